@@ -1,0 +1,52 @@
+# make train   train the handwritten digits on this machine, with a progress view and checkpoints; again: continue
+# make test    check the style and run the whole test suite
+# make test-clusters   real jobs in a Slurm and a Grid Engine of our own, where these are installed (docs/clusters.md)
+# make lint    only the style: ruff and mypy
+# make clean   remove what was installed and cached; runs stay
+#
+# Each of them first sets up what it needs, in .venv. Wanted beforehand: make, and Python 3.11 or newer.
+
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 python,\
+	$(shell $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+RUN_DIR ?= runs/digits
+# Lists nothing and fails where there is no usable GPU, even if the command is there.
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+RANKS ?= $(if $(filter-out 0,$(GPUS)),gpu,2)
+
+.PHONY: train test test-clusters lint clean
+.DEFAULT_GOAL := test
+
+train: .venv/.ready
+	@$(BIN)/lockstep run --nproc-per-node $(RANKS) --run-dir $(RUN_DIR) $(if $(wildcard $(RUN_DIR)/run.json),--resume) examples/digits.py
+
+test: lint
+	@echo "pytest"
+	@$(BIN)/python -m pytest -q
+
+test-clusters: .venv/.ready
+	@$(BIN)/python -m pytest -q -rs tests/clusters
+
+lint: .venv/.ready
+	@echo "ruff, mypy"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy --no-error-summary
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Where there is no NVIDIA GPU, this exact torch is asked for, and first: anything looser may bring gigabytes of CUDA.
+.venv/.ready: pyproject.toml Makefile
+	@test -n "$(PYTHON)" || { echo "Lockstep needs Python 3.11 or newer and found none; name one: make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "setting up: a virtual environment in .venv, with $(PYTHON)"; $(PYTHON) -m venv .venv; }
+	@if command -v nvidia-smi >/dev/null 2>&1; then \
+		echo "setting up: torch for NVIDIA GPUs (some gigabytes; this takes minutes)"; $(PIP) "torch>=2.11" torchvision; \
+	else \
+		echo "setting up: torch for the CPU"; $(PIP) torch==2.13.0 && $(PIP) --no-deps torchvision==0.28.0; \
+	fi
+	@echo "setting up: Lockstep, its examples and its tests"
+	@$(PIP) --editable '.[dev,examples]'
+	@touch $@
