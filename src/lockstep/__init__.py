@@ -1,0 +1,76 @@
+"""Data-parallel PyTorch training whose result does not depend on how many ranks computed it.
+
+The front door: each name stands in the room that makes it, and a room is loaded when its name is first asked for, so
+that ``import lockstep`` costs nothing and needs no torch.
+"""
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchPlan",
+    "CheckpointError",
+    "DamagedCheckpoint",
+    "DataError",
+    "LaunchError",
+    "LockstepError",
+    "MismatchError",
+    "PeerLost",
+    "PlanError",
+    "Progress",
+    "Run",
+    "SettingError",
+    "UsageError",
+    "World",
+    "WorldError",
+    "__version__",
+    "launch",
+]
+
+TYPE_CHECKING = False  # type checkers read it as True by its name; importing it would be most of this module's cost
+
+if TYPE_CHECKING:
+    from lockstep.batch import BatchPlan
+    from lockstep.errors import (
+        CheckpointError,
+        DamagedCheckpoint,
+        DataError,
+        LaunchError,
+        LockstepError,
+        MismatchError,
+        PeerLost,
+        PlanError,
+        SettingError,
+        UsageError,
+        WorldError,
+    )
+    from lockstep.launch import launch
+    from lockstep.progress import Progress
+    from lockstep.run import Run
+    from lockstep.world import World
+else:
+    # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
+    import importlib
+    import sys
+    import types
+
+    _ROOM_OF = {"BatchPlan": "batch", "Progress": "progress", "Run": "run", "World": "world", "launch": "launch"}
+
+    class _FrontDoor(types.ModuleType):
+        """A package whose names are never taken by a room: `launch` stays the function when its room is loaded."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            # Python binds each submodule in its package once it is imported.
+            if not (name in __all__ and isinstance(value, types.ModuleType)):
+                super().__setattr__(name, value)
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'lockstep' has no attribute {name!r}; it has {', '.join(__all__)}")
+        value = getattr(importlib.import_module(f"lockstep.{_ROOM_OF.get(name, 'errors')}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return list(__all__)
+
+    sys.modules[__name__].__class__ = _FrontDoor

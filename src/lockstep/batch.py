@@ -1,0 +1,97 @@
+"""The only place where batch sizes are divided.
+
+    256 samples/step = 8 micro-batches x 32 = 3 ranks x 2..3
+
+    micro-batch   0   1   2   3   4   5   6   7
+    rank          0   0   1   1   1   2   2   2        run of rank r: [M*r // W, M*(r+1) // W)
+
+A step is always the same list of micro-batches, whoever computes them: the micro-batch is the unit of reproducibility.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.errors import PlanError
+
+#: Micro-batches of a step when nothing is said: enough for a machine of eight devices, few enough to stay large.
+DEFAULT_MICRO_BATCHES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """How the samples of one optimizer step are shared out.
+
+    Raises:
+        PlanError: if a size is not positive, ``micro_batch`` exceeds ``global_batch``, or some rank would have no
+            micro-batch in a full step.
+    """
+
+    global_batch: int  #: samples per optimizer step, over all ranks
+    micro_batch: int  #: samples of one forward and backward
+    world_size: int  #: ranks that share them
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "micro_batch", "world_size"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name}={getattr(self, name)}: it must be at least 1")
+        if self.micro_batch > self.global_batch:
+            raise PlanError(
+                f"micro_batch={self.micro_batch} is larger than global_batch={self.global_batch}; "
+                f"micro_batch counts the samples of one forward: give at most {self.global_batch}"
+            )
+        if self.world_size > self.micro_batches:
+            raise PlanError(self._too_many_ranks())
+
+    @classmethod
+    def of(cls, global_batch: int, micro_batch: int | None, world_size: int) -> BatchPlan:
+        """The plan for these sizes; without ``micro_batch`` a step is divided into `DEFAULT_MICRO_BATCHES`."""
+        if micro_batch is None:
+            micro_batch = max(1, -(-global_batch // DEFAULT_MICRO_BATCHES))
+        return cls(global_batch, micro_batch, world_size)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a full step."""
+        return -(-self.global_batch // self.micro_batch)
+
+    def sizes(self, samples: int) -> tuple[int, ...]:
+        """Samples of each micro-batch of a step that holds ``samples``: all full but the last one."""
+        if not 0 <= samples <= self.global_batch:
+            raise PlanError(f"a step holds 0 to {self.global_batch} samples, not {samples}")
+        full, rest = divmod(samples, self.micro_batch)
+        return (self.micro_batch,) * full + ((rest,) if rest else ())
+
+    def run(self, rank: int, micro_batches: int | None = None) -> range:
+        """The micro-batches of ``rank``, in a step of ``micro_batches`` (default: a full step).
+
+        Neighbouring ranks hold neighbouring runs whose lengths differ by at most one. In a short step, which may hold
+        fewer micro-batches than there are ranks, some runs are empty.
+        """
+        m = self.micro_batches if micro_batches is None else micro_batches
+        return range(m * rank // self.world_size, m * (rank + 1) // self.world_size)
+
+    def steps(self, samples: int, *, drop_last: bool = False) -> int:
+        """Steps of an epoch of ``samples``; the last one is short unless ``drop_last`` leaves it out."""
+        return samples // self.global_batch if drop_last else -(-samples // self.global_batch)
+
+    def __str__(self) -> str:
+        """Such as ``256 samples/step = 8 micro-batches x 32 = 4 ranks x 2``."""
+        m, w = self.micro_batches, self.world_size
+        each = str(m // w) if m % w == 0 else f"{m // w}..{m // w + 1}"
+        last = self.global_batch - (m - 1) * self.micro_batch
+        tail = "" if last == self.micro_batch else f" (the last {last})"
+        return (
+            f"{self.global_batch} samples/step = {m} micro-batch{'es' if m > 1 else ''} x {self.micro_batch}{tail}"
+            f" = {w} rank{'s' if w > 1 else ''} x {each}"
+        )
+
+    def _too_many_ranks(self) -> str:
+        has = (
+            f"{self.world_size} ranks for {self.micro_batches} micro-batches "
+            f"(global_batch={self.global_batch}, micro_batch={self.micro_batch}): some ranks would have nothing to do"
+        )
+        fits = self.global_batch // self.world_size
+        if fits:
+            return f"{has}; micro_batch={fits} or less would do, or {self.micro_batches} ranks or fewer"
+        return f"{has}; start at most {self.global_batch} ranks, or raise global_batch to {self.world_size} or more"

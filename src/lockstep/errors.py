@@ -1,0 +1,61 @@
+"""Everything that Lockstep raises, in one tree.
+
+    LockstepError
+    ├── SettingError (ValueError)        a setting, option or argument that cannot be used
+    ├── PlanError (ValueError)           batch sizes and ranks that do not fit each other
+    ├── WorldError (RuntimeError)        the environment does not describe one world, or a rank cannot join it
+    ├── DataError (ValueError)           a data set that cannot be divided into samples
+    ├── UsageError (RuntimeError)        the training loop calls `Run` in an order that would train wrongly
+    ├── MismatchError (RuntimeError)     ranks differ where they must be equal
+    ├── PeerLost (RuntimeError)          another rank died, left or does not answer
+    ├── CheckpointError (RuntimeError)   nothing whole to load, or the state does not fit
+    │   └── DamagedCheckpoint            one checkpoint is not what was committed
+    └── LaunchError (RuntimeError)       ranks could not be started
+
+Each message says what is wrong, with the values, and the way out. Each error is also the builtin named beside it,
+so that code which knows nothing of Lockstep can catch it.
+"""
+
+
+class LockstepError(Exception):
+    """Whatever this package raises on purpose."""
+
+
+class SettingError(LockstepError, ValueError):
+    """A setting, option or argument cannot be used as given."""
+
+
+class PlanError(LockstepError, ValueError):
+    """Batch sizes and the number of ranks do not fit each other."""
+
+
+class WorldError(LockstepError, RuntimeError):
+    """The environment does not describe one world, or this rank cannot join it."""
+
+
+class DataError(LockstepError, ValueError):
+    """A data set cannot be divided into the samples that the plan asks for."""
+
+
+class UsageError(LockstepError, RuntimeError):
+    """The training loop calls `Run` in an order that would train something else than it says."""
+
+
+class MismatchError(LockstepError, RuntimeError):
+    """Ranks differ where they must be equal; the message names them."""
+
+
+class PeerLost(LockstepError, RuntimeError):
+    """Another rank died, left or does not answer: never the first cause of a failure."""
+
+
+class CheckpointError(LockstepError, RuntimeError):
+    """No whole checkpoint can be loaded, or its state does not fit what it is loaded into."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """One checkpoint is not what was committed: a part is missing, cut short or changed."""
+
+
+class LaunchError(LockstepError, RuntimeError):
+    """Ranks could not be started."""

@@ -1,0 +1,563 @@
+"""Who this process is among the ranks, whoever started it; the only reader of rank variables.
+
+    lockstep run ─┐
+    torchrun ─────┤
+    mpirun, srun ─┼──  environment  ──  LAUNCHERS (first row that is present)  ──  World
+    a shell ──────┤
+    nothing ──────┘
+
+The rows of `LAUNCHERS` stand in the order of precedence: from the launcher that nests inside others to the one that
+holds them. ``mpirun`` and ``torchrun`` may run inside a Slurm step, whose variables then count their helpers; the
+other way round does not happen. ``RANK`` and ``WORLD_SIZE`` set by hand come last, and must not contradict a launcher.
+
+This room is also the contract between `lockstep run` and the ranks it starts: the names of the variables it sets, the
+exit codes it reads, and the heartbeats by which it knows where each rank is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Self, TypedDict
+
+from lockstep.errors import WorldError
+
+RUN_ID = "LOCKSTEP_RUN_ID"  #: names the run, through all its generations; set for every rank of `lockstep run`
+RUN_DIR = "LOCKSTEP_RUN_DIR"  #: directory of the run's records, logs and checkpoints
+GENERATION = "LOCKSTEP_GENERATION"  #: worlds that this run had before this one
+RESUME = "LOCKSTEP_RESUME"  #: "1": load the newest whole checkpoint
+FRESH = "LOCKSTEP_FRESH"  #: "1": begin anew, whatever checkpoints there are
+STATUS = "LOCKSTEP_STATUS"  #: path where the leader writes its progress instead of drawing it
+ENDS_AT = "LOCKSTEP_ENDS_AT"  #: when the job that holds this run ends, in seconds since 1970
+FAILURE = "LOCKSTEP_FAILURE"  #: path where a failing rank writes its failure record
+BIND = "LOCKSTEP_BIND"  #: "1": each rank keeps to its own part of the CPUs
+CHANNEL = "LOCKSTEP_CHANNEL"  #: where a rank sends its heartbeats: path of a datagram socket, or host:port for UDP
+FAULTS = "LOCKSTEP_FAULTS"  #: what is to go wrong on purpose, in the words of `lockstep.watch.FaultPlan`
+STACKS = "LOCKSTEP_STACKS"  #: path where a rank writes the stacks of all its threads when it gets `STACKS_SIGNAL`
+LAUNCHER = "LOCKSTEP_LAUNCHER"  #: name of the row of `LAUNCHERS` to believe, where two contradict each other
+
+STOP_FILE = "STOP"  #: in the run directory: whoever makes it asks the run to save and stop
+FAULT_NOTES = "faults.txt"  #: in the run directory: a line for each fault on purpose, before it happens
+
+EXIT_OK = 0
+EXIT_FAILED = 1  #: a rank failed
+EXIT_USAGE = 2  #: options or configuration that cannot be used
+EXIT_STOPPED = 75  #: stopped with a complete checkpoint: run again to resume
+EXIT_TIMEOUT = 124  #: nodes that were waited for did not come in time
+EXIT_INTERRUPTED = 130  #: Ctrl-C, without a checkpoint
+EXIT_KILLED = 137  #: a rank was killed by the system
+EXIT_TERMINATED = 143  #: SIGTERM, without a checkpoint
+
+#: Asks a process for its stacks. Not one of those by which schedulers and users tell a job something.
+STACKS_SIGNAL: int = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+#: What a rank may be doing. Script: what `Run` does not know about, which in a script without it is everything.
+PHASES = (
+    "script", "start", "data", "forward", "backward", "reduction", "update", "save", "evaluate", "exit",
+)  # fmt: skip
+
+_HERE = "127.0.0.1"
+_LOOPBACK = frozenset({_HERE, "localhost", "::1"})
+# Below the range from which Linux hands out ports by itself, above those of the usual services.
+_FIRST_PORT, _PORTS = 16384, 16384
+# Slurm counts steps from 0; a batch script, an interactive step and their like get numbers from here on.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+Environment = Mapping[str, str]
+Names = tuple[str, ...]
+
+
+class _Run(TypedDict):
+    generation: int
+    run_id: str
+    run_dir: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One rank's place among all ranks.
+
+    Raises:
+        WorldError: if the numbers describe no place.
+    """
+
+    rank: int
+    size: int  #: ranks in the world
+    local_rank: int  #: among the ranks of this node
+    local_size: int  #: ranks of this node
+    node_rank: int
+    nodes: int
+    generation: int = 0  #: worlds that this run had before this one
+    address: str = _HERE  #: host of the leader
+    port: int = 0  #: where the ranks meet on that host; 0 if there is one rank, which meets nobody
+    launcher: str = "none"  #: the row of `LAUNCHERS` that this was read from
+    run_id: str = ""
+    run_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for place, of in (("rank", "size"), ("local_rank", "local_size"), ("node_rank", "nodes")):
+            if not 0 <= getattr(self, place) < getattr(self, of):
+                raise WorldError(
+                    f"{place}={getattr(self, place)} with {of}={getattr(self, of)}: "
+                    f"{place} counts from 0 and stays below {of}"
+                )
+        for part in ("local_size", "nodes"):
+            if getattr(self, part) > self.size:
+                raise WorldError(f"{part}={getattr(self, part)} with size={self.size}: it cannot be larger")
+        if self.generation < 0:
+            raise WorldError(f"generation={self.generation}: it counts from 0")
+        if not 0 <= self.port < 65536:
+            raise WorldError(f"port={self.port}: ports lie between 1 and 65535")
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes for all."""
+        return self.rank == 0
+
+    @property
+    def leads_node(self) -> bool:
+        """Whether this rank does for its node what is to be done once on each."""
+        return self.local_rank == 0
+
+    @classmethod
+    def from_env(cls, env: Environment) -> World:
+        """The place that the environment gives this process; alone, if it names none.
+
+        Where a launcher does not tell the node, consecutive ranks are taken to share one.
+
+        Raises:
+            WorldError: if the variables contradict each other, hold no usable numbers, or do not say where to meet.
+        """
+        launcher = _believed(env)
+        if not launcher.rank:
+            return cls(0, 1, 0, 1, 0, 1, launcher=launcher.name, **_run(env, launcher))
+        rank, size = _place(env, launcher.rank, launcher.size)
+        address = env.get("MASTER_ADDR", "")
+        node_rank = _number(env, launcher.node_rank)
+        local_size = _tasks_here(env, launcher.local_size, node_rank or 0)
+        if local_size is None:
+            if size > 1 and address not in _LOOPBACK:
+                raise WorldError(
+                    f"{_said(env, launcher.rank + launcher.size)}, but nothing says how many of these ranks are on "
+                    f"this machine; set {launcher.local_size[0]} and {launcher.local_rank[0]} for each rank (1 and 0 "
+                    f"where every rank has a machine of its own), or MASTER_ADDR={_HERE} where all share this one"
+                )
+            local_size = size
+        local_rank = _number(env, launcher.local_rank)
+        if local_rank is None:
+            local_rank = rank % local_size
+        if not 0 <= local_rank < local_size <= size:
+            raise WorldError(
+                f"{_said(env, launcher.size + launcher.local_rank + launcher.local_size)}: the local rank counts "
+                "from 0 and stays below the ranks of this machine, which are no more than all ranks; correct them, "
+                "or unset them all to run alone"
+            )
+        nodes = _number(env, launcher.nodes) or -(-size // local_size)
+        if node_rank is None:
+            node_rank = min(rank // local_size, nodes - 1)
+        return cls(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            node_rank=node_rank,
+            nodes=nodes,
+            address=_address(env, launcher, size, nodes),
+            port=_port(env, launcher, size),
+            launcher=launcher.name,
+            **_run(env, launcher),
+        )
+
+    def rank_variables(self) -> dict[str, str]:
+        """What torchrun would set for this rank; `from_env` reads the same place from it."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            # The node's number goes by two names: torchrun's and the one that other frameworks read.
+            "GROUP_RANK": str(self.node_rank),
+            "NODE_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.nodes),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
+    def __str__(self) -> str:
+        """Such as ``rank 3 of 8, local rank 1 of 2 on node 1 of 4``."""
+        node = f", local rank {self.local_rank} of {self.local_size} on node {self.node_rank} of {self.nodes}"
+        return f"rank {self.rank} of {self.size}{node if self.nodes > 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a rank tells its launcher twice a second: that it lives, and where it is."""
+
+    rank: int
+    process: int  #: its process id on its host
+    step: int  #: optimizer steps done; -1 while nobody counts them
+    moves: int  #: grows whenever `Run` goes from one phase to the next
+    phase: str  #: one of `PHASES`
+    place: Place  #: of the main thread
+    call: str  #: what the line at ``place`` has called, such as ``all_reduce`` or ``next(loader)``; "": own code
+    meets: bool  #: in a call in which ranks wait for each other
+    collectives: int  #: how many this rank has begun, over groups of all ranks
+    cpu_s: float  #: CPU time of the main thread
+    at: float  #: on the clock of its host, seconds since 1970
+
+    def to_text(self) -> str:
+        """One line, which `from_text` reads; at most a few hundred characters."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> Self:
+        """The heartbeat that ``text`` tells.
+
+        Raises:
+            ValueError: if it tells none.
+        """
+        try:
+            values = json.loads(text)
+            beat = cls(**{**values, "place": Place(**values["place"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"no heartbeat: {text!r:.80}") from error
+        if beat.phase not in PHASES:
+            raise ValueError(f"no phase of a heartbeat: {beat.phase!r:.80}")
+        return beat
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """How one launcher tells a process its place: each value by the first of its variables that is set."""
+
+    name: str
+    known_by: str  #: for messages: what the user did to get here
+    present: Callable[[Environment], bool]
+    rank: Names = ()  #: none: the process is no rank, though a scheduler gave it resources
+    size: Names = ()
+    local_rank: Names = ()
+    local_size: Names = ()
+    node_rank: Names = ()
+    nodes: Names = ()
+    generation: Names = ()
+    run_id: Names = ()  #: together they name the run, in words that are the same on all its ranks
+    leader: Names = ()  #: hold the leader's host: a node list, or an address to call back
+    set_variable: str = "export {0}={1}"  #: how a user sets a variable for all ranks
+
+
+def _all_of(*names: str) -> Callable[[Environment], bool]:
+    return lambda env: all(env.get(name, "") != "" for name in names)
+
+
+def _in_slurm_step(env: Environment) -> bool:
+    """Whether ``srun`` started this process as one of several.
+
+    A batch script sees ``SLURM_PROCID=0`` and ``SLURM_NTASKS=n`` too, but runs once; the step of one task under an
+    interactive shell also stays one process, whatever the allocation could hold.
+    """
+    step = _number(env, ("SLURM_STEP_ID",))
+    tasks = _number(env, _SLURM_TASKS)
+    return step is not None and step < _FIRST_SPECIAL_STEP and tasks is not None and tasks > 1
+
+
+_SLURM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+_SCHEDULER_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+_SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_JOB_NODES = ("SLURM_JOB_NODELIST",)
+
+LAUNCHERS: tuple[Launcher, ...] = (
+    Launcher(
+        name="lockstep",
+        known_by="lockstep run",
+        present=_all_of(RUN_ID, "RANK", "WORLD_SIZE"),
+        rank=("RANK",),
+        size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_WORLD_SIZE",),
+        node_rank=("GROUP_RANK", "NODE_RANK"),
+        nodes=("GROUP_WORLD_SIZE",),
+        generation=(GENERATION,),
+        run_id=(RUN_ID,),
+    ),
+    Launcher(
+        name="torchrun",
+        known_by="torchrun",
+        present=_all_of("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
+        rank=("RANK",),
+        size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_WORLD_SIZE",),
+        node_rank=("GROUP_RANK", "NODE_RANK"),
+        nodes=("GROUP_WORLD_SIZE",),
+        generation=("TORCHELASTIC_RESTART_COUNT",),
+        run_id=("TORCHELASTIC_RUN_ID",),
+    ),
+    Launcher(
+        name="openmpi",
+        known_by="Open MPI's mpirun",
+        present=_all_of("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        rank=("OMPI_COMM_WORLD_RANK",),
+        size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        # Not OMPI_COMM_WORLD_NODE_RANK: in spite of its name it counts ranks within the node.
+        nodes=("OMPI_MCA_orte_num_nodes",),
+        run_id=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", *_SCHEDULER_JOB),
+        # The allocation's list first: mpirun itself may run on a login node, outside the world.
+        leader=(*_JOB_NODES, "OMPI_MCA_orte_hnp_uri"),
+        set_variable="mpirun -x {0}={1}",
+    ),
+    Launcher(
+        name="mvapich2",
+        known_by="MVAPICH2's mpirun_rsh",
+        present=_all_of("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+        rank=("MV2_COMM_WORLD_RANK",),
+        size=("MV2_COMM_WORLD_SIZE",),
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+        run_id=_SCHEDULER_JOB,
+        leader=_JOB_NODES,
+        set_variable="mpirun_rsh ... {0}={1} python ...",
+    ),
+    Launcher(
+        name="pals",
+        known_by="PALS' mpiexec",
+        present=_all_of("PALS_RANKID", "PMI_SIZE"),
+        rank=("PALS_RANKID",),
+        size=("PMI_SIZE",),
+        local_rank=("PALS_LOCAL_RANKID",),
+        local_size=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+        node_rank=("PALS_NODEID",),
+        run_id=("PALS_APID", *_SCHEDULER_JOB),
+        set_variable="mpiexec --env {0}={1}",
+    ),
+    Launcher(
+        # ``srun --mpi=pmi2`` sets PMI_RANK and PMI_SIZE as well, but not MPI_LOCALRANKID.
+        name="hydra",
+        known_by="the mpiexec of MPICH or Intel MPI",
+        present=_all_of("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+        rank=("PMI_RANK",),
+        size=("PMI_SIZE",),
+        local_rank=("MPI_LOCALRANKID",),
+        local_size=("MPI_LOCALNRANKS",),
+        run_id=_SCHEDULER_JOB,
+        leader=_JOB_NODES,
+        set_variable="mpiexec -genv {0} {1}",
+    ),
+    Launcher(
+        name="slurm",
+        known_by="srun",
+        present=_in_slurm_step,
+        rank=("SLURM_PROCID",),
+        size=_SLURM_TASKS,
+        local_rank=("SLURM_LOCALID",),
+        local_size=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+        node_rank=("SLURM_NODEID",),
+        nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+        generation=("SLURM_RESTART_COUNT",),
+        run_id=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        leader=_SLURM_NODES,
+    ),
+    Launcher(
+        name="generic",
+        known_by="RANK and WORLD_SIZE",
+        present=_all_of("RANK", "WORLD_SIZE"),
+        rank=("RANK",),
+        size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+        node_rank=("NODE_RANK", "GROUP_RANK", "CROSS_RANK"),
+        nodes=("GROUP_WORLD_SIZE", "CROSS_SIZE"),
+    ),
+    # From here on a scheduler gave resources to one process, which may start ranks but is none.
+    Launcher("slurm-job", "a Slurm job without srun", _all_of("SLURM_JOB_ID"), generation=("SLURM_RESTART_COUNT",)),
+    Launcher("sge-job", "a Grid Engine job", _all_of("JOB_ID", "SGE_ROOT", "QUEUE")),
+    Launcher("pbs-job", "a PBS job", _all_of("PBS_JOBID", "PBS_NODEFILE")),
+    Launcher("none", "no launcher", lambda env: True),
+)
+_BY_NAME = {launcher.name: launcher for launcher in LAUNCHERS}
+
+
+def allotted_cpus(env: Environment, *, affinity: int, cpu_max: str = "max") -> int:
+    """CPUs that this process may keep busy, at least one.
+
+    A rank gets its part of what the ranks of its node share; a launcher, which is no rank, all that its job holds.
+
+    Args:
+        env: the environment of this process.
+        affinity: CPUs that it may run on, ``len(os.sched_getaffinity(0))``.
+        cpu_max: the text of its control group's ``cpu.max``, such as ``max 100000`` or ``200000 100000``.
+
+    Raises:
+        WorldError: as `World.from_env`.
+    """
+    limits = [affinity]
+    quota, _, period = cpu_max.strip().partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period):
+        limits.append(int(quota) // int(period))
+    world = World.from_env(env)
+    own = _number(env, ("SLURM_CPUS_PER_TASK",)) if world.launcher == "slurm" else None
+    if own:
+        return max(1, min(*limits, own))
+    limits += [cpus for name in ("SLURM_CPUS_ON_NODE", "NSLOTS", "NCPUS") if (cpus := _number(env, (name,)))]
+    if env.get(BIND) == "1":
+        return max(1, min([affinity, *(limit // world.local_size for limit in limits[1:])]))
+    # Where another launcher has bound each rank to CPUs of its own this is too modest, but nothing tells.
+    return max(1, min(limits) // world.local_size)
+
+
+def own_cpus(allowed: set[int], env: Environment) -> set[int]:
+    """The CPUs of ``allowed`` that are this rank's own: neighbours, as many as each other rank's, give or take one.
+
+    All of them where there are fewer CPUs than ranks.
+    """
+    world, cpus = World.from_env(env), sorted(allowed)
+    first, end = (len(cpus) * rank // world.local_size for rank in (world.local_rank, world.local_rank + 1))
+    return set(cpus[first:end]) if len(cpus) >= world.local_size else allowed
+
+
+def _believed(env: Environment) -> Launcher:
+    """The row to read: the one that the user named, or the first that is present and not contradicted."""
+    if named := env.get(LAUNCHER, ""):
+        if named not in _BY_NAME:
+            raise WorldError(f"{LAUNCHER}={named}: there is no such launcher; give one of {', '.join(_BY_NAME)}")
+        if not _BY_NAME[named].present(env):
+            raise WorldError(
+                f"{LAUNCHER}={named}, but this process was not started by {_BY_NAME[named].known_by}; unset it"
+            )
+        return _BY_NAME[named]
+    found = next(launcher for launcher in LAUNCHERS if launcher.present(env))
+    if not found.rank:
+        _no_half_a_place(env)
+    elif found.rank != ("RANK",):
+        _no_contradiction(env, found)
+    return found
+
+
+def _no_half_a_place(env: Environment) -> None:
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if env.get(name, "") != "":
+            raise WorldError(f"{name}={env[name]} is set but {other} is not; set both, or unset {name} to run alone")
+
+
+def _no_contradiction(env: Environment, found: Launcher) -> None:
+    rank, size = _place(env, found.rank, found.size)
+    if _number(env, ("RANK",)) in (None, rank) and _number(env, ("WORLD_SIZE",)) in (None, size):
+        return
+    by_hand = ("RANK", "WORLD_SIZE")
+    raise WorldError(
+        f"two launchers contradict each other: {_said(env, by_hand)} is in the environment, but "
+        f"{found.known_by} says {_said(env, found.rank + found.size)}; unset RANK and WORLD_SIZE (a shell profile or "
+        f"job script may export them), or say which one is meant: {LAUNCHER}={found.name} or {LAUNCHER}=generic"
+    )
+
+
+def _place(env: Environment, rank: Names, size: Names) -> tuple[int, int]:
+    place, of = _number(env, rank), _number(env, size)
+    if place is None or of is None or not 0 <= place < of:
+        raise WorldError(
+            f"{_said(env, rank + size)}: the rank counts from 0 and stays below the number of ranks; "
+            "correct them, or unset both to run alone"
+        )
+    return place, of
+
+
+def _first_set(env: Environment, names: Names) -> str | None:
+    return next((name for name in names if env.get(name, "") != ""), None)
+
+
+def _number(env: Environment, names: Names) -> int | None:
+    """The first of these variables that is set, as a number; None if none is."""
+    name = _first_set(env, names)
+    if name is None:
+        return None
+    try:
+        return int(env[name])
+    except ValueError:
+        raise WorldError(f"{name}={env[name]!r}: it must be a whole number; correct it, or unset it") from None
+
+
+def _tasks_here(env: Environment, names: Names, node_rank: int) -> int | None:
+    """Ranks of this node, where Slurm writes those of all nodes: ``2(x3),1`` is 2, 2, 2, 1."""
+    name = _first_set(env, names)
+    if name is None:
+        return None
+    counts: list[int] = []
+    for item in env[name].split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
+        if match is None:
+            raise WorldError(f"{name}={env[name]!r}: it must be a number, or a list such as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    if len(counts) == 1:
+        return counts[0]
+    if node_rank >= len(counts):
+        raise WorldError(f"{name}={env[name]} describes {len(counts)} nodes, but this is node {node_rank} from 0")
+    return counts[node_rank]
+
+
+def _address(env: Environment, launcher: Launcher, size: int, nodes: int) -> str:
+    if env.get("MASTER_ADDR"):
+        return env["MASTER_ADDR"]
+    if nodes == 1:
+        return _HERE
+    if name := _first_set(env, launcher.leader):
+        return leading_host(env[name])
+    raise WorldError(
+        f"{launcher.known_by} started {size} ranks on {nodes} node{'s' if nodes > 1 else ''} but does not say where "
+        f"they meet; name the host of rank 0: {launcher.set_variable.format('MASTER_ADDR', 'HOST')}"
+    )
+
+
+def _port(env: Environment, launcher: Launcher, size: int) -> int:
+    port = _number(env, ("MASTER_PORT",))
+    if port is not None:
+        if not 0 < port < 65536 and size > 1:
+            raise WorldError(f"MASTER_PORT={port}: ports lie between 1 and 65535")
+        return port
+    if size == 1:
+        return 0
+    if launcher.run_id and (job := _job(env, launcher)):
+        # Every rank must come to the same number without asking another, and two jobs on one node to different ones.
+        return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+    raise WorldError(
+        f"{launcher.known_by} started {size} ranks but does not say at which port they meet; "
+        f"choose a free one for this job: {launcher.set_variable.format('MASTER_PORT', '29500')}"
+    )
+
+
+def leading_host(hosts: str) -> str:
+    """The first host of a Slurm node list, ``n[01-03,7]`` is ``n01``, or that of a ``tcp://`` address."""
+    _, scheme, rest = hosts.partition("tcp://")
+    if scheme:
+        return re.split(r"[,:;]", rest)[0]
+    first = re.split(r",(?![^\[]*\])", hosts.strip())[0]
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
+
+
+def _job(env: Environment, launcher: Launcher) -> str:
+    return ".".join(env[name] for name in launcher.run_id if env.get(name, "") != "")
+
+
+def _run(env: Environment, launcher: Launcher) -> _Run:
+    return {
+        "generation": _number(env, launcher.generation) or 0,
+        "run_id": env.get(RUN_ID) or _job(env, launcher),
+        "run_dir": env.get(RUN_DIR) or None,
+    }
+
+
+def _said(env: Environment, names: Names) -> str:
+    """These variables as they are set, for messages."""
+    return " ".join(f"{name}={env[name]}" for name in names if env.get(name, "") != "")

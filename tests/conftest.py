@@ -1,0 +1,139 @@
+"""What every test starts from, and what it must leave behind: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before anything imports torch, which reads it once: ranks of a test share few cores, and the number of threads is
+# part of a run's identity.
+os.environ["OMP_NUM_THREADS"] = "1"
+# Where no name server answers, looking up this host's own name would otherwise wait many seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# Inherited by every process that a test starts, so that also those whose parent died are found.
+MARK = "LOCKSTEP_TEST_SESSION"
+os.environ[MARK] = str(os.getpid())
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+from lockstep.world import LAUNCHERS  # noqa: E402
+
+# The suite may itself run inside a job: its tests are not that job's ranks.
+for launcher in LAUNCHERS:
+    for variable in (*launcher.rank, *launcher.size):
+        os.environ.pop(variable, None)
+
+# Examples take as long as the machine is busy; the deadline of the whole test is the one that counts.
+hypothesis.settings.register_profile(
+    "lockstep",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("lockstep")
+
+GRACE_S = 10.0  #: for what a test has told to end but did not wait for
+
+
+@pytest.fixture(autouse=True)
+def hygiene() -> Iterator[None]:
+    """Each test finds the process as the one before found it; threads, ranks and groups left behind are a failure."""
+    environment, directory = dict(os.environ), os.getcwd()
+    randomness, torch_before = random.getstate(), _torch_state()
+    threads, processes = set(threading.enumerate()), set(_processes())
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    random.setstate(randomness)
+    left = [*_restore_torch(torch_before), *_left_threads(threads), *_left_processes(processes)]
+    if left:
+        pytest.fail(f"left behind: {'; '.join(left)}", pytrace=False)
+
+
+def _torch_state() -> tuple[object, object, int] | None:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    numpy = sys.modules["numpy"]
+    return torch.get_rng_state(), numpy.random.get_state(), torch.get_num_threads()
+
+
+def _restore_torch(before: tuple[object, object, int] | None) -> list[str]:
+    """Put torch's global state back; what was left that must not be."""
+    left: list[str] = []
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return left
+    if "torch.distributed" in sys.modules and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        left.append("the default process group")
+    if before is not None:
+        state, numpy_state, threads = before
+        torch.set_rng_state(state)
+        sys.modules["numpy"].random.set_state(numpy_state)
+        torch.set_num_threads(threads)
+    else:
+        torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    return left
+
+
+def _left_threads(before: set[threading.Thread]) -> list[str]:
+    # Threads of C++ that once called into Python appear as dummies and stay; they are not the test's.
+    def left() -> list[threading.Thread]:
+        return [
+            thread
+            for thread in threading.enumerate()
+            if thread not in before and not isinstance(thread, threading._DummyThread)
+        ]
+
+    _until(lambda: not left())
+    return [f"thread {thread.name}" for thread in left()]
+
+
+def _left_processes(before: set[int]) -> list[str]:
+    multiprocessing.active_children()  # collects those that have ended
+
+    def left() -> dict[int, str]:
+        return {pid: command for pid, command in _processes().items() if pid not in before}
+
+    _until(lambda: not left())
+    found = left()
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return [f"process {pid} ({command})" for pid, command in found.items()]
+
+
+def _until(done) -> None:
+    deadline = time.monotonic() + GRACE_S
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _processes() -> dict[int, str]:
+    """Living processes that this one started, directly or not, also those whose parent has died."""
+    mark = f"{MARK}={os.getpid()}".encode()
+    found: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state == "Z" or "multiprocessing.resource_tracker" in command or "forkserver" in command:
+                continue
+            if int(parent) == os.getpid() or mark in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = command[:120]
+    return found

@@ -1,0 +1,111 @@
+"""Laws of the plan: nobody else divides batch sizes."""
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from lockstep.batch import DEFAULT_MICRO_BATCHES, BatchPlan
+from lockstep.errors import PlanError
+
+
+@st.composite
+def plans(draw):
+    global_batch = draw(st.integers(1, 600))
+    micro_batch = draw(st.integers(1, global_batch))
+    return BatchPlan(global_batch, micro_batch, draw(st.integers(1, -(-global_batch // micro_batch))))
+
+
+@given(plans(), st.data())
+def test_each_micro_batch_is_computed_by_exactly_one_rank(plan, data):
+    m = data.draw(st.integers(0, plan.micro_batches))
+    runs = [plan.run(rank, m) for rank in range(plan.world_size)]
+    assert [index for run in runs for index in run] == list(range(m))
+    assert max(map(len, runs)) - min(map(len, runs)) <= 1
+
+
+@given(plans())
+def test_in_a_full_step_every_rank_has_work(plan):
+    assert all(len(plan.run(rank)) >= 1 for rank in range(plan.world_size))
+
+
+@given(plans(), st.data())
+def test_micro_batches_hold_each_sample_once(plan, data):
+    samples = data.draw(st.integers(0, plan.global_batch))
+    sizes = plan.sizes(samples)
+    assert sum(sizes) == samples
+    assert all(size == plan.micro_batch for size in sizes[:-1])
+    assert all(1 <= size <= plan.micro_batch for size in sizes)
+    assert len(sizes) <= plan.micro_batches
+    assert len(plan.sizes(plan.global_batch)) == plan.micro_batches
+
+
+@given(plans(), st.integers(1, 600))
+def test_micro_batches_do_not_depend_on_the_ranks(plan, world_size):
+    assume(world_size <= plan.micro_batches)
+    other = BatchPlan(plan.global_batch, plan.micro_batch, world_size)
+    assert other.sizes(plan.global_batch) == plan.sizes(plan.global_batch)
+
+
+@given(plans(), st.integers(0, 5000))
+def test_steps_cover_the_epoch(plan, samples):
+    steps, whole = plan.steps(samples), plan.steps(samples, drop_last=True)
+    assert (steps - 1) * plan.global_batch < samples <= steps * plan.global_batch or samples == steps == 0
+    assert 0 <= samples - whole * plan.global_batch < plan.global_batch
+
+
+@given(st.integers(1, 3000), st.integers(1, DEFAULT_MICRO_BATCHES))
+def test_the_default_fits_a_machine_of_eight_devices_where_it_can(global_batch, world_size):
+    plan = BatchPlan.of(global_batch, None, 1)
+    assert 1 <= plan.micro_batches <= DEFAULT_MICRO_BATCHES
+    if global_batch % DEFAULT_MICRO_BATCHES == 0:
+        assert BatchPlan.of(global_batch, None, world_size).micro_batches == DEFAULT_MICRO_BATCHES
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.data())
+def test_what_the_message_proposes_is_accepted(global_batch, micro_batch, data):
+    assume(micro_batch <= global_batch)
+    world_size = data.draw(st.integers(-(-global_batch // micro_batch) + 1, 400))
+    with pytest.raises(PlanError) as refused:
+        BatchPlan(global_batch, micro_batch, world_size)
+    if fits := global_batch // world_size:
+        assert f"micro_batch={fits} or less would do" in str(refused.value)
+        for size in range(1, fits + 1):
+            BatchPlan(global_batch, size, world_size)
+    else:
+        assert f"start at most {global_batch} ranks" in str(refused.value)
+        BatchPlan(global_batch, 1, global_batch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((0, 1, 1), "global_batch=0: it must be at least 1"),
+        ((8, 0, 1), "micro_batch=0: it must be at least 1"),
+        ((8, 2, 0), "world_size=0: it must be at least 1"),
+        ((8, 9, 1), "micro_batch=9 is larger than global_batch=8"),
+        ((8, 4, 3), "3 ranks for 2 micro-batches"),
+        ((8, 4, 9), "raise global_batch to 9 or more"),
+    ],
+)
+def test_sizes_that_do_not_fit(arguments, words):
+    with pytest.raises(PlanError) as refused:
+        BatchPlan(*arguments)
+    assert words in str(refused.value)
+
+
+def test_a_step_holds_no_more_than_a_global_batch():
+    with pytest.raises(PlanError, match="0 to 8 samples, not 9"):
+        BatchPlan(8, 4, 2).sizes(9)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (BatchPlan(256, 32, 4), "256 samples/step = 8 micro-batches x 32 = 4 ranks x 2"),
+        (BatchPlan(256, 32, 3), "256 samples/step = 8 micro-batches x 32 = 3 ranks x 2..3"),
+        (BatchPlan(10, 4, 1), "10 samples/step = 3 micro-batches x 4 (the last 2) = 1 rank x 3"),
+        (BatchPlan(5, 5, 1), "5 samples/step = 1 micro-batch x 5 = 1 rank x 1"),
+    ],
+)
+def test_a_plan_says_itself(plan, words):
+    assert str(plan) == words

@@ -1,0 +1,138 @@
+"""What a run may be told: reading, precedence, and words for what cannot be used."""
+
+import json
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import SettingError
+from lockstep.settings import OPTIONS_VARIABLE, Cadence, Settings, Told, parse
+
+
+@given(st.integers(1, 10**6), st.sampled_from(["step", "second", "epoch"]))
+def test_a_cadence_is_read_as_it_is_written(every, unit):
+    assert Cadence.parse(str(Cadence(every, unit))) == Cadence(every, unit)
+
+
+@pytest.mark.parametrize(
+    ("text", "every", "unit"),
+    [
+        ("2 steps", 2, "step"),
+        ("1 step", 1, "step"),
+        ("5 min", 300, "second"),
+        ("1.5 h", 5400, "second"),
+        ("90 s", 90, "second"),
+        ("1 epoch", 1, "epoch"),
+        (" 3  epochs ", 3, "epoch"),
+    ],
+)
+def test_a_cadence_is_read(text, every, unit):
+    assert Cadence.parse(text) == Cadence(every, unit)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "min", "0 steps", "-1 s", "1.5 steps", "inf steps", "nan s", "inf s", "2 fortnights", "x steps"]
+)
+def test_a_cadence_that_is_none(text):
+    with pytest.raises(SettingError, match="give a number and a unit"):
+        Cadence.parse(text)
+
+
+#: A value for each setting, as a script gives it and as text.
+GIVEN = {
+    "seed": (7, "7"),
+    "strategy": ("none", "none"),
+    "reduction": ("fast", "fast"),
+    "precision": ("bf16", "bf16"),
+    "checkpoint": ("runs/a", "runs/a"),
+    "save_every": (Cadence(2, "step"), "2 steps"),
+    "keep": (5, "5"),
+    "clip_norm": (0.5, "0.5"),
+    "sync_batchnorm": (True, "true"),
+    "compile": (True, "1"),
+    "threads": (2, "2"),
+    "workers": (0, "0"),
+    "bucket_mb": (8.0, "8"),
+    "peer_timeout_s": (30.0, "30"),
+}
+
+
+def test_every_setting_is_tried_here():
+    assert set(GIVEN) == {field.name for field in fields(Settings)}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_each_value_says_where_it_came_from(name):
+    value, text = GIVEN[name]
+    assert (name, value, "script") in Told.gather({name: value}, {})
+    assert (name, value, "environment") in Told.gather({}, {f"LOCKSTEP_{name.upper()}": text})
+    assert (name, value, "command line") in Told.gather({}, {OPTIONS_VARIABLE: json.dumps({name: text})})
+    assert (name, getattr(Settings(), name), "default") in Told.gather({}, {})
+
+
+@given(st.lists(st.integers(0, 99), min_size=3, max_size=3), st.sets(st.sampled_from(["script", "env", "options"])))
+def test_the_nearest_to_the_user_wins(values, layers):
+    script, by_environment, option = values
+    env = {}
+    if "env" in layers:
+        env["LOCKSTEP_SEED"] = str(by_environment)
+    if "options" in layers:
+        env[OPTIONS_VARIABLE] = json.dumps({"seed": option})
+    told = Told.gather({"seed": script} if "script" in layers else {}, env)
+    expected = next(
+        (
+            value
+            for layer, value in [("options", option), ("env", by_environment), ("script", script)]
+            if layer in layers
+        ),
+        Settings().seed,
+    )
+    assert told.values.seed == expected
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "save_every", "clip_norm", "threads", "workers", "bucket_mb"])
+def test_what_may_be_absent_can_be_taken_back(name):
+    value, _ = GIVEN[name]
+    told = Told.gather({name: value}, {f"LOCKSTEP_{name.upper()}": "none"})
+    assert getattr(told.values, name) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"sed": 1}, "sed: no such setting; did you mean seed?"),
+        ({"xyzzy": 1}, "xyzzy: no such setting; there are seed, strategy"),
+        ({"seed": "one"}, "seed='one': give a whole number"),
+        ({"seed": -1}, "seed=-1: it must be at least 0"),
+        ({"keep": 0}, "keep=0: it must be at least 1"),
+        ({"threads": 0}, "threads=0: it must be at least 1"),
+        ({"clip_norm": 0.0}, "clip_norm=0.0: it must be greater than 0"),
+        ({"clip_norm": "nan"}, "clip_norm=nan: it must be greater than 0"),
+        ({"precision": "fp8"}, "precision='fp8': give one of fp32, bf16, fp16"),
+        ({"reduction": "quick"}, "reduction='quick': give one of exact, fast"),
+        ({"compile": "maybe"}, "compile='maybe': give true or false"),
+        ({"save_every": 100}, "save_every=100: give a number and a unit"),
+        ({"save_every": "often"}, "save_every='often': give a number and a unit"),
+    ],
+)
+def test_what_cannot_be_used(given, words):
+    with pytest.raises(SettingError) as refused:
+        Told.gather(given, {})
+    assert words in str(refused.value)
+
+
+def test_plain_values_for_the_record():
+    told = Told.gather({name: value for name, (value, _) in GIVEN.items()}, {})
+    assert json.loads(json.dumps(told.as_dict())) == told.as_dict()
+    again = Told.gather(told.as_dict(), {})
+    assert again.values == told.values
+
+
+def test_settings_say_themselves():
+    assert "precision = bf16 (environment)" in str(Told.gather({}, {"LOCKSTEP_PRECISION": "bf16"})).splitlines()
+
+
+def test_a_value_that_is_no_text_is_taken_as_it_is():
+    assert parse("clip_norm", 1.0) == 1.0
