@@ -1,0 +1,229 @@
+"""The tree's sum over all ranks, of one flat tensor at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from lockstep.collectives.group import Group
+from lockstep.collectives.route import Route, Routes, Runs
+from lockstep.collectives.shared import InSharedMemory
+from lockstep.collectives.tree import fold
+
+# Torch 2.13 gave it a new name, and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Exchange(Protocol):
+    """Sums flat tensors over all ranks in the background; sums are begun in the same order on every rank."""
+
+    def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
+        """Begin the sum over the micro-batches of a step, to arrive in ``out`` with the same bits on every rank.
+
+        Args:
+            out: one-dimensional, of the length that all ranks give; ``partials`` may contain it.
+            partials: the sums of this rank's nodes (`nodes_of` its run), each like ``out``; none for an empty run.
+                They may be overwritten.
+            micro_batches: of the step, the same on every rank.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Every sum begun so far is in its ``out``; on a GPU, for what is queued from here on.
+
+        Raises:
+            RuntimeError: what the transport raised, such as for a rank that is gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """No sum is begun any more."""
+        ...
+
+
+def open_exchange(group: Group, runs: Runs) -> Exchange:
+    """The exchange that suits the group: through shared memory, NCCL or gloo; none for one rank. All ranks."""
+    if group.size == 1:
+        return _Alone()
+    if group.device.type == "cuda":
+        return OnStream(group, runs)
+    if group.on_one_machine and sys.platform == "linux":
+        return InSharedMemory(group, runs)
+    return OnThread(group, runs)
+
+
+class FastExchange:
+    """Torch's own all-reduce: no promise of bits, and a rank adds its own micro-batches as it likes."""
+
+    def __init__(self) -> None:
+        self._works: list[dist.Work] = []
+
+    def begin(self, out: torch.Tensor) -> None:
+        """Begin the sum of every rank's ``out``, to arrive in ``out``."""
+        self._works.append(dist.all_reduce(out, async_op=True))
+
+    def finish(self) -> None:
+        """See `Exchange.finish`."""
+        _wait_all(self._works)
+
+
+class _Alone:
+    """One rank holds the whole tree."""
+
+    def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
+        (total,) = partials
+        _into(out, total)
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class OnThread:
+    """Over gloo: the first half of each sum is begun by the caller, the rest follows on one thread, in order.
+
+    The two halves have a process group each. Collectives of one group must be issued in the same order on every rank;
+    the caller's order is that of the buckets, and the thread's is the order in which they were begun: both are fixed,
+    while the order of one against the other is not.
+    """
+
+    def __init__(self, group: Group, runs: Runs) -> None:
+        self._routes = Routes(group.rank, group.size, runs)
+        self._second_half = dist.new_group(backend="gloo", timeout=timedelta(seconds=group.timeout_s))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-exchange")
+        self._reduced: list[dist.Work] = []
+        self._followed: list[Future[None]] = []
+
+    def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
+        """See `Exchange.begin`."""
+        route = self._routes(micro_batches)
+        if route.all_reduces:
+            (total,) = partials
+            _into(out, total)
+            self._reduced.append(dist.all_reduce(out, async_op=True))
+            return
+        sent, give, take = _scatter(route, partials, out)
+        received = out.new_empty(sum(take))
+        work = dist.all_to_all_single(received, sent, take, give, async_op=True)
+        self._followed.append(self._thread.submit(self._follow, work, route, received, sent, out))
+
+    def finish(self) -> None:
+        """See `Exchange.finish`."""
+        _wait_all(self._reduced)
+        followed, self._followed = self._followed, []
+        for future in followed:
+            future.result()
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+        self._thread.shutdown(wait=False, cancel_futures=True)  # after an error it may wait for a rank that never comes
+
+    def _follow(
+        self, work: dist.Work, route: Route, received: torch.Tensor, sent: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        work.wait()
+        del sent  # was to stay alive until the exchange had read it
+        _gather(route, _fold(route, received), out, self._second_half)
+
+
+class OnStream:
+    """Over NCCL: both halves and the additions between them are queued on a stream beside the backward pass."""
+
+    def __init__(self, group: Group, runs: Runs) -> None:
+        self._routes = Routes(group.rank, group.size, runs)
+        self._device = group.device
+        self._stream = torch.cuda.Stream(device=group.device)
+
+    def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
+        """See `Exchange.begin`."""
+        route = self._routes(micro_batches)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for tensor in (out, *partials):
+                tensor.record_stream(self._stream)
+            if route.all_reduces:
+                (total,) = partials
+                _into(out, total)
+                dist.all_reduce(out)
+            else:
+                sent, give, take = _scatter(route, partials, out)
+                received = out.new_empty(sum(take))
+                dist.all_to_all_single(received, sent, take, give)
+                _gather(route, _fold(route, received), out, None)
+
+    def finish(self) -> None:
+        """See `Exchange.finish`."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+        self._stream.synchronize()
+
+
+#        rank 0            rank 1            each rank cuts the sums of its nodes into one chunk for every rank,
+#     a0 a1 | a2 a3     b0 b1 | b2 b3
+#           \_____________/                   all_to_all: rank r receives chunk r of every node of every rank,
+#     a0 a1 b0 b1       a2 a3 b2 b3
+#        |                  |                 folds them in the tree's order,
+#      s0 s1              s2 s3
+#           \_____________/                   all_gather: and everybody receives all the chunks.
+#     s0 s1   s2 s3     s0 s1   s2 s3
+#
+# So each rank sends and receives what a ring all-reduce would, times its nodes.
+
+
+def _scatter(
+    route: Route, partials: Sequence[torch.Tensor], like: torch.Tensor
+) -> tuple[torch.Tensor, list[int], list[int]]:
+    """What this rank sends, how many elements to each rank, and how many it receives from each."""
+    cuts = route.cuts(like.numel())
+    first, end = cuts[route.rank]
+    if len(partials) == 1:
+        sent = partials[0]
+    else:
+        sent = torch.cat([p[a:b] for a, b in cuts for p in partials]) if partials else like[:0]
+    give = [len(partials) * (b - a) for a, b in cuts]
+    return sent, give, [len(nodes) * (end - first) for nodes in route.nodes_by_rank]
+
+
+def _fold(route: Route, received: torch.Tensor) -> torch.Tensor:
+    """This rank's chunk of the sum, in the memory of ``received``."""
+    if not received.numel():
+        return received
+    pieces = received.view(len(route.all_nodes), -1).unbind()
+    return fold(route.micro_batches, route.all_nodes, pieces, lambda left, right: left.add_(right))
+
+
+def _gather(route: Route, chunk: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Every rank's chunk arrives in ``out``."""
+    length, full = out.numel(), route.chunk(out.numel())
+    size = len(route.nodes_by_rank)
+    if full * size == length:
+        _all_gather(out, chunk, group=group)
+        return
+    padded = out.new_empty(full)
+    padded[: chunk.numel()].copy_(chunk)
+    gathered = out.new_empty(full * size)
+    _all_gather(gathered, padded, group=group)
+    out.copy_(gathered[:length])
+
+
+def _into(out: torch.Tensor, total: torch.Tensor) -> None:
+    if total.data_ptr() != out.data_ptr():
+        out.copy_(total)
+
+
+def _wait_all(works: list[dist.Work]) -> None:
+    """Wait for each, and forget them all, whatever happens."""
+    waiting = works[:]
+    works.clear()
+    for work in waiting:
+        work.wait()

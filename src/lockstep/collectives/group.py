@@ -1,0 +1,247 @@
+"""An open line between the ranks of one world: small values and agreement, over the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store  # what torch.distributed hands on, with types
+from torch.distributed.rendezvous import rendezvous
+
+from lockstep.errors import MismatchError, PeerLost, WorldError
+from lockstep.world import World
+
+T = TypeVar("T")
+
+# What the libraries say when the other end is gone. A rank that reads one of these is a victim, never the cause.
+_PEER_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "socket timeout",
+    "remote process exited",
+    "nccl communicator was aborted",
+)
+
+
+def tells_of_lost_peer(error: BaseException) -> bool:
+    """Whether ``error`` says that another rank is gone or silent, rather than that this one failed."""
+    text = str(error).lower()
+    return isinstance(error, PeerLost | dist.DistNetworkError) or any(words in text for words in _PEER_LOST)
+
+
+@contextlib.contextmanager
+def naming_lost_peers(what: str) -> Iterator[None]:
+    """Errors of the transport inside become `PeerLost`, which says what was being done."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PeerLost) or not tells_of_lost_peer(error):
+            raise
+        raise PeerLost(f"another rank left or fell silent during {what}: {str(error).splitlines()[0]}") from error
+
+
+class Board:
+    """A line of its own to the ranks' key-value store; one thread at a time may use it."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store: Final = PrefixStore(name, store)
+
+    def post(self, key: str, value: str) -> None:
+        """Every rank can read ``value`` under ``key`` from now on."""
+        with naming_lost_peers(f"post of {key}"):
+            self._store.set(key, value)
+
+    def posted(self, key: str) -> bool:
+        """Whether some rank has posted ``key``."""
+        with naming_lost_peers(f"look at {key}"):
+            return bool(self._store.check([key]))
+
+    def read(self, key: str, timeout_s: float) -> str:
+        """What was posted under ``key``, once it is.
+
+        Raises:
+            PeerLost: if nobody posts it within ``timeout_s``.
+        """
+        try:
+            self._store.wait([key], timedelta(seconds=timeout_s))
+            return self._store.get(key).decode()
+        except RuntimeError as error:
+            raise PeerLost(f"no rank posted {key} within {timeout_s:g} s: {str(error).splitlines()[0]}") from error
+
+
+class Group:
+    """The ranks of one world, once they have met.
+
+    Where a method says *all ranks*, every rank must call it, in the same order; what is called is compared, so that
+    ranks which have parted ways are told so instead of exchanging each other's values.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        store: Store,
+        control: dist.ProcessGroup | None,
+        timeout_s: float,
+    ) -> None:
+        self.rank: Final = world.rank
+        self.size: Final = world.size
+        self.on_one_machine: Final = world.local_size == world.size
+        self.timeout_s: Final = timeout_s  #: how long a collective waits for the other ranks
+        self.device: Final = device  #: where this rank computes
+        self._store: Final = store
+        self._control: Final = control
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which writes for all."""
+        return self.rank == 0
+
+    def gather_objects(self, value: T, what: str) -> list[T]:
+        """Each rank's ``value``, by rank. All ranks; pickled, over the CPU, about 1 ms: for small and rare things.
+
+        Raises:
+            MismatchError: if ranks call this for different things, as when one calls it inside ``if run.leads``.
+            PeerLost: if a rank is gone or does not come.
+        """
+        if self._control is None:
+            return [value]
+        answers: list[tuple[str, T]] = [(what, value)] * self.size
+        with naming_lost_peers(what):
+            dist.all_gather_object(answers, (what, value), group=self._control)
+        calls = {rank: call for rank, (call, _) in enumerate(answers)}
+        if len(set(calls.values())) > 1:
+            raise MismatchError(
+                f"ranks have parted ways: {_by_value(calls)}. Every rank must make the same calls in the same order: "
+                "look for a call inside `if run.leads`, or for loops of different length"
+            )
+        return [answer for _, answer in answers]
+
+    def broadcast_object(self, value: T, what: str) -> T:
+        """Rank 0's ``value``. All ranks."""
+        return self.gather_objects(value, what)[0]
+
+    def check_equal(self, what: str, value: object) -> None:
+        """Nothing, if ``value`` is the same on every rank. All ranks.
+
+        Raises:
+            MismatchError: naming the ranks that differ and what they hold.
+        """
+        values = dict(enumerate(self.gather_objects(repr(value), f"comparison of {what}")))
+        if len(set(values.values())) > 1:
+            raise MismatchError(
+                f"{what} differs between ranks: {_by_value(values)}. All ranks must run the same script on the same "
+                "data with the same settings"
+            )
+
+    def sum_whole(self, value: int, what: str) -> int:
+        """The sum of each rank's whole number. All ranks; about 0.3 ms."""
+        if self._control is None:
+            return value
+        total = torch.tensor([value])
+        with naming_lost_peers(what):
+            dist.all_reduce(total, group=self._control)
+        return int(total)
+
+    def sum_tensor(self, value: torch.Tensor, what: str) -> torch.Tensor:
+        """The sum of each rank's tensor, with the same bits on every rank. All ranks."""
+        total = value.detach().to(self.device, copy=True)
+        if self._control is not None:
+            with naming_lost_peers(what):
+                dist.all_reduce(total)
+        return total
+
+    def barrier(self, what: str) -> None:
+        """Returns when every rank has called it. All ranks."""
+        self.gather_objects(None, what)
+
+    def board(self, name: str) -> Board:
+        """A `Board` with a connection of its own, for one thread; boards of the same name are one board."""
+        own: Store = self._store.clone()  # type: ignore[attr-defined]
+        return Board(own, name)
+
+    def close(self) -> None:
+        """The line is closed; peers that still wait for this rank are told that it left."""
+        if self._control is not None:
+            dist.destroy_process_group()
+
+
+def open_group(world: World, device: torch.device, timeout_s: float) -> Group:
+    """The group of ``world``, once all its ranks have come. All ranks.
+
+    A world of one rank opens no connection.
+
+    Raises:
+        WorldError: if this process already has a process group, or the ranks do not meet within ``timeout_s``.
+    """
+    if dist.is_initialized():
+        raise WorldError(
+            "this process has called init_process_group already; Run opens the group itself: remove that call"
+        )
+    if world.size == 1:
+        return alone(device)
+    try:
+        socket.getaddrinfo(world.address, world.port)
+    except OSError as error:
+        # torch would try again and again until the deadline.
+        raise WorldError(
+            f"cannot resolve {world.address!r} from {socket.gethostname()} ({error.strerror}); MASTER_ADDR must be a "
+            "name or address of rank 0's machine that every machine knows"
+        ) from None
+    timeout = timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        meeting_point = _store_at(world.address, world.port, world.rank, world.size, timeout)
+        store = PrefixStore(f"lockstep/{next(_meetings)}", meeting_point)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise WorldError(
+            f"rank {world.rank} of {world.size} could not meet the others at {world.address}:{world.port} "
+            f"(as {world.launcher} says): {str(error).splitlines()[0]}"
+        ) from error
+    return Group(world, device, store, control, timeout_s)
+
+
+# A process may open one group after another, as when a search makes several runs. Each finds only its own keys, and one
+# store serves them all: a new one at the same port could be taken for the old one, which may still be there.
+_meetings: Final = itertools.count()
+
+
+@functools.cache
+def _store_at(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store:
+    """The store of the world that the environment describes; the other arguments tell one world from another."""
+    store: Store = next(iter(rendezvous("env://", rank, size, timeout=timeout)))[0]
+    return store
+
+
+def alone(device: torch.device | None = None) -> Group:
+    """A group of one rank."""
+    return Group(World(0, 1, 0, 1, 0, 1), device or torch.device("cpu"), HashStore(), None, 0.0)
+
+
+def _by_value(of: dict[int, str]) -> str:
+    """Such as ``rank 2: 1797; ranks 0, 1, 3: 1796``, the fewest first, since they are the likely culprits."""
+    parts = []
+    for value, _ in reversed(Counter(of.values()).most_common()):
+        ranks = [rank for rank, held in of.items() if held == value]
+        parts.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {value}")
+    return "; ".join(parts)

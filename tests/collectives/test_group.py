@@ -1,0 +1,158 @@
+"""Ranks agree, differ, part ways and are lost."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from lockstep.collectives import alone, open_group, tells_of_lost_peer
+from lockstep.errors import MismatchError, PeerLost, WorldError
+from lockstep.testing import run_each, run_ranks
+from lockstep.world import World
+
+
+def meet(timeout_s=60):
+    return open_group(World.from_env(os.environ), torch.device("cpu"), timeout_s)
+
+
+def said(call, *args):
+    with pytest.raises(MismatchError) as caught:
+        call(*args)
+    return str(caught.value)
+
+
+def agree():
+    group = meet()
+    rank = group.rank
+    got = {
+        "gathered": group.gather_objects({"rank": rank}, "ranks"),
+        "broadcast": group.broadcast_object(f"from {rank}", "a word"),
+        "sum": group.sum_whole(10**15 + rank, "numbers"),
+        "tensor": group.sum_tensor(torch.tensor([rank, 1.5]), "tensors").tolist(),
+        "leads": group.leads,
+    }
+    group.check_equal("colour", "blue")
+    got["differs"] = said(group.check_equal, "length", 1796 + (rank == 2))
+    got["parted"] = said(group.gather_objects, 1, f"call {'a' if rank else 'b'}")
+    group.barrier("end")  # after a mismatch the line still serves
+    group.close()
+    again = meet()  # and a process may meet the others once more
+    got["again"] = again.gather_objects(rank, "once more")
+    again.close()
+    return got
+
+
+def test_ranks_agree_and_are_told_where_they_differ():
+    for rank, got in enumerate(run_ranks(agree, 3)):
+        assert got["gathered"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert got["broadcast"] == "from 0"
+        assert got["sum"] == 3 * 10**15 + 3
+        assert got["tensor"] == [3.0, 4.5]
+        assert got["leads"] == (rank == 0)
+        assert got["differs"].startswith("length differs between ranks: rank 2: 1797; ranks 0, 1: 1796. ")
+        assert got["parted"].startswith("ranks have parted ways: rank 0: call b; ranks 1, 2: call a. ")
+        assert "if run.leads" in got["parted"]
+        assert got["again"] == [0, 1, 2]
+
+
+def boards():
+    group = meet()
+    board = group.board("news")
+    if group.rank == 0:
+        assert not board.posted("never")
+        with pytest.raises(PeerLost, match=r"no rank posted never within 0\.1 s"):
+            board.read("never", 0.1)
+        board.post("word", "grüße")
+    told = board.read("word", 60)
+    assert board.posted("word")
+    assert not group.board("other").posted("word")
+    group.barrier("end")
+    group.close()
+    second = meet()
+    assert not second.board("news").posted("word"), "a board of the group before"
+    second.barrier("end")
+    second.close()
+    return told
+
+
+def test_boards_carry_words():
+    assert run_ranks(boards, 2) == ["grüße"] * 2
+
+
+def one_is_killed():
+    group = meet()
+    group.barrier("all there")
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        group.barrier("never met")
+    except PeerLost as error:
+        return str(error)
+    return None
+
+
+def test_a_killed_rank_is_noticed_and_named_as_no_cause():
+    outcomes = run_each(one_is_killed, 3)
+    assert isinstance(outcomes[1].error, ChildProcessError), "the rank was not killed"
+    assert "SIGKILL" in str(outcomes[1].error)
+    for survivor in (outcomes[0], outcomes[2]):
+        assert survivor.error is None, survivor.trace
+        assert survivor.value.startswith("another rank left or fell silent during never met: ")
+
+
+def one_does_not_come():
+    group = meet(timeout_s=1)
+    board = group.board("news")
+    if group.rank == 0:
+        with pytest.raises(PeerLost, match="lonely"):
+            group.barrier("lonely")
+        board.post("it was", "noticed")
+    return board.read("it was", 60)
+
+
+def test_a_late_rank_is_noticed_at_the_deadline():
+    assert run_ranks(one_does_not_come, 2) == ["noticed", "noticed"]
+
+
+def test_what_tells_of_a_lost_peer():
+    assert tells_of_lost_peer(RuntimeError("[...] Connection closed by peer [127.0.0.1]:1"))
+    assert tells_of_lost_peer(PeerLost("gone"))
+    assert not tells_of_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_alone_everything_is_ones_own():
+    group = alone()
+    assert (group.rank, group.size, group.leads) == (0, 1, True)
+    assert group.gather_objects("x", "x") == ["x"]
+    assert group.broadcast_object("x", "x") == "x"
+    assert group.sum_whole(3, "x") == 3
+    group.check_equal("x", object())
+    group.barrier("x")
+    board = group.board("b")
+    board.post("k", "v")
+    assert board.read("k", 1) == "v"
+    group.close()
+
+
+def second_group():
+    first = meet()
+    with pytest.raises(WorldError, match="init_process_group already"):
+        meet()
+    first.barrier("end")
+    first.close()
+
+
+def test_a_second_group_at_once_is_refused():
+    run_ranks(second_group, 2)
+
+
+def nobody_there():
+    with pytest.raises(
+        WorldError, match=r"rank 1 of 2 could not meet the others at 127\.0\.0\.1:\d+ \(as generic says\)"
+    ):
+        open_group(World.from_env(dict(os.environ) | {"RANK": "1", "WORLD_SIZE": "2"}), torch.device("cpu"), 1)
+
+
+def test_ranks_that_do_not_meet_are_told_where():
+    run_ranks(nobody_there, 1, env={"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"})
