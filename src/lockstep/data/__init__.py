@@ -1,0 +1,16 @@
+"""Which samples each micro-batch holds, and how they get here.
+
+    order     pure: (seed, epoch) -> order of samples -> steps -> micro-batches -> this rank's run of them
+    memory    tensors in memory: whole micro-batches by index
+    samples   data sets with an index: sample by sample, in loader processes
+    stream    data sets that can only be iterated
+    workers   loader processes that end with their rank, and not before it
+    feed      the door: `open_feed` chooses one of the three
+
+No rank number decides what a micro-batch holds: a rank only decides which of them to compute.
+"""
+
+from lockstep.data.feed import Feed, choose_workers, is_in_memory, open_feed
+from lockstep.data.order import MicroBatch
+
+__all__ = ["Feed", "MicroBatch", "choose_workers", "is_in_memory", "open_feed"]

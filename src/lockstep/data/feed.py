@@ -1,0 +1,374 @@
+"""The door: a feed gives one rank its micro-batches of an epoch, from any step on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from lockstep.batch import BatchPlan
+from lockstep.data.memory import Columns, columns_of
+from lockstep.data.order import MicroBatch, order_of, slots_of
+from lockstep.data.samples import Picker, Picks, Seeded
+from lockstep.data.stream import Batches, Found, OnePass, Reader, Steps, Strided, refuse_unequal, sizes_of
+from lockstep.data.workers import begin_pass, choose_workers, end_passes, open_loader
+from lockstep.errors import DataError
+
+__all__ = ["Feed", "choose_workers", "is_in_memory", "open_feed"]
+
+#: All ranks call it once a step, each with its numbers, and get those of every rank, in the order of ranks.
+Agree = Callable[[list[int]], list[list[int]]]
+
+
+class Feed(Protocol):
+    """One rank's way to its micro-batches."""
+
+    loader: DataLoader[Any]  #: gives this rank's micro-batches of an epoch (the first one's order) when used by itself
+    plan: BatchPlan
+    length: int | None  #: samples of an epoch, over all ranks; None: known at its end
+    steps_per_epoch: int | None
+    notes: tuple[str, ...]  #: what the user should be told once
+
+    def epoch(self, epoch: int, first_step: int = 0, *, shadows: bool) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of ``epoch`` from step ``first_step`` on, in the order it computes them.
+
+        All ranks go through it alike, on any number of them: a micro-batch holds the same samples, with the same
+        random augmentation, whoever computes it. Every sample of the epoch comes exactly once, over all ranks.
+
+        Where the last step is too short to give this rank a micro-batch, it gets one shadow with ``shadows``, else
+        nothing. One pass at a time: a new one ends those before it.
+
+        The global generators of this process may be moved in any way; whoever draws from them seeds them first.
+
+        Raises:
+            DataError: if the epoch has fewer than ``first_step`` steps; for a stream also if it gave nothing, or not
+                the same to every rank.
+        """
+
+    def close(self) -> None:
+        """No loader process runs afterwards. May be called twice."""
+
+
+def open_feed(
+    dataset: Any,
+    plan: BatchPlan,
+    rank: int,
+    *,
+    seed: int,
+    shuffle: bool | None,
+    drop_last: bool,
+    workers: int,
+    agree: Agree,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    pin_memory: bool = False,
+) -> Feed:
+    """The feed of ``rank`` for ``dataset``: tensors in memory, a data set with an index, or anything iterable.
+
+    Args:
+        dataset: samples by index (``__getitem__`` and ``__len__``), an iterable of samples, or tensors with one row
+            per sample: a `TensorDataset` or `Subset` of one, a tensor, a tuple or dict of tensors.
+        plan: how a step is divided.
+        rank: whose feed it is.
+        seed: of the order and of each sample's random augmentation.
+        shuffle: a new order each epoch. None: yes, except for iterables, which come as they are.
+        drop_last: leave out the short step at the end of an epoch.
+        workers: loader processes. Data in memory takes none, an iterable at most one, as it is read in order.
+        agree: tells the ranks each other's counts; only iterables use it, once a step, on all ranks.
+        collate_fn: makes a batch of a list of samples, as for `torch.utils.data.DataLoader`.
+        pin_memory: hand out tensors in page-locked memory, for asynchronous copies to a GPU.
+
+    Raises:
+        DataError: for what cannot be divided into samples, or is empty, or a `DataLoader`; for an iterable also if
+            ``shuffle`` is asked for or ``micro_batch`` does not divide ``global_batch``.
+    """
+    _refuse_what_is_no_data_set(dataset)
+    if _is_stream(dataset):
+        if shuffle:
+            raise DataError(
+                f"shuffle=True, but {type(dataset).__name__} can only be iterated: its order is its own; "
+                "shuffle=False takes it as it comes (it may shuffle itself: it is seeded alike on every rank)"
+            )
+        refuse_unequal(plan)
+        reader = _reader_of(dataset, plan, rank, seed, collate_fn or default_collate)
+        return StreamFeed(dataset, reader, plan, rank, seed, drop_last, min(workers, 1), agree, pin_memory)
+    columns = columns_of(dataset) if collate_fn is None else None
+    length = _length_of(dataset if columns is None else columns)
+    picker = Picker(plan, rank, length, seed, shuffle=shuffle is not False, drop_last=drop_last)
+    if columns is not None:
+        return MemoryFeed(dataset, columns, picker, pin_memory)
+    return SampleFeed(dataset, picker, workers, collate_fn, pin_memory)
+
+
+def is_in_memory(dataset: Any) -> bool:
+    """Whether ``dataset`` lies in memory as tensors, so that loader processes would help nothing."""
+    try:
+        return columns_of(dataset) is not None
+    except DataError:  # tensors all the same; `open_feed` knows whether they can be used, and says why not
+        return True
+
+
+class MemoryFeed:
+    """Feed from tensors in memory: one gather for each micro-batch and tensor, and a few microseconds."""
+
+    def __init__(self, dataset: Any, columns: Columns, picker: Picker, pin_memory: bool) -> None:
+        self._columns = columns
+        self._picker = picker
+        self._pin = pin_memory
+        self.plan = picker.plan
+        self.length: int | None = picker.length
+        self.steps_per_epoch: int | None = picker.plan.steps(picker.length, drop_last=picker.drop_last)
+        self.notes: tuple[str, ...] = ()
+
+        def take(indices: list[int]) -> Any:
+            rows = columns.arranged(torch.tensor(indices))
+            return columns.take(rows)
+
+        self.loader = open_loader(
+            Seeded(dataset, picker.seed, take),
+            0,
+            1,
+            picker.seed,
+            batch_sampler=picker,
+            collate_fn=_as_it_is,
+            pin_memory=pin_memory,
+        )
+
+    def epoch(self, epoch: int, first_step: int = 0, *, shadows: bool) -> Iterator[MicroBatch]:
+        picker, take, pin = self._picker, self._columns.take, self._pin
+        rows = self._columns.arranged(order_of(picker.length, picker.seed, epoch, shuffle=picker.shuffle))
+        for slot in slots_of(
+            self.plan,
+            picker.rank,
+            picker.length,
+            drop_last=picker.drop_last,
+            first_step=first_step,
+            shadows=shadows,
+        ):
+            data = take(rows[slot.start : slot.stop])
+            yield slot.filled(_pinned(data) if pin else data)
+
+    def close(self) -> None:
+        end_passes(self.loader)
+
+
+class SampleFeed:
+    """Feed from a data set with an index, read sample by sample here or in loader processes that live on."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        picker: Picker,
+        workers: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        pin_memory: bool,
+    ) -> None:
+        self._picker = picker
+        self._pass: Any = None
+        self.plan = picker.plan
+        self.length: int | None = picker.length
+        self.steps_per_epoch: int | None = picker.plan.steps(picker.length, drop_last=picker.drop_last)
+        self.notes: tuple[str, ...] = ()
+        seeded, collate = Seeded(dataset, picker.seed), collate_fn or default_collate
+
+        def read(picks: Picks) -> Any:
+            data = collate(seeded.__getitems__(picks))
+            return _pinned(data) if pin_memory else data
+
+        # Without loader processes, what `DataLoader` does around each micro-batch costs more than reading it.
+        self._read: Callable[[Picks], Any] | None = None if workers else read
+        self.loader = open_loader(
+            seeded,
+            workers,
+            len(picker.plan.run(picker.rank)),
+            picker.seed,
+            batch_sampler=picker,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            persistent_workers=workers > 0,
+        )
+
+    def epoch(self, epoch: int, first_step: int = 0, *, shadows: bool) -> Iterator[MicroBatch]:
+        picker = self._picker
+        slots = slots_of(
+            self.plan,
+            picker.rank,
+            picker.length,
+            drop_last=picker.drop_last,
+            first_step=first_step,
+            shadows=shadows,
+        )
+        picker.aim(epoch, first_step, shadows=shadows)
+        if self._read is not None:
+            batches = map(self._read, picker)
+        else:
+            batches = self._pass = begin_pass(self.loader)
+        for slot, data in zip(slots, batches, strict=True):
+            yield slot.filled(data)
+
+    def close(self) -> None:
+        end_passes(self.loader, self._pass)
+        self._pass = None
+
+
+class StreamFeed:
+    """Feed from an iterable, read here or ahead of time in one loader process an epoch."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        reader: Reader,
+        plan: BatchPlan,
+        rank: int,
+        seed: int,
+        drop_last: bool,
+        workers: int,
+        agree: Agree,
+        pin_memory: bool,
+    ) -> None:
+        self._reader = reader
+        self._rank = rank
+        self._seed = seed
+        self._drop_last = drop_last
+        self._workers = workers
+        self._agree = agree
+        self._pin = pin_memory
+        self._pass: Any = None
+        self.plan = plan
+        self.length: int | None = None
+        self.steps_per_epoch: int | None = None
+        wasteful = isinstance(reader, OnePass) and plan.world_size > 1
+        self.notes: tuple[str, ...] = (_note(dataset, plan.world_size),) if wasteful else ()
+        self.loader = self._open(Batches(dataset, reader), 0)
+
+    def epoch(self, epoch: int, first_step: int = 0, *, shadows: bool) -> Iterator[MicroBatch]:
+        loader = self._open(Steps(self._reader, epoch, first_step), self._workers)
+        self._close_pass()
+        self._pass = (loader, begin_pass(loader))
+        nothing = Found([0] * len(self.plan.run(self._rank)), [], [], 0)
+        step = first_step
+        samples = self.plan.global_batch
+        while samples == self.plan.global_batch:
+            found: Found = next(self._pass[1], nothing)
+            samples = self._agreed(found, epoch, step)
+            if samples < self.plan.global_batch and self._drop_last:
+                break
+            yield from self._step(found, epoch, step, samples, shadows)
+            step += 1
+        self._close_pass()
+
+    def close(self) -> None:
+        self._close_pass()
+        end_passes(self.loader)
+
+    def _step(self, found: Found, epoch: int, step: int, samples: int, shadows: bool) -> Iterator[MicroBatch]:
+        sizes = [size for size in sizes_of(self.plan, samples) if size]
+        run = self.plan.run(self._rank, len(sizes))
+        shadow = bool(sizes) and not run and shadows
+        mine = [len(sizes) - 1] if shadow else list(run)
+        # With micro-batches missing the runs move, and the few samples there are may have been found on other ranks.
+        moved = len(sizes) < self.plan.micro_batches
+        data = self._reader.heads(epoch, step, found, mine) if moved else found.batches
+        for index, batch in zip(mine, data, strict=True):
+            yield MicroBatch(batch, index, len(sizes), sizes[index], samples, shadow or index == mine[-1], shadow)
+
+    def _agreed(self, found: Found, epoch: int, step: int) -> int:
+        """Samples of the step over all ranks, if all found what belongs to them. All ranks call it."""
+        everyone = self._agree([found.mark, *found.counts])
+        counts = [number for numbers in everyone for number in numbers[1:]]
+        samples = sum(counts)
+        if len({numbers[0] for numbers in everyone}) > 1 or counts != sizes_of(self.plan, samples):
+            raise DataError(
+                f"the ranks read different streams: in step {step} of epoch {epoch} their micro-batches hold {counts} "
+                "samples, or they begin differently; give every rank the whole stream in the same order (no division "
+                "by rank in the data set), or give the data set a method stride(start, step)"
+            )
+        if samples == 0 and step == 0:
+            raise DataError(
+                f"the data set gave no sample in epoch {epoch}; it needs at least one, and __iter__ must begin anew "
+                "each time it is called"
+            )
+        return samples
+
+    def _open(self, dataset: Any, workers: int) -> DataLoader[Any]:
+        return open_loader(
+            dataset,
+            workers,
+            1,
+            self._seed,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            pin_memory=self._pin,
+        )
+
+    def _close_pass(self) -> None:
+        if self._pass is not None:
+            end_passes(*self._pass)
+        self._pass = None
+
+
+def _as_it_is(data: Any) -> Any:
+    return data
+
+
+def _pinned(data: Any) -> Any:
+    """``data`` with its tensors in page-locked memory; what is neither a tensor nor holds any stays as it is."""
+    if isinstance(data, Tensor):
+        return data if data.is_cuda else data.pin_memory()
+    if isinstance(data, dict):
+        return {name: _pinned(part) for name, part in data.items()}
+    if isinstance(data, list | tuple):
+        return getattr(type(data), "_make", type(data))([_pinned(part) for part in data])
+    return data.pin_memory() if callable(getattr(data, "pin_memory", None)) else data
+
+
+def _is_stream(dataset: Any) -> bool:
+    # torch's IterableDataset has a __getitem__ too, which only raises.
+    return isinstance(dataset, IterableDataset) or (
+        not hasattr(dataset, "__getitem__") and (hasattr(dataset, "__iter__") or hasattr(dataset, "stride"))
+    )
+
+
+def _reader_of(dataset: Any, plan: BatchPlan, rank: int, seed: int, collate: Callable[[list[Any]], Any]) -> Reader:
+    kind = Strided if callable(getattr(dataset, "stride", None)) else OnePass
+    return kind(dataset, plan, rank, seed, collate)
+
+
+def _length_of(dataset: Any) -> int:
+    try:
+        length = len(dataset)
+    except TypeError:
+        raise DataError(
+            f"{type(dataset).__name__} has no length; a data set with __getitem__ needs __len__, "
+            "one that can only be iterated has __iter__ and no __getitem__"
+        ) from None
+    if length < 1:
+        raise DataError(f"the data set is empty (length {length}); it needs at least one sample")
+    return length
+
+
+def _refuse_what_is_no_data_set(dataset: Any) -> None:
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            "a DataLoader was passed, which has already divided its data into batches; pass its data set instead "
+            "(loader.dataset) and collate_fn and workers as arguments. In place of a sampler: shuffle, or a Subset "
+            "whose indices name the samples, repeated ones too"
+        )
+    if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"an iterator ({type(dataset).__name__}) can be read only once; pass an object whose __iter__ begins anew"
+        )
+    if not any(hasattr(dataset, name) for name in ("__getitem__", "__iter__", "stride")):
+        raise DataError(
+            f"{type(dataset).__name__} is no data set; it needs __getitem__ and __len__, or __iter__, "
+            "or pass tensors with one row per sample"
+        )
+
+
+def _note(dataset: Any, ranks: int) -> str:
+    return (
+        f"each of {ranks} ranks reads the whole of {type(dataset).__name__} and keeps its share, as it has no method "
+        "stride(start, step) that gives every step-th sample from start on"
+    )

@@ -1,0 +1,115 @@
+"""Loader processes: they end with their rank, and not before it.
+
+    a scheduler's SIGTERM reaches all processes of a job   the rank finishes its step and saves: workers load on
+    the rank closes the feed, or ends normally             workers are told, waited for, and killed if they are stuck
+    the rank is killed                                     workers notice within a second, also in the user's code
+
+Otherwise a rank that is to stop cleanly would fail on its dead loader, and a killed one leave processes behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.randomness import seed_of
+
+#: What a scheduler, a launcher or a terminal sends to all processes at once in order to stop the *ranks*.
+_FOR_THE_RANK = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+_LOOK_EVERY_S = 1.0
+
+_loaders: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+_passes: weakref.WeakSet[Any] = weakref.WeakSet()
+_processes: set[Any] = set()  #: workers of all passes, also of those that are no more: a stuck one may still run
+
+
+def begin_worker(worker_id: int) -> None:
+    """Called in each loader process before its first sample."""
+    for name in _FOR_THE_RANK:
+        # A function rather than SIG_IGN, which programs started by the data set would inherit.
+        signal.signal(getattr(signal, name), _go_on)
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="end-with-rank", daemon=True).start()
+
+
+def choose_workers(cpus: int, *, in_memory: bool) -> int:
+    """Loader processes for a rank whose part of the machine is ``cpus``: at most 8, and one CPU left for itself.
+
+    None for data in memory. None also where a rank has a single CPU: a loader would only take turns with it.
+    """
+    return 0 if in_memory else max(0, min(8, cpus - 1))
+
+
+def choose_prefetch(run: int, workers: int) -> int:
+    """Micro-batches that each worker holds ready: together two steps of ``run``, so none waits while a step ends."""
+    return max(2, -(-2 * run // workers))
+
+
+def open_loader(dataset: Dataset[Any], workers: int, run: int, seed: int, **options: Any) -> DataLoader[Any]:
+    """A loader of ``dataset`` with ``workers`` processes, for a rank with ``run`` micro-batches a step.
+
+    Its passes do not move the global generators of this process, as torch's own would.
+    """
+    if workers:
+        options |= {"prefetch_factor": choose_prefetch(run, workers), "worker_init_fn": begin_worker}
+    generator = torch.Generator().manual_seed(seed_of(seed, "loader"))
+    loader: DataLoader[Any] = DataLoader(dataset, num_workers=workers, generator=generator, **options)
+    _loaders.add(loader)
+    return loader
+
+
+def begin_pass(loader: DataLoader[Any]) -> Any:
+    """A new iterator over ``loader``, for `end_passes`."""
+    batches = iter(loader)
+    _passes.add(batches)
+    _processes.difference_update([worker for worker in _processes if not worker.is_alive()])
+    _processes.update(getattr(batches, "_workers", ()))
+    return batches
+
+
+def end_passes(loader: DataLoader[Any], *passes: Any) -> None:
+    """No process of ``loader`` or of ``passes`` over it runs afterwards. The loader may be iterated anew."""
+    # Kept by torch while its workers persist. There is no public way to end them but to delete the loader, which is
+    # the user's.
+    kept, loader._iterator = loader._iterator, None
+    for batches in (kept, *passes):
+        _end(batches)
+
+
+def _end(batches: Any) -> None:
+    workers = getattr(batches, "_workers", ())
+    if workers:
+        batches._shutdown_workers()  # waits 5 s for each
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+        worker.join()
+
+
+@atexit.register
+def _end_all() -> None:
+    # At its exit multiprocessing ends children by SIGTERM, which they leave to the rank, and then waits for them
+    # without end. It registered itself when torch was imported, so this comes first.
+    for batches in tuple(_passes):
+        _end(batches)
+    for loader in tuple(_loaders):
+        end_passes(loader)
+    for worker in _processes:
+        worker.kill()
+
+
+def _go_on(number: int, frame: object) -> None:
+    """Whatever the rank is told, the rank tells its workers."""
+
+
+def _end_with(rank_process: int) -> None:
+    while os.getppid() == rank_process:
+        time.sleep(_LOOK_EVERY_S)
+    os._exit(0)

@@ -1,0 +1,97 @@
+"""Loader processes end with their rank, and not before it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+RANK = """
+import os, signal, sys, time
+import torch.utils.data
+from lockstep.batch import BatchPlan
+from lockstep.data import open_feed
+
+class Numbers:
+    def __init__(self, stuck):
+        self.stuck = stuck
+    def __len__(self):
+        return 400
+    def __getitem__(self, index):
+        if self.stuck and index == 4:
+            print("stuck", flush=True)
+            time.sleep(600)
+        return index
+
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # how long torch waits for a stuck worker
+
+def main(how):
+    feed = open_feed(
+        Numbers(how.startswith("stuck")), BatchPlan(4, 2, 1), 0, seed=0, shuffle=False, drop_last=False, workers=2,
+        agree=None,
+    )
+    batches = feed.epoch(0, shadows=True)
+    seen = len(next(batches).data)
+    if not feed.loader.dataset.dataset.stuck:
+        seen += len(next(batches).data)  # the other worker has begun too
+    workers = [w.pid for w in feed.loader._iterator._workers]
+    print(*workers, flush=True)
+    if how == "signals":
+        for worker in workers:
+            for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"):
+                os.kill(worker, getattr(signal, name))
+        assert seen + sum(len(b.data) for b in batches) == 400
+        feed.close()
+        feed.close()
+    if how == "stuck, killed":
+        time.sleep(600)
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+def gone(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until(done, deadline_s=60):
+    end = time.monotonic() + deadline_s
+    while not done():
+        assert time.monotonic() < end, "too late"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", ["signals", "left open", "stuck, left open", "stuck, killed"])
+def test_workers_end_with_their_rank_and_not_before(tmp_path, how):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    with subprocess.Popen(
+        [sys.executable, script, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as rank:
+        # In either order: a worker reads ahead.
+        lines = {rank.stdout.readline() for _ in range(2 if how.startswith("stuck") else 1)}
+        workers = [int(pid) for line in lines - {"stuck\n"} for pid in line.split()]
+        try:
+            assert len(workers) == 2, rank.stderr.read()
+            assert ("stuck\n" in lines) == how.startswith("stuck")
+            if how == "stuck, killed":
+                assert not any(gone(pid) for pid in workers)
+                rank.kill()
+            _, talk = rank.communicate(timeout=90)
+            if how == "stuck, killed":
+                assert rank.returncode == -signal.SIGKILL  # what a worker says of its broken pipe does not matter
+            else:
+                assert (rank.returncode, talk) == (0, "")
+            wait_until(lambda: all(gone(pid) for pid in workers))
+        finally:
+            for pid in workers:
+                if not gone(pid):
+                    os.kill(pid, signal.SIGKILL)
+            rank.kill()
