@@ -1,0 +1,129 @@
+"""Gradients of single micro-batches, folded along the tree while a rank works through its run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import nn
+
+from lockstep.collectives import Fold
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The place of one micro-batch in its step."""
+
+    index: int  #: among the step's micro-batches
+    of: int  #: micro-batches of the step
+    last: bool  #: whether it is this rank's last of the step
+    shadow: bool = False  #: computed only so that this rank's collectives meet the others'; counts for nothing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """The parameters that one backward pass is for, in a fixed order."""
+
+    parameters: tuple[nn.Parameter, ...]
+    everything: bool  #: whether these are all that any backward pass is for
+    places: dict[int, int] = field(init=False, repr=False)  #: where in `parameters` each one is, by its id
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", {id(p): i for i, p in enumerate(self.parameters)})
+
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None) -> None:
+        """Add the gradients of ``weight * loss``, or of ``loss``, to ``.grad`` of the parameters, and of no others."""
+        loss.backward(weight, inputs=None if self.everything else self.parameters)
+
+
+class Pending:
+    """What a target's parameters have gathered so far in this step, micro-batch by micro-batch.
+
+    Adding into ``.grad`` as autograd does would fold from the left, and the bits of the sum would tell how many
+    micro-batches this rank computes. So each gradient is taken out of ``.grad`` and folded along the tree.
+    """
+
+    def __init__(self, target: Target, micro_batches: int) -> None:
+        self._parameters: Final = target.parameters
+        self._fold: Final = Fold[Tensors](micro_batches, _add_to_left)
+        self._micro_batches: Final = micro_batches
+        self._places: Final = target.places
+        self._used: Final[set[int]] = set()  # places of the parameters that had a part in some loss
+
+    def take(self, turn: Turn) -> None:
+        """Fold in the gradients of ``turn`` and leave ``.grad`` empty."""
+        gradients = [nothing_like(p) if p.grad is None else p.grad for p in self._parameters]
+        if len(self._used) < len(gradients):
+            self._used.update(place for place, p in enumerate(self._parameters) if p.grad is not None)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._fold.push((turn.index, turn.index + 1), gradients)
+
+    def give(self) -> None:
+        """Put the sum over the whole step into ``.grad``; for a rank that computed all of it.
+
+        A parameter that had no part in any loss keeps none, so optimizers leave it alone, as on a single device.
+        """
+        (total,) = self._fold.sums
+        for place, (parameter, gradient) in enumerate(zip(self._parameters, total, strict=True)):
+            parameter.grad = gradient if place in self._used else None
+
+    def fill_up(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Before the last turn: those which had a part in an earlier turn have a gradient, if only of nothing."""
+        for parameter in parameters:
+            if parameter.grad is None and self._places.get(id(parameter)) in self._used:
+                parameter.grad = nothing_like(parameter)
+
+    def partials(
+        self, turn: Turn, parameters: Sequence[torch.Tensor], gradients: Tensors, flat: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """This rank's sums for some of its parameters, once the gradients of its last turn are there.
+
+        Args:
+            turn: the last one.
+            parameters: some of the target's.
+            gradients: their gradients of ``turn``, views of ``flat``.
+            flat: one-dimensional; becomes the last of the sums.
+
+        Returns:
+            One tensor laid out like ``flat`` for each of the rank's nodes.
+        """
+        unused = [g for p, g in zip(parameters, gradients, strict=True) if p.grad is None]
+        if unused:
+            torch._foreach_copy_(unused, [nothing_like(g) for g in unused])
+        if not self._fold.nodes:
+            return [flat]
+        places = [self._places[id(p)] for p in parameters]
+        here = Fold[Tensors](self._micro_batches, _add_to_right)
+        here.nodes = list(self._fold.nodes)
+        here.sums = [[sums[i] for i in places] for sums in self._fold.sums]
+        here.push((turn.index, turn.index + 1), gradients)
+        return [*(_laid_out(sums, gradients, flat) for sums in here.sums[:-1]), flat]
+
+
+def nothing_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros to which any number can be added without changing a bit: -0.0 + -0.0 is -0.0, while 0.0 + -0.0 is 0.0."""
+    return torch.full_like(tensor, -0.0)
+
+
+def _laid_out(sums: Tensors, views: Tensors, flat: torch.Tensor) -> torch.Tensor:
+    """``sums`` in one new tensor, each where its namesake of ``views`` lies in ``flat``, strides included."""
+    out = torch.zeros_like(flat)
+    start = flat.storage_offset()
+    slots = [out.as_strided(v.size(), v.stride(), v.storage_offset() - start) for v in views]
+    torch._foreach_copy_(slots, sums)
+    return out
+
+
+def _add_to_left(left: Tensors, right: Tensors) -> Tensors:
+    torch._foreach_add_(left, right)
+    return left
+
+
+def _add_to_right(left: Tensors, right: Tensors) -> Tensors:
+    torch._foreach_add_(right, left)
+    return right

@@ -1,0 +1,233 @@
+"""What strategies promise beside the bits, which tests/test_transparency.py sees to."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.batch import BatchPlan
+from lockstep.collectives import alone
+from lockstep.errors import MismatchError, SettingError, UsageError
+from lockstep.run import Run
+from lockstep.strategies import STRATEGIES, Target, Turn, by_name
+from lockstep.testing import state_hash
+from worlds import on_world
+
+
+def one_rank(name="ddp"):
+    return by_name(name, alone(), BatchPlan(8, 1, 1).run, exact=True, bucket_mb=None)
+
+
+def test_one_rank_alone_needs_no_strategy():
+    assert {type(one_rank(name)) for name in STRATEGIES} == {type(one_rank("none"))}
+    model = nn.Linear(2, 2)
+    assert one_rank().adopt(model, find_unused_parameters=False) is model
+
+
+def test_an_unknown_strategy_is_refused():
+    with pytest.raises(SettingError, match="strategy='dpp': give one of none, ddp"):
+        one_rank("dpp")
+
+
+class Counting(nn.Module):
+    """Buffers that the forward pass moves: a running mean by hand, a count, and one that stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("mean", torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("passes", torch.tensor(0))
+        self.register_buffer("fixed", torch.tensor([3.0]))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.add_(0.5 * (x.mean().double() - self.mean))
+            self.passes += 1
+        return x * self.weight
+
+
+def turns(of):
+    return [Turn(index, of, index == of - 1) for index in range(of)]
+
+
+def test_buffers_become_the_mean_over_the_step_and_counts_count_steps():
+    strategy, model = one_rank(), Counting()
+    strategy.adopt(model, find_unused_parameters=False)
+    mean = 0.0
+    for values in ([1.0, 2.0, 3.0, 6.0], [5.0], [-1.0, 0.0, 1.5]):
+        for turn, value in zip(turns(len(values)), values, strict=True):
+            strategy.begin(turn)
+            model(torch.tensor([value]))
+            strategy.end(turn)
+        mean += sum(0.5 * (value - mean) for value in values) / len(values)
+        torch.testing.assert_close(model.mean, torch.tensor([mean], dtype=torch.float64))
+    assert model.passes == 3
+    assert model.fixed == 3
+
+
+def test_a_step_that_is_given_up_leaves_no_trace_in_buffers():
+    strategy, model = one_rank(), Counting()
+    strategy.adopt(model, find_unused_parameters=False)
+    model.mean.fill_(4.0)
+    strategy.rebase()  # as after a checkpoint was loaded
+    before = state_hash(model)
+    for given_up_after in (0, 2):
+        for turn in turns(4)[:given_up_after]:
+            strategy.begin(turn)
+            model(torch.tensor([9.0]))
+            strategy.end(turn)
+        strategy.begin(turns(4)[given_up_after])
+        model(torch.tensor([9.0]))
+        strategy.abandon()
+        assert state_hash(model) == before
+
+
+def test_a_target_reaches_only_its_own_parameters():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    Target(tuple(second.parameters()), everything=False).backward(second(first(torch.ones(2))).sum(), None)
+    assert first.weight.grad is None
+    assert second.weight.grad is not None
+
+
+# ---- on ranks --------------------------------------------------------------------------------------------------------
+
+
+def told(kind, call, *args, **options):
+    with pytest.raises(kind) as caught:
+        call(*args, **options)
+    return str(caught.value)
+
+
+def train(run, model, data=None, optimizer=None):
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = run.loader(torch.arange(24.0).view(12, 2) if data is None else data, global_batch=8, micro_batch=2)
+    for _ in run.epochs(1):
+        for batch in run.train(batches):
+            run.step(model(batch).square().mean())
+
+
+def begins_as_rank_0():
+    with Run() as run:
+        torch.manual_seed(run.rank)
+        model = run.model(nn.Linear(2, 2))
+        assert isinstance(model, DistributedDataParallel)
+        return state_hash(model)
+
+
+def buffers_in_step():
+    with Run() as run:
+        net = Counting()
+        train(run, run.model(net))
+        return state_hash(net), int(net.passes)
+
+
+class Assigning(nn.Module):
+    """Its buffer is another tensor after each forward pass; a second one is only read."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("table", torch.zeros(2))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return self.linear(x) * self.table
+
+
+def buffers_assigned_and_filled():
+    """The buffers are filled after the model was given to the run, as with what was trained elsewhere."""
+    with Run() as run:
+        net = Assigning()
+        model = run.model(net)
+        net.load_state_dict(net.state_dict() | {"mean": torch.full((2,), 64.0), "table": torch.tensor([1.0, 2.0])})
+        train(run, model, torch.arange(16.0).view(8, 2))
+        return state_hash(net), net.mean.tolist(), net.table.tolist()
+
+
+def test_a_buffer_that_changes_its_shape_is_refused():
+    strategy, model = one_rank(), Assigning()
+    strategy.adopt(model, find_unused_parameters=False)
+    model.mean = torch.zeros(3, 2)
+    with pytest.raises(UsageError, match=r"the buffer mean of Assigning changed its shape from \(2,\) to \(3, 2\): "):
+        strategy.end(Turn(0, 1, True))
+
+
+def other_model():
+    with Run() as run:
+        return told(MismatchError, run.model, nn.Linear(2, 2 + run.rank // 2))
+
+
+def bypassed():
+    with Run() as run:
+        net = nn.Linear(2, 2)
+        model = run.model(net)
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader(torch.ones(8, 2), global_batch=8, micro_batch=2)
+        for batch in run.train(batches):
+            message = told(UsageError, net, batch)
+            with torch.no_grad():
+                net(batch)  # as to look at something
+            run.step(model(batch).mean())
+        net.eval()
+        net(torch.ones(1, 2))
+        return message
+
+
+class Forgetful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.forgotten = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def unused():
+    with Run() as run:
+        return told(UsageError, train, run, run.model(Forgetful()))
+
+
+def nothing_to_train():
+    """A frozen model beside the trained one, such as the network of a perceptual loss."""
+    with Run() as run:
+        frozen = run.model(nn.Linear(2, 2).requires_grad_(False))
+        model = run.model(nn.Linear(2, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.train(run.loader(torch.ones(8, 2), global_batch=8, micro_batch=2)):
+            run.step(F.mse_loss(frozen(model(batch)), batch))
+        return state_hash(model)
+
+
+def none_on_many():
+    return told(SettingError, Run, strategy="none")
+
+
+def test_on_three_ranks():
+    cases = (
+        begins_as_rank_0,
+        buffers_in_step,
+        buffers_assigned_and_filled,
+        other_model,
+        bypassed,
+        nothing_to_train,
+        unused,
+        none_on_many,
+    )
+    results = dict(zip(cases, on_world(3, [(case,) for case in cases]), strict=True))
+    assert len(set(results[begins_as_rank_0])) == 1
+    assert set(results[buffers_in_step]) == {(results[buffers_in_step][0][0], 2)}
+    assert results[buffers_assigned_and_filled] == [buffers_assigned_and_filled()] * 3
+    assert results[buffers_assigned_and_filled][0][1:] == ([35.5, 36.0], [1.0, 2.0])  # 64 / 2 + the mean / 2
+    assert len(set(results[nothing_to_train])) == 1
+    for says, case in [
+        ("the model's parameters and buffers differs between ranks: rank 2: ", other_model),
+        ("Linear was called past its wrapper, so ranks would drift apart; call what run.model(...) returned", bypassed),
+        ("2 of 4 parameters had no part in the loss: forgotten.weight, forgotten.bias. ", unused),
+        ("strategy='none' is for one rank, and there are 3; use 'ddp' or start one rank", none_on_many),
+    ]:
+        for message in results[case]:
+            assert message.startswith(says), message
+    assert "find_unused_parameters=True" in results[unused][0]
