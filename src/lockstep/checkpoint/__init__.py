@@ -1,0 +1,43 @@
+"""Checkpoints that are visible only when whole, and hold nothing of how many ranks wrote them.
+
+The door. What needs torch is loaded when it is first asked for, so that listing and verifying do without.
+"""
+
+from typing import TYPE_CHECKING
+
+from lockstep.checkpoint.commit import Committed, list_checkpoints, verify
+from lockstep.checkpoint.disk import LOCAL, Disk, LocalDisk
+from lockstep.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Piece, Stored
+from lockstep.checkpoint.tree import Tree
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.saving import Checkpoints, Outcome, Saved
+else:
+    # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
+    import importlib
+
+    def __getattr__(name):  # noqa: ANN001, ANN202 - no type checker looks here
+        if name not in ("Checkpoints", "Outcome", "Saved"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.saving"), name)
+        globals()[name] = value
+        return value
+
+
+__all__ = [
+    "FORMAT",
+    "LOCAL",
+    "MANIFEST",
+    "Checkpoints",
+    "Committed",
+    "Disk",
+    "LocalDisk",
+    "Manifest",
+    "Outcome",
+    "Piece",
+    "Saved",
+    "Stored",
+    "Tree",
+    "list_checkpoints",
+    "verify",
+]

@@ -1,0 +1,266 @@
+"""Directories that appear whole or not at all.
+
+    root/.saving-step-00000042-1f2e-1/     parts written and flushed; manifest written and flushed; names flushed
+         |
+         | rename, flush root              <- the commit: before it nothing is visible, after it everything is
+         v
+    root/step-00000042/                    manifest.json  part-00000.bin  part-00001.bin ...
+         |
+         | rename, flush root              <- retention: gone before the first byte is
+         v
+    root/.removing-step-00000042/          unlinked file by file
+
+"Newest" is not stored anywhere. It is found by looking, so that there is no pointer to go stale. A step that is saved
+again with another content does not replace the one there, which no system can do in one act: it is committed beside it
+as ``step-00000042.1`` and outranks it; retention then removes the first.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.checkpoint.disk import LOCAL, Disk
+from lockstep.checkpoint.layout import reads
+from lockstep.checkpoint.manifest import MANIFEST, Manifest, Piece
+from lockstep.errors import DamagedCheckpoint
+
+_SAVING, _REMOVING = ".saving-", ".removing-"
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Committed:
+    """A checkpoint that is visible under ``root``; its content is not judged. The newer is the greater."""
+
+    step: int
+    revision: int  #: how often the step was saved before with another content
+    root: Path
+
+    @property
+    def path(self) -> Path:
+        """Its directory."""
+        return self.root / (f"step-{self.step:08d}" + (f".{self.revision}" if self.revision else ""))
+
+
+def list_checkpoints(root: Path, disk: Disk = LOCAL) -> tuple[Committed, ...]:
+    """What is committed under ``root``, newest first; empty if there is no such directory."""
+    if not disk.is_directory(root):
+        return ()
+    names = (_NAME.fullmatch(name) for name in disk.names(root))
+    found = (Committed(int(match[1]), int(match[2] or 0), root) for match in names if match)
+    return tuple(sorted((one for one in found if disk.is_directory(one.path)), reverse=True))
+
+
+def scratch_path(root: Path, step: int, mark: str) -> Path:
+    """Where the save marked ``mark`` gathers its files until it is committed."""
+    return root / f"{_SAVING}step-{step:08d}-{mark}"
+
+
+def make_directories(path: Path, disk: Disk) -> None:
+    """Make ``path`` and its missing parents so that they survive a power cut."""
+    missing = []
+    while not disk.is_directory(path):
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        try:
+            disk.make_directory(directory)
+        except FileExistsError:
+            if not disk.is_directory(directory):
+                raise
+        disk.sync_directory(directory.parent)
+
+
+def write_file(path: Path, content: memoryview, disk: Disk) -> None:
+    """Write a new file whose content survives a power cut. Its name does once the directory is flushed."""
+    file = disk.create(path)
+    try:
+        done = 0
+        while done < len(content):
+            done += disk.write(file, content[done : done + _CHUNK_BYTES])
+        disk.sync(file)
+    finally:
+        disk.close(file)
+
+
+def commit(scratch: Path, manifest: Manifest, root: Path, disk: Disk) -> Committed:
+    """Make the parts in ``scratch`` visible as one checkpoint; all of them must be written and flushed.
+
+    If the same state of the same step is there already and whole, it stays and ``scratch`` is removed.
+
+    Returns:
+        The checkpoint, which survives a power cut from now on.
+
+    Raises:
+        OSError: then nothing became visible, or the new checkpoint did but may not survive a power cut.
+    """
+    rivals = [there for there in list_checkpoints(root, disk) if there.step == manifest.step]
+    if rivals and _holds(rivals[0], manifest, disk):
+        remove([scratch], root, disk)
+        return rivals[0]
+    place = Committed(manifest.step, rivals[0].revision + 1 if rivals else 0, root)
+    write_file(scratch / MANIFEST, memoryview(manifest.dump()), disk)
+    disk.sync_directory(scratch)
+    disk.rename(scratch, place.path)
+    disk.sync_directory(root)
+    return place
+
+
+def _holds(there: Committed, manifest: Manifest, disk: Disk) -> bool:
+    try:
+        return verify(there.path, disk).same_state(manifest)
+    except (DamagedCheckpoint, OSError):
+        return False
+
+
+def read_manifest(path: Path, disk: Disk = LOCAL) -> Manifest:
+    """The manifest of the checkpoint in ``path``, once all its files are there in full size. Reads no tensor.
+
+    Raises:
+        DamagedCheckpoint: naming the file that is missing or not what was committed.
+        CheckpointError: if a newer version of Lockstep wrote it.
+    """
+    try:
+        with disk.reader(path / MANIFEST) as file:
+            content = file.read()
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path} has no {MANIFEST}") from None
+    manifest = Manifest.parse(content, str(path / MANIFEST))
+    for name, length in manifest.files.items():
+        try:
+            size = disk.size(path / name)
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{path / name} is missing") from None
+        if size != length:
+            raise DamagedCheckpoint(f"{path / name} has {size} bytes; {length} were committed")
+    return manifest
+
+
+def verify(path: Path, disk: Disk = LOCAL) -> Manifest:
+    """Read the checkpoint in ``path`` wholly and compare it with its sums.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        DamagedCheckpoint: naming the file and the tensor that are not what was committed.
+        CheckpointError: if a newer version of Lockstep wrote it.
+        OSError: if it cannot be read.
+    """
+    manifest = read_manifest(path, disk)
+    plan = reads(manifest)
+    for name in manifest.files:
+        with disk.reader(path / name) as file:
+            for read in (read for read in plan if read.piece.file == name):
+                compare_sums(_sum_of_next(file, read.piece.length), read.piece, path, manifest)
+    return manifest
+
+
+def compare_sums(found: int, piece: Piece, path: Path, manifest: Manifest) -> None:
+    """Nothing, if the bytes read for ``piece`` are those that were committed.
+
+    Raises:
+        DamagedCheckpoint: if they are not.
+    """
+    if found != piece.crc32:
+        whose = next(tensor.path for tensor in manifest.tensors if piece in tensor.pieces)
+        raise DamagedCheckpoint(
+            f"{path / piece.file}, bytes {piece.offset} to {piece.offset + piece.length} ({whose}), are not what was "
+            f"committed: sum {found:08x} instead of {piece.crc32:08x}"
+        )
+
+
+def _sum_of_next(file: io.BufferedIOBase, length: int) -> int:
+    total = 0
+    while length > 0 and (chunk := file.read(min(length, _CHUNK_BYTES))):
+        total = zlib.crc32(chunk, total)
+        length -= len(chunk)
+    return total
+
+
+def remove(directories: Iterable[Path], root: Path, disk: Disk) -> None:
+    """Remove ``directories`` beneath ``root``, so that none is ever seen half removed under a checkpoint's name.
+
+    Raises:
+        OSError: if one cannot be removed; those before it are.
+    """
+    doomed = []
+    for directory in directories:
+        visible = _NAME.fullmatch(directory.name)
+        aside = root / f"{_REMOVING}{directory.name}" if visible else directory
+        if visible:
+            if disk.is_directory(aside):  # an earlier removal of this name did not end
+                _unlink_all(aside, disk)
+            disk.rename(directory, aside)
+        doomed.append(aside)
+    if doomed:
+        disk.sync_directory(root)
+    for directory in doomed:
+        _unlink_all(directory, disk)
+
+
+def _unlink_all(directory: Path, disk: Disk) -> None:
+    for name in disk.names(directory):
+        disk.unlink(directory / name)
+    disk.remove_directory(directory)
+
+
+def leftovers(root: Path, disk: Disk) -> tuple[Path, ...]:
+    """What saves and removals that were interrupted left in ``root``; no save may be in flight.
+
+    A root belongs to one run at a time: whatever is there before its first save is of the dead.
+    """
+    if not disk.is_directory(root):
+        return ()
+    return tuple(root / name for name in sorted(disk.names(root)) if name.startswith((_SAVING, _REMOVING)))
+
+
+def set_aside(root: Path, disk: Disk) -> Path | None:
+    """Move all that is committed under ``root`` into a new directory there, which is returned; None if there is none.
+
+    The oldest goes last: cut short, this leaves what is there to be found as it was, or some of it.
+    """
+    there = list_checkpoints(root, disk)
+    if not there:
+        return None
+    taken = set(disk.names(root))
+    aside = root / next(name for n in itertools.count(1) if (name := f"before-{n}") not in taken)
+    make_directories(aside, disk)
+    for one in there:
+        disk.rename(one.path, aside / one.path.name)
+    disk.sync_directory(aside)
+    disk.sync_directory(root)
+    return aside
+
+
+def superseded(
+    there: Sequence[Committed], whole: Callable[[Committed], bool], just: Committed, keep: int
+) -> tuple[Committed, ...]:
+    """Which checkpoints retention removes after ``just`` was committed; a pure plan.
+
+    Kept are ``just`` and, to make ``keep`` in all, the newest others that are ``whole``, one for each step. What is
+    not whole does not count, so that it never pushes out what is good; it goes once enough newer ones are whole.
+
+    Args:
+        there: All that is committed, ``just`` included.
+        whole: Whether one is whole, as far as it costs little to know.
+        just: Was committed just now.
+        keep: How many, at least 1.
+    """
+    kept = {just.step: just}
+    gone = []
+    for one in sorted(there, reverse=True):
+        if one == just:
+            continue
+        if one.step in kept or len(kept) >= keep:
+            gone.append(one)
+        elif whole(one):
+            kept[one.step] = one
+    return tuple(gone)

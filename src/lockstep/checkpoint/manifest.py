@@ -1,0 +1,154 @@
+"""What lies where in one checkpoint: the page that makes a directory of bytes a state.
+
+The file is one line of JSON whose sum covers its own bytes:
+
+    {"crc32":"89abcdef","manifest":{ ... }}
+              --------             -------
+              of exactly these bytes: ^
+
+`docs/format.md` describes each field.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from lockstep.checkpoint.tree import decode, encode
+from lockstep.errors import CheckpointError, DamagedCheckpoint
+
+#: Its name in a checkpoint's directory.
+MANIFEST = "manifest.json"
+#: The newest format that this version reads, and the one that it writes.
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of a tensor, as consecutive bytes of a file: row-major, little-endian."""
+
+    file: str
+    offset: int  #: in bytes
+    length: int  #: in bytes
+    crc32: int
+    start: tuple[int, ...]  #: the box's first element in the tensor
+    shape: tuple[int, ...]  #: of the box
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor; its pieces cover it once. A tensor without elements has no pieces."""
+
+    path: str  #: in the tree, for people
+    dtype: str  #: PyTorch's name without ``torch.``
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One checkpoint's table of contents."""
+
+    step: int
+    tree: Any  #: of states, encoded by `tree.encode`; its tensors are numbers into ``tensors``
+    tensors: tuple[Stored, ...]
+    files: Mapping[str, int]  #: bytes in each file but this one
+    about: Mapping[str, Any]  #: plain values for people and for later checks
+    lockstep: str = ""  #: version that wrote it
+    torch: str = ""  #: version that wrote it
+    format: int = field(default=FORMAT)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.files.values())
+
+    def same_state(self, other: Manifest) -> bool:
+        """Whether both hold the same state, judged by plain values and sums, wherever their bytes lie."""
+        return (self.step, self.tree, _content(self)) == (other.step, other.tree, _content(other))
+
+    def dump(self) -> bytes:
+        """The bytes of the manifest's file."""
+        values = asdict(self)
+        values["about"] = encode(dict(self.about), lambda _value, _path: None)
+        values["files"] = dict(self.files)
+        for tensor in values["tensors"]:
+            for piece in tensor["pieces"]:
+                piece["crc32"] = f"{piece['crc32']:08x}"
+        body = json.dumps(values, separators=(",", ":"), allow_nan=False).encode()
+        return _envelope(body)
+
+    @classmethod
+    def parse(cls, content: bytes, where: str) -> Self:
+        """Read what `dump` wrote; ``where`` is named in errors.
+
+        Raises:
+            DamagedCheckpoint: if any byte is not what was written.
+            CheckpointError: if a newer version of Lockstep wrote it in a format that this one does not know.
+        """
+        head, tail = len(_HEAD) + 8 + len(_MIDDLE), len(_TAIL)
+        body = content[head : len(content) - tail]
+        if content != _envelope(body):
+            raise DamagedCheckpoint(f"{where}: the manifest's bytes do not match their own sum")
+        try:
+            values = json.loads(body)
+            if values["format"] > FORMAT:
+                raise CheckpointError(
+                    f"{where} has format {values['format']}, written by lockstep {values.get('lockstep') or '?'}; "
+                    f"this version reads formats up to {FORMAT}: install a newer torch-lockstep"
+                )
+            manifest = cls(
+                **values
+                | {
+                    "about": decode(values["about"], ()),
+                    "tensors": tuple(_stored(entry) for entry in values["tensors"]),
+                }
+            )
+            manifest._check()
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DamagedCheckpoint(f"{where}: the manifest is not understood: {error}") from error
+        return manifest
+
+    def _check(self) -> None:
+        """Each byte of each file belongs to exactly one piece, so that the sums cover everything."""
+        ends = dict.fromkeys(self.files, 0)
+        pieces = [piece for tensor in self.tensors for piece in tensor.pieces]
+        for piece in sorted(pieces, key=lambda p: (p.file, p.offset, p.length)):
+            if ends.get(piece.file) != piece.offset:
+                raise ValueError(f"a gap or an overlap at byte {piece.offset} of {piece.file}")
+            ends[piece.file] += piece.length
+        if ends != dict(self.files):
+            raise ValueError("the tensors do not fill the files")
+
+
+def _content(manifest: Manifest) -> list[Any]:
+    return [(t.dtype, t.shape, sorted((p.start, p.shape, p.crc32) for p in t.pieces)) for t in manifest.tensors]
+
+
+def _stored(entry: Mapping[str, Any]) -> Stored:
+    return Stored(
+        path=entry["path"],
+        dtype=entry["dtype"],
+        shape=tuple(entry["shape"]),
+        pieces=tuple(
+            Piece(
+                file=piece["file"],
+                offset=piece["offset"],
+                length=piece["length"],
+                crc32=int(piece["crc32"], 16),
+                start=tuple(piece["start"]),
+                shape=tuple(piece["shape"]),
+            )
+            for piece in entry["pieces"]
+        ),
+    )
+
+
+_HEAD, _MIDDLE, _TAIL = b'{"crc32":"', b'","manifest":', b"}\n"
+
+
+def _envelope(body: bytes) -> bytes:
+    return _HEAD + b"%08x" % zlib.crc32(body) + _MIDDLE + body + _TAIL

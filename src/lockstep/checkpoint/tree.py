@@ -1,0 +1,101 @@
+"""Plain values as JSON that comes back exactly: same types, same floats, same order.
+
+None, True, 7, "text"        themselves
+0.1, nan                     {"float": "0x1.999999999999ap-4"}, {"float": "nan"}
+b"..."                       {"bytes": "hex digits"}
+[1, 2]                       [1, 2]
+(1, 2)                       {"tuple": [1, 2]}
+{"a": 1, 2: 3}               {"dict": [["a", 1], [2, 3]]}       also "OrderedDict", "Counter"
+a tensor                     {"tensor": 5}                      the fifth of the manifest's tensors
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.errors import CheckpointError
+
+#: A nested dict, list or tuple of tensors and plain values (None, bool, int, float, str, bytes); keys are str or int.
+Tree = Any
+
+# PyTorch's own state dicts hold these three: modules give an OrderedDict, MultiStepLR a Counter.
+_DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_TAG_OF = {kind: tag for tag, kind in _DICTS.items()}
+
+
+def encode(tree: Tree, take: Callable[[object, str], int | None]) -> Any:
+    """``tree`` as JSON values.
+
+    Args:
+        tree: What to encode.
+        take: Asked for each leaf that is not plain, with its path such as ``"optimizer/state/0/step"``; the number of
+            the tensor, or None if it is no tensor.
+
+    Raises:
+        CheckpointError: for anything else, naming its path.
+    """
+    return _encode(tree, "", take)
+
+
+def _encode(value: Any, path: str, take: Callable[[object, str], int | None]) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return {"float": float(value).hex()}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if type(value) is list:
+        return [_encode(item, f"{path}/{index}", take) for index, item in enumerate(value)]
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return {"tuple": [_encode(item, f"{path}/{index}", take) for index, item in enumerate(value)]}
+    if type(value) in _TAG_OF:
+        for key in value:
+            if type(key) not in (str, int):
+                raise CheckpointError(
+                    f"state at {_shown(path)} has the key {key!r} ({type(key).__name__}), which cannot be saved: "
+                    "use str or int keys"
+                )
+        pairs = [[key, _encode(item, f"{path}/{key}", take)] for key, item in value.items()]
+        return {_TAG_OF[type(value)]: pairs}
+    number = take(value, path.removeprefix("/"))
+    if number is None:
+        raise CheckpointError(
+            f"state at {_shown(path)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: "
+            "let its state_dict() give tensors, None, bool, int, float, str, bytes, and lists, tuples and dicts of "
+            "these (an array as torch.from_numpy(array), a NumPy number as its .item())"
+        )
+    return {"tensor": number}
+
+
+def _shown(path: str) -> str:
+    return repr(path.removeprefix("/")) if path else "its root"
+
+
+def decode(value: Any, tensors: Sequence[object]) -> Tree:
+    """What `encode` was given, with ``tensors`` in their places.
+
+    Raises:
+        ValueError: if ``value`` is not of `encode`'s making.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((tag, inner),) = value.items()
+    if tag == "float":
+        return float.fromhex(inner)
+    if tag == "bytes":
+        return bytes.fromhex(inner)
+    if tag == "tuple":
+        return tuple(decode(item, tensors) for item in inner)
+    if tag == "tensor":
+        return tensors[inner]
+    if tag in _DICTS:
+        return _DICTS[tag]({key: decode(item, tensors) for key, item in inner})
+    raise ValueError(f"unknown kind of value {tag!r}")

@@ -1,0 +1,136 @@
+"""The pure parts: who writes what, what is read, what retention removes, what a manifest says."""
+
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.checkpoint.commit import Committed, superseded
+from lockstep.checkpoint.layout import Extent, layout, reads
+from lockstep.checkpoint.manifest import FORMAT, Manifest, Piece, Stored
+from lockstep.checkpoint.tree import decode, encode
+from lockstep.errors import CheckpointError, DamagedCheckpoint
+
+ROOT = Path("/root")
+EXTENTS = st.lists(
+    st.tuples(st.integers(0, 50), st.sampled_from([1, 2, 4, 8, 16])).map(lambda p: Extent(p[0] * p[1], p[1])),
+    max_size=30,
+)
+
+
+def written(extents, ranks):
+    """The manifest of a save, with sums made up."""
+    stored = [None] * len(extents)
+    parts = layout(extents, ranks)
+    for part in parts:
+        for placed in part.tensors:
+            count = placed.length // extents[placed.tensor].element
+            piece = Piece(part.file, placed.offset, placed.length, placed.tensor, (0,), (count,))
+            stored[placed.tensor] = Stored(str(placed.tensor), "uint8", (count,), (piece,) * (count > 0))
+    files = {part.file: part.length for part in parts if part.length}
+    return Manifest(7, {"dict": []}, tuple(stored), files, {"note": 0.1})
+
+
+@given(EXTENTS, st.integers(1, 9))
+def test_each_tensor_is_written_once_without_gaps_and_the_shares_are_even(extents, ranks):
+    parts = layout(extents, ranks)
+    assert len(parts) == ranks
+    assert sorted(placed.tensor for part in parts for placed in part.tensors) == list(range(len(extents)))
+    for part in parts:
+        ends = itertools.accumulate((placed.length for placed in part.tensors), initial=0)
+        assert [placed.offset for placed in part.tensors] + [part.length] == list(ends)
+        assert all(placed.offset % extents[placed.tensor].element == 0 for placed in part.tensors if placed.length)
+    total, largest = sum(e.length for e in extents), max((e.length for e in extents), default=0)
+    assert max(part.length for part in parts) <= total / ranks + largest
+
+
+@given(EXTENTS, st.integers(1, 9), st.integers(1, 9))
+def test_what_is_read_does_not_depend_on_who_wrote(extents, ranks, others):
+    one, other = written(extents, ranks), written(extents, others)
+    assert one.same_state(other)
+    assert sorted(read.tensor for read in reads(one)) == [n for n, extent in enumerate(extents) if extent.length]
+    order = [(read.piece.file, read.piece.offset) for read in reads(one)]
+    assert order == sorted(order), "files are read from their beginning to their end"
+
+
+@given(EXTENTS, st.integers(1, 4))
+def test_a_manifest_comes_back_equal(extents, ranks):
+    manifest = written(extents, ranks)
+    assert Manifest.parse(manifest.dump(), "here") == manifest
+    json.loads(manifest.dump())
+
+
+MANIFEST = written([Extent(8, 4), Extent(3, 1)], 2).dump()
+
+
+@given(st.integers(0, len(MANIFEST) - 1), st.integers(1, 255))
+def test_any_changed_byte_of_a_manifest_is_noticed(at, mask):
+    damaged = bytearray(MANIFEST)
+    damaged[at] ^= mask
+    with pytest.raises(DamagedCheckpoint, match="here"):
+        Manifest.parse(bytes(damaged), "here")
+
+
+@given(st.integers(0, len(MANIFEST) - 1))
+def test_a_manifest_cut_short_is_noticed(length):
+    with pytest.raises(DamagedCheckpoint):
+        Manifest.parse(MANIFEST[:length], "here")
+
+
+def test_a_newer_format_is_refused_with_the_way_out():
+    newer = replace(written([], 1), format=FORMAT + 1, lockstep="9.0")
+    with pytest.raises(CheckpointError, match=rf"format {FORMAT + 1}, written by lockstep 9\.0.*install a newer"):
+        Manifest.parse(newer.dump(), "here")
+
+
+@pytest.mark.parametrize("offset", [1, 7])
+def test_bytes_that_no_sum_covers_are_refused(offset):
+    piece = Piece("part-00000.bin", offset, 8, 0, (0,), (2,))
+    manifest = Manifest(1, None, (Stored("w", "float32", (2,), (piece,)),), {"part-00000.bin": 8 + offset}, {})
+    with pytest.raises(DamagedCheckpoint, match="gap"):
+        Manifest.parse(manifest.dump(), "here")
+
+
+def test_the_tree_says_where_the_thing_is_that_cannot_be_saved():
+    with pytest.raises(CheckpointError, match=r"'optimizer/param_groups/0/hook' is a builtins\.object.*state_dict"):
+        encode({"optimizer": {"param_groups": [{"hook": object()}]}}, lambda _value, _path: None)
+    with pytest.raises(CheckpointError, match=r"'a' has the key \(1, 2\) \(tuple\).*str or int"):
+        encode({"a": {(1, 2): 3}}, lambda _value, _path: None)
+    with pytest.raises(CheckpointError, match="its root is a"):
+        encode(object(), lambda _value, _path: None)
+
+
+def test_a_value_of_a_kind_from_the_future_is_not_guessed():
+    with pytest.raises(ValueError, match="unknown kind of value 'colour'"):
+        decode({"colour": "red"}, ())
+
+
+STEPS = st.dictionaries(st.tuples(st.integers(0, 9), st.integers(0, 2)), st.booleans(), min_size=1, max_size=12)
+
+
+@given(STEPS, st.integers(1, 4), st.data())
+def test_retention_keeps_the_newest_whole_ones_and_never_the_last(steps, keep, data):
+    whole = {Committed(step, revision, ROOT): good for (step, revision), good in steps.items()}
+    step = data.draw(st.sampled_from(sorted({one.step for one in whole})))
+    just = max(one for one in whole if one.step == step)
+    whole[just] = True  # it was written a moment ago
+    gone = superseded(list(whole), whole.__getitem__, just, keep)
+    left = [one for one in whole if one not in gone]
+    good = [one for one in left if whole[one]]
+    assert just in left
+    steps_good = {one.step for one, is_good in whole.items() if is_good}
+    assert len(good) == min(keep, len(steps_good)), "no more than asked for, and no fewer while there are"
+    assert len({one.step for one in good}) == len(good)
+    others = sorted(steps_good - {just.step}, reverse=True)[: keep - 1]
+    assert {one.step for one in good} == {just.step, *others}
+
+
+def test_listing_and_verifying_need_no_torch():
+    code = "import sys, lockstep.checkpoint as c; c.verify, c.list_checkpoints; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
