@@ -1,0 +1,77 @@
+"""The view for a terminal.
+
+    training   epoch 3/10  ━━━━━━━━━━━━━━━━╸━━━━━━━━━  step 1 240/2 000
+    4 ranks | 2 140 samples/s | loss 0.4321 | 12 m 05 s left | saved at step 1 200
+
+Where the terminal is too narrow, the end of the second line is left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.report.status import Status
+
+_ORDER = ("ranks", "speed", "loss", "eta", "job", "saved", "late", "generation")
+
+
+class LiveView:
+    """Two lines at the bottom of a terminal; whatever else is printed goes above them.
+
+    Drawn by the caller's thread, when it calls, at about a millisecond each. While the view is open, what the
+    process prints to a standard stream that is a terminal also goes above it.
+
+    Args:
+        stream: the terminal.
+        env: the environment, for the terminal's abilities and the wishes about colour.
+    """
+
+    def __init__(self, stream: TextIO, env: Mapping[str, str]) -> None:
+        self._below: list[str] = []
+        self._console = Console(file=stream, force_terminal=True, force_jupyter=False, _environ=env)
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,  # no thread of its own: a picture that moves while a run stands still would lie
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+
+    def show(self, status: Status) -> None:
+        """Draw it."""
+        if not self._live.is_started:
+            self._live.start()
+            # Live hides the cursor, and a process that is killed could not give it back.
+            self._console.show_cursor(True)
+        self._live.update(Group(_picture(status), *map(Text, self._below)), refresh=True)
+
+    def below(self, lines: Sequence[str]) -> None:
+        """With the next status, show these lines under it."""
+        self._below = [f" {line}" for line in ("", *lines)] if lines else []
+
+    def line(self, text: str) -> None:
+        """Print above the two lines; colours in ``text`` stay."""
+        self._console.print(Text.from_ansi(text.rstrip("\r\n")), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the two lines where they are."""
+        self._live.stop()
+
+
+def _picture(status: Status) -> Group:
+    words = status.words()
+    first = Table.grid(expand=True, padding=(0, 2))
+    first.add_column(no_wrap=True, min_width=len("evaluating"))  # the bar stands still when the state changes
+    for ratio in (None, 1, None):
+        first.add_column(ratio=ratio, no_wrap=True)
+    bar = ProgressBar(total=status.steps_total, completed=status.step, pulse=status.steps_total is None)
+    first.add_row(Text(words["state"], style="bold"), words["epoch"], bar, words["step"])
+    second = " | ".join(words[name] for name in _ORDER if name in words)
+    return Group(first, Text(second, style="dim", no_wrap=True, overflow="ellipsis"))

@@ -1,0 +1,122 @@
+"""``lockstep top``: a run as it is now, seen from another terminal; it only reads.
+
+training   epoch 3/10  ━━━━━━━━━━━━━━━━╸━━━━━━━━━  step 1 240/2 000
+4 ranks | 2 140 samples/s | loss 0.4321 | 12 m 05 s left | saved at step 1 200
+
+rank   step   phase       waits  place
+0   1 240  reduction    38 %  train.py:17
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+from lockstep.errors import SettingError
+from lockstep.report.ranks import RanksFile, RankStatus, lateness
+from lockstep.report.status import Status, StatusFile
+from lockstep.report.views import LinesView, can_draw
+from lockstep.report.words import count, duration
+
+_LOOK_EVERY_S = 0.5
+_SHOWN = 32  # ranks
+_LATE_S = 2.0  # a rank that was heard before that is heard
+_COLUMNS = ("rank", "step", "phase", "waits", "heard", "place")
+
+
+def top(
+    run_dir: Path,
+    stream: TextIO,
+    env: Mapping[str, str],
+    *,
+    once: bool,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Show the run in ``run_dir`` until it ends, or ``once``: live on a terminal, else as lines.
+
+    Raises:
+        SettingError: if there is no run.
+    """
+    if not (run_dir / "run.json").exists():
+        runs = sorted(Path("runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+        near = f"; the newest is {runs[-1].parent}" if runs else ""
+        raise SettingError(f"{run_dir} is no run directory (it holds no run.json){near}")
+    if once:
+        status, ranks = _look(run_dir)
+        lines = LinesView(stream, now=now)
+        if status is not None:
+            lines.show(status)
+        if ended(run_dir):
+            lines.line("the run has ended")
+            return
+        for line in table(ranks):
+            lines.line(line)
+        return
+    if can_draw(stream, env):
+        # Late, since rich takes a tenth of a second.
+        from lockstep.report.live import LiveView
+
+        view: LiveView | LinesView = LiveView(stream, env)
+    else:
+        view = LinesView(stream, now=now)
+    try:
+        over = False
+        while not over:
+            over = ended(run_dir)  # before the last look, which then sees all
+            status, ranks = _look(run_dir)
+            if not isinstance(view, LinesView):
+                view.below([] if over else table(ranks))
+            if status is not None:
+                view.show(status)
+            if not over:
+                sleep(_LOOK_EVERY_S)
+    finally:
+        view.close()
+    view.line("the run has ended")
+
+
+def ended(run_dir: Path) -> bool:
+    """Whether no launcher works in ``run_dir`` any more."""
+    try:
+        with (run_dir / ".lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # none, or a file system without locks
+    return True
+
+
+def table(ranks: Sequence[RankStatus]) -> list[str]:
+    """One line for each rank, with a head; the ones that wait least, whom others wait for, if there are many."""
+    if not ranks:
+        return []
+    shown = sorted(ranks, key=lambda one: (one.waits is None, one.waits))[:_SHOWN]
+    rows = [_COLUMNS, *map(_row, sorted(shown, key=lambda one: one.rank))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
+    lines = [
+        "  ".join([*(f"{word:>{width}}" for word, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    ]
+    left_out = len(ranks) - len(shown)
+    return [*lines, *([f"... and {left_out} ranks that wait more"] if left_out else [])]
+
+
+def _row(one: RankStatus) -> tuple[str, ...]:
+    return (
+        str(one.rank),
+        count(one.step) if one.step >= 0 else "-",
+        one.phase,
+        "-" if one.waits is None else f"{100 * one.waits:.0f} %",
+        "now" if one.silent_s < _LATE_S else f"{duration(one.silent_s)} ago",
+        one.place,
+    )
+
+
+def _look(run_dir: Path) -> tuple[Status | None, list[RankStatus]]:
+    status, ranks = StatusFile.read(run_dir / "status.json"), RanksFile.read_all(run_dir)
+    return status and replace(status, late=lateness(ranks)), ranks

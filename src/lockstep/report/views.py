@@ -1,0 +1,164 @@
+"""How a run is shown: live on a terminal, as plain lines in a log, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol, TextIO
+
+from lockstep.errors import SettingError
+from lockstep.report.status import Status
+
+#: The environment variable that says which view to take: ``live``, ``lines``, ``silent`` or, as without it, ``auto``.
+VIEW_VARIABLE = "LOCKSTEP_VIEW"
+_ORDER = ("step", "epoch", "speed", "loss", "eta", "job", "saved", "late", "generation")
+
+
+class View(Protocol):
+    """What a run's leader, or its launcher, shows on. All calls come from one thread."""
+
+    def show(self, status: Status) -> None:
+        """Take the newest status; may be called several times a second."""
+
+    def line(self, text: str) -> None:
+        """Print ``text``, whole, as lines of their own."""
+
+    def close(self) -> None:
+        """Leave the last status on the screen and the terminal as it was; later calls are allowed."""
+
+
+def choose_view(stream: TextIO, env: Mapping[str, str], *, now: Callable[[], float] = time.monotonic) -> View:
+    """The view that fits ``stream``: live on a terminal, else lines, since a log of a batch job wants progress too.
+
+    ``LOCKSTEP_VIEW`` has the last word. ``TERM=dumb`` means lines. ``NO_COLOR`` keeps the live view and takes its
+    colours; ``FORCE_COLOR`` gives it colours where the terminal says it has none, and changes nothing in a pipe:
+    lines never have colours. A stream that goes away, such as a closed pipe, ends the view and not the run.
+
+    Raises:
+        SettingError: if ``LOCKSTEP_VIEW`` names no view.
+    """
+    wanted = env.get(VIEW_VARIABLE) or "auto"
+    if wanted == "auto":
+        wanted = "live" if can_draw(stream, env) else "lines"
+    if wanted == "live":
+        # Late, since rich takes a tenth of a second and most ranks never draw.
+        from lockstep.report.live import LiveView
+
+        return _WhileThere(LiveView(stream, env), stream)
+    if wanted == "lines":
+        return _WhileThere(LinesView(stream, now=now), stream)
+    if wanted == "silent":
+        return SilentView()
+    raise SettingError(f"{VIEW_VARIABLE}={wanted!r}: give one of auto, live, lines, silent")
+
+
+def can_draw(stream: TextIO, env: Mapping[str, str]) -> bool:
+    """Whether ``stream`` is a terminal on which lines can be drawn over."""
+    return stream.isatty() and env.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
+class SilentView:
+    """Shows nothing."""
+
+    def show(self, status: Status) -> None:
+        """Nothing."""
+
+    def line(self, text: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class LinesView:
+    r"""Plain lines for a log: no colour, no ``\r``, ASCII where the stream has no more.
+
+        step 1 240/2 000 | epoch 3/10 | 2 140 samples/s | loss 0.4321 | 12 m 05 s left | saved at step 1 200
+
+    A line comes every second for ten seconds, every ten seconds for two minutes, then every minute; besides at each
+    new epoch, checkpoint and generation, though not more than ten times as often; and at the end. Each is written
+    whole, in one piece, so that lines of several processes do not tear each other.
+
+    Args:
+        stream: where to.
+        now: the clock, in seconds.
+    """
+
+    def __init__(self, stream: TextIO, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._now = stream, now
+        self._began_s = now()
+        self._written_s = float("-inf")
+        self._written: Status | None = None
+        self._newest: Status | None = None
+
+    def show(self, status: Status) -> None:
+        """Write a line if one is due."""
+        self._newest = status
+        now_s = self._now()
+        interval_s, since_s = _interval_s(now_s - self._began_s), now_s - self._written_s
+        new = _mark(status) != _mark(self._written)
+        # The end is written at once, and once.
+        due = new if status.ended else since_s >= (interval_s / 10 if new else interval_s)
+        if due:
+            self._write(status)
+
+    def line(self, text: str) -> None:
+        r"""Write ``text`` now; of a line that was drawn over with ``\r`` only what was last seen."""
+        lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip("\r\n").split("\n"))
+        encoding = self._stream.encoding or "utf-8"
+        whole = "\n".join(lines).encode(encoding, "backslashreplace").decode(encoding)
+        self._stream.write(f"{whole}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Write the last status, unless it was."""
+        if self._newest is not None and self._newest != self._written:
+            self._write(self._newest)
+
+    def _write(self, status: Status) -> None:
+        words = status.words()
+        shown = [words[name] for name in _ORDER if name in words]
+        if status.state != "training":
+            shown.insert(0, words["state"])
+        self.line(" | ".join(shown))
+        self._written, self._written_s = status, self._now()
+
+
+def _interval_s(elapsed_s: float) -> float:
+    return 1.0 if elapsed_s < 10 else 10.0 if elapsed_s < 120 else 60.0
+
+
+def _mark(status: Status | None) -> object:
+    """What deserves a line of its own when it changes."""
+    return status and (status.epoch, status.last_saved_step, status.generation, status.ended)
+
+
+class _WhileThere:
+    """Shows on ``view`` for as long as its stream is there, then on nothing."""
+
+    def __init__(self, view: View, stream: TextIO) -> None:
+        self._view, self._stream = view, stream
+
+    def show(self, status: Status) -> None:
+        self._try(lambda view: view.show(status))
+
+    def line(self, text: str) -> None:
+        self._try(lambda view: view.line(text))
+
+    def close(self) -> None:
+        self._try(lambda view: view.close())
+
+    def _try(self, deed: Callable[[View], None]) -> None:
+        try:
+            if not self._stream.closed:
+                deed(self._view)
+        except OSError as error:
+            # What cannot be written now, such as to a log on a full disk, is left out.
+            if error.errno in (errno.EPIPE, errno.EIO):
+                self._view = SilentView()
+                # Else what is left in the stream's buffer would fail again when Python ends, and spoil its exit code.
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)

@@ -1,0 +1,68 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.report import count, duration, size
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "0"),
+        (8.5, "8.5"),
+        (64.0, "64.0"),
+        (64, "64"),
+        (99.96, "100"),
+        (100.4, "100"),
+        (2140, "2 140"),
+        (1234567.8, "1 234 568"),
+    ],
+)
+def test_counts(number, words):
+    assert count(number) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0.0 s"),
+        (0.84, "0.8 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 m 00 s"),
+        (725, "12 m 05 s"),
+        (3599.7, "1 h 00 m"),
+        (4340, "1 h 12 m"),
+        (86399.9, "1 d 00 h"),
+        (3 * 86400 + 4 * 3600 + 1, "3 d 04 h"),
+        (float("inf"), "unknown"),
+        (float("nan"), "unknown"),
+    ],
+)
+def test_durations(seconds, words):
+    assert duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (999, "999 bytes"),
+        (1000, "0.98 KiB"),
+        (1024, "1.00 KiB"),
+        (12.34 * 1024, "12.3 KiB"),
+        (999.6 * 1024, "0.98 MiB"),
+        (98 * 1024**3, "98.0 GiB"),
+        (5000 * 1024**5, "5000 PiB"),
+    ],
+)
+def test_sizes(num_bytes, words):
+    assert size(num_bytes) == words
+
+
+@given(st.floats(0, 1e9))
+def test_words_are_short_and_ascii(number):
+    for words in (count(number), duration(number), size(number)):
+        assert words.isascii()
+        assert len(words) <= 13
