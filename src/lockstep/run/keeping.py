@@ -1,0 +1,180 @@
+"""What a run does with checkpoints: resume, save, stop with one; or nothing, where it has none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from lockstep.checkpoint import Checkpoints
+from lockstep.errors import CheckpointError, SettingError
+from lockstep.run.wishes import EndOfJob
+from lockstep.world import EXIT_STOPPED, FRESH, RESUME
+
+Say = Callable[[str], None]
+Identity = Mapping[str, Any]
+"""What the bits of a run depend on, beside its data and its code, by name."""
+
+
+class Keeper(Protocol):
+    """All ranks call each of these alike."""
+
+    saved_step: int | None  #: step of the last save that was begun or resumed from
+
+    def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
+        """The newest whole checkpoint's tree; None: begin at the beginning, as ``fresh`` asks for."""
+        ...
+
+    def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
+        """Now that all of it is known: what differs from the run that was resumed is said, or refused."""
+        ...
+
+    def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
+        """Begin to save ``tree()`` as the state after ``step``, unless that is done already."""
+        ...
+
+    def committed_step(self) -> int | None:
+        """The newest step that is safe on disk. Cheap: for every step."""
+        ...
+
+    def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
+        """Leave the process with code 75, now that the state after ``step`` is being saved.
+
+        ``part`` is called when that has ended; it returns once all ranks have called it.
+        """
+        ...
+
+    def close(self) -> None:
+        """The last save has ended."""
+        ...
+
+    def abandon(self) -> None:
+        """A rank failed: nobody waits for the others' parts any more. Each rank by itself."""
+        ...
+
+
+class Nowhere:
+    """For a run that saves nothing."""
+
+    saved_step: int | None = None
+
+    def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
+        """Nothing."""
+        return None
+
+    def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
+        """Nothing was resumed."""
+
+    def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
+        """Nothing is saved."""
+
+    def committed_step(self) -> int | None:
+        """None."""
+        return None
+
+    def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
+        """Never asked: signals do what they do without Lockstep."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def abandon(self) -> None:
+        """Nothing is open."""
+
+
+class InDirectory:
+    """For a run with a directory."""
+
+    def __init__(self, checkpoints: Checkpoints, say: Say, end: EndOfJob) -> None:
+        self._checkpoints: Final = checkpoints
+        self._say: Final = say
+        self._end: Final = end  # told how long a save takes
+        self._began_s: float | None = None  # the save whose end was not seen yet
+        self._resumed: Identity | None = None
+        self.saved_step: int | None = None
+
+    def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
+        """See `Keeper.resume`. With ``fresh``, earlier checkpoints are set aside and kept.
+
+        Raises:
+            SettingError: if there is one and it was not asked for: to go on with it, or to overwrite it, is the
+                user's choice.
+        """
+        if fresh and (aside := self._checkpoints.set_aside()) is not None:
+            self._say(f"beginning anew; the earlier checkpoints are in {aside}")
+        saved = self._checkpoints.newest()
+        if saved is None:
+            return None
+        if not asked:
+            script = Path(sys.argv[0]).name or "train.py"
+            raise SettingError(
+                f"{self._checkpoints.root} holds a run that got to step {saved.step}. To go on with it: "
+                f"lockstep run --resume ... {script}, or {RESUME}=1 python {script}. "
+                f"To begin anew: lockstep run --fresh ..., {FRESH}=1 python {script}, or another directory"
+            )
+        tree: dict[str, Any] = self._checkpoints.load(saved)
+        self._resumed, self.saved_step = saved.about, saved.step
+        self._say(f"resumed at step {saved.step} from {saved.path}")
+        return tree
+
+    def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
+        """See `Keeper.compare`.
+
+        Raises:
+            CheckpointError: if the steps would hold other samples than those of the run that saved.
+        """
+        before, self._resumed = self._resumed or identity, None
+        if before["sizes"] not in (None, identity["sizes"]):
+            (was_global, was_micro), (global_batch, micro_batch) = before["sizes"], identity["sizes"]
+            raise CheckpointError(
+                f"the checkpoint was trained with global_batch={was_global}, micro_batch={was_micro}, and this script "
+                f"says {global_batch}, {micro_batch}: its steps would hold other samples. Give the sizes of before, or "
+                "begin anew with --fresh"
+            )
+        if mid_epoch and before["samples"] != identity["samples"]:
+            raise CheckpointError(
+                f"the checkpoint was taken within an epoch of {before['samples']} samples, and this script's data set "
+                f"has {identity['samples']}: what is left of the epoch would not be what was left then. Give the data "
+                "set of before, or begin anew with --fresh"
+            )
+        for name, value in identity.items():
+            if before[name] != value and name != "sizes":
+                self._say(f"resumed with {name}={value}, saved with {before[name]}: the bits differ from here on")
+
+    def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
+        """See `Keeper.save`."""
+        if self.saved_step != step:
+            self._began_s = time.monotonic()
+            self._checkpoints.save(tree(), step, identity)
+            self.saved_step = step
+
+    def committed_step(self) -> int | None:
+        """See `Keeper.committed_step`."""
+        self._checkpoints.news()
+        if self._began_s is not None and self._checkpoints.last_committed_step == self.saved_step:
+            self._end.save_s, self._began_s = time.monotonic() - self._began_s, None
+        return self._checkpoints.last_committed_step
+
+    def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
+        """See `Keeper.stop`.
+
+        Raises:
+            SystemExit: with code 75, once the checkpoint is committed.
+            CheckpointError: if it could not be.
+        """
+        self._checkpoints.settle()
+        part()
+        if self._checkpoints.last_committed_step != step:
+            raise CheckpointError(f"stopped by {reason} at step {step}, and its checkpoint was not saved")
+        self._say(f"stopped by {reason} at step {step}, which is saved; run it again with --resume to go on")
+        raise SystemExit(EXIT_STOPPED)
+
+    def close(self) -> None:
+        """See `Keeper.close`."""
+        self._checkpoints.close()
+
+    def abandon(self) -> None:
+        """See `Keeper.abandon`."""
+        self._checkpoints.abandon()

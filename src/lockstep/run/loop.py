@@ -1,0 +1,797 @@
+"""`Run`: what a training script calls, and the loop that uses the rooms below."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, Self, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lockstep.batch import BatchPlan
+from lockstep.checkpoint import Checkpoints
+from lockstep.collectives import Group, open_group
+from lockstep.data import Feed, choose_workers, is_in_memory, open_feed
+from lockstep.errors import LockstepError, SettingError, UsageError
+from lockstep.progress import Progress
+from lockstep.randomness import seed_generators, seed_of
+from lockstep.report import Record
+from lockstep.run.agenda import Agenda, Decision
+from lockstep.run.keeping import InDirectory, Keeper, Nowhere
+from lockstep.run.last_words import leave_for_torchrun, leave_quietly
+from lockstep.run.measures import Measures
+from lockstep.run.memory import Peak, add_advice, staying_bytes, wanted_bytes
+from lockstep.run.precision import Precision
+from lockstep.run.state import State, Stateful
+from lockstep.run.stepping import Count, Optimizers, Stepper, Work, parameters_of
+from lockstep.run.telling import Scale, Teller
+from lockstep.run.wishes import EndOfJob, Wishes
+from lockstep.settings import Settings, Told
+from lockstep.strategies import Strategy, by_name
+from lockstep.watch import pulse
+from lockstep.world import FRESH, RESUME, STOP_FILE, World, allotted_cpus
+
+T = TypeVar("T")
+_FOR_EVER_S = 7 * 24 * 3600.0
+_DEFAULTS = Settings()
+_FOR_EVER_S = 7 * 24 * 3600.0
+
+
+class Run:
+    """One training run, alone or as one rank of any launcher's world.
+
+    Opening it finds out who this process is, opens the line to the other ranks, seeds everything random and chooses
+    the device. All ranks make the same calls in the same order. Close it by ``with``.
+
+    Every argument can be overridden from outside: ``lockstep run --precision bf16 train.py``, or
+    ``LOCKSTEP_PRECISION=bf16``. `settings` tells each value and where it came from.
+
+    Args:
+        seed: of everything random: initial weights, order of samples, augmentation, dropout.
+        strategy: how replicas are kept in step: ``ddp``, or ``none`` on one rank.
+        reduction: ``exact`` sums gradients along one fixed tree, so that the bits do not depend on the number of
+            ranks; ``fast`` is torch's own all-reduce.
+        precision: ``fp32``, ``bf16`` or ``fp16``, of the forward pass.
+        checkpoint: directory for checkpoints. None: the run directory of ``lockstep run``, or none are saved.
+        save_every: such as ``"100 steps"``, ``"5 min"`` or ``"1 epoch"``. None: only at the end and at a stop.
+        keep: how many checkpoints are kept.
+        clip_norm: greatest global norm of a step's gradient.
+        sync_batchnorm: normalise over all ranks' micro-batches at once (GPUs); the result then depends on how many.
+        compile: `torch.compile` each model.
+        threads: CPU threads per rank; the bits depend on it. None: one on a CPU, else this rank's part of the CPUs.
+        workers: loader processes per rank. None: chosen.
+        bucket_mb: MiB of gradients exchanged at once. None: chosen.
+        peer_timeout_s: how long a collective waits for the other ranks.
+
+    Raises:
+        SettingError: for a value that cannot be used.
+        WorldError: if the environment describes no world, or the ranks do not meet.
+    """
+
+    def __init__(
+        self,
+        seed: int = _DEFAULTS.seed,
+        strategy: str = _DEFAULTS.strategy,
+        reduction: Literal["exact", "fast"] = _DEFAULTS.reduction,
+        precision: Literal["fp32", "bf16", "fp16"] = _DEFAULTS.precision,
+        checkpoint: str | os.PathLike[str] | None = None,
+        save_every: str | None = None,
+        keep: int = _DEFAULTS.keep,
+        clip_norm: float | None = None,
+        sync_batchnorm: bool = False,
+        compile: bool = False,
+        threads: int | None = None,
+        workers: int | None = None,
+        bucket_mb: float | None = None,
+        peer_timeout_s: float = _DEFAULTS.peer_timeout_s,
+    ) -> None:
+        given = {
+            "seed": seed,
+            "strategy": strategy,
+            "reduction": reduction,
+            "precision": precision,
+            "checkpoint": None if checkpoint is None else os.fspath(checkpoint),
+            "save_every": save_every,
+            "keep": keep,
+            "clip_norm": clip_norm,
+            "sync_batchnorm": sync_batchnorm,
+            "compile": compile,
+            "threads": threads,
+            "workers": workers,
+            "bucket_mb": bucket_mb,
+            "peer_timeout_s": peer_timeout_s,
+        }
+        env = os.environ
+        self.settings: Final = Told.gather({n: v for n, v in given.items() if v != getattr(_DEFAULTS, n)}, env)
+        told = self.settings.values
+        self._pulse: Final = pulse()
+        self._pulse.enter("start")
+        self._world: Final = World.from_env(env)
+        self.device: Final = _choose_device(self._world)
+        self._threads: Final = _choose_threads(told, self.device)
+        torch.set_num_threads(self._threads)
+        if self.device.type == "cuda" and told.reduction == "exact":
+            _pin_kernels()
+        self._end_of_job: Final = EndOfJob.from_env(env)
+        self._teller: Final = Teller(self._world, env, self._end_of_job)
+        env.update(self._world.rank_variables())
+        self._group: Final[Group] = open_group(self._world, self.device, told.peer_timeout_s)
+        self._group.check_equal("what Run(...) was told", sorted(self.settings.as_dict().items()))
+        self._plan: BatchPlan | None = None
+        self._strategy: Final[Strategy] = by_name(
+            told.strategy, self._group, self._run_of, exact=told.reduction == "exact", bucket_mb=told.bucket_mb
+        )
+        self._precision: Final = Precision(told.precision, self.device)
+        self._state: Final = State()
+        self._stepper: Final = Stepper(self._group, self._strategy, self._precision, self._state, told.clip_norm)
+        self._directory: Final = self._world.run_dir or told.checkpoint
+        self._keeper: Final[Keeper] = self._open_keeper(told, self._world.run_dir)
+        self._wishes: Final = Wishes(Path(self._directory or ".", STOP_FILE), self._end_of_job)
+        self._agenda: Final = Agenda(
+            self._group, told.save_every, self._wishes.reason, self._end_of_job, peer_timeout_s=told.peer_timeout_s
+        )
+        self.progress = Progress()  #: where the run is; changes after each step
+        self.metrics: dict[str, float] = {}  #: the means of the last `train`, and of each `evaluate` since
+        self._feeds: Final[dict[int, Feed]] = {}
+        self._trainable: Final[set[nn.Parameter]] = set()
+        self._measures: Final = {"train": Measures(), "evaluate": Measures()}
+        self._where: Literal["outside", "train", "evaluate"] = "outside"
+        self._samples_here = 0  # of the micro-batch in the user's hands; 0 for one that counts for nothing
+        self._loss: torch.Tensor | None = None  # of the last micro-batch trained on
+        self._scale = Scale()
+        self._began = False
+        self._in_epochs = False
+        self._passes = 0  # of `train` since the epoch began
+        self._leader_firsts = 0
+        self._record: Record | None = None
+        seed_generators(seed_of(told.seed, "init"))
+        atexit.register(self._left_open)
+        self._pulse.enter("script")
+
+    # ---- who and where -----------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0."""
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._group.size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which writes for all. Make no call of `Run` inside ``if run.leads`` but `say`."""
+        return self._group.leads
+
+    @property
+    def world(self) -> World:
+        """This rank's place, and the launcher that told it."""
+        return self._world
+
+    def say(self, text: str) -> None:
+        """The leader tells the user ``text``, one line that does not tear the progress view."""
+        self._teller.say(text)
+
+    # ---- what is trained ----------------------------------------------------------------------------------------
+
+    def model(self, model: nn.Module, *, find_unused_parameters: bool = False) -> nn.Module:
+        """``model`` on this rank's device, equal on all ranks and kept so; call what comes back. All ranks.
+
+        Args:
+            model: with its parameters; their device is changed in place.
+            find_unused_parameters: as DDP's: for models of which a forward pass may leave out parameters.
+
+        Raises:
+            MismatchError: if ranks made different models.
+        """
+        self._before_training("model")
+        told = self.settings.values
+        model = model.to(self.device)
+        if told.sync_batchnorm and self.world_size > 1:
+            if self.device.type != "cuda":
+                raise SettingError("sync_batchnorm=True: torch has it for GPUs only; leave it out on CPUs")
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        self._state.models.append(model)
+        self._trainable.update(p for p in model.parameters() if p.requires_grad)
+        adopted = self._strategy.adopt(model, find_unused_parameters=find_unused_parameters)
+        if told.compile:
+            adopted.compile()
+        return adopted
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """``optimizer`` itself, from now on stepped by `step` and saved.
+
+        Raises:
+            UsageError: if it was made for parameters of no model that `model` was given.
+        """
+        self._before_training("optimizer")
+        parameters = parameters_of(optimizer)
+        strangers = [p for p in parameters if p.requires_grad and p not in self._trainable]
+        if strangers:
+            raise UsageError(
+                f"{type(optimizer).__name__} holds {len(strangers)} of {len(parameters)} parameters that belong to no "
+                "model of this run; make it after `model = run.model(model)`, from model.parameters()"
+            )
+        self._state.optimizers.append(optimizer)
+        return optimizer
+
+    def scheduler(self, scheduler: T) -> T:
+        """``scheduler`` itself, from now on stepped once after each step of its optimizer, and saved."""
+        self._before_training("scheduler")
+        optimizer = getattr(scheduler, "optimizer", None)
+        if not any(optimizer is o for o in self._state.optimizers):
+            raise UsageError(
+                f"{type(scheduler).__name__} belongs to no optimizer of this run; "
+                "call run.optimizer(optimizer) first, and make the scheduler from what it returns"
+            )
+        self._state.schedulers.append(scheduler)
+        return scheduler
+
+    def keep(self, **objects: Stateful) -> None:
+        """Save and restore each object, by its name, through its ``state_dict`` and ``load_state_dict``."""
+        self._before_training("keep")
+        for name, value in objects.items():
+            self._state.keep(name, value)
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        micro_batch: int | None = None,
+        shuffle: bool | None = None,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """This rank's share of ``dataset``, for `train` or `evaluate`. All ranks.
+
+        Args:
+            dataset: samples by index, an iterable of samples, or tensors with one row per sample.
+            global_batch: samples per step, over all ranks.
+            micro_batch: samples of one forward pass: the unit that makes the result independent of the number of
+                ranks, of which there may be as many as micro-batches. Large and few is fast. None: an eighth.
+            shuffle: a new order each epoch. None: yes, except for iterables.
+            drop_last: leave out the short step at the end of an epoch.
+            collate_fn: as torch's.
+            workers: loader processes; None: `settings`' or chosen.
+
+        Raises:
+            PlanError: if the sizes do not fit each other or the number of ranks.
+            DataError: if the data set cannot be divided.
+            MismatchError: if ranks hold data sets of different length.
+        """
+        told = self.settings.values
+        plan = BatchPlan.of(global_batch, micro_batch, self.world_size)
+        if workers is None:
+            workers = told.workers
+        if workers is None:
+            workers = choose_workers(_allotted_cpus(), in_memory=is_in_memory(dataset))
+        feed = open_feed(
+            dataset,
+            plan,
+            self.rank,
+            seed=told.seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            workers=workers,
+            pin_memory=self.device.type == "cuda",
+            agree=lambda counts: self._group.gather_objects(counts, "counts of a stream"),
+        )
+        self._group.check_equal("length and plan of a data set", (feed.length, str(plan)))
+        for note in feed.notes:
+            self.say(note)
+        self._feeds[id(feed.loader)] = feed
+        return feed.loader
+
+    # ---- the loop -----------------------------------------------------------------------------------------------
+
+    def epochs(self, epochs: int) -> Iterator[int]:
+        """The numbers of the epochs still to do, from 0; the first is the one where the checkpoint stopped.
+
+        All ranks. At the end of each epoch the cadence of checkpoints is asked; at the end of all, one is saved.
+        """
+        self._begin()
+        self._scale.epochs = epochs
+        self._in_epochs = True
+        while self.progress.epoch < epochs:
+            self._passes = 0
+            yield self.progress.epoch
+            self.progress = self.progress.after_epoch()
+            self._do(self._agenda.after_epoch(self.progress.epoch))
+        self._in_epochs = False
+
+    def train(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """This rank's micro-batches of the current epoch, on its device, each to be given to `step`. All ranks.
+
+        Models are in training mode. Before each micro-batch the random generators are seeded for it, so dropout does
+        not depend on the ranks. At the end, `metrics` holds the means of the epoch: ``loss``, and what was measured.
+
+        Raises:
+            UsageError: if a micro-batch went by without `step`, or for a second pass in one epoch.
+        """
+        self._begin()
+        feed = self._feed_of(loader, "train")
+        if self._passes:
+            raise UsageError(
+                "a second run.train(...) in one epoch: give both data sets to one loader, as ConcatDataset"
+                if self._in_epochs
+                else "a second run.train(...) outside of epochs: write `for epoch in run.epochs(n):` around it"
+            )
+        self._passes += 1
+        self._set_plan(feed)
+        if not self.progress.epoch_step:
+            self._measures["train"] = Measures()  # what an epoch that was left by `break` measured is not this one's
+        # A checkpoint or the script may have filled buffers since, such as with what was trained elsewhere.
+        self._strategy.rebase()
+        for model in self._state.models:
+            model.train()
+        seed, stepper, progress = self.settings.values.seed, self._stepper, self.progress
+        self._where = "train"
+        self._pulse.enter("data")
+        try:
+            for micro in feed.epoch(progress.epoch, progress.epoch_step, shadows=self.world_size > 1):
+                data = _moved(micro.data, self.device)
+                self._samples_here = 0 if micro.shadow else micro.samples
+                work = stepper.begin(micro)
+                seed_generators(seed_of(seed, "step", self.progress.step, micro.index))
+                self._pulse.enter("forward")
+                with self._precision.forward():
+                    yield data
+                self._end(work)
+                self._pulse.enter("data")
+        finally:
+            self._leave()
+        # Nothing was measured where a checkpoint was taken between the epoch's last step and its end.
+        self.metrics = self._measures["train"].reduce(self._group) or self.metrics
+
+    def backward(self, loss: torch.Tensor, *, count: Count = None, optimizer: Optimizers = None) -> None:
+        """The first half of `step`: after the step's last micro-batch, ``.grad`` holds the global batch's gradient.
+
+        Still to be unscaled and clipped, which `update` does. All ranks.
+        """
+        self._stepper.backward(loss, count, optimizer)
+        if self._samples_here:
+            self._loss = loss.detach()
+            self._measures["train"].add_mean("loss", self._loss, self._samples_here if count is None else count)
+
+    def update(self, optimizer: Optimizers = None) -> None:
+        """The second half of `step`: on the step's last micro-batch unscale, clip and update; before that, nothing.
+
+        Where a run has several optimizers that step apart, they all step at the end of the loop's body: no loss sees
+        what another one of the same step has changed.
+        """
+        if self._stepper.update(optimizer) and self._stepper.work is not None:
+            self._end(self._stepper.work)
+
+    def step(self, loss: torch.Tensor, *, count: Count = None, optimizer: Optimizers = None) -> None:
+        """Train on one micro-batch: backward; on the step's last one also reduce, clip, update, and maybe save.
+
+        The gradient is that of the mean over the global batch: each micro-batch weighs what it holds. All ranks.
+
+        Args:
+            loss: the mean over the micro-batch's items, a tensor of no dimension.
+            count: how many items the mean is over, such as tokens; a number or a tensor. None: the samples.
+            optimizer: whose parameters the loss is for, where the run has several; several share one backward pass.
+
+        Raises:
+            UsageError: outside of `train`, for a loss that is none, or a model that was called past its wrapper.
+            PeerLost: if another rank is gone.
+            SystemExit: with code 75, on all ranks at the same step, when a stop was asked for and a checkpoint saved.
+        """
+        self.backward(loss, count=count, optimizer=optimizer)
+        self.update(optimizer)
+
+    def evaluate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """This rank's micro-batches of a data set of which each sample comes once, over all ranks. All ranks.
+
+        Models are in evaluation mode and gradients are off. At the end, `metrics` holds what was measured, added to
+        the means of the training before it.
+        """
+        self._begin()
+        feed = self._feed_of(loader, "evaluate")
+        training = [m.training for m in self._state.models]
+        for model in self._state.models:
+            model.eval()
+        self._measures["evaluate"] = Measures()
+        self._where = "evaluate"
+        self._pulse.enter("evaluate")
+        self._show("evaluating")
+        seed = self.settings.values.seed
+        try:
+            for micro in feed.epoch(0, shadows=False):
+                self._samples_here = micro.samples
+                seed_generators(seed_of(seed, "evaluate", self.progress.step, micro.index))
+                self._pulse.enter("evaluate")
+                with torch.no_grad(), self._precision.forward():
+                    yield _moved(micro.data, self.device)
+                # The ranks that read a stream tell each other what they found: none may leave before the others.
+                if feed.length is not None and self._agenda.in_a_hurry():
+                    break
+        finally:
+            self._where = "outside"
+            self._pulse.enter("script")
+            for model, was in zip(self._state.models, training, strict=True):
+                model.train(was)
+        if self._directory:
+            self._do(self._agenda.after_evaluation())
+        self.metrics = self.metrics | self._measures["evaluate"].reduce(self._group)
+        self._show("training")
+
+    def measure(self, **values: object) -> None:
+        """Add to the means over all samples: one number per sample, or one number for the micro-batch. No waiting.
+
+        Inside `train` or `evaluate`; at their end `metrics` holds the means, the same bits for any number of ranks.
+        """
+        if self._where == "outside":
+            raise UsageError("run.measure(...) outside of run.train(...) and run.evaluate(...): there are no samples")
+        if not self._samples_here:
+            return
+        for name, value in values.items():
+            self._measures[self._where].add(name, value, self._samples_here)
+
+    def log(self, **values: object) -> dict[str, object]:
+        """Write ``values`` and `metrics` to the run's record, and tell the user; the leader does, others return.
+
+        No collective: what it writes has been reduced. Also under ``if run.leads``.
+        """
+        everything: dict[str, object] = {**values, **self.metrics} | values
+        if self.leads:
+            if self._record is not None:
+                self._record.write(self.progress.step, self.progress.epoch, everything)
+            words = (f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in everything.items())
+            self.say(f"step {self.progress.step}: " + ", ".join(words))
+        return everything
+
+    # ---- between ranks ------------------------------------------------------------------------------------------
+
+    def sum(self, value: T) -> T:
+        """The sum of each rank's ``value``, a number or a tensor. All ranks."""
+        return self._reduce(value, "sum")
+
+    def mean(self, value: T) -> T:
+        """The mean of each rank's ``value``, a number or a tensor. All ranks; each counts once."""
+        total = self._reduce(value, "mean")
+        return cast(T, total / self.world_size)  # type: ignore[operator]
+
+    def gather(self, value: T) -> list[T]:
+        """Each rank's ``value``, by rank; anything that can be pickled. All ranks."""
+        return self._group.gather_objects(value, f"gather at {_place()}")
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's ``value``; anything that can be pickled. All ranks."""
+        return self._group.broadcast_object(value, f"broadcast at {_place()}")
+
+    def barrier(self) -> None:
+        """Returns when all ranks have come. All ranks."""
+        self._group.barrier(f"barrier at {_place()}")
+
+    @contextlib.contextmanager
+    def leader_first(self) -> Iterator[None]:
+        """The leader of each node runs the block first, the others when it is done; for downloads. All ranks.
+
+        The others wait without a deadline, and outside of any collective.
+        """
+        self._leader_firsts += 1
+        key = f"{self._leader_firsts}/{self._world.node_rank}"
+        board = self._group.board("leader-first")
+        if self._world.leads_node:
+            try:
+                yield
+            finally:
+                failed = sys.exception() is not None
+                board.post(key, "failed" if failed else "done")
+        else:
+            if board.read(key, _FOR_EVER_S) == "failed":
+                raise LockstepError("the leader of this node failed inside run.leader_first(); see its error")
+            yield
+
+    # ---- opening and closing ------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Save what is not saved yet, wait for the last checkpoint, close the line. All ranks."""
+        atexit.unregister(self._left_open)
+        self._stepper.work = None
+        self._pulse.enter("exit")
+        # sys.exit() without a complaint is an end like any other.
+        ends_well = kind is None or (isinstance(error, SystemExit) and not error.code)
+        try:
+            if ends_well:
+                self._finish()
+            else:
+                self._keeper.abandon()
+                self._tell_of(error)
+        finally:
+            self._agenda.close()
+            self._wishes.unlisten()
+            for feed in self._feeds.values():
+                feed.close()
+            self._teller.close()
+            if self._record is not None:
+                self._record.close()
+            if kind is None or kind is SystemExit or self.device.type == "cpu":
+                self._strategy.close()
+                self._group.close()
+            self._pulse.enter("script")
+            self._pulse.reach(-1)
+
+    def _left_open(self) -> None:
+        self.say(
+            f"the run was not closed, so what it trained up to step {self.progress.step} may not be saved; "
+            "write: with lockstep.Run(...) as run:"
+        )
+
+    def _finish(self) -> None:
+        if self._began:
+            self._save()
+        self._keeper.close()
+        self._show("done")
+        self._part()
+
+    def _part_stopped(self) -> None:
+        self._show("stopped")
+        self._part()
+
+    def _part(self) -> None:
+        """Nothing that this rank keeps for the others, such as the store, is needed any more. All ranks."""
+        self._agenda.close()
+        self._group.barrier("end of the run")
+
+    def _tell_of(self, error: BaseException | None) -> None:
+        """Whoever started the run learns why it ends; who interrupted it knows."""
+        if isinstance(error, KeyboardInterrupt):
+            step, saved = self.progress.step, self._keeper.committed_step()
+            self.say(
+                f"interrupted at step {step}; " + ("nothing is saved" if saved is None else f"saved: step {saved}")
+            )
+            leave_quietly()
+        elif isinstance(error, Exception):
+            if isinstance(error, torch.OutOfMemoryError):
+                self._advise(error)
+            leave_for_torchrun(error, os.environ)
+
+    def _advise(self, error: torch.OutOfMemoryError) -> None:
+        """``error`` says, too, which settings would fit."""
+        if self._plan is None or self.device.type != "cuda":
+            return
+        parameters = [p for model in self._state.models for p in model.parameters()]
+        states = [v for o in self._state.optimizers for s in o.state.values() for v in s.values()]
+        kept = [*parameters, *(v for v in states if isinstance(v, torch.Tensor))]
+        peak = Peak(
+            peak=torch.cuda.max_memory_allocated(self.device) + wanted_bytes(error),
+            stays=staying_bytes(kept, [p for p in parameters if p.requires_grad]),
+            total=torch.cuda.get_device_properties(self.device).total_memory,
+            micro_batch=self._plan.micro_batch,
+            global_batch=self._plan.global_batch,
+            precision=self.settings.values.precision,
+        )
+        add_advice(error, peak)
+
+    # ---- within -------------------------------------------------------------------------------------------------
+
+    def _open_keeper(self, told: Settings, run_dir: str | None) -> Keeper:
+        root = told.checkpoint or (run_dir and Path(run_dir, "checkpoints"))
+        if root:
+            checkpoints = Checkpoints(
+                Path(root), self._group, keep=told.keep, say=self.say, peer_timeout_s=told.peer_timeout_s
+            )
+            return InDirectory(checkpoints, self.say, self._end_of_job)
+        if os.environ.get(RESUME) == "1" or told.save_every is not None:
+            raise SettingError(
+                "there is no directory for checkpoints to save to or to resume from; "
+                "give Run(checkpoint=...), or start the script with lockstep run"
+            )
+        return Nowhere()
+
+    def _run_of(self, rank: int, micro_batches: int) -> range:
+        assert self._plan is not None  # the strategy reduces nothing outside of `train`
+        return self._plan.run(rank, micro_batches)
+
+    def _set_plan(self, feed: Feed) -> None:
+        if self._plan == feed.plan:
+            return
+        if self._plan is not None:
+            raise UsageError(f"run.train(...) with two plans: {self._plan} before, {feed.plan} now; keep to one")
+        if self.settings.values.sync_batchnorm and self.world_size > 1:
+            _refuse_uneven(feed, self.world_size)
+        self._plan = feed.plan
+        self._scale.steps_per_epoch, self._scale.samples_per_epoch = feed.steps_per_epoch, feed.length
+        self.say(str(feed.plan))
+        self._keeper.compare(self._identity(), mid_epoch=self.progress.epoch_step > 0)
+
+    def _before_training(self, what: str) -> None:
+        if self._began:
+            raise UsageError(f"run.{what}(...) after the training began: say it before run.epochs(...)")
+
+    def _feed_of(self, loader: DataLoader[Any], where: str) -> Feed:
+        if self._where != "outside":
+            raise UsageError(f"run.{where}(...) inside of run.{self._where}(...): finish that loop first")
+        feed = self._feeds.get(id(loader))
+        if feed is None:
+            raise UsageError(
+                f"run.{where}({type(loader).__name__}): give what run.loader(dataset, global_batch=...) returned"
+            )
+        return feed
+
+    def _begin(self) -> None:
+        """Before the first epoch: everything is registered, so a checkpoint can be loaded."""
+        if self._began:
+            return
+        if not self._state.models:
+            raise UsageError("no model yet: call `model = run.model(model)` before the loop")
+        self._began = True
+        restarted = self._world.generation > 0
+        tree = self._keeper.resume(
+            asked=restarted or os.environ.get(RESUME) == "1", fresh=os.environ.get(FRESH) == "1" and not restarted
+        )
+        if tree is not None:
+            self._state.load(tree)
+            self._precision.load_state_dict(tree["scaler"])
+            self._measures["train"].load(tree["measures"], self._group)
+            self.progress = Progress.from_dict(tree["progress"])
+            self.metrics = dict(tree.get("metrics", {}))
+        if self.leads and self._directory:
+            self._record = Record(Path(self._directory, "metrics.jsonl"), step=self.progress.step, say=self.say)
+        if self._directory:
+            # Not before: while there is nothing to save, signals do what they do without Lockstep.
+            if threading.current_thread() is threading.main_thread():
+                self._wishes.listen()
+            self._agenda.open()
+
+    def _end(self, work: Work) -> None:
+        """The user is done with the micro-batch in hand, and perhaps with the step."""
+        if not work.ended and self._stepper.end(work):
+            self.progress = self.progress.after_step(work.micro.step_samples)
+            self._pulse.reach(self.progress.step)
+            self._do(self._agenda.after_step(self.progress.step))
+            self._teller.step(self.progress, self._scale, self._loss, self._keeper.committed_step)
+
+    def _leave(self) -> None:
+        """The loop of `train` is left: at its end, by ``break``, or by an error that `__exit__` has seen."""
+        work, self._where = self._stepper.work, "outside"
+        self._pulse.enter("script")
+        if work is not None and work.due:
+            self._end(work)
+        self._stepper.leave()
+
+    def _do(self, decision: Decision) -> None:
+        if decision.save or decision.stop:
+            self._save()
+        if decision.stop:
+            try:
+                self._keeper.stop(self.progress.step, decision.stop, self._part_stopped)
+            finally:
+                if self.leads:
+                    self._wishes.heeded()
+
+    def _save(self) -> None:
+        before = self._pulse.enter("save")
+        self._keeper.save(self._tree, self.progress.step, self._identity())
+        self._agenda.saved()
+        self._pulse.enter(before)
+
+    def _tree(self) -> dict[str, Any]:
+        return self._state.tree() | {
+            "progress": self.progress.as_dict(),
+            "scaler": self._precision.state_dict(),
+            "measures": self._measures["train"].state(self._group),
+            "metrics": self.metrics,
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        """What the bits depend on, beside the data and the code."""
+        told, on_cpu = self.settings.values, self.device.type == "cpu"
+        return {
+            "sizes": [self._plan.global_batch, self._plan.micro_batch] if self._plan else None,
+            "samples": self._scale.samples_per_epoch,
+            "seed": told.seed,
+            "reduction": told.reduction,
+            "precision": told.precision,
+            "threads": self._threads,
+            "device": "cpu" if on_cpu else torch.cuda.get_device_name(self.device),
+            "torch": torch.__version__,
+        }
+
+    def _show(self, state: Literal["training", "evaluating", "saving", "done", "stopped"]) -> None:
+        self._teller.show(state, self.progress, self._scale, self._loss, self._keeper.committed_step)
+
+    def _reduce(self, value: T, what: str) -> T:
+        place = f"{what} at {_place(3)}"
+        if isinstance(value, torch.Tensor):
+            shapes = self._group.gather_objects((tuple(value.shape), str(value.dtype)), place)
+            if len(set(shapes)) > 1:
+                raise UsageError(f"{place}: ranks give tensors of different shape or type: {shapes}")
+            return cast(T, self._group.sum_tensor(value, place))
+        return cast(T, sum(self._group.gather_objects(value, place)))
+
+
+def _choose_threads(told: Settings, device: torch.device) -> int:
+    if told.threads is not None:
+        return told.threads
+    # On a CPU the bits depend on the threads of a rank, so their number must not depend on the number of ranks.
+    if device.type == "cpu" and told.reduction == "exact":
+        return 1
+    return _allotted_cpus()
+
+
+def _allotted_cpus() -> int:
+    """This rank's part of the CPUs that the job may keep busy on this node."""
+    cpu_max = Path("/sys/fs/cgroup/cpu.max")
+    return allotted_cpus(
+        os.environ,
+        affinity=len(os.sched_getaffinity(0)),
+        cpu_max=cpu_max.read_text() if cpu_max.exists() else "max",
+    )
+
+
+def _refuse_uneven(feed: Feed, ranks: int) -> None:
+    """SyncBatchNorm meets the other ranks in each forward pass: all must make equally many."""
+    length = feed.length or 0
+    is_short = length % feed.plan.global_batch and feed.steps_per_epoch != length // feed.plan.global_batch
+    if feed.plan.micro_batches % ranks or is_short:
+        raise UsageError(
+            f"sync_batchnorm=True needs ranks that hold equally many micro-batches in every step: {feed.plan}; "
+            "choose sizes that divide, and drop_last=True"
+        )
+
+
+def _choose_device(world: World) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    devices = torch.cuda.device_count()
+    # Where a scheduler shows each task one GPU only, that one is number 0 for all of them.
+    place = 0 if devices == 1 else world.local_rank
+    if place >= devices:
+        raise SettingError(
+            f"rank {world.rank} is number {world.local_rank} on this machine, which has {devices} GPUs; "
+            f"start at most {devices} ranks here, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
+    device = torch.device("cuda", place)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _pin_kernels() -> None:
+    """Kernels that give the same bits each time; torch warns where it knows of none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _moved(data: Any, device: torch.device) -> Any:
+    """``data`` with its tensors on ``device``; from page-locked memory without waiting."""
+    if device.type == "cpu":
+        return data
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=True)
+    if hasattr(data, "to"):  # also mappings that are more than a dict, such as a tokenizer's
+        return data.to(device)
+    if isinstance(data, Mapping):
+        return {key: _moved(value, device) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(_moved(value, device) for value in data))
+    if isinstance(data, list | tuple):
+        return type(data)(_moved(value, device) for value in data)
+    return data
+
+
+def _place(above: int = 2) -> str:
+    """The user's file and line that called."""
+    frame = sys._getframe(above)
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,0 +1,73 @@
+"""The number format of forward passes, and the loss scaling that fp16 needs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Parameters and optimizer stay fp32; with bf16 and fp16 autocast chooses the format of each operation.
+
+    In fp16 the loss is scaled before the tree and the gradients are unscaled after it. Whether a step is skipped is
+    decided from the summed gradient, which is the same on all ranks: all skip, or none.
+    """
+
+    def __init__(self, name: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
+        self._device: Final = device.type
+        self._dtype: Final = _DTYPES.get(name)
+        self._scaler: Final = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Around the forward pass and the loss of one micro-batch; casts of parameters are not kept beyond it."""
+        if self._dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device, dtype=self._dtype)
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Around the backward pass, which repeats the formats of the forward pass by itself."""
+        if self._dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device, enabled=False)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times the loss scale, at least in fp32."""
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            loss = loss.float()
+        return self._scaler.scale(loss)
+
+    def step(
+        self, optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], clip_norm: float | None
+    ) -> None:
+        """Unscale and clip the gradients, and step, unless they are not finite in fp16."""
+        optimizers = tuple(optimizers)
+        for optimizer in optimizers:
+            self._scaler.unscale_(optimizer)
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, clip_norm)
+        for optimizer in optimizers:
+            self._scaler.step(optimizer)
+
+    def stepped(self) -> bool:
+        """Once after all optimizers' steps: the scale is adapted. Whether they were really made."""
+        if not self._scaler.is_enabled():
+            return True
+        before = self._scaler.get_scale()
+        self._scaler.update()
+        return self._scaler.get_scale() >= before
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale; empty without one."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the scale of `state_dict`."""
+        if state and self._scaler.is_enabled():
+            self._scaler.load_state_dict(state)
