@@ -1,0 +1,404 @@
+"""The command ``lockstep``: parse, call one room, print.
+
+Torch-free, and each command loads its room only when it is called, so that help and usage errors answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime, time, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import lockstep
+from lockstep.errors import LaunchError, LockstepError, SettingError
+from lockstep.settings import Settings, parse
+from lockstep.world import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+
+_EXAMPLES = """\
+examples:
+  lockstep run train.py --epochs 10                     one rank for each GPU, else one
+  lockstep run --nproc-per-node 4 --max-restarts 3 train.py
+  lockstep run --resume --run-dir runs/digits train.py  from the newest whole checkpoint"""
+
+_MEET = "say where the machines meet: --rdzv-endpoint HOST:PORT, with HOST one of them"
+#: What torchrun has and we do not, with what to do instead.
+_NOT_OURS = {
+    "--node-rank": "leave it out: machines are numbered as they come, the one of --rdzv-endpoint first",
+    "--master-addr": _MEET,
+    "--master-port": f"leave it out: a free port is found for every start; for several machines {_MEET}",
+    "--log-dir": "leave it out: each rank writes to RUN_DIR/logs; say which directory with --run-dir",
+    "--tee": "leave it out: rank 0 is shown, and each rank has a file in RUN_DIR/logs",
+    "--redirects": "leave it out: each rank has a file in RUN_DIR/logs",
+    "--role": "leave it out: all ranks have the same role",
+    "--gpus": "say --nproc-per-node",
+}
+#: Options of `run` that a job script does not take: the job says it.
+_PLACES = {"--help", "--nnodes", "--standalone", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--rdzv-backend"}
+#: Options of `run` that are settings of `Run`; any other is given with ``--set``.
+_SETTINGS = ("checkpoint", "save_every", "strategy", "reduction", "precision")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One word after ``lockstep``."""
+
+    name: str
+    does: str  #: one line
+    options: Callable[[], argparse.ArgumentParser]
+    act: Callable[[argparse.Namespace, Sequence[str]], int]  #: what was parsed, and the words it was parsed from
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises a usage error instead of printing all options and leaving; `argparse` has no other way to ask for it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out a command line; returns the exit code. A usage error is told in one line, with a way out."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return EXIT_OK
+    if words[0] in ("-V", "--version"):
+        print(f"lockstep {lockstep.__version__}")
+        return EXIT_OK
+    group = [known for known in _COMMANDS if known.startswith(f"{words[0]} ")]
+    if group and words[1:] in (["-h"], ["--help"]):
+        print("\n".join(f"lockstep {known:<11}{_COMMANDS[known].does}" for known in group))
+        return EXIT_OK
+    # Some commands are two words, such as: job slurm.
+    length = 2 if group else 1
+    name, rest = " ".join(words[:length]), words[length:]
+    try:
+        if name not in _COMMANDS:
+            raise SettingError(f"no such command: {name}; {_meant(name)}")
+        command = _COMMANDS[name]
+        told, unknown = command.options().parse_known_args(rest)
+        if unknown:
+            raise SettingError(_advice(unknown[0], command))
+        return command.act(told, rest)
+    except LockstepError as error:
+        print(f"lockstep{f' {name}' if name in _COMMANDS else ''}: {error}", file=sys.stderr)
+        return EXIT_FAILED if isinstance(error, LaunchError) else EXIT_USAGE
+
+
+def run_options() -> argparse.ArgumentParser:
+    """The options of ``lockstep run``; the list is frozen in ``tests/options.txt``."""
+    parser = _Parser(
+        prog="lockstep run",
+        usage="lockstep run [options] script.py [script options]",
+        description="Start a script on several ranks of this machine, or of several, and watch over them.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
+        epilog="Options after the script are the script's own. Exit codes: 0 done, 1 a rank failed, 2 usage, 75 "
+        "stopped with a checkpoint, 130 or 143 stopped without one, 137 a rank was killed by the system.",
+    )
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument(
+        "--nproc-per-node", metavar="N", help="a number, gpu, cpu or auto (default: one for each GPU, else 1)"
+    )
+    ranks.add_argument("--max-restarts", type=int, default=0, metavar="N", help="starts after a failure (default: 0)")
+    # Torchrun's other spellings, which only make the help longer.
+    ranks.add_argument("--nproc_per_node", help=argparse.SUPPRESS)
+    ranks.add_argument("--max_restarts", type=int, default=0, help=argparse.SUPPRESS)
+    ranks.add_argument(
+        "--nnodes", default="1", metavar="N|MIN:MAX", help="machines, each with a lockstep run of its own (default: 1)"
+    )
+    ranks.add_argument("--standalone", action="store_true", help="this machine alone, also in an allocation of several")
+    ranks.add_argument(
+        "--requeue", action="store_true", help="in a Slurm or Grid Engine job that stopped: start the job again"
+    )
+    ranks.add_argument("--bind", action="store_true", help="each rank keeps to its own part of the CPUs")
+    ranks.add_argument("--grace", type=float, default=10.0, metavar="SECONDS", help="from TERM to KILL (default: 10)")
+    ranks.add_argument(
+        "--hang-after",
+        type=float,
+        metavar="SECONDS",
+        help="without progress until a hang is reported (default: by their pace)",
+    )
+    ranks.add_argument(
+        "--on-hang",
+        choices=("wait", "abort", "restart"),
+        metavar="WHAT",
+        help="then wait, abort or restart (default: end what cannot go on)",
+    )
+    ranks.add_argument("--ends-at", metavar="TIME", help="when the job ends, if no scheduler says: 18:30, or a date")
+    ranks.add_argument(
+        "--fault", action="append", default=[], metavar="PLAN", help="on purpose, such as 'kill rank 1 at step 7'"
+    )
+    ranks.add_argument(
+        "--start", choices=("fork", "plain"), help="ranks as copies of one process, or each as its own Python"
+    )
+    meet = parser.add_argument_group("several machines: the same on each")
+    meet.add_argument("--rdzv-endpoint", metavar="HOST[:PORT]", help="where they meet, on one of them (port: 29400)")
+    meet.add_argument("--rdzv-id", metavar="ID", help="a word that must be the same on all of them")
+    meet.add_argument(
+        "--rdzv-conf", metavar="NAME=SECONDS", help="join_timeout=600,last_call_timeout=3,lost_after=5 unless given"
+    )
+    meet.add_argument("--rdzv-backend", choices=("c10d",), help=argparse.SUPPRESS)  # there is no other
+    for name in ("endpoint", "id", "conf", "backend"):
+        meet.add_argument(f"--rdzv_{name}", dest=f"rdzv_{name}", help=argparse.SUPPRESS)
+    files = parser.add_argument_group("files")
+    files.add_argument("--run-dir", metavar="DIR", help="logs, record, checkpoints (default: a new one under runs/)")
+    files.add_argument("--resume", action="store_true", help="from the newest whole checkpoint of the run directory")
+    files.add_argument("--fresh", action="store_true", help="move an earlier run in the run directory aside")
+    settings = parser.add_argument_group("settings of the run, over what the script says")
+    settings.add_argument("--checkpoint", metavar="DIR", help="where checkpoints are (default: in the run directory)")
+    settings.add_argument("--save-every", metavar="SPAN", help="such as '100 steps', '5 min', '1 epoch'")
+    settings.add_argument("--strategy", metavar="NAME", help="how replicas are kept in step")
+    settings.add_argument("--reduction", metavar="NAME", help="exact or fast")
+    settings.add_argument("--precision", metavar="NAME", help="fp32, bf16 or fp16")
+    settings.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting")
+    what = parser.add_argument_group("what to run")
+    what.add_argument("-m", "--module", action="store_true", help="script.py is the name of a module, as in python -m")
+    what.add_argument("script", nargs="?", metavar="script.py")
+    what.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
+    return parser
+
+
+def _run(told: argparse.Namespace, words: Sequence[str]) -> int:
+    if told.script is None:
+        raise SettingError("say what to run: lockstep run train.py")
+    settings = _settings(told)
+    # Late, for what it loads is needed only from here on.
+    from lockstep.launch import Module, Nodes, Request, Script, start
+
+    own = list(words[: len(words) - len(told.args) - 1])
+    program = (Module if told.module else Script)(told.script, tuple(told.args))
+    return start(
+        Request(
+            program,
+            nproc_per_node=told.nproc_per_node,
+            run_dir=told.run_dir,
+            resume=told.resume,
+            fresh=told.fresh,
+            max_restarts=told.max_restarts,
+            settings=settings,
+            bind=told.bind,
+            grace_s=told.grace,
+            hang_after_s=told.hang_after,
+            on_hang=told.on_hang,
+            way=told.start,
+            nodes=Nodes.of(told.nnodes, told.rdzv_endpoint, told.rdzv_id, told.rdzv_conf),
+            faults="; ".join(told.fault),
+            ends_at_s=None if told.ends_at is None else _moment(told.ends_at, datetime.now()),
+            requeue=told.requeue,
+            everywhere=not told.standalone,
+            options=_repeatable(own),
+        )
+    )
+
+
+def top_options() -> argparse.ArgumentParser:
+    """The options of ``lockstep top``."""
+    parser = _Parser(
+        prog="lockstep top",
+        usage="lockstep top [--once] RUN_DIR",
+        description="Show a run as it is now, from another terminal, until it ends: live on a terminal, else as lines.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--once", action="store_true", help="show it once and leave")
+    parser.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="its run directory, such as runs/train-...")
+    return parser
+
+
+def _top(told: argparse.Namespace, words: Sequence[str]) -> int:
+    # Late, as above.
+    from lockstep.report import top
+
+    if told.run_dir is None:
+        raise SettingError("say which run: lockstep top runs/NAME")
+    with contextlib.suppress(KeyboardInterrupt):
+        top(Path(told.run_dir), sys.stdout, os.environ, once=told.once)
+    return EXIT_OK
+
+
+def job_options(scheduler: Literal["slurm", "sge"]) -> argparse.ArgumentParser:
+    """The options of ``lockstep job``: what ``scheduler`` is asked for, and those of ``lockstep run``."""
+    table = f"[{scheduler}]"
+    parser = _Parser(
+        prog=f"lockstep job {scheduler}",
+        usage=f"lockstep job {scheduler} [options] script.py [script options]",
+        description=f"Write a complete job script, to stdout or a file. What is not given here may stand in the table "
+        f"{table} of lockstep.toml in the working directory, under the same names; and setup and extra there, lists of "
+        "shell lines before the launcher and of more options for the scheduler.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
+        epilog="Options of lockstep run may be given too, before the script.",
+    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="machines (default: 1)")
+    parser.add_argument("--gpus", metavar="N", help="of each node" + "; also a type, a100:4" * (scheduler == "slurm"))
+    parser.add_argument("--cpus", type=int, metavar="N", help="of each node")
+    parser.add_argument("--time", metavar="TIME", help="12:00:00, 90m, 12h, 2d, 2-12")
+    if scheduler == "slurm":
+        parser.add_argument("--mem", metavar="SIZE", help="of each node, such as 64G")
+        parser.add_argument("--partition", metavar="NAME", help="where it waits")
+    else:
+        parser.add_argument("--mem", metavar="SIZE", help="of each slot, which is a CPU, such as 8G")
+        parser.add_argument("--queue", metavar="NAME", help="where it waits")
+        parser.add_argument("--pe", metavar="NAME", help="parallel environment, for several slots")
+        parser.add_argument("--gpu-resource", metavar="NAME", help="what a GPU is called here (default: gpu)")
+    parser.add_argument("--account", metavar="NAME", help="who pays")
+    parser.add_argument("--name", metavar="NAME", help="of the job (default: the script's)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where the script is written (default: stdout)")
+    for action in run_options()._actions:
+        if action.option_strings and not set(action.option_strings) & _PLACES:
+            # Known to both, so that a usage error is found here and not in the queue.
+            parser._add_action(action)
+    parser.add_argument("script", nargs="?", metavar="script.py")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
+    return parser
+
+
+def _job(scheduler: Literal["slurm", "sge"], told: argparse.Namespace, words: Sequence[str]) -> int:
+    _settings(told)
+    # Late, for what it loads is needed only from here on.
+    from lockstep.launch import Module, Script, check_program, scripts
+
+    if told.script is None:
+        raise SettingError(f"say what to run: lockstep job {scheduler} --time 12:00:00 --gpus 4 train.py")
+    program = (Module if told.module else Script)(told.script, tuple(told.args))
+    check_program(program)
+    asked = ("nodes", "gpus", "cpus", "mem", "partition", "queue", "pe", "gpu_resource", "account", "name")
+    values: dict[str, Any] = {name: getattr(told, name, None) for name in asked}
+    wanted = scripts.Wanted(
+        **values,
+        time_s=None if told.time is None else scripts.seconds(told.time),
+    )
+    site = Path(scripts.SITE)
+    text = site.read_text(encoding="utf-8") if site.exists() else ""
+    wanted = scripts.checked(wanted.over(scripts.site_defaults(scheduler, text)))
+    run = _given(run_options(), told)
+    requeue = [] if "--requeue" in run else ["--requeue"]
+    module = ["-m"] * told.module
+    command = scripts.Command(
+        words=(*(sys.executable, "-m", "lockstep", "run", *run, *requeue, *module, told.script, *told.args),),
+        directory=str(Path.cwd()),
+        stem=program.stem,
+        written_by=shlex.join(["lockstep", "job", scheduler, *words]),
+        version=lockstep.__version__,
+    )
+    script = scripts.write(scheduler, wanted, command)
+    if told.output is None:
+        print(script, end="")
+        return EXIT_OK
+    file = Path(told.output)
+    if file.exists():
+        raise SettingError(f"-o {told.output}: there is such a file already; give another name, or remove it")
+    file.write_text(script, encoding="utf-8")
+    print(f"{file}: submit it with {'sbatch' if scheduler == 'slurm' else 'qsub'} {file}", file=sys.stderr)
+    return EXIT_OK
+
+
+def _given(parser: argparse.ArgumentParser, told: argparse.Namespace) -> list[str]:
+    """The options of ``parser`` that ``told`` sets, as they are written; without ``-m``."""
+    words: list[str] = []
+    for action in parser._actions:
+        value = getattr(told, action.dest, action.default)
+        if not action.option_strings or action.dest == "module" or value == action.default:
+            continue
+        option = max(action.option_strings, key=len).replace("_", "-")
+        for each in value if isinstance(value, list) else [value]:
+            words += [option] if action.nargs == 0 else [option, str(each)]
+    return words
+
+
+def _moment(text: str, now: datetime) -> float:
+    """The next time that ``text`` tells, in seconds since 1970."""
+    if text.isdigit():
+        return float(text)
+    with contextlib.suppress(ValueError):
+        return datetime.fromisoformat(text).timestamp()
+    with contextlib.suppress(ValueError):
+        today = datetime.combine(now.date(), time.fromisoformat(text))
+        return (today if today > now else today + timedelta(days=1)).timestamp()
+    raise SettingError(f"--ends-at {text}: give a time as 18:30, a date and time as 2030-12-31T18:30, or date +%s")
+
+
+def _settings(told: argparse.Namespace) -> dict[str, str]:
+    """What the command line sets, checked as far as it can be without the script."""
+    given: dict[str, str] = {}
+    for word in told.set:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise SettingError(f"--set {word}: give NAME=VALUE; the names are {', '.join(_names())}")
+        given[name] = value
+    given |= {name: getattr(told, name) for name in _SETTINGS if getattr(told, name) is not None}
+    if given.get("checkpoint"):
+        # A script may change its directory.
+        given["checkpoint"] = str(Path(given["checkpoint"]).absolute())
+    Settings(**{name: parse(name, value) for name, value in given.items()})
+    return given
+
+
+def _names() -> list[str]:
+    return [field.name for field in fields(Settings)]
+
+
+def _repeatable(own: list[str]) -> tuple[str, ...]:
+    """Options of ours without those that say where and how the run begins: a later command says that anew."""
+    kept: list[str] = []
+    words = iter(own)
+    for word in words:
+        if word == "--run-dir":
+            next(words, None)
+        elif word not in ("--resume", "--fresh", "-m", "--module", "--") and not word.startswith("--run-dir="):
+            kept.append(word)
+    return tuple(kept)
+
+
+def _advice(unknown: str, command: Command) -> str:
+    option = unknown.partition("=")[0]
+    spelt = option.replace("_", "-")
+    if spelt in _NOT_OURS:
+        return f"{option}: {_NOT_OURS[spelt]}"
+    known = [o for action in command.options()._actions for o in action.option_strings if "_" not in o]
+    if spelt.removeprefix("--").replace("-", "_") in _names():
+        return f"no such option: {option}; it is a setting: --set {spelt.removeprefix('--').replace('-', '_')}=VALUE"
+    if near := difflib.get_close_matches(spelt, known, n=1):
+        return f"no such option: {option}; did you mean {near[0]}?"
+    return (
+        f"no such option: {option}; options of the script come after its name, ours are in: lockstep {command.name} -h"
+    )
+
+
+def _meant(name: str) -> str:
+    near = difflib.get_close_matches(name, _COMMANDS, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    if name.endswith(".py"):
+        return f"to start a script: lockstep run {name}"
+    return f"there are {', '.join(_COMMANDS)}; see: lockstep --help"
+
+
+def _overview() -> str:
+    commands = "\n".join(f"  {command.name:<11}{command.does}" for command in _COMMANDS.values())
+    return (
+        "Data-parallel PyTorch training whose result does not depend on how many GPUs computed it.\n\n"
+        f"commands (lockstep COMMAND --help says more):\n{commands}\n\n{_EXAMPLES}"
+    )
+
+
+_COMMANDS = {
+    command.name: command
+    for command in (
+        Command("run", "start a script on several ranks and watch over them", run_options, _run),
+        Command("top", "watch a run from another terminal", top_options, _top),
+        Command("job slurm", "write a job script for Slurm", partial(job_options, "slurm"), partial(_job, "slurm")),
+        Command("job sge", "write a job script for Grid Engine", partial(job_options, "sge"), partial(_job, "sge")),
+    )
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,17 @@
+"""Starts the ranks of a run on this machine, or its part of them on several, and says why they failed.
+
+    Request ─► prepare ─► Job ─► Agent ═► crew ═► nursery ═► ranks
+    asked for             checked  │ ║
+                                   │ ╚══ table ══ the agents of other nodes, if there are any; council: what all do
+                                   └─► screen: the leader's lines, its progress, the true cause
+
+The launcher itself needs no torch: it lives on when whatever torch does goes wrong. Only one of several machines loads
+it, for the store where they meet.
+"""
+
+from lockstep.launch import scripts
+from lockstep.launch.door import launch, start
+from lockstep.launch.job import check_program
+from lockstep.launch.request import Function, Module, Nodes, Request, Script
+
+__all__ = ["Function", "Module", "Nodes", "Request", "Script", "check_program", "launch", "scripts", "start"]

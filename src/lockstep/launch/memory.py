@@ -1,0 +1,162 @@
+"""Host memory: its limit, what each rank of this node holds of it, and whether the kernel killed for want of it.
+
+    /proc/self/cgroup ──►  control group: limit, kills         version 1 and 2; only differences of kills mean something
+    children of the nursery ──►  rank 0: 1.2 GiB, 4 workers: 51 GiB            looked at once a second
+
+Who is killed can say nothing, so what it held must be known before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from lockstep.report import size
+
+_LOOK_EVERY_S = 1.0
+_TOLD = 8  # ranks
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """What the kernel says about the memory of this job's processes."""
+
+    limit_bytes: int | None = None  #: the least of all groups that this process is in; None: no limit
+    kills: int = 0  #: processes that were killed in it, since it was made
+
+    @classmethod
+    def look(cls, proc: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> Self:
+        """Read it; what cannot be read counts as no limit and no kills."""
+        limits, kills = [], None
+        for line in _text(proc).splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root = mounted / "memory" if controllers else mounted
+            events, limit = (
+                ("memory.oom_control", "memory.limit_in_bytes") if controllers else ("memory.events", "memory.max")
+            )
+            own = root / path.lstrip("/")
+            # Inside of a container the path is that outside of it, and its own group is mounted as the root.
+            groups = [group for group in (own, *own.parents) if group == root or root in group.parents]
+            for group in groups:
+                said = _text(group / limit).strip()
+                if said.isdigit() and int(said) < 1 << 60:  # version 1 has no word for no limit
+                    limits.append(int(said))
+                for entry in _text(group / events).splitlines():
+                    name, _, count = entry.partition(" ")
+                    if name == "oom_kill" and count.isdigit() and kills is None:
+                        kills = int(count)
+        return cls(min(limits, default=None), kills or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Memory of one rank that it shares with nobody, about."""
+
+    own_bytes: int
+    workers_bytes: int = 0
+    workers: int = 0  #: processes that it has started, such as those of a loader
+
+    def __str__(self) -> str:
+        """Such as ``1.21 GiB and its 4 workers 51.2 GiB``."""
+        if not self.workers:
+            return size(self.own_bytes)
+        plural = "s" * (self.workers > 1)
+        return f"{size(self.own_bytes)} and its {self.workers} worker{plural} {size(self.workers_bytes)}"
+
+
+class Ledger:
+    """Follows what the ranks of one generation hold.
+
+    Args:
+        nursery: the process whose children the ranks are.
+        group: asks the kernel.
+        held: what each rank holds now, by rank.
+        now: the clock.
+    """
+
+    def __init__(
+        self,
+        nursery: int,
+        group: Callable[[], ControlGroup] = ControlGroup.look,
+        held: Callable[[int], Mapping[int, Held]] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._nursery, self._group, self._held, self._now = nursery, group, held or held_by_ranks, now
+        self.begin()
+
+    def begin(self) -> None:
+        """A generation begins: what was before does not count."""
+        self._kills = self._group().kills
+        self._last: dict[int, Held] = {}
+        self._next_s = self._now()
+
+    def look(self) -> None:
+        """To be called often; looks once a second."""
+        if self._now() >= self._next_s:
+            self._next_s = self._now() + _LOOK_EVERY_S
+            self._last |= self._held(self._nursery)
+
+    def reason(self, rank: int) -> str:
+        """Why ``rank`` or a worker of it was killed, in lines; "" if the kernel killed nothing for want of memory."""
+        group = self._group()
+        kills = group.kills - self._kills
+        if kills <= 0:
+            return ""
+        limit = "" if group.limit_bytes is None else f", of which this job may use {size(group.limit_bytes)}"
+        lines = [
+            f"the kernel killed {kills} process{'es' * (kills > 1)} of this job: host memory ran out{limit}",
+        ]
+        if (own := self._last.get(rank)) is not None:
+            lines.append(f"rank {rank} held {own}")
+        others = [f"rank {other} {held}" for other, held in sorted(self._last.items()) if other != rank]
+        if others:
+            lines.append(f"beside it: {'; '.join(others[:_TOLD])}{', ...' * (len(others) > _TOLD)}")
+        fewer = f"fewer loader workers (--set workers={own.workers // 2}), " if own and own.workers else ""
+        lines.append(f"use {fewer}smaller batches or fewer ranks on this node, or ask for more memory")
+        return "\n".join(lines)
+
+
+def held_by_ranks(nursery: int) -> dict[int, Held]:
+    """What each rank holds that was started by the process ``nursery``; one that is just ending may be missing."""
+    found: dict[int, Held] = {}
+    for child in _children(nursery):
+        name = _text(Path(f"/proc/{child}/comm")).strip()
+        if not name.startswith("rank "):
+            continue
+        workers = _descendants(child)
+        found[int(name.removeprefix("rank "))] = Held(_own_bytes(child), sum(map(_own_bytes, workers)), len(workers))
+    return found
+
+
+def _descendants(process: int) -> list[int]:
+    found = []
+    for child in _children(process):
+        found += [child, *_descendants(child)]
+    return found
+
+
+def _children(process: int) -> list[int]:
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            children += map(int, _text(thread / "children").split())
+    return children
+
+
+def _own_bytes(process: int) -> int:
+    pages = _text(Path(f"/proc/{process}/statm")).split()
+    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE") if len(pages) > 2 else 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,158 @@
+"""Real schedulers, where they are installed; collected only when asked for: ``pytest tests/clusters``."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import gridengine
+import pytest
+import slurm as slurm_daemons
+
+import lockstep
+
+SOURCE = str(Path(lockstep.__file__).parents[1])
+DEADLINE_S = 240
+
+#: Takes a few seconds, and leaves the hash of what it has learnt.
+TRAIN = """\
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+import lockstep
+
+
+def main():
+    with lockstep.Run(seed=0) as run:
+        inputs = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
+        data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+        model = run.model(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+        batches = run.loader(data, global_batch=32, micro_batch=8)
+        steps = 0
+        for epoch in run.epochs(int(os.environ.get("EPOCHS", "4"))):
+            for x, y in run.train(batches):
+                run.step(F.mse_loss(model(x), y))
+                steps += 1
+                time.sleep(float(os.environ.get("PAUSE", "0.01")))
+                if run.leads:
+                    Path("steps").write_text(str(steps))
+        if run.leads:
+            state = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+            Path("hash").write_text(f"{hashlib.sha256(state).hexdigest()} {run.world_size}")
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Nothing here runs with the rest: it needs daemons, and minutes."""
+    return None if any("clusters" in argument for argument in config.args) else True
+
+
+@dataclass
+class Bench:
+    """A directory with the script, on a file system that all nodes share."""
+
+    here: Path
+
+    @property
+    def env(self):
+        return {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
+
+    def batch(self, *lines, name="job.sh"):
+        """A batch script with ``lines``, in which PYTHON is ours."""
+        file = self.here / name
+        text = "\n".join(["#!/bin/bash", *lines, ""]).replace("PYTHON", sys.executable)
+        file.write_text(textwrap.dedent(text))
+        return str(file)
+
+    def command(self, *words, **env):
+        """Give a command here, outside of any job."""
+        return subprocess.run(
+            [sys.executable, *words], cwd=self.here, env={**os.environ, **self.env, **env},
+            capture_output=True, text=True, timeout=DEADLINE_S,
+        )  # fmt: skip
+
+    def steps(self):
+        try:
+            return int((self.here / "steps").read_text() or 0)
+        except FileNotFoundError:
+            return 0
+
+    def out(self):
+        """All that jobs have printed."""
+        return "\n".join(file.read_text() for file in sorted(self.here.glob("*.out")))
+
+    def result(self):
+        """Hash and ranks."""
+        hashed, ranks = (self.here / "hash").read_text().split()
+        return hashed, int(ranks)
+
+    def until(self, what, why):
+        end = time.monotonic() + DEADLINE_S
+        while not (found := what()):
+            assert time.monotonic() < end, f"waited {DEADLINE_S} s for {why}\n{self.out()}"
+            time.sleep(0.1)
+        return found
+
+    def under_way(self):
+        self.until(lambda: self.steps() >= 3, "the first steps")
+
+
+@pytest.fixture
+def bench(tmp_path):
+    # Slurm's daemons do not see a directory that only its owner may enter, if they run as another user.
+    (tmp_path / "train.py").write_text(TRAIN)
+    return Bench(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory):
+    """The bits of the model, whoever computes it; with so many epochs."""
+    known = {}
+
+    def of(epochs=4):
+        if epochs not in known:
+            alone = Bench(tmp_path_factory.mktemp("alone"))
+            (alone.here / "train.py").write_text(TRAIN)
+            done = alone.command("train.py", EPOCHS=str(epochs), PAUSE="0")
+            assert done.returncode == 0, done.stderr
+            known[epochs] = alone.result()[0]
+        return known[epochs]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory):
+    if lacking := slurm_daemons.missing():
+        pytest.skip(f"no Slurm of our own here: {', '.join(lacking)} missing")
+    found = slurm_daemons.Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        found.start()
+        yield found
+    finally:
+        found.stop()
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory):
+    if lacking := gridengine.missing():
+        pytest.skip(f"no Grid Engine of our own here: {', '.join(lacking)} missing")
+    found = gridengine.GridEngine(tmp_path_factory.mktemp("sge"))
+    try:
+        found.start()
+        yield found
+    finally:
+        found.stop()

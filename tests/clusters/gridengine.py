@@ -1,0 +1,223 @@
+"""A private Grid Engine: qmaster and execd on ports and in a directory of their own.
+
+It needs root, for only then does execd start jobs; and Debian's gridengine-master, -exec and -client.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LIBRARY = Path("/usr/lib/gridengine")
+SHARED = Path("/usr/share/gridengine")
+PROGRAMS = ("sge_qmaster", "sge_execd", "qsub", "qconf", "qdel", "qstat")
+
+BOOTSTRAP = """\
+admin_user              none
+default_domain          none
+ignore_fqdn             true
+spooling_method         classic
+spooling_lib            libspoolc
+spooling_params         {here}/cell/common;{here}/qmaster
+binary_path             {library}
+qmaster_spool_dir       {here}/qmaster
+security_mode           none
+listener_threads        2
+worker_threads          2
+scheduler_threads       1
+"""
+
+#: Over the distribution's defaults.
+CONFIGURATION = {
+    "execd_spool_dir": "{here}/execd",
+    "min_uid": "0",
+    "min_gid": "0",
+    "mailer": "/bin/true",
+    "shell_start_mode": "unix_behavior",
+    "load_report_time": "00:00:01",
+    "administrator_mail": "none",
+    "execd_params": "ENABLE_ADDGRP_KILL=TRUE",
+}
+
+QUEUE = {
+    "shell": "/bin/bash",
+    "slots": "8",
+    "pe_list": "lockstep",
+    "rerun": "TRUE",
+    "notify": "00:00:06",
+    "load_thresholds": "NONE",
+}
+
+HOST = """\
+hostname {host}
+load_scaling NONE
+complex_values NONE
+user_lists NONE
+xuser_lists NONE
+projects NONE
+xprojects NONE
+usage_scaling NONE
+report_variables NONE
+"""
+
+PARALLEL = """\
+pe_name            lockstep
+slots              999
+user_lists         NONE
+xuser_lists        NONE
+start_proc_args    /bin/true
+stop_proc_args     /bin/true
+allocation_rule    {rule}
+control_slaves     TRUE
+job_is_first_task  FALSE
+urgency_slots      min
+accounting_summary FALSE
+qsort_args         NONE
+"""
+
+
+def missing() -> list[str]:
+    """What this machine lacks for a Grid Engine of its own; nothing, if it can have one."""
+    absent = [name for name in PROGRAMS if shutil.which(name) is None]
+    absent += [] if (LIBRARY / "spooldefaults").exists() else [str(LIBRARY / "spooldefaults")]
+    return absent or ([] if os.geteuid() == 0 else ["root"])
+
+
+@dataclass
+class GridEngine:
+    """Daemons that run until `stop`; commands are given with `__call__`."""
+
+    here: Path
+    daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    ports: tuple[int, int] = (0, 0)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """For whoever speaks to this Grid Engine."""
+        return {
+            "SGE_ROOT": str(self.here),
+            "SGE_CELL": "cell",
+            "SGE_QMASTER_PORT": str(self.ports[0]),
+            "SGE_EXECD_PORT": str(self.ports[1]),
+        }
+
+    def start(self) -> None:
+        """Return when a queue takes jobs."""
+        self.ports = _free_ports()
+        host = socket.gethostname()
+        common = self.here / "cell" / "common"
+        for directory in (common, self.here / "qmaster" / "job_scripts", self.here / "execd" / host, self.here / "bin"):
+            directory.mkdir(parents=True)
+        (self.here / "bin" / "lx-amd64").symlink_to(LIBRARY)
+        (self.here / "utilbin").mkdir()
+        (self.here / "utilbin" / "lx-amd64").symlink_to(LIBRARY)
+        (self.here / "util").symlink_to(SHARED / "util")
+        (common / "bootstrap").write_text(BOOTSTRAP.format(here=self.here, library=LIBRARY))
+        (common / "act_qmaster").write_text(f"{host}\n")
+        # Grid Engine insists that the address of a host leads back to its name.
+        (common / "host_aliases").write_text(f"{host} localhost {socket.getfqdn('127.0.0.1')}\n")
+        self._spool()
+        self._daemon("sge_qmaster")
+        _until(lambda: self("qconf", "-ss").returncode == 0 or "no submit host" in self("qconf", "-ss").stderr,
+               lambda: f"qmaster to answer\n{self('qconf', '-ss')}\n{self.logs()}")  # fmt: skip
+        self.must("qconf", "-as", host)
+        self._from_file("-Ae", HOST.format(host=host))
+        schedule = re.sub(r"(?m)^schedule_interval .*$", "schedule_interval 0:0:1", self.must("qconf", "-ssconf"))
+        schedule = re.sub(r"(?m)^flush_(submit|finish)_sec .*$", r"flush_\1_sec 1", schedule)
+        self._from_file("-Msconf", schedule)
+        self._from_file("-Ap", PARALLEL.format(rule="$pe_slots"))
+        queue = self.must("qconf", "-sq")
+        queue = re.sub(r"(?m)^qname .*$", "qname all.q", re.sub(r"(?m)^hostlist .*$", f"hostlist {host}", queue))
+        for name, value in QUEUE.items():
+            queue = re.sub(rf"(?m)^{name} .*$", f"{name} {value}", queue)
+        self._daemon("sge_execd")
+        self._from_file("-Aq", queue)
+        _until(lambda: "-NA-" not in self("qstat", "-f").stdout and "lx" in self("qstat", "-f").stdout,
+               lambda: f"the queue to open\n{self('qstat', '-f').stdout}\n{self.logs()}")  # fmt: skip
+
+    def __call__(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Give a command, such as ``engine("qstat")``."""
+        return subprocess.run(
+            words, env={**os.environ, **self.env, **env}, capture_output=True, text=True, timeout=60, cwd=self.here
+        )
+
+    def must(self, *words: str) -> str:
+        """As `__call__`; what it printed. It must succeed."""
+        done = self(*words)
+        assert done.returncode == 0, f"{words}: {done}"
+        return done.stdout
+
+    def logs(self) -> str:
+        """What the daemons wrote."""
+        files = [*self.here.glob("*.out"), *self.here.glob("qmaster/messages"), *self.here.glob("execd/*/messages")]
+        return "\n".join(f"{file.name}: {file.read_text()[-2000:]}" for file in files)
+
+    def stop(self) -> None:
+        """End all jobs, then all daemons."""
+        self("qdel", "-f", "-u", "*")
+        self("qconf", "-kej")
+        self("qconf", "-km")
+        for daemon in self.daemons:
+            try:
+                daemon.wait(15)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def _spool(self) -> None:
+        settings = {name: value.format(here=self.here) for name, value in CONFIGURATION.items()}
+        text = (SHARED / "default-configuration").read_text()
+        for name, value in settings.items():
+            text = re.sub(rf"(?m)^{name}\s.*$", f"{name} {value}", text)
+        (self.here / "configuration").write_text(text)
+        spooled = f"{self.here}/cell/common;{self.here}/qmaster"
+        for words in (
+            (f"{LIBRARY}/spoolinit", "classic", "libspoolc", spooled, "init"),
+            (f"{LIBRARY}/spooldefaults", "configuration", f"{self.here}/configuration"),
+            (f"{LIBRARY}/spooldefaults", "complexes", f"{SHARED}/util/resources/centry"),
+            (f"{LIBRARY}/spooldefaults", "usersets", f"{SHARED}/util/resources/usersets"),
+            (f"{LIBRARY}/spooldefaults", "managers", "root"),
+            (f"{LIBRARY}/spooldefaults", "operators", "root"),
+        ):
+            self.must(*words)
+
+    def _from_file(self, option: str, text: str) -> None:
+        file = self.here / f"qconf{option}"
+        file.write_text(text)
+        self.must("qconf", option, str(file))
+
+    def _daemon(self, name: str) -> None:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("SGE_", "LOCKSTEP_"))}
+        with (self.here / f"{name}.out").open("w") as out:
+            self.daemons.append(
+                subprocess.Popen([LIBRARY / name], env={**env, **self.env, "SGE_ND": "true"}, cwd=self.here,
+                                 stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                                 preexec_fn=_die_with_parent)  # noqa: PLW1509
+            )  # fmt: skip
+
+
+def _die_with_parent() -> None:
+    """A test session that is killed leaves no daemon."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+
+
+def _free_ports() -> tuple[int, int]:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+def _until(done, what, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for {what() if callable(what) else what}")
+        time.sleep(0.1)

@@ -1,0 +1,98 @@
+"""A real Grid Engine: the script that we write, what it sends us, and how a job starts again."""
+
+import shlex
+
+import pytest
+
+from lockstep.launch.site import Allocation, Node, starts
+
+SCRIPT = "job sge --cpus 2 --pe lockstep --time {time} -o train.sh --nproc-per-node 2 --save-every '2 steps' train.py"
+
+# Jobs of a minute, and a scheduler that lets them wait.
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def submit(engine, bench):
+    """Submit a script; its job's number."""
+
+    def give(*words, **env):
+        variables = ",".join(f"{name}={value}" for name, value in {**bench.env, **env}.items())
+        done = engine("qsub", "-terse", "-wd", str(bench.here), "-v", variables, *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return give
+
+
+@pytest.fixture
+def gone(engine, bench):
+    """Wait until a job has left the queue."""
+
+    def wait(job):
+        bench.until(lambda: "do not exist" in engine("qstat", "-j", job).stderr, f"the end of job {job}")
+
+    return wait
+
+
+@pytest.fixture
+def written(bench):
+    """Write a job script with a time limit."""
+
+    def write(time):
+        done = bench.command("-m", "lockstep", *shlex.split(SCRIPT.format(time=time)))
+        assert done.returncode == 0, done.stderr
+        return str(bench.here / "train.sh")
+
+    return write
+
+
+def test_the_script_that_we_write_runs_as_it_is(engine, submit, gone, bench, expected, written):
+    job = submit(written("10m"))
+    gone(job)
+    assert bench.result() == (expected(), 2), bench.out()
+    assert [path.name for path in (bench.here / "runs").iterdir()] == [f"train-job{job}"]
+
+
+def test_a_deleted_job_saves_first_and_stays_deleted(engine, submit, gone, bench, expected, written):
+    job = submit(written("10m"), PAUSE="0.2", EPOCHS="12")
+    bench.under_way()
+    engine("qdel", job)
+    gone(job)
+    assert "stopped with a complete checkpoint" in bench.out()
+    assert f"job {job} was deleted, so it does not start again" in bench.out()
+    resume = f"-m lockstep run --nproc-per-node 3 --resume --run-dir runs/train-job{job} train.py"
+    done = bench.command(*shlex.split(resume), EPOCHS="12", PAUSE="0")
+    assert done.returncode == 0, done.stderr
+    assert bench.result() == (expected(12), 3)
+
+
+def test_a_job_whose_time_is_up_saves_starts_again_and_ends_in_the_same_bits(
+    engine, submit, gone, bench, expected, written
+):
+    # Of 40 seconds the last ten are for saving.
+    job = submit(written("40s"), PAUSE="0.5", EPOCHS="12")
+    gone(job)
+    assert f"Grid Engine starts job {job} again" in bench.out()
+    assert "so its run goes on" in bench.out()
+    assert bench.result() == (expected(12), 2), bench.out()
+    assert [path.name for path in (bench.here / "runs").iterdir()] == [f"train-job{job}"]
+
+
+def test_a_launcher_on_another_node_gets_the_words_as_they_are_meant(engine, submit, gone, bench):
+    """There is one host here, which qrsh serves like any other of the job's."""
+    words = ["sh", "-c", 'pwd > there; printf "%s\\n" "$@" >> there', "run", "a b", "$HOME", "it's", '"', "*"]
+    host = engine.must("qconf", "-sel").strip()
+    nodes = (Node("first", 2), Node(host, 2))
+    _, there = starts(Allocation("sge", "1", nodes), words, endpoint="h:1", directory=str(bench.here))
+    gone(submit("-pe", "lockstep", "2", "-o", "qrsh.out", "-j", "y", bench.batch(shlex.join(there.words))))
+    said = (bench.here / "there").read_text().splitlines() if (bench.here / "there").exists() else bench.out()
+    assert said == [
+        str(bench.here),
+        *shlex.split("--nnodes 2 --rdzv-endpoint h:1 --rdzv-id 1"),
+        "a b",
+        "$HOME",
+        "it's",
+        '"',
+        "*",
+    ]

@@ -1,0 +1,115 @@
+"""A real Slurm: where it starts us, what it sends us, and what comes of it."""
+
+import pytest
+
+HERE = "PYTHON -m lockstep run --nproc-per-node 2 --save-every '2 steps' train.py"
+EVERYWHERE = "PYTHON -m lockstep run --nproc-per-node 1 --save-every '2 steps' train.py"
+SLOW = {"PAUSE": "0.2", "EPOCHS": "12"}
+
+# Jobs of a minute, and a scheduler that lets them wait.
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def submit(slurm, bench):
+    """Submit a batch script; its job's number."""
+
+    def give(*words, **env):
+        done = slurm("sbatch", "--parsable", f"--chdir={bench.here}", "--output=%j.out", "--open-mode=append", *words,
+                     **bench.env, **env)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return give
+
+
+@pytest.fixture
+def ended(slurm, bench):
+    """Wait for the end of a job; what Slurm says of it."""
+
+    def wait(job):
+        gone = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+        return bench.until(lambda: (told := slurm.state(job)).get("JobState") in gone and told, f"the end of job {job}")
+
+    return wait
+
+
+@pytest.mark.parametrize(
+    ("options", "line", "ranks"),
+    [
+        ((), f"exec {HERE}", 2),
+        (("--ntasks=4",), f"exec {HERE}", 2),  # what srun would start is none of the launcher's business
+        ((), f"srun --ntasks=1 {HERE}", 2),
+        (("--ntasks=2",), "srun PYTHON train.py", 2),
+        (("--nodes=2",), f"exec {EVERYWHERE}", 2),
+        (("--nodes=2",), f"srun --ntasks-per-node=1 {EVERYWHERE}", 2),
+        (("--nodes=2", "--cpus-per-task=2"), f"exec {HERE}", 4),
+    ],
+    ids=["batch", "tasks", "step", "srun", "nodes", "nodes in a step", "nodes x ranks"],
+)
+def test_wherever_it_is_started_it_learns_the_same(submit, ended, bench, expected, options, line, ranks):
+    job = submit(*options, bench.batch(line))
+    told = ended(job)
+    assert (told["JobState"], told["ExitCode"]) == ("COMPLETED", "0:0"), bench.out()
+    assert bench.result() == (expected(), ranks)
+    if "lockstep" in line:
+        assert [path.name for path in (bench.here / "runs").iterdir()] == [f"train-job{job}"]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_script_that_we_write_runs_as_it_is(slurm, submit, ended, bench, expected, nodes):
+    words = f"job slurm --nodes {nodes} --cpus 2 --time 10m --mem 100M -o train.sh --nproc-per-node 2 train.py".split()
+    written = bench.command("-m", "lockstep", *words)
+    assert written.returncode == 0, written.stderr
+    told = ended(submit("train.sh"))
+    assert told["JobState"] == "COMPLETED", bench.out()
+    assert (told["NumNodes"], told["TimeLimit"], told["Requeue"]) == (str(nodes), "00:10:00", "1")
+    assert bench.result() == (expected(), 2 * nodes)
+
+
+def test_what_cannot_be_run_is_told_once_and_before_anything_is_spread(submit, ended, bench):
+    told = ended(submit("--nodes=2", bench.batch("exec PYTHON -m lockstep run trian.py")))
+    assert told["ExitCode"] == "2:0"
+    assert bench.out() == "lockstep run: no such file: trian.py; did you mean train.py?\n"
+
+
+@pytest.mark.parametrize(("options", "line"), [((), HERE), (("--nodes=2",), EVERYWHERE)], ids=["one node", "two nodes"])
+def test_a_cancelled_job_saves_first_and_stays_cancelled(slurm, submit, ended, bench, expected, options, line):
+    job = submit(*options, bench.batch(f"exec {line.replace('lockstep run', 'lockstep run --requeue')}"), **SLOW)
+    bench.under_way()
+    slurm("scancel", job)
+    assert ended(job)["JobState"] == "CANCELLED"
+    assert "by SIGTERM at step" in bench.out()
+    assert slurm.state(job)["Restarts"] == "0"
+    bench.until(lambda: slurm.idle() == slurm.nodes, "all nodes to be idle")
+    # Another job, on another number of ranks, goes on where it stopped.
+    again = f"PYTHON -m lockstep run --nproc-per-node 3 --resume --run-dir runs/train-job{job} train.py"
+    assert ended(submit(bench.batch(f"exec {again}"), EPOCHS="12", PAUSE="0"))["JobState"] == "COMPLETED", bench.out()
+    assert "resumed at step" in bench.out()
+    assert bench.result() == (expected(12), 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "line", "ranks"),
+    [
+        (("--signal=B:USR1@70",), f"exec {HERE}", 2),
+        (("--signal=USR1@70",), f"srun {HERE}", 2),
+        (("--signal=B:USR1@70", "--nodes=2"), f"exec {EVERYWHERE}", 2),
+    ],
+    ids=["batch", "step", "nodes"],
+)
+def test_a_warned_job_saves_starts_again_and_ends_in_the_same_bits(
+    slurm, submit, ended, bench, expected, options, line, ranks
+):
+    # Half a minute of work, in jobs of two minutes that are warned before that.
+    line = line.replace("lockstep run", "lockstep run --requeue")
+    job = submit("--requeue", "--time=2", *options, bench.batch(line), PAUSE="0.5", EPOCHS="12")
+    bench.until(lambda: "in the queue again" in bench.out(), "the job to be put in the queue again")
+    assert not (bench.here / "hash").exists(), "it ended before it was warned"
+    told = ended(job)
+    assert told["JobState"] == "COMPLETED", bench.out()
+    assert int(told["Restarts"]) >= 1
+    assert f"Slurm job {job} " in bench.out()
+    assert "so its run goes on" in bench.out()
+    assert bench.result() == (expected(12), ranks)
+    assert [path.name for path in (bench.here / "runs").iterdir()] == [f"train-job{job}"]

@@ -1,0 +1,120 @@
+"""Real launchers, started as a user would and never left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+DEADLINE_S = 90
+LEFT_OVER_S = 20  #: for processes to end whose launcher has
+SOURCE = str(Path(lockstep.__file__).parents[1])
+MARK = "LOCKSTEP_TEST_MARK"
+
+
+def wait_for(what, message):
+    """Wait until ``what()`` is truthy and return it."""
+    end = time.monotonic() + DEADLINE_S
+    while not (found := what()):
+        if time.monotonic() > end:
+            pytest.fail(f"waited {DEADLINE_S} s for {message() if callable(message) else message}")
+        time.sleep(0.02)
+    return found
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class Workshop:
+    """A directory with scripts, and the launchers that run in it."""
+
+    here: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    running: list = field(default_factory=list)
+
+    def script(self, text, name="train.py"):
+        (self.here / name).write_text(textwrap.dedent(text))
+        return name
+
+    def start(self, *words, command=("-m", "lockstep", "run"), **env):
+        ours = ("LOCKSTEP_TEST_SESSION",)
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if name in ours or not name.startswith(("LOCKSTEP_", "OMP_", "OPENBLAS_"))
+        }
+        process = subprocess.Popen(
+            [sys.executable, *command, *map(str, words)],
+            cwd=self.here,
+            env={**clean, "PYTHONPATH": SOURCE, "RES_OPTIONS": "timeout:1 attempts:1", MARK: self.mark, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.running.append(process)
+        return process
+
+    def end_of(self, process):
+        out, err = process.communicate(timeout=DEADLINE_S)
+        return Ended(process.returncode, out, err)
+
+    def run(self, *words, **env):
+        return self.end_of(self.start(*words, **env))
+
+    def processes(self):
+        """Every process that descends from a launcher of ours, as far as it still runs."""
+        found = {}
+        for directory in Path("/proc").glob("[0-9]*"):
+            try:
+                state = (directory / "stat").read_text().rpartition(")")[2].split()[0]
+                if f"{MARK}={self.mark}".encode() in (directory / "environ").read_bytes() and state != "Z":
+                    found[int(directory.name)] = (directory / "comm").read_text().strip()
+            except OSError:
+                continue
+        return found
+
+    def nursery(self):
+        """The parent of rank 0."""
+        rank = next(pid for pid, name in self.processes().items() if name == "rank 0")
+        return int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+
+    def wait_for_file(self, name):
+        wait_for((self.here / name).exists, f"the file {name}")
+        return (self.here / name).read_text()
+
+
+@pytest.fixture
+def workshop(tmp_path):
+    shop = Workshop(tmp_path)
+    yield shop
+    for process in shop.running:
+        process.kill()
+        process.wait()
+    end = time.monotonic() + LEFT_OVER_S
+    while (left := shop.processes()) and time.monotonic() < end:
+        time.sleep(0.02)
+    for process in left:
+        os.kill(process, signal.SIGKILL)
+    for process in shop.running:
+        process.communicate()
+    assert not left, "these outlived their launcher"
+
+
+@pytest.fixture
+def hit():
+    """Send a process a signal."""
+    return lambda process, name: os.kill(getattr(process, "pid", process), signal.Signals[name])

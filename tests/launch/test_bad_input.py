@@ -1,0 +1,95 @@
+"""What cannot work is refused in one line that says the way out, with exit code 2, before any rank starts."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.launch.machine import holder_of
+from lockstep.testing import run_each
+
+DEADLINE_S = 60
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["trian.py"], "no such file: trian.py; did you mean train.py?"),
+        (["--nproc-per-nodes", "2", "train.py"], "no such option: --nproc-per-nodes; did you mean --nproc-per-node?"),
+        (["--nproc-per-node", "two", "train.py"], "give a number of ranks"),
+        (["--nproc-per-node", "gpu", "train.py"], "has no usable GPU"),
+        (["--precision", "fp8", "train.py"], "fp32, bf16, fp16"),
+        (["--ends-at", "soon", "train.py"], "--ends-at soon: give a time as 18:30"),
+        (["--nnodes", "2", "--rdzv-endpoint", "nohost.invalid:29500", "train.py"], "cannot resolve 'nohost.invalid'"),
+    ],
+)
+def test_one_line_with_the_way_out(workshop, words, says):
+    workshop.script("open('started', 'w')")
+    ended = workshop.run(*words, CUDA_VISIBLE_DEVICES="")
+    assert ended.code == 2
+    (line,) = ended.err.splitlines()
+    assert line.startswith("lockstep run: ")
+    assert says in line
+    assert ended.out == ""
+    assert sorted(path.name for path in workshop.here.iterdir()) == ["train.py"], "nothing may be left of it"
+
+
+def test_a_port_that_another_program_uses_is_told_with_its_holder(workshop):
+    code = (
+        "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "
+        "print(s.getsockname()[1], flush=True); time.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            port = int(holder.stdout.readline())
+            assert holder_of(port)[0] == holder.pid
+            endpoint = f"localhost:{port}"
+            ended = workshop.run("--nnodes", 2, "--rdzv-endpoint", endpoint, workshop.script("1"))
+        finally:
+            holder.kill()
+    assert ended.code == 2
+    (line,) = ended.err.splitlines()
+    assert f"port {port} of this machine is used by process {holder.pid} (" in line
+    assert "--rdzv-endpoint localhost:PORT" in line
+
+
+def test_a_free_port_has_no_holder():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        assert holder_of(bound.getsockname()[1]) is None
+
+
+def test_more_ranks_than_micro_batches_is_said_once_and_not_tried_again(workshop):
+    script = workshop.script(
+        """
+        import torch, lockstep
+        from torch.utils.data import TensorDataset
+        with lockstep.Run() as run:
+            run.loader(TensorDataset(torch.ones(8, 1)), global_batch=8, micro_batch=4)
+        """
+    )
+    ended = workshop.run("--nproc-per-node", 3, "--max-restarts", 2, "--run-dir", "r", script)
+    assert ended.code == 2
+    assert ended.err.count("3 ranks for 2 micro-batches") == 1
+    assert "all 3 ranks" in ended.err
+    assert "    at train.py:5\n" in ended.err
+    assert "Traceback" not in ended.err + ended.out
+    assert "restarting" not in ended.err
+
+
+def meet():
+    import torch
+
+    from lockstep.collectives import open_group
+    from lockstep.world import World
+
+    open_group(World.from_env(os.environ), torch.device("cpu"), 600.0)
+
+
+def test_a_master_address_that_nobody_knows_is_refused_at_once():
+    outcomes = run_each(meet, 2, env={"MASTER_ADDR": "nohost.invalid"}, timeout_s=DEADLINE_S)
+    for outcome in outcomes:
+        assert type(outcome.error).__name__ == "WorldError"
+        assert "cannot resolve 'nohost.invalid'" in str(outcome.error)

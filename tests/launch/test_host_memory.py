@@ -1,0 +1,180 @@
+"""Host memory: the kernel's words in both versions, and who held what."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.failure import Failure
+from lockstep.launch.memory import ControlGroup, Held, Ledger, held_by_ranks
+
+GIB = 1 << 30
+
+
+def tree(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return ControlGroup.look(root / "cgroup", root / "sys")
+
+
+def test_version_2_the_least_limit_counts_and_the_own_kills(tmp_path):
+    found = tree(
+        tmp_path,
+        {
+            "cgroup": "0::/job/step\n",
+            "sys/job/memory.max": f"{8 * GIB}\n",
+            "sys/job/step/memory.max": "max\n",
+            "sys/job/step/memory.events": "low 0\noom 5\noom_kill 2\noom_group_kill 0\n",
+            "sys/job/memory.events": "oom_kill 7\n",
+        },
+    )
+    assert found == ControlGroup(8 * GIB, 2)
+
+
+def test_version_1(tmp_path):
+    found = tree(
+        tmp_path,
+        {
+            "cgroup": "5:cpu,cpuacct:/x\n4:memory:/job\n",
+            "sys/memory/job/memory.limit_in_bytes": f"{GIB}\n",
+            "sys/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+        },
+    )
+    assert found == ControlGroup(GIB, 3)
+
+
+def test_in_a_container_the_own_group_is_the_root(tmp_path):
+    found = tree(
+        tmp_path,
+        {"cgroup": "0::/elsewhere/x\n", "sys/memory.max": f"{GIB}\n", "sys/memory.events": "oom_kill 1\n"},
+    )
+    assert found == ControlGroup(GIB, 1)
+
+
+def test_what_cannot_be_read_is_no_limit(tmp_path):
+    assert ControlGroup.look(tmp_path / "none", tmp_path) == ControlGroup(None, 0)
+
+
+def test_the_reason_says_the_limit_and_who_held_what():
+    now, group = [0.0], [ControlGroup(4 * GIB, 5)]
+    held = [{0: Held(GIB), 1: Held(GIB, 2 * GIB, 2)}]
+    ledger = Ledger(1, lambda: group[0], lambda nursery: held[0], lambda: now[0])
+    ledger.look()
+    held[0] = {0: Held(GIB)}  # rank 1 is gone
+    now[0] += 2.0
+    ledger.look()
+    assert ledger.reason(1) == "", "kills before the generation are not its own"
+    group[0] = ControlGroup(4 * GIB, 6)
+    assert ledger.reason(1).splitlines() == [
+        "the kernel killed 1 process of this job: host memory ran out, of which this job may use 4.00 GiB",
+        "rank 1 held 1.00 GiB and its 2 workers 2.00 GiB",
+        "beside it: rank 0 1.00 GiB",
+        "use fewer loader workers (--set workers=1), smaller batches or fewer ranks on this node, "
+        "or ask for more memory",
+    ]
+    ledger.begin()
+    assert ledger.reason(1) == ""
+
+
+def test_what_ranks_hold_is_seen_in_real_processes():
+    code = """
+        import ctypes, os, time
+        ctypes.CDLL(None).prctl(15, b"rank 3", 0, 0, 0)
+        own = bytearray(os.urandom(1)) * (40 << 20)
+        if os.fork() == 0:
+            more = bytearray(os.urandom(1)) * (90 << 20)
+            print("up", flush=True)
+            time.sleep(100)
+        os.wait()
+    """
+    started = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert started.stdout.readline() == b"up\n"
+        held = held_by_ranks(os.getpid())[3]
+        assert held.workers == 1
+        assert 40 << 20 <= held.own_bytes < 120 << 20
+        assert held.workers_bytes >= 90 << 20
+    finally:
+        os.killpg(started.pid, signal.SIGKILL)
+        started.communicate()
+
+
+@pytest.mark.parametrize(
+    ("message", "lost"),
+    [
+        ("DataLoader worker (pid 17) is killed by signal: Killed. ", True),
+        ("DataLoader worker (pid(s) 17, 18) exited unexpectedly", True),
+        ("DataLoader worker (pid 17) is killed by signal: Bus error. ", False),
+        ("bad label", False),
+    ],
+)
+def test_a_lost_loader_worker_is_known(message, lost):
+    error = RuntimeError(message)
+    error.add_note("a note")
+    failure = Failure.of(error, rank=0, host="n", now_s=0.0, log_bytes=0)
+    assert failure.lost_worker == lost
+    assert failure.message == f"{message}\na note"
+
+
+GREEDY = """
+    import os, time
+    from pathlib import Path
+    held = [bytearray(os.urandom(1)) * (30 << 20)]
+    Path("up-" + os.environ["RANK"]).touch()
+    while not all(Path(f"up-{rank}").exists() for rank in range(2)):
+        time.sleep(0.01)
+    time.sleep(2.5)  # so that it was looked at
+    while os.environ["RANK"] == "1":
+        held.append(bytearray(os.urandom(1)) * (10 << 20))
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def small_group():
+    """A control group of this machine that holds half a gibibyte."""
+    own = next(
+        (line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), None
+    )
+    root = Path("/sys/fs/cgroup/memory" if own is not None else "/sys/fs/cgroup")
+    group = root / (own or "/").lstrip("/") / f"lockstep-test-{os.getpid()}"
+    limit = group / ("memory.limit_in_bytes" if own is not None else "memory.max")
+    try:
+        group.mkdir()
+        limit.write_text(str(GIB // 2))
+    except OSError as error:
+        if group.is_dir():
+            group.rmdir()
+        pytest.skip(f"no control group can be made here: {error}")
+    yield group
+    deadline = time.monotonic() + 10
+    while (group / "cgroup.procs").read_text().split() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    group.rmdir()
+
+
+def test_a_rank_that_the_kernel_kills_for_memory_is_told_with_limit_and_holders(workshop, small_group):
+    file = small_group / "cgroup.procs"
+    join = (
+        "import os, sys; "
+        f"open({str(file)!r}, 'w').write(str(os.getpid())); "
+        "os.execv(sys.executable, [sys.executable, '-m', 'lockstep', 'run', *sys.argv[1:]])"
+    )
+    started = workshop.start("--nproc-per-node", 2, "--run-dir", "r", workshop.script(GREEDY), command=("-c", join))
+    ended = workshop.end_of(started)
+    assert ended.code == 137, ended.err
+    assert "rank 1 of 2 was killed by SIGKILL" in ended.err
+    assert "host memory ran out, of which this job may use 512 MiB" in ended.err
+    assert re.search(r"^    rank 1 held \d", ended.err, re.MULTILINE), ended.err
+    assert re.search(r"^    beside it: rank 0 \d", ended.err, re.MULTILINE)
+    assert "most often" not in ended.err

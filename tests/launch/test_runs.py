@@ -1,0 +1,355 @@
+"""Whole runs through the command line: real ranks, real kills."""
+
+import json
+import os
+import signal
+import socket
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+SOURCE = str(Path(lockstep.__file__).parents[1])
+
+ALL_REDUCE = """
+    import json, os, random, sys, threading
+    import numpy, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    facts = {
+        "rank": dist.get_rank(), "sum": total.item(), "argv": sys.argv, "name": __name__, "path": sys.path[0],
+        "main": sys.modules["__main__"].__file__, "env": dict(os.environ), "group": os.getpgid(0) == os.getpid(),
+        "unseeded": [random.random(), float(numpy.random.rand())], "threads": torch.get_num_threads(),
+        "stdin": sys.stdin.read(), "tty": sys.stdout.isatty(),
+    }
+    open(f"facts-{dist.get_rank()}.json", "w").write(json.dumps(facts))
+    print(f"rank {dist.get_rank()} sees {total.item()}")
+    dist.destroy_process_group()
+"""
+FAILS_ON_1 = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("the leader says so", flush=True)
+    if dist.get_rank() == 1:
+        raise ValueError("bad label 255 in sample 17")
+    for _ in range(1000000):
+        dist.all_reduce(total)
+"""
+KILLED_AT_FIRST = """
+    import os, signal, torch, torch.distributed as dist
+    generation = os.environ["LOCKSTEP_GENERATION"]
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    if generation == "0" and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+    print("generation", generation, "resume", os.environ.get("LOCKSTEP_RESUME"), os.environ.get("LOCKSTEP_FRESH"))
+    dist.destroy_process_group()
+"""
+DIES_AT_FIRST = """
+    import os
+    told = os.environ
+    generation = told["LOCKSTEP_GENERATION"]
+    print("generation", generation, "resume", told.get("LOCKSTEP_RESUME"), "fresh", told.get("LOCKSTEP_FRESH"))
+    1 / int(generation)
+"""
+WAITS = """
+    import os, signal, subprocess, sys, time
+    from pathlib import Path
+    if "leave" in sys.argv:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    if "stay" in sys.argv or "deaf" in sys.argv:
+        signal.signal(signal.SIGTERM, lambda *_: Path("asked-" + os.environ["RANK"]).write_text(""))
+    if "deaf" in sys.argv:
+        signal.signal(signal.SIGINT, lambda *_: Path("urged-" + os.environ["RANK"]).write_text(""))
+    if "child" in sys.argv:
+        subprocess.Popen(["sleep", "1000"])
+    Path("up-" + os.environ["RANK"]).write_text("")
+    while True:
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU cannot be shared out")
+@pytest.mark.parametrize("way", ["fork", "plain"])
+def test_ranks_keep_to_cpus_of_their_own(workshop, way):
+    text = "import os; print('cpus', os.environ['RANK'], sorted(os.sched_getaffinity(0)))"
+    ended = workshop.run("--nproc-per-node", 2, "--bind", "--start", way, "--run-dir", "r", workshop.script(text))
+    assert ended.code == 0, ended.err
+    logs = [(workshop.here / "r" / "logs" / f"rank-000{rank}.log").read_text() for rank in range(2)]
+    first, second = (set(json.loads(log.partition(f"cpus {rank} ")[2])) for rank, log in enumerate(logs))
+    assert first
+    assert not first & second
+    assert first | second == os.sched_getaffinity(0)
+
+
+def test_a_plain_torch_script_runs_unchanged(workshop):
+    ended = workshop.run("--nproc-per-node", 2, "--standalone", workshop.script(ALL_REDUCE), "--resume", "--lr", "1")
+    assert ended.code == 0, ended.err
+    assert ended.out == "rank 0 sees 3.0\n"
+    facts = [json.loads((workshop.here / f"facts-{rank}.json").read_text()) for rank in range(2)]
+    for rank, fact in enumerate(facts):
+        assert fact["argv"] == ["train.py", "--resume", "--lr", "1"]
+        assert fact["name"] == "__main__"
+        assert fact["path"] == str(workshop.here)
+        assert fact["main"] == str(workshop.here / "train.py")
+        assert fact["group"], "a rank must be killable together with what it starts"
+        assert fact["threads"] == 1
+        assert fact["stdin"] == ""
+        assert not fact["tty"]
+        told = {name: fact["env"][name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        assert told == {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        assert fact["env"]["TORCHELASTIC_RESTART_COUNT"] == "0"
+        assert "LOCKSTEP_RESUME" not in fact["env"]
+    assert not set(facts[0]["unseeded"]) & set(facts[1]["unseeded"]), "copies must not draw the same random numbers"
+    (run_dir,) = (workshop.here / "runs").iterdir()
+    assert run_dir.name.startswith("train-")
+    assert (run_dir / "logs" / "rank-0001.log").read_text() == "rank 1 sees 3.0\n"
+    about = json.loads((run_dir / "run.json").read_text())
+    assert about["starts"][0]["command"].endswith("--nproc-per-node 2 --standalone train.py --resume --lr 1")
+    assert [generation["ranks"] for generation in about["generations"]] == [2]
+
+
+@pytest.mark.parametrize("way", ["fork", "plain"])
+def test_the_last_words_name_the_rank_that_failed_first_and_its_line(workshop, way):
+    script = workshop.script(FAILS_ON_1)
+    ended = workshop.run("--start", way, "--nproc-per-node", 2, "--run-dir", "r", script)
+    assert ended.code == 1
+    assert ended.out == "the leader says so\n", "the leader's collateral traceback must stay in its log"
+    before, mark, block = ended.err.rpartition("✗ run failed: ")
+    assert mark
+    line = textwrap.dedent(FAILS_ON_1).splitlines().index('    raise ValueError("bad label 255 in sample 17")') + 1
+    who, *rest = block.splitlines()
+    assert who.startswith("rank 1 of 2 (host ")
+    assert who.endswith(") raised ValueError")
+    assert rest[:3] == [
+        "    bad label 255 in sample 17",
+        f"    at train.py:{line}",
+        '        raise ValueError("bad label 255 in sample 17")',
+    ]
+    assert rest[3:] == ["  rank 0 then lost its peer", "  full log: r/logs/rank-0001.log; the other ranks beside it"]
+    assert before.count("Traceback") == 1
+    assert "runpy" not in before
+    assert "lockstep/launch" not in before
+    assert "Traceback" in (workshop.here / "r/logs/rank-0000.log").read_text()
+
+
+def test_a_killed_rank_is_restarted_with_all_others_and_the_run_can_be_gone_on_with(workshop):
+    words = ("--nproc-per-node", 2, "--max-restarts", 1, workshop.script(KILLED_AT_FIRST))
+    ended = workshop.run("--run-dir", "r", *words)
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines()[-1] == "generation 1 resume 1 None"
+    assert "rank 1 of 2 was killed by SIGKILL" in ended.err
+    assert "restarting all 2 ranks as generation 1 (restart 1 of 1)" in ended.err
+    assert "\n--- generation 1, " in "\n" + (workshop.here / "r/logs/rank-0001.log").read_text()
+
+    refused = workshop.run("--run-dir", "r", *words)
+    assert refused.code == 2
+    assert refused.err.splitlines()[1:] == [
+        "  lockstep run --resume --run-dir r --nproc-per-node 2 --max-restarts 1 train.py",
+        "  lockstep run --fresh --run-dir r --nproc-per-node 2 --max-restarts 1 train.py",
+    ]
+    light = ("--start", "plain", "--run-dir", "r", *words[:-1], workshop.script(DIES_AT_FIRST, "light.py"))
+    resumed = workshop.run("--resume", *light)
+    assert resumed.out.splitlines() == ["generation 2 resume 1 fresh None"]
+    fresh = workshop.run("--fresh", *light)
+    assert fresh.out.splitlines() == [
+        "generation 0 resume None fresh 1",
+        "generation 1 resume 1 fresh None",  # or the restart would throw away what it is to go on from
+    ]
+    assert [path.name[:8] for path in workshop.here.iterdir() if path.is_dir()].count("r-before") == 1
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(workshop, hit):
+    launcher = workshop.start("--nproc-per-node", 2, workshop.script(WAITS), "child")
+    for rank in range(2):
+        workshop.wait_for_file(f"up-{rank}")
+    assert {"rank 0", "rank 1", "sleep", "lockstep store"} <= set(workshop.processes().values())
+    nursery = workshop.nursery()
+    hit(nursery, "SIGTERM")  # as a scheduler might, to every process of a job
+    assert nursery in workshop.processes()
+    hit(launcher, "SIGKILL")
+    workshop.end_of(launcher)
+    # The fixture waits until no process is left.
+
+
+def test_ranks_die_with_their_nursery(workshop, hit):
+    launcher = workshop.start("--start", "plain", workshop.script(WAITS))
+    workshop.wait_for_file("up-0")
+    hit(workshop.nursery(), "SIGKILL")
+    ended = workshop.end_of(launcher)
+    assert ended.code == 1
+    assert "the process that starts the ranks is gone" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("how", "first", "code", "says"),
+    [
+        ("die", "SIGINT", 130, "stopped by SIGINT"),
+        ("die", "SIGTERM", 143, "stopped by SIGTERM"),
+        ("leave", "SIGINT", 75, "lockstep run --resume --run-dir r --start plain --nproc-per-node 2 train.py leave"),
+        ("leave", "SIGUSR1", 75, "stopped with a complete checkpoint"),
+        ("stay", "SIGINT", 130, "stopping now"),
+        ("deaf", "SIGINT", 130, "killing all ranks"),
+    ],
+)  # fmt: skip
+def test_a_stop_is_handed_to_the_ranks_and_only_ctrl_c_insists(workshop, hit, how, first, code, says):
+    launcher = workshop.start("--run-dir", "r", "--start", "plain", "--nproc-per-node", 2, workshop.script(WAITS), how)
+    for rank in range(2):
+        workshop.wait_for_file(f"up-{rank}")
+    hit(launcher, first)
+    for sign in {"stay": ["asked"], "deaf": ["asked", "urged"]}.get(how, []):
+        for rank in range(2):
+            workshop.wait_for_file(f"{sign}-{rank}")
+        hit(launcher, "SIGTERM")  # a scheduler's: it gives no less time for the save
+        hit(launcher, first)
+    ended = workshop.end_of(launcher)
+    assert ended.code == code, ended.err
+    assert says in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_rank_that_does_not_end_is_killed_after_the_grace(workshop):
+    script = workshop.script("""
+        import os, signal, time
+        from pathlib import Path
+        if os.environ["RANK"] == "0":
+            signal.signal(signal.SIGTERM, lambda *_: Path("asked").write_text(""))
+            Path("up").write_text("")
+            while True:
+                time.sleep(0.05)
+        while not Path("up").exists():
+            time.sleep(0.01)
+        raise KeyError("label")
+    """)
+    ended = workshop.run("--start", "plain", "--grace", 0.1, "--nproc-per-node", 2, script)
+    assert ended.code == 1
+    assert (workshop.here / "asked").exists(), "it must be asked before it is killed"
+    assert "✗ run failed: rank 1 of 2 (host" in ended.err
+    assert "rank 0" not in ended.err.rpartition("✗")[2]
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "says"),
+    [
+        ("sys.exit()", 0, ""),
+        ("sys.exit(75)", 75, "stopped with a complete checkpoint"),
+        ("sys.exit(3)", 1, "✗ run failed: all 2 ranks (host {host}) left with exit code 3\n    at train.py:3\n"),
+        ("sys.exit(2)", 2, "left with exit code 2"),
+        ("sys.exit('no data')", 1, "left with exit code 1\n    no data\n    at train.py:3"),
+        ("os._exit(5)", 1, "✗ run failed: all 2 ranks left with exit code 5"),
+        ("os.kill(os.getpid(), 11)", 1, "was killed by SIGSEGV\n    a fault in compiled code"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+        ("1/0", 1, "all 2 ranks (host {host}) raised ZeroDivisionError"),
+    ],
+)
+def test_how_ranks_end_is_what_the_launcher_says(workshop, does, code, says):
+    script = workshop.script(f"import os, sys\nprint('begins')\n{does}\n")
+    ended = workshop.run("--start", "plain", "--nproc-per-node", 2, script)
+    assert ended.code == code, ended.err
+    assert ended.out.startswith("begins\n")
+    assert says.format(host=socket.gethostname()) in ended.err
+
+
+def test_a_module_and_a_directory_run_as_python_would(workshop):
+    (workshop.here / "pack").mkdir()
+    for name in ("__init__", "inner", "__main__"):
+        workshop.script(f"import sys\nprint({name!r}, __name__, sys.argv[1:])\n", f"pack/{name}.py")
+    assert workshop.run("--start", "plain", "-m", "pack.inner", "-m").out == (
+        "__init__ pack []\ninner __main__ ['-m']\n".replace("[]", "['-m']")
+    )
+    assert workshop.run("--start", "plain", "pack", "x").out == "__main__ __main__ ['x']\n"
+
+
+def test_what_a_script_leaves_to_its_end_is_done(workshop):
+    script = workshop.script("""
+        import atexit, sys, threading, time
+        sys.stdout.write("unfinished")
+        atexit.register(lambda: print(" at exit", sys.modules["__main__"].__file__[-8:]))
+        threading.Thread(target=lambda: (time.sleep(0.2), sys.stdout.write(" thread"))).start()
+    """)
+    assert workshop.run("--start", "plain", script).out == "unfinished thread at exit train.py\n"
+
+
+def test_a_closed_pipe_does_not_end_the_run(workshop):
+    script = workshop.script("""
+        import time
+        from pathlib import Path
+        print("first", flush=True)
+        while not Path("closed").exists():
+            time.sleep(0.01)
+        print("more\\n" * 1000, flush=True)
+        Path("done").write_text("")
+    """)
+    launcher = workshop.start("--start", "plain", script)
+    assert launcher.stdout.readline() == "first\n"
+    launcher.stdout.close()
+    (workshop.here / "closed").write_text("")
+    launcher.stdout = None
+    assert launcher.wait(timeout=60) == 0
+    assert (workshop.here / "done").exists()
+    launcher.stderr.close()
+    launcher.stderr = None
+
+
+def test_a_function_runs_on_ranks_that_are_copies_and_gives_back_its_values(workshop):
+    workshop.script("""
+        import lockstep, torch
+        offset, changed = 5, []
+
+        def main():
+            import torch.distributed as dist
+            dist.init_process_group("gloo")
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            changed.append(1)
+            return dist.get_rank() + offset, total.item()
+
+        def fails():
+            raise ValueError("bad label")
+
+        print(lockstep.launch(main, ranks=2), changed)
+        try:
+            lockstep.launch(fails, ranks=2)
+        except lockstep.LaunchError as error:
+            print(str(error).splitlines()[:2])
+    """)
+    process = workshop.start(command=("train.py",))
+    out, _err = process.communicate(timeout=90)
+    values, failure = out.splitlines()
+    assert values == "[(5, 2.0), (6, 2.0)] []"
+    assert "all 2 ranks" in failure
+    assert "raised ValueError" in failure
+    assert "bad label" in failure
+
+
+def test_two_launchers_do_not_share_a_run_directory(workshop, hit):
+    script = workshop.script(WAITS)
+    first = workshop.start("--start", "plain", "--run-dir", "r", script)
+    workshop.wait_for_file("up-0")
+    second = workshop.run("--start", "plain", "--run-dir", "r", "--resume", script)
+    assert second.code == 2
+    assert "another lockstep run works in r" in second.err
+    hit(first, "SIGTERM")
+    assert workshop.end_of(first).code == 128 + signal.SIGTERM
+
+
+def test_a_process_with_threads_is_not_copied(workshop):
+    (workshop.here / "site").mkdir()
+    workshop.script(
+        """
+        import threading
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        """,
+        "site/sitecustomize.py",
+    )
+    script = workshop.script("print('up')\n")
+    ended = workshop.run(script, PYTHONPATH=f"{workshop.here / 'site'}:{SOURCE}")
+    assert ended.code == 0, ended.err
+    assert ended.out == "up\n"
+    assert "ranks start as separate processes, which is slower: importing torch started 1 threads" in ended.err

@@ -1,0 +1,142 @@
+"""The command line: what it accepts, how it refuses, and how fast it answers."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep import cli
+
+SOURCE = str(Path(lockstep.__file__).parents[1])
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+def test_the_options_of_run_are_the_frozen_ones():
+    """Scripts and other tools rely on them: a new one needs a reason, and one that goes breaks somebody."""
+    options = {option for action in cli.run_options()._actions for option in action.option_strings}
+    frozen = (Path(__file__).parent / "options.txt").read_text().split()
+    assert sorted(options) == sorted(frozen)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_alone_it_says_what_it_can_do(capsys, words):
+    assert cli.main(words) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert "  run        start a script" in said.out
+    assert said.out.count("\n  lockstep run ") == 3
+    assert len(said.out.splitlines()) < 30
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lockstep {lockstep.__version__}\n"
+
+
+def test_help_of_run_fits_a_screen(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "--help"])
+    assert ended.value.code == 0
+    assert len(capsys.readouterr().out.splitlines()) < 50
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("rum train.py", "lockstep: no such command: rum; did you mean run?"),
+        ("train.py", "lockstep: no such command: train.py; to start a script: lockstep run train.py"),
+        ("fly", "lockstep: no such command: fly; there are run"),
+        ("run", "lockstep run: say what to run: lockstep run train.py"),
+        ("run trian.py", "lockstep run: no such file: trian.py; did you mean train.py?"),
+        ("run --nproc-per-nod 2 train.py", "no such option: --nproc-per-nod; did you mean --nproc-per-node?"),
+        ("run --nproc 2 train.py", "no such option: --nproc"),
+        ("run --nproc_per_node x train.py", "give a number of ranks, gpu, cpu or auto"),
+        ("run --max-restarts few train.py", "invalid int value: 'few'"),
+        ("run --grace -1 train.py", "it must be at least 0 seconds"),
+        ("run --nnodes 2 train.py", "say where the machines meet, the same on each: --rdzv-endpoint HOST:PORT"),
+        ("run --nnodes=4:1 train.py", "--nnodes 4:1: give a number of machines, or MIN:MAX such as 1:4"),
+        ("run --nnodes few train.py", "--nnodes few: give a number of machines"),
+        ("run --nnodes 2 --rdzv_endpoint n1:0 train.py", "give HOST:PORT, with a port between 1 and 65535"),
+        ("run --nnodes 2 --rdzv-endpoint n1 --rdzv-conf timeout=3 train.py", "there are join_timeout=SECONDS"),
+        ("run --nnodes 2 --rdzv-endpoint n1 --rdzv-conf join_timeout=no train.py", "give join_timeout=SECONDS"),
+        ("run --nnodes 2 --rdzv-endpoint n1 --rdzv-conf lost_after=0 train.py", "it must be more than 0 seconds"),
+        ("run --nnodes 2 --rdzv-endpoint nohost.invalid train.py", "cannot resolve 'nohost.invalid' from node "),
+        ("run --node-rank 1 train.py", "machines are numbered as they come"),
+        ("run --master-addr n1 train.py", "--rdzv-endpoint HOST:PORT"),
+        ("run --master-port=29500 train.py", "leave it out: a free port is found"),
+        ("run --keep 3 train.py", "it is a setting: --set keep=VALUE"),
+        ("run --set keep train.py", "give NAME=VALUE"),
+        ("run --set kepp=3 train.py", "kepp: no such setting; did you mean keep?"),
+        ("run --set keep=0 train.py", "keep=0: it must be at least 1"),
+        ("run --precision fp8 train.py", "precision='fp8': give one of fp32, bf16, fp16"),
+        ("run --reduction exactly train.py", "reduction='exactly': give one of exact, fast"),
+        ("run --save-every often train.py", "give a number and a unit"),
+        ("run --start thread train.py", "choose from 'fork', 'plain'"),
+        ("run --resume train.py", "say which run, with --run-dir DIR"),
+        ("run --resume --fresh --run-dir r train.py", "contradict"),
+        ("run -m trian", "no such module: trian; did you mean train?"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line_with_a_way_out(here, capsys, words, says):
+    assert cli.main(words.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert says in said.err
+    assert len(said.err.splitlines()) == 1
+    assert sorted(path.name for path in here.iterdir()) == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "ours", "program"),
+    [
+        ("train.py --resume --fresh -m x", {}, ("train.py", ["--resume", "--fresh", "-m", "x"])),
+        ("--resume --run-dir r train.py --run-dir s", {"run_dir": "r"}, ("train.py", ["--run-dir", "s"])),
+        ("--nproc_per_node=4 -- train.py -- x", {"nproc_per_node": "4"}, ("train.py", ["--", "x"])),
+        ("--standalone --nnodes 1 train.py", {}, ("train.py", [])),
+        ("-m pack.train -m", {"options": ()}, ("pack.train", ["-m"])),
+        ("--fresh --run-dir=r --grace 3 train.py", {"grace_s": 3.0, "options": ("--grace", "3")}, ("train.py", [])),
+        ("--set keep=2 --strategy fsdp train.py", {"settings": {"keep": "2", "strategy": "fsdp"}}, ("train.py", [])),
+    ],
+)
+def test_what_stands_after_the_script_is_the_scripts(here, monkeypatch, words, ours, program):
+    asked = []
+    monkeypatch.setattr(importlib.import_module("lockstep.launch"), "start", lambda request: asked.append(request) or 0)
+    assert cli.main(["run", *words.split()]) == 0
+    (request,) = asked
+    assert (request.program.name, list(request.program.args)) == program
+    assert {name: getattr(request, name) for name in ours} == ours
+
+
+def test_a_checkpoint_directory_does_not_follow_the_script_around(here, monkeypatch):
+    asked = []
+    monkeypatch.setattr(importlib.import_module("lockstep.launch"), "start", lambda request: asked.append(request) or 0)
+    cli.main(["run", "--checkpoint", "c", "train.py"])
+    assert asked[0].settings == {"checkpoint": str(here / "c")}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["run", "--help"], ["run", "nothere.py"]])
+def test_it_answers_without_loading_what_is_slow(tmp_path, words):
+    look = f"""
+import sys
+sys.path.insert(0, {SOURCE!r})
+from lockstep import cli
+try:
+    cli.main({words!r})
+except SystemExit:
+    pass
+slow = {{"torch", "numpy", "rich", "matplotlib", "multiprocessing.context"}} & set(sys.modules)
+if "nothere.py" in {words!r}:
+    slow -= {{"multiprocessing.context"}}
+sys.exit(f"loaded: {{slow}}" if slow else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", look], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,255 @@
+"""`lockstep run` on several machines: real hosts as far as network and processes go (see `hosts.py`).
+
+A job is hit when it is seen to have got somewhere, never by a clock, and waits to be hit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from hosts import hosts, why_not
+from lockstep.world import EXIT_TIMEOUT
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts"),
+    pytest.mark.timeout(240),
+]
+
+DEADLINE_S = 100
+SOURCE = str(Path(lockstep.__file__).parents[1])
+CONF = "join_timeout=60,last_call_timeout=1,lost_after=3"
+
+#: Trains a little and says each step in a file. From step WAIT on its steps are slow, until there is a file "go".
+TRAIN = """
+import hashlib, os, socket, sys, time
+from pathlib import Path
+import torch
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+import lockstep
+
+HERE, WAIT = Path(sys.argv[1]), int(sys.argv[2])
+with lockstep.Run(seed=3) as run:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    model = run.model(net)
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    x = torch.sin(torch.arange(960.0).reshape(120, 8))
+    batches = run.loader(TensorDataset(x, torch.arange(120) % 3), global_batch=24, micro_batch=4, workers=0)
+    generation = os.environ.get("LOCKSTEP_GENERATION", "0")
+    for epoch in run.epochs(50):
+        for images, labels in run.train(batches):
+            run.step(F.cross_entropy(model(images), labels))
+            name = f"g{generation}-{socket.gethostname()}-{run.rank}of{run.world_size}"
+            (HERE / f".{name}").write_text(str(run.progress.step))
+            (HERE / f".{name}").rename(HERE / name)
+            if run.progress.step >= WAIT and not (HERE / "go").exists():
+                time.sleep(0.4)
+    sums = hashlib.sha256(b"".join(value.numpy().tobytes() for value in net.state_dict().values()))
+    (HERE / f"final-{run.rank}").write_text(f"{run.progress.step} {sums.hexdigest()}")
+"""
+
+
+class Cluster:
+    """Launchers on hosts, in one directory that all of them see."""
+
+    def __init__(self, machines, here):
+        self.machines, self.here = machines, here
+        self.launchers, self.before = {}, []
+        (here / "train.py").write_text(TRAIN)
+
+    def launch(self, name, nodes, *words, ranks=1, wait=10**6, script="train.py", conf=CONF, endpoint="n1:29400"):
+        self.before += [self.launchers[name]] if name in self.launchers else []
+        out = (self.here / f"{name}.txt").open("a")
+        env = {key: value for key, value in os.environ.items() if not key.startswith(("LOCKSTEP_R", "OMP_"))}
+        options = ("--nnodes", nodes, "--rdzv-endpoint", endpoint, "--rdzv-conf", conf, "--run-dir", "r")
+        command = (sys.executable, "-m", "lockstep", "run", *options, "--nproc-per-node", ranks, *words)
+        self.launchers[name] = self.machines[name].start(
+            [str(word) for word in (*command, script, self.here, wait)],
+            cwd=self.here,
+            env={**env, "PYTHONPATH": SOURCE, "PYTHONUNBUFFERED": "1"},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+        out.close()
+
+    def said(self, name):
+        return (self.here / f"{name}.txt").read_text()
+
+    def until(self, what, why=""):
+        end_s = time.monotonic() + DEADLINE_S
+        while not (seen := what()):
+            assert time.monotonic() < end_s, f"{why}\n{self.everything()}"
+            time.sleep(0.05)
+        return seen
+
+    def until_said(self, name, words):
+        self.until(lambda: words in self.said(name), f"{name} never said {words!r}")
+
+    def until_steps(self, generation, *, ranks, steps=1):
+        """Wait until a generation (``*``: any) of so many ranks has trained; returns the hosts that it ran on."""
+
+        def seen():
+            worlds = {}
+            for path in self.here.glob(f"g{generation}-*of{ranks}"):
+                worlds.setdefault(path.name.split("-")[0], []).append(path)
+            far = [w for w in worlds.values() if len(w) == ranks and all(int(p.read_text()) >= steps for p in w)]
+            return far and {path.name.split("-")[1] for path in far[-1]}
+
+        return self.until(seen, f"no generation {generation} of {ranks} ranks")
+
+    def end_of(self, name):
+        try:
+            return self.launchers[name].wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{name} does not end\n{self.everything()}")
+
+    def everything(self):
+        logs = [*sorted(self.here.glob("*.txt")), *sorted(self.here.glob("r/logs/*"))]
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in logs)
+
+    def close(self):
+        for launcher in (*self.before, *self.launchers.values()):
+            launcher.wait(DEADLINE_S)
+
+    def go(self):
+        (self.here / "go").write_text("")
+
+    def finals(self):
+        return {path.read_text() for path in self.here.glob("final-*")}
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    with hosts(2) as machines:
+        made = Cluster(machines, tmp_path)
+        yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """What one rank on one machine trains."""
+    here = tmp_path_factory.mktemp("alone")
+    (here / "train.py").write_text(TRAIN)
+    (here / "go").write_text("")
+    env = {**os.environ, "PYTHONPATH": SOURCE}
+    subprocess.run([sys.executable, "train.py", str(here), "0"], cwd=here, env=env, check=True, timeout=DEADLINE_S)
+    return (here / "final-0").read_text()
+
+
+def test_two_hosts_train_the_bits_of_one_also_over_a_slow_link(cluster, expected):
+    cluster.machines["n2"].slow("20mbit")
+    cluster.go()
+    for name in ("n2", "n1"):
+        cluster.launch(name, "2")
+    assert (cluster.end_of("n1"), cluster.end_of("n2")) == (0, 0), cluster.everything()
+    assert "generation 0: 2 ranks on 2 nodes: n1 (1), n2 (1)" in cluster.said("n1")
+    assert cluster.finals() == {expected}
+    assert json.loads((cluster.here / "r/run.json").read_text())["generations"][0]["hosts"] == ["n1", "n2"]
+
+
+def test_the_cause_on_one_host_is_told_on_all_with_one_exit_code(cluster):
+    (cluster.here / "fails.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "if dist.get_rank() == 3:\n"
+        "    raise ValueError('bad label 255')\n"
+        "while True:\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+    )
+    for name in ("n1", "n2"):
+        cluster.launch(name, "2", ranks=2, script="fails.py")
+    for name in ("n1", "n2"):
+        assert cluster.end_of(name) == 1
+        last = cluster.said(name).rpartition("run failed: ")[2].splitlines()
+        assert last[:3] == ["rank 3 of 4 (host n2) raised ValueError", "    bad label 255", "    at fails.py:5"]
+
+
+def test_a_host_that_dies_is_named_and_the_job_goes_on_when_it_is_back(cluster, expected):
+    for name in ("n1", "n2"):
+        cluster.launch(name, "2", "--max-restarts", "1", "--save-every", "5 steps", wait=12)
+    assert cluster.until_steps(0, ranks=2, steps=12) == {"n1", "n2"}
+    cluster.machines["n2"].kill()
+    cluster.until_said(
+        "n1", "lost node n2 (rank 1 of 2); going on as generation 1 with 2 nodes (change 1 of at most 10)"
+    )
+    cluster.until_said("n1", "waiting for 1 of 2 nodes: here n1")
+    cluster.machines.boot("n2")
+    cluster.go()
+    cluster.launch("n2", "2", "--max-restarts", "1", "--save-every", "5 steps", wait=12)
+    assert (cluster.end_of("n1"), cluster.end_of("n2")) == (0, 0), cluster.everything()
+    assert "resumed at step " in cluster.said("n1")
+    assert cluster.finals() == {expected}
+
+
+def test_the_host_that_holds_the_table_dies_and_the_others_wait_for_it(cluster, expected):
+    for name in ("n1", "n2"):
+        cluster.launch(name, "2", "--max-restarts", "1", "--save-every", "5 steps", wait=12)
+    cluster.until_steps(0, ranks=2, steps=12)
+    cluster.machines["n1"].kill()
+    cluster.until_said("n2", "cut off: nothing heard of the node that decides")
+    cluster.until(lambda: "rank 1" not in cluster.machines["n2"].run("ps", "-eo", "comm"), "n2 kept its rank")
+    cluster.machines.boot("n1")
+    cluster.go()
+    cluster.launch("n1", "2", "--resume", "--max-restarts", "1", "--save-every", "5 steps", wait=12)
+    assert (cluster.end_of("n1"), cluster.end_of("n2")) == (0, 0), cluster.everything()
+    assert "generation 1: 2 ranks on 2 nodes: n1 (1), n2 (1)" in cluster.said("n2")
+    assert cluster.finals() == {expected}
+
+
+def test_a_stop_on_one_host_stops_all_with_a_checkpoint(cluster):
+    for name in ("n1", "n2"):
+        cluster.launch(name, "2", wait=5)
+    cluster.until_steps(0, ranks=2, steps=5)
+    cluster.machines["n2"].signal(cluster.launchers["n2"], signal.SIGTERM)
+    assert (cluster.end_of("n1"), cluster.end_of("n2")) == (75, 75), cluster.everything()
+    assert "lockstep run --resume --run-dir r --nnodes 2 --rdzv-endpoint n1:29400" in cluster.said("n1")
+
+
+def test_who_does_not_come_and_who_does_not_fit_is_told(cluster):
+    cluster.launch("n2", "2", endpoint="nohost:29400")
+    assert cluster.end_of("n2") == 2
+    assert "cannot resolve 'nohost' from node n2" in cluster.said("n2")
+    cluster.launch("n1", "2", "--rdzv-id", "mine", conf="join_timeout=12")
+    cluster.until_said("n1", "waiting for 1 of 2 nodes: here n1 (3 s)")
+    cluster.launch("n2", "2", "--rdzv-id", "other")
+    assert cluster.end_of("n2") == 2
+    assert "the run's id is other on n2, mine on n1" in cluster.said("n2")
+    assert cluster.end_of("n1") == EXIT_TIMEOUT
+    assert re.search(r"gave up waiting for 1 of 2 nodes: here n1 \(1\d s\)", cluster.said("n1"))
+
+
+def test_one_to_four_hosts_shrink_when_one_is_cut_off_grow_again_and_train_the_same_bits(tmp_path, expected):
+    with hosts(4) as machines:
+        cluster = Cluster(machines, tmp_path)
+        words = {"wait": 12, "conf": CONF.replace("last_call_timeout=1", "last_call_timeout=4")}
+        for name in ("n1", "n2", "n3"):
+            cluster.launch(name, "1:4", "--save-every", "5 steps", **words)
+        assert cluster.until_steps("*", ranks=3, steps=12) == {"n1", "n2", "n3"}
+        assert "3 ranks on 3 of at most 4 nodes: n1 (1), " in cluster.said("n1")
+        machines["n3"].cut()
+        cluster.until_said("n3", "cut off: nothing heard of the node that decides")
+        cluster.until(lambda: "rank " not in machines["n3"].run("ps", "-eo", "comm"), "n3 kept its rank")
+        cluster.until_said("n1", "lost node n3 (rank ")
+        assert cluster.until_steps("*", ranks=2, steps=12) == {"n1", "n2"}
+        machines["n3"].mend()
+        cluster.launch("n4", "1:4", "--save-every", "5 steps", **words)
+        cluster.until_said("n1", " came: stopping at a checkpoint, to go on with more nodes")
+        assert cluster.until_steps("*", ranks=4, steps=12) == {"n1", "n2", "n3", "n4"}
+        cluster.go()
+        for name in machines.up:
+            assert cluster.end_of(name) == 0, cluster.everything()
+        assert "the other nodes are heard again" in cluster.said("n3")
+        assert cluster.finals() == {expected}
+    cluster.close()
