@@ -1,0 +1,110 @@
+"""P4: the gradient of a step is that of the mean over the global batch, whoever holds how much of it."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lockstep.run import Run
+from worlds import on_world
+
+LR = 0.05  # small enough that the training converges: a diverging one would magnify rounding
+
+
+def make_net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def make_data(samples):
+    """Samples of up to five items each, the last ones empty: inputs, targets and how many items count."""
+    generator = torch.Generator().manual_seed(samples)
+    inputs = torch.randn(samples, 5, 3, dtype=torch.float64, generator=generator)
+    targets = torch.randn(samples, 5, dtype=torch.float64, generator=generator)
+    items = torch.randint(1, 6, (samples,), generator=generator)
+    return inputs, targets, items
+
+
+def mean_loss(net, batch, by_items):
+    """The mean over samples of their sums, or the mean over items; and how many items that is."""
+    inputs, targets, items = batch
+    held = torch.arange(5) < items[:, None]
+    squares = ((net(inputs).squeeze(-1) - targets) ** 2 * held).sum()
+    return squares / (items.sum() if by_items else len(inputs)), items.sum()
+
+
+def by_hand(samples, global_batch, by_items, clip_norm):
+    """On one process, each step as one batch."""
+    net, data = make_net(), make_data(samples)
+    for begin in range(0, samples, global_batch):
+        loss, _ = mean_loss(net, [part[begin : begin + global_batch] for part in data], by_items)
+        gradients = torch.autograd.grad(loss, list(net.parameters()))
+        norm = torch.cat([g.flatten() for g in gradients]).norm()
+        scale = 1.0 if clip_norm is None else min(1.0, clip_norm / (float(norm) + 1e-6))
+        with torch.no_grad():
+            for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+                parameter.sub_(LR * scale * gradient)
+    return [p.detach() for p in net.parameters()]
+
+
+def by_run(samples, global_batch, micro_batch, by_items, clip_norm, reduction="exact"):
+    net = make_net()
+    with Run(clip_norm=clip_norm, reduction=reduction) as run:
+        model = run.model(net)
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=LR))
+        batches = run.loader(make_data(samples), global_batch=global_batch, micro_batch=micro_batch, shuffle=False)
+        for batch in run.train(batches):
+            loss, items = mean_loss(model, batch, by_items)
+            run.step(loss, count=items if by_items else None)
+    return [p.detach() for p in net.parameters()]
+
+
+def assert_same(found, wanted):
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
+@settings(max_examples=30)
+@given(
+    samples=st.integers(1, 23),
+    global_batch=st.integers(1, 9),
+    data=st.data(),
+    by_items=st.booleans(),
+    clip_norm=st.sampled_from([None, 0.05, 1e9]),
+)
+def test_on_one_rank(samples, global_batch, data, by_items, clip_norm):
+    micro_batch = data.draw(st.integers(1, global_batch))
+    found = by_run(samples, global_batch, micro_batch, by_items, clip_norm)
+    assert_same(found, by_hand(samples, global_batch, by_items, clip_norm))
+
+
+# Unequal runs, unequal micro-batches, a last step with fewer micro-batches than ranks, one with a single sample.
+SIZES = [(23, 9, 2), (19, 6, 1), (10, 9, 3), (7, 7, 2)]
+CASES = [
+    (*sizes, by_items, clip_norm, reduction)
+    for sizes, by_items, clip_norm, reduction in itertools.product(
+        SIZES, (False, True), (None, 0.05), ("exact", "fast")
+    )
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_on_many_ranks(world_size):
+    for case, found in zip(CASES, on_world(world_size, [(by_run, *case) for case in CASES]), strict=True):
+        samples, global_batch, _, by_items, clip_norm, _ = case
+        wanted = by_hand(samples, global_batch, by_items, clip_norm)
+        for parameters in found:
+            assert not isinstance(parameters, str), f"{case}: {parameters}"
+            assert_same(parameters, wanted)
+
+
+def test_the_test_can_see():
+    """The mean of the micro-batches' means, which is the usual mistake, is far away."""
+    found = by_run(23, 9, 2, False, None)
+    with pytest.raises(AssertionError):
+        assert_same(found, by_hand(23, 9, True, None))
+    with pytest.raises(AssertionError):
+        assert_same(found, by_hand(22, 9, False, None))

@@ -1,0 +1,30 @@
+"""Many short runs in one launch of real ranks."""
+
+import traceback
+
+import torch.distributed as dist
+
+from lockstep.testing import run_ranks
+
+# A rank that parts ways with the others is told so by a deadline, for its process lives on to the next run.
+PEER_TIMEOUT_S = "30"
+
+
+def in_turn(calls):
+    """On a rank: the result of each ``function(*args)``, or the traceback of what it raised, in their order."""
+    results = []
+    for function, *args in calls:
+        try:
+            results.append(function(*args))
+        except Exception:  # noqa: BLE001 - the test that called will read it
+            results.append(traceback.format_exc())
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return results
+
+
+def on_world(size, calls, timeout_s=200, env=None):
+    """`in_turn` on ``size`` ranks; for each call what the ranks returned, by rank."""
+    env = {"LOCKSTEP_PEER_TIMEOUT_S": PEER_TIMEOUT_S, **(env or {})}
+    by_rank = run_ranks(in_turn, size, calls, timeout_s=timeout_s, env=env)
+    return [list(results) for results in zip(*by_rank, strict=True)]
