@@ -1,0 +1,37 @@
+"""Starting the ranks of a benchmark, and bringing home what their leader saw."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lockstep
+
+
+def start(script: str, ranks: int, told: dict[str, Any], python: str = sys.executable) -> Any:
+    """Run ``script`` on so many ranks under ``lockstep run``, where `told` gives ``told``; what its leader wrote.
+
+    If a rank fails, this process ends with the launcher's words.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        told = told | {"out": str(Path(place, "seen.json"))}
+        words = ["run", "--nproc-per-node", str(ranks), "--run-dir", str(Path(place, "run"))]
+        home = str(Path(lockstep.__file__).parents[1])
+        done = subprocess.run(
+            [python, "-m", "lockstep", *words, script, "--rank", json.dumps(told)],
+            env=os.environ | {"PYTHONPATH": home, "LOCKSTEP_VIEW": "silent"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(done.stderr)
+        return json.loads(Path(told["out"]).read_text())
+
+
+def told() -> dict[str, Any] | None:
+    """In a rank: what `start` was given, and ``out``, where the leader writes what it saw as JSON. Elsewhere: None."""
+    return json.loads(sys.argv[2]) if sys.argv[1:2] == ["--rank"] else None
