@@ -91,9 +91,13 @@ def test_a_node_that_says_nothing_grows_silent_and_one_that_left_says_so(store):
         quiet.close()
         leaves.post(Line("leaves", "leaves", 2, leaving=True), ())
         leaves.close()
-        soon(lambda: [s.line.leaving for s in chair.seats()] == [False, False, True])
-        soon(lambda: chair.seats()[1].silent_s > 1.0)
-        assert chair.seats()[0].silent_s < chair.seats()[1].silent_s
+
+        def seats():  # whoever came first sits first
+            return {seat.line.seat: seat for seat in chair.seats()}
+
+        soon(lambda: {name for name, seat in seats().items() if seat.line.leaving} == {"leaves"})
+        soon(lambda: seats()["quiet"].silent_s > 1.0)
+        assert seats()["c"].silent_s < seats()["quiet"].silent_s
 
 
 def test_a_store_that_does_not_answer_is_noticed_and_asked_anew(store):
