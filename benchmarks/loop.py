@@ -149,17 +149,7 @@ def fabric(run: lockstep.Run, name: str, data: TensorDataset) -> dict[str, Block
     model, optimizer = door.setup(model, sgd(model))
     loader = door.setup_dataloaders(DataLoader(data, batch_size=BATCH, shuffle=True))
 
-    def block() -> list[float]:
-        done = [time.perf_counter()]
-        model.train()
-        for images, labels in loader:
-            optimizer.zero_grad()
-            door.backward(F.cross_entropy(model(images), labels))
-            optimizer.step()
-            done.append(time.perf_counter())
-        return done
-
-    return {"fabric": block}
+    return {"fabric": _through(door.backward, model, optimizer, loader)}
 
 
 def accelerate(run: lockstep.Run, name: str, data: TensorDataset) -> dict[str, Block]:
@@ -170,17 +160,23 @@ def accelerate(run: lockstep.Run, name: str, data: TensorDataset) -> dict[str, B
     model = build(name)
     model, optimizer, loader = door.prepare(model, sgd(model), DataLoader(data, batch_size=BATCH, shuffle=True))
 
+    return {"accelerate": _through(door.backward, model, optimizer, loader)}
+
+
+def _through(backward: Callable[[Tensor], Any], model: Any, optimizer: Any, loader: Any) -> Block:
+    """A pass over the data for those that wrap all three and want the backward pass made through them, too."""
+
     def block() -> list[float]:
         done = [time.perf_counter()]
         model.train()
         for images, labels in loader:
             optimizer.zero_grad()
-            door.backward(F.cross_entropy(model(images), labels))
+            backward(F.cross_entropy(model(images), labels))
             optimizer.step()
             done.append(time.perf_counter())
         return done
 
-    return {"accelerate": block}
+    return block
 
 
 def _loader(run: lockstep.Run, data: TensorDataset) -> DataLoader[Any]:

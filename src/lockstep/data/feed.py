@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lockstep.batch import BatchPlan
 from lockstep.data.memory import Columns, columns_of
-from lockstep.data.order import MicroBatch, order_of, slots_of
+from lockstep.data.order import MicroBatch, order_of
 from lockstep.data.samples import Picker, Picks, Seeded
 from lockstep.data.stream import Batches, Found, OnePass, Reader, Steps, Strided, refuse_unequal, sizes_of
 from lockstep.data.workers import begin_pass, choose_workers, end_passes, open_loader
@@ -139,14 +139,7 @@ class MemoryFeed:
     def epoch(self, epoch: int, first_step: int = 0, *, shadows: bool) -> Iterator[MicroBatch]:
         picker, take, pin = self._picker, self._columns.take, self._pin
         rows = self._columns.arranged(order_of(picker.length, picker.seed, epoch, shuffle=picker.shuffle))
-        for slot in slots_of(
-            self.plan,
-            picker.rank,
-            picker.length,
-            drop_last=picker.drop_last,
-            first_step=first_step,
-            shadows=shadows,
-        ):
+        for slot in picker.slots(first_step, shadows=shadows):
             data = take(rows[slot.start : slot.stop])
             yield slot.filled(_pinned(data) if pin else data)
 
@@ -192,14 +185,7 @@ class SampleFeed:
 
     def epoch(self, epoch: int, first_step: int = 0, *, shadows: bool) -> Iterator[MicroBatch]:
         picker = self._picker
-        slots = slots_of(
-            self.plan,
-            picker.rank,
-            picker.length,
-            drop_last=picker.drop_last,
-            first_step=first_step,
-            shadows=shadows,
-        )
+        slots = picker.slots(first_step, shadows=shadows)
         picker.aim(epoch, first_step, shadows=shadows)
         if self._read is not None:
             batches = map(self._read, picker)

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import Dataset, Sampler, Subset
 
 from lockstep.batch import BatchPlan
-from lockstep.data.order import order_of, run_length, slots_of
+from lockstep.data.order import Slot, order_of, run_length, slots_of
 from lockstep.randomness import seed_generators, seed_of
 
 #: What travels to a loader process for each micro-batch. The epoch goes with the indices, so that a process that
@@ -34,6 +34,12 @@ class Picker(Sampler[Picks]):
         self.first_step = first_step
         self.shadows = shadows
 
+    def slots(self, first_step: int, *, shadows: bool) -> Iterator[Slot]:
+        """The places of this rank's micro-batches in any epoch, from ``first_step`` on."""
+        return slots_of(
+            self.plan, self.rank, self.length, drop_last=self.drop_last, first_step=first_step, shadows=shadows
+        )
+
     def __len__(self) -> int:
         return run_length(
             self.plan,
@@ -46,14 +52,7 @@ class Picker(Sampler[Picks]):
 
     def __iter__(self) -> Iterator[Picks]:
         # A generator begun here, not a generator function: the aim is read now, not when the first item is asked for.
-        slots = slots_of(
-            self.plan,
-            self.rank,
-            self.length,
-            drop_last=self.drop_last,
-            first_step=self.first_step,
-            shadows=self.shadows,
-        )
+        slots = self.slots(self.first_step, shadows=self.shadows)
         order = order_of(self.length, self.seed, self.epoch, shuffle=self.shuffle)
         epoch = self.epoch
         return ((epoch, _indices(order[slot.start : slot.stop])) for slot in slots)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.launch.failure import HANG, Failure, aborted_by_watchdog
+from lockstep.watch import named
 from lockstep.world import EXIT_FAILED, EXIT_KILLED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE
 
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -251,18 +252,6 @@ def _signal_name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:
         return f"signal {signum}"
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Such as ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
 
 
 _REASONS: dict[int, list[str]] = {

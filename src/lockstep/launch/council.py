@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Literal, Self
 
-from lockstep.launch.causes import Ending, exit_code, has_failed, named
+from lockstep.launch.causes import Ending, exit_code, has_failed
+from lockstep.watch import named
 from lockstep.world import EXIT_FAILED, EXIT_KILLED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT
 
 _FIRST_WORD_S = 3.0  #: of waiting, until it is said who is waited for; then at twice the time, and so on

@@ -72,14 +72,7 @@ def preside(
     keeper = Keeper(listening, lambda passed, port: own_python("store", [str(passed), str(port), str(os.getpid())]))
     stack.enter_context(contextlib.closing(keeper))
     table = found(endpoint, creed, line, lost_after_s=nodes.lost_after_s)
-    return Joined(
-        job,
-        table,
-        line,
-        _rules(job.request, nodes),
-        _finder(endpoint, line),
-        lambda host: inquire(host, nodes.endpoint),
-    )
+    return _seated(job, nodes, endpoint, table, line)
 
 
 def join(
@@ -107,6 +100,10 @@ def join(
     job = replace(job, run_dir=run_dir, begins=creed.begins, generation=creed.generation)
     line = Line(uuid.uuid4().hex, name, job.ranks, endpoint.reach())
     table = Shared(endpoint, creed, line, lost_after_s=nodes.lost_after_s)
+    return _seated(job, nodes, endpoint, table, line)
+
+
+def _seated(job: Job, nodes: Nodes, endpoint: Endpoint, table: Shared, line: Line) -> Joined:
     return Joined(
         job,
         table,

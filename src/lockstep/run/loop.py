@@ -40,7 +40,6 @@ from lockstep.watch import pulse
 from lockstep.world import FRESH, RESUME, STOP_FILE, World, allotted_cpus
 
 T = TypeVar("T")
-_FOR_EVER_S = 7 * 24 * 3600.0
 _DEFAULTS = Settings()
 _FOR_EVER_S = 7 * 24 * 3600.0
 
