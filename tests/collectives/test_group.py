@@ -6,7 +6,8 @@ import signal
 import pytest
 import torch
 
-from lockstep.collectives import alone, open_group, tells_of_lost_peer
+from lockstep.batch import BatchPlan
+from lockstep.collectives import alone, open_exchange, open_group, tells_of_lost_peer
 from lockstep.errors import MismatchError, PeerLost, WorldError
 from lockstep.testing import run_each, run_ranks
 from lockstep.world import World
@@ -56,6 +57,39 @@ def test_ranks_agree_and_are_told_where_they_differ():
         assert got["again"] == [0, 1, 2]
 
 
+def parts():
+    """Ranks 0 and 2 make one part, 1 and 3 another, and each of those a part of one rank."""
+    group = meet()
+    part = group.part([rank for rank in range(4) if rank % 2 == group.rank % 2])
+    runs = BatchPlan(4, 1, part.size).run
+    exchange = open_exchange(part, runs)
+    sums = torch.full((3,), float(group.rank))
+    exchange.begin(sums, [sums], 2)
+    exchange.finish()
+    alone = part.part([part.rank])
+    got = {
+        "number": (part.rank, part.size),
+        "gathered": part.gather_objects(group.rank, "ranks of a part"),
+        "sum": part.sum_tensor(torch.ones(1) * group.rank, "tensors of a part").tolist(),
+        "tree": sums.tolist(),
+        "alone": (alone.size, alone.gather_objects(7, "by myself")),
+    }
+    group.barrier("end")
+    exchange.close()
+    group.close()
+    return got
+
+
+def test_a_part_of_the_ranks_is_a_group_of_its_own():
+    for rank, got in enumerate(run_ranks(parts, 4)):
+        mine = [rank % 2, rank % 2 + 2]
+        assert got["number"] == (rank // 2, 2)
+        assert got["gathered"] == mine
+        assert got["sum"] == [sum(mine)]
+        assert got["tree"] == [sum(mine)] * 3
+        assert got["alone"] == (1, [7])
+
+
 def boards():
     group = meet()
     board = group.board("news")
@@ -102,7 +136,7 @@ def test_a_killed_rank_is_noticed_and_named_as_no_cause():
 
 
 def one_does_not_come():
-    group = meet(timeout_s=1)
+    group = meet(timeout_s=3)
     board = group.board("news")
     if group.rank == 0:
         with pytest.raises(PeerLost, match="lonely"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,26 +50,51 @@ def open_exchange(group: Group, runs: Runs) -> Exchange:
     """The exchange that suits the group: through shared memory, NCCL or gloo; none for one rank. All ranks."""
     if group.size == 1:
         return _Alone()
-    if group.device.type == "cuda":
+    if group.device.type == "cuda" and not group.over_cpu:
         return OnStream(group, runs)
-    if group.on_one_machine and sys.platform == "linux":
-        return InSharedMemory(group, runs)
-    return OnThread(group, runs)
+    over_cpu = InSharedMemory if group.on_one_machine and sys.platform == "linux" else OnThread
+    exchange = over_cpu(group, runs)
+    return Staged(exchange) if group.device.type == "cuda" else exchange
 
 
 class FastExchange:
     """Torch's own all-reduce: no promise of bits, and a rank adds its own micro-batches as it likes."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Group) -> None:
+        self._lines = group.lines
         self._works: list[dist.Work] = []
 
     def begin(self, out: torch.Tensor) -> None:
         """Begin the sum of every rank's ``out``, to arrive in ``out``."""
-        self._works.append(dist.all_reduce(out, async_op=True))
+        self._works.append(dist.all_reduce(out, group=self._lines, async_op=True))
 
     def finish(self) -> None:
         """See `Exchange.finish`."""
         _wait_all(self._works)
+
+
+class RankSums:
+    """Sums of one tensor from each rank, along the tree over ranks.
+
+    Torch's all-reduce adds in an order that depends on where in a bucket an element lies, and DDP cuts its buckets anew
+    after the first step, also after a resume. Here the bits depend on the values and the number of ranks alone.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._size: Final = group.size
+        self._exchange: Final = open_exchange(group, lambda rank, _: range(rank, rank + 1))
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Begin the sum of every rank's ``tensor``, of one dimension, to arrive in it."""
+        self._exchange.begin(tensor, [tensor], self._size)
+
+    def finish(self) -> None:
+        """See `Exchange.finish`."""
+        self._exchange.finish()
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+        self._exchange.close()
 
 
 class _Alone:
@@ -97,7 +121,7 @@ class OnThread:
 
     def __init__(self, group: Group, runs: Runs) -> None:
         self._routes = Routes(group.rank, group.size, runs)
-        self._second_half = dist.new_group(backend="gloo", timeout=timedelta(seconds=group.timeout_s))
+        self._first_half, self._second_half = group.lines, group.line(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-exchange")
         self._reduced: list[dist.Work] = []
         self._followed: list[Future[None]] = []
@@ -108,11 +132,11 @@ class OnThread:
         if route.all_reduces:
             (total,) = partials
             _into(out, total)
-            self._reduced.append(dist.all_reduce(out, async_op=True))
+            self._reduced.append(dist.all_reduce(out, group=self._first_half, async_op=True))
             return
         sent, give, take = _scatter(route, partials, out)
         received = out.new_empty(sum(take))
-        work = dist.all_to_all_single(received, sent, take, give, async_op=True)
+        work = dist.all_to_all_single(received, sent, take, give, group=self._first_half, async_op=True)
         self._followed.append(self._thread.submit(self._follow, work, route, received, sent, out))
 
     def finish(self) -> None:
@@ -139,7 +163,7 @@ class OnStream:
 
     def __init__(self, group: Group, runs: Runs) -> None:
         self._routes = Routes(group.rank, group.size, runs)
-        self._device = group.device
+        self._device, self._lines = group.device, group.lines
         self._stream = torch.cuda.Stream(device=group.device)
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
@@ -152,12 +176,12 @@ class OnStream:
             if route.all_reduces:
                 (total,) = partials
                 _into(out, total)
-                dist.all_reduce(out)
+                dist.all_reduce(out, group=self._lines)
             else:
                 sent, give, take = _scatter(route, partials, out)
                 received = out.new_empty(sum(take))
-                dist.all_to_all_single(received, sent, take, give)
-                _gather(route, _fold(route, received), out, None)
+                dist.all_to_all_single(received, sent, take, give, group=self._lines)
+                _gather(route, _fold(route, received), out, self._lines)
 
     def finish(self) -> None:
         """See `Exchange.finish`."""
@@ -166,6 +190,31 @@ class OnStream:
     def close(self) -> None:
         """See `Exchange.close`."""
         self._stream.synchronize()
+
+
+class Staged:
+    """For ranks that share a GPU, which NCCL does not serve: sums pass through the CPU's memory."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
+        """See `Exchange.begin`."""
+        here = torch.empty_like(out, device="cpu")
+        self._exchange.begin(here, [partial.cpu() for partial in partials], micro_batches)
+        self._begun.append((out, here))
+
+    def finish(self) -> None:
+        """See `Exchange.finish`."""
+        begun, self._begun = self._begun, []
+        self._exchange.finish()
+        for out, here in begun:
+            out.copy_(here)
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+        self._exchange.close()
 
 
 #        rank 0            rank 1            each rank cuts the sums of its nodes into one chunk for every rank,

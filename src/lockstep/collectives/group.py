@@ -7,7 +7,8 @@ import functools
 import itertools
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final, TypeVar
 
@@ -31,6 +32,8 @@ _PEER_LOST = (
     "socket timeout",
     "remote process exited",
     "nccl communicator was aborted",
+    "this error originated at tensorpipe",
+    "rpc ran for more than set timeout",
 )
 
 
@@ -94,12 +97,20 @@ class Group:
         store: Store,
         control: dist.ProcessGroup | None,
         timeout_s: float,
+        lines: dist.ProcessGroup | None = None,
+        nodes: Sequence[int] = (0,),
+        *,
+        over_cpu: bool = True,
     ) -> None:
         self.rank: Final = world.rank
         self.size: Final = world.size
         self.on_one_machine: Final = world.local_size == world.size
         self.timeout_s: Final = timeout_s  #: how long a collective waits for the other ranks
         self.device: Final = device  #: where this rank computes
+        self.over_cpu: Final = over_cpu  #: whether tensors travel through the CPU's memory, over gloo
+        self.lines: Final = lines  #: torch's process group for tensors on the device; None: the default one
+        self.nodes: Final = tuple(nodes)  #: on which node each rank is
+        self._world: Final = world
         self._store: Final = store
         self._control: Final = control
 
@@ -159,7 +170,7 @@ class Group:
         total = value.detach().to(self.device, copy=True)
         if self._control is not None:
             with naming_lost_peers(what):
-                dist.all_reduce(total)
+                dist.all_reduce(total, group=self.lines)
         return total
 
     def barrier(self, what: str) -> None:
@@ -171,16 +182,53 @@ class Group:
         own: Store = self._store.clone()  # type: ignore[attr-defined]
         return Board(own, name)
 
+    def part(self, ranks: Sequence[int]) -> Group:
+        """A group of its own for ``ranks`` of this one, among which this rank is. All those ranks.
+
+        Its ranks are numbered anew, in the order of this group. Ranks that make several parts which overlap make them
+        in the same order.
+        """
+        mine = sorted(ranks)
+        here = [rank for rank in mine if self.nodes[rank] == self.nodes[self.rank]]
+        world = replace(
+            self._world,
+            rank=mine.index(self.rank),
+            size=len(mine),
+            local_rank=here.index(self.rank),
+            local_size=len(here),
+            node_rank=sorted({self.nodes[rank] for rank in mine}).index(self.nodes[self.rank]),
+            nodes=len({self.nodes[rank] for rank in mine}),
+        )
+        if len(mine) == 1:
+            return Group(world, self.device, HashStore(), None, self.timeout_s, over_cpu=self.over_cpu)
+        lines, control = self.line(mine), self.line(mine, backend="gloo")
+        store = PrefixStore(f"part/{'-'.join(map(str, mine))}/{next(_parts)}", self._store)
+        nodes = [self.nodes[rank] for rank in mine]
+        return Group(world, self.device, store, control, self.timeout_s, lines, nodes, over_cpu=self.over_cpu)
+
+    def line(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+        """One more process group of torch's for ``ranks`` of this group (None: all). Those ranks."""
+        # Torch knows ranks by their numbers in the whole world.
+        numbers = range(self.size) if self.lines is None else dist.get_process_group_ranks(self.lines)
+        line: dist.ProcessGroup = dist.new_group(
+            [numbers[rank] for rank in (range(self.size) if ranks is None else ranks)],
+            timeout=timedelta(seconds=self.timeout_s),
+            backend=backend,
+            use_local_synchronization=True,
+        )
+        return line
+
     def close(self) -> None:
-        """The line is closed; peers that still wait for this rank are told that it left."""
+        """The line is closed; peers that still wait for this rank are told that it left. Of the whole world's group."""
         if self._control is not None:
             dist.destroy_process_group()
 
 
-def open_group(world: World, device: torch.device, timeout_s: float) -> Group:
+def open_group(world: World, device: torch.device, timeout_s: float, *, shares_gpu: bool = False) -> Group:
     """The group of ``world``, once all its ranks have come. All ranks.
 
-    A world of one rank opens no connection.
+    A world of one rank opens no connection. Where ranks share a GPU (the same answer on all ranks), tensors travel over
+    gloo, for NCCL refuses.
 
     Raises:
         WorldError: if this process already has a process group, or the ranks do not meet within ``timeout_s``.
@@ -200,7 +248,8 @@ def open_group(world: World, device: torch.device, timeout_s: float) -> Group:
             "name or address of rank 0's machine that every machine knows"
         ) from None
     timeout = timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    over_cpu = device.type == "cpu" or shares_gpu
+    backend = "gloo" if over_cpu else "cpu:gloo,cuda:nccl"
     try:
         meeting_point = _store_at(world.address, world.port, world.rank, world.size, timeout)
         store = PrefixStore(f"lockstep/{next(_meetings)}", meeting_point)
@@ -210,20 +259,23 @@ def open_group(world: World, device: torch.device, timeout_s: float) -> Group:
             rank=world.rank,
             world_size=world.size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            device_id=None if over_cpu else device,
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
+        nodes = [0] * world.size
+        dist.all_gather_object(nodes, world.node_rank, group=control)
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {world.rank} of {world.size} could not meet the others at {world.address}:{world.port} "
             f"(as {world.launcher} says): {str(error).splitlines()[0]}"
         ) from error
-    return Group(world, device, store, control, timeout_s)
+    return Group(world, device, store, control, timeout_s, nodes=nodes, over_cpu=over_cpu)
 
 
 # A process may open one group after another, as when a search makes several runs. Each finds only its own keys, and one
 # store serves them all: a new one at the same port could be taken for the old one, which may still be there.
 _meetings: Final = itertools.count()
+_parts: Final = itertools.count()
 
 
 @functools.cache

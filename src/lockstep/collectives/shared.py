@@ -39,7 +39,7 @@ class InSharedMemory:
     def __init__(self, group: Group, runs: Runs) -> None:
         self._rank: Final = group.rank
         self._routes: Final = Routes(group.rank, group.size, runs)
-        self._peers: Final = _connect(group)
+        self._commons: Final = Commons(group, "the reduction")
         self._areas: list[mmap.mmap] = []  # filled one after the other by the sums of a step
         self._free = (0, 0)  # the first byte that this step has not used: number of the area, offset in it
         self._begun: list[tuple[torch.Tensor, Route, torch.Tensor]] = []
@@ -48,7 +48,7 @@ class InSharedMemory:
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
         """See `Exchange.begin`."""
         if not self._may_lay_down:
-            self._hear()
+            self._commons.hear()
             self._may_lay_down = True
         route = self._routes(micro_batches)
         area = self._area(len(route.all_nodes), out)
@@ -62,24 +62,23 @@ class InSharedMemory:
         if not self._begun:
             return
         begun, self._begun, self._free = self._begun, [], (0, 0)
-        self._tell()
-        self._hear()
+        self._commons.tell()
+        self._commons.hear()
         for out, route, area in begun:
             first, end = route.cuts(out.numel())[self._rank]
             if first < end:
                 chunks = [node[first:end] for node in area.unbind()]
                 fold(route.micro_batches, route.all_nodes, chunks, lambda left, right: left.add_(right))
-        self._tell()
-        self._hear()
+        self._commons.tell()
+        self._commons.hear()
         for out, _, area in begun:
             out.copy_(area[0])
-        self._tell()
+        self._commons.tell()
         self._may_lay_down = False
 
     def close(self) -> None:
         """See `Exchange.close`."""
-        for peer in self._peers.values():
-            peer.close()
+        self._commons.close()
 
     def _area(self, nodes: int, out: torch.Tensor) -> torch.Tensor:
         """Room for the step's next sum, of shape (nodes, elements); the same memory on all ranks.
@@ -92,13 +91,27 @@ class InSharedMemory:
         while number < len(self._areas) and offset + size > len(self._areas[number]):
             number, offset = number + 1, 0
         if number == len(self._areas):
-            self._areas.append(self._share(size))
+            self._areas.append(self._commons.share(size))
         self._free = number, offset + -(-size // _ALIGN) * _ALIGN
         whole = torch.frombuffer(self._areas[number], dtype=out.dtype, count=nodes * out.numel(), offset=offset)
         return whole.view(nodes, out.numel())
 
-    def _share(self, size: int) -> mmap.mmap:
-        """New memory of at least ``size`` bytes, which rank 0 gets and hands to the others."""
+
+class Commons:
+    """Memory that the ranks of one machine share, and a line at which they meet. All ranks make one.
+
+    Args:
+        group: whose ranks are all on this machine.
+        what: is being done, for errors.
+    """
+
+    def __init__(self, group: Group, what: str) -> None:
+        self._rank: Final = group.rank
+        self._what: Final = what
+        self._peers: Final = _connect(group)
+
+    def share(self, size: int) -> mmap.mmap:
+        """New memory of at least ``size`` bytes, which rank 0 gets and hands to the others. All ranks."""
         size = -(-size // _PAGE) * _PAGE
         if self._rank == 0:
             memory = os.memfd_create("lockstep-sums", os.MFD_CLOEXEC)
@@ -108,29 +121,40 @@ class InSharedMemory:
         else:
             heard, descriptors, _, _ = socket.recv_fds(self._peers[0], 1, 1)
             if not heard:
-                raise PeerLost("rank 0 left during the reduction")
+                raise PeerLost(f"rank 0 left during {self._what}")
             (memory,) = descriptors
         area = mmap.mmap(memory, size)
         os.close(memory)
         return area
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """This rank is here."""
         for rank, peer in self._peers.items():
             try:
                 peer.sendall(_HERE)
             except OSError as error:
-                raise PeerLost(f"rank {rank} left during the reduction ({error})") from error
+                raise PeerLost(f"rank {rank} left during {self._what} ({error})") from error
 
-    def _hear(self) -> None:
+    def hear(self) -> None:
+        """Returns when all others are.
+
+        Raises:
+            PeerLost: naming the rank that is gone or does not come.
+        """
         for rank, peer in self._peers.items():
             try:
                 heard = peer.recv(1)
             except TimeoutError as error:
-                raise PeerLost(f"no word from rank {rank} during the reduction ({error})") from error
+                raise PeerLost(f"no word from rank {rank} during {self._what} ({error})") from error
             except ConnectionError:
                 heard = b""  # closed before it had read our word
             if not heard:
-                raise PeerLost(f"rank {rank} left during the reduction")
+                raise PeerLost(f"rank {rank} left during {self._what}")
+
+    def close(self) -> None:
+        """Nobody is met any more."""
+        for peer in self._peers.values():
+            peer.close()
 
 
 def _connect(group: Group) -> dict[int, socket.socket]:
