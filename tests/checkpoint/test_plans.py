@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.checkpoint.commit import Committed, superseded
-from lockstep.checkpoint.layout import Extent, layout, reads
+from lockstep.checkpoint.layout import Extent, lay_out, reads, share_out
 from lockstep.checkpoint.manifest import FORMAT, Manifest, Piece, Stored
 from lockstep.checkpoint.tree import decode, encode
 from lockstep.errors import CheckpointError, DamagedCheckpoint
@@ -24,22 +24,27 @@ EXTENTS = st.lists(
 )
 
 
+def files_of(extents, ranks):
+    shares = share_out(extents, ranks)
+    return [lay_out(rank, [(number, extents[number]) for number in share]) for rank, share in enumerate(shares)]
+
+
 def written(extents, ranks):
     """The manifest of a save, with sums made up."""
     stored = [None] * len(extents)
-    parts = layout(extents, ranks)
+    parts = files_of(extents, ranks)
     for part in parts:
         for placed in part.tensors:
             count = placed.length // extents[placed.tensor].element
-            piece = Piece(part.file, placed.offset, placed.length, placed.tensor, (0,), (count,))
+            piece = Piece(part.name, placed.offset, placed.length, placed.tensor, (0,), (count,))
             stored[placed.tensor] = Stored(str(placed.tensor), "uint8", (count,), (piece,) * (count > 0))
-    files = {part.file: part.length for part in parts if part.length}
+    files = {part.name: part.length for part in parts if part.length}
     return Manifest(7, {"dict": []}, tuple(stored), files, {"note": 0.1})
 
 
 @given(EXTENTS, st.integers(1, 9))
 def test_each_tensor_is_written_once_without_gaps_and_the_shares_are_even(extents, ranks):
-    parts = layout(extents, ranks)
+    parts = files_of(extents, ranks)
     assert len(parts) == ranks
     assert sorted(placed.tensor for part in parts for placed in part.tensors) == list(range(len(extents)))
     for part in parts:

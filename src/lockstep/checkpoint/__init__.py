@@ -12,14 +12,16 @@ from lockstep.checkpoint.tree import Tree
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.saving import Checkpoints, Outcome, Saved
+    from lockstep.checkpoint.tensors import load_tree
 else:
     # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
     import importlib
 
     def __getattr__(name):  # noqa: ANN001, ANN202 - no type checker looks here
-        if name not in ("Checkpoints", "Outcome", "Saved"):
+        homes = {"Checkpoints": "saving", "Outcome": "saving", "Saved": "saving", "load_tree": "tensors"}
+        if name not in homes:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{__name__}.saving"), name)
+        value = getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)
         globals()[name] = value
         return value
 
@@ -39,5 +41,6 @@ __all__ = [
     "Stored",
     "Tree",
     "list_checkpoints",
+    "load_tree",
     "verify",
 ]

@@ -1,9 +1,10 @@
 """Who writes which bytes, and which bytes to read: plans as values, without touching a file.
 
-Every rank holds the whole state. Each writes a share of it, about equal in bytes:
+A tensor that every rank holds whole is written by one of them: a share of them each, about equal in bytes. Of a tensor
+that is divided among the ranks, each writes the box that it holds:
 
-    tensors          a 40    b 30    c 20    d 6   e 4
-    2 ranks          part-00000.bin:  a 40, d 6, e 4       part-00001.bin:  b 30, c 20
+    tensors          a 40    b 30    c 20    d 6    and e 8, whose rows 0..2 rank 0 holds, and rank 1 row 3
+    2 ranks          part-00000.bin:  a 40, d 6, e[0:3] 6      part-00001.bin:  b 30, c 20, e[3:4] 2
 
 In a file the tensors with the widest elements come first. So each begins at a multiple of its element's size without
 padding between them: every byte of a file belongs to a tensor, and a sum covers it.
@@ -12,7 +13,9 @@ padding between them: every byte of a file belongs to a tensor, and a sum covers
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lockstep.checkpoint.manifest import Manifest, Piece
@@ -27,8 +30,26 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class Box:
+    """Neighbouring elements of a tensor, one range in each of its dimensions."""
+
+    start: tuple[int, ...]  #: its first element in the tensor
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """One past its last element, in each dimension."""
+        return tuple(first + size for first, size in zip(self.start, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor's place in a part."""
+    """A tensor's place in a file."""
 
     tensor: int  #: its number in the tree
     offset: int  #: in bytes
@@ -36,16 +57,16 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one rank writes: one file, or none if its share is empty."""
+class File:
+    """What one rank writes; no file is made if it is nothing."""
 
-    file: str
+    name: str
     tensors: tuple[Placed, ...]
     length: int  #: in bytes
 
 
-def layout(tensors: Sequence[Extent], ranks: int) -> tuple[Part, ...]:
-    """One part for each rank; each tensor is in exactly one.
+def share_out(tensors: Sequence[Extent], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Which of the tensors that all ranks hold each of them writes, by number; each tensor is written by one.
 
     The largest tensor goes first, each to the rank that has least so far: no rank has more than an equal share plus one
     tensor. A pure function of its arguments, so that all ranks make the same plan without talking.
@@ -56,15 +77,73 @@ def layout(tensors: Sequence[Extent], ranks: int) -> tuple[Part, ...]:
         load, rank = heapq.heappop(loads)
         shares[rank].append(number)
         heapq.heappush(loads, (load + tensors[number].length, rank))
-    return tuple(_part(rank, share, tensors) for rank, share in enumerate(shares))
+    return tuple(map(tuple, shares))
 
 
-def _part(rank: int, share: list[int], tensors: Sequence[Extent]) -> Part:
+def lay_out(rank: int, tensors: Iterable[tuple[int, Extent]]) -> File:
+    """Where in the file of ``rank`` each of its tensors, or boxes of them, lies; they come with their numbers."""
     placed, offset = [], 0
-    for number in sorted(share, key=lambda n: (-tensors[n].element, n)):
-        placed.append(Placed(number, offset, tensors[number].length))
-        offset += tensors[number].length
-    return Part(f"part-{rank:05d}.bin", tuple(placed), offset)
+    for number, extent in sorted(tensors, key=lambda t: (-t[1].element, t[0])):
+        placed.append(Placed(number, offset, extent.length))
+        offset += extent.length
+    return File(f"part-{rank:05d}.bin", tuple(placed), offset)
+
+
+def fault_of(boxes: Sequence[tuple[str, Box]], shape: tuple[int, ...]) -> str:
+    """How ``boxes``, each with the name of who holds it, fail to cover a tensor of ``shape`` exactly once.
+
+    Empty if they do cover it. Otherwise names an element, and who holds it. Boxes without elements cover nothing. Where
+    all is well, costs about n log n for n boxes that divide one dimension.
+    """
+    for who, box in boxes:
+        inside = len(box.start) == len(shape) == len(box.shape) and all(
+            0 <= first <= end <= size for first, end, size in zip(box.start, box.end, shape, strict=True)
+        )
+        if not inside:
+            return f"{who} holds {box.shape} at {box.start}, which is not within {shape}"
+    full = [(who, box) for who, box in boxes if box.elements]
+    if sum(box.elements for _, box in full) == math.prod(shape) and _disjoint([box for _, box in full]):
+        return ""
+    fault = _first_fault(full, shape, 0)
+    assert fault is not None
+    at, holders = fault
+    return f"element {at} is held by {' and by '.join(holders) or 'no rank'}"
+
+
+def _disjoint(boxes: Sequence[Box]) -> bool:
+    """Whether no two boxes, none of them empty, share an element."""
+    dims = len(boxes[0].shape) if boxes else 0
+    if not dims:
+        return len(boxes) <= 1
+    # Along the dimension in which they begin at the most places, few overlap.
+    along = max(range(dims), key=lambda d: len({box.start[d] for box in boxes}))
+    still_open: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b.start[along]):
+        still_open = [other for other in still_open if other.end[along] > box.start[along]]
+        if any(_meet(box, other) for other in still_open):
+            return False
+        still_open.append(box)
+    return True
+
+
+def _meet(one: Box, other: Box) -> bool:
+    ends = zip(one.start, one.end, other.start, other.end, strict=True)
+    return all(first < other_end and other_first < end for first, end, other_first, other_end in ends)
+
+
+def _first_fault(
+    boxes: Sequence[tuple[str, Box]], shape: tuple[int, ...], dim: int
+) -> tuple[tuple[int, ...], list[str]] | None:
+    """The first element that not exactly one of ``boxes`` holds, from dimension ``dim`` on, and who holds it."""
+    if dim == len(shape):
+        return None if len(boxes) == 1 else ((), [who for who, _ in boxes])
+    cuts = {0, shape[dim], *(box.start[dim] for _, box in boxes), *(box.end[dim] for _, box in boxes)}
+    for first, end in itertools.pairwise(sorted(cuts)):
+        inside = [(who, box) for who, box in boxes if box.start[dim] <= first and end <= box.end[dim]]
+        fault = _first_fault(inside, shape, dim + 1)
+        if fault is not None:
+            return (first, *fault[0]), fault[1]
+    return None
 
 
 @dataclass(frozen=True, slots=True)

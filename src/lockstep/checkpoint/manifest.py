@@ -67,7 +67,10 @@ class Manifest:
         return sum(self.files.values())
 
     def same_state(self, other: Manifest) -> bool:
-        """Whether both hold the same state, judged by plain values and sums, wherever their bytes lie."""
+        """Whether both hold the same state, judged by plain values and sums, wherever their bytes lie.
+
+        A tensor that is divided into other boxes counts as another one.
+        """
         return (self.step, self.tree, _content(self)) == (other.step, other.tree, _content(other))
 
     def dump(self) -> bytes:

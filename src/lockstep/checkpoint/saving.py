@@ -1,8 +1,9 @@
 """Saving beside the training: the step pays for a copy, a thread does the rest.
 
     every rank, in the step       wait for the save before; encode the tree; copy my share
-    every rank's thread           wait for "go"; write my share, flush it; post its sums
-    the leader's thread           room on the disk? scratch; post "go"; wait for all sums; commit; post; retention
+    every rank's thread           wait for "go"; write my share, flush it; post its pieces and their sums
+    the leader's thread           room on the disk? scratch; post "go"; wait for all pieces, which must make whole
+                                  tensors; commit; post; retention
 
 Ranks talk over the board, never by a collective: a save that fails on one rank holds up no other, and a rank that died
 is noticed by a deadline.
@@ -16,7 +17,8 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ from lockstep.checkpoint.commit import (
     write_file,
 )
 from lockstep.checkpoint.disk import LOCAL, Disk
-from lockstep.checkpoint.layout import Part, layout
+from lockstep.checkpoint.layout import Box, File, Placed, fault_of, lay_out, share_out
 from lockstep.checkpoint.manifest import Manifest, Piece
 from lockstep.checkpoint.tensors import Copier, Named, flatten, load_tree
 from lockstep.checkpoint.tree import Tree, encode
@@ -201,7 +203,9 @@ class Checkpoints:
         return place
 
     def load(self, saved: Saved) -> Tree:
-        """The tree that was saved, tensors contiguous on the CPU with memory of their own. Each rank by itself.
+        """The tree that was saved, all tensors whole and contiguous on the CPU, with memory of their own.
+
+        Each rank by itself.
 
         Raises:
             DamagedCheckpoint: if what this rank reads is not what was committed.
@@ -217,11 +221,15 @@ class Checkpoints:
     def save(self, tree: Tree, step: int, about: Mapping[str, Any]) -> None:
         """Begin to save ``tree`` as the state after ``step``. All ranks, with equal trees; no collective.
 
+        Of the tensors that every rank gives whole, each rank writes a share; of those that ranks give as `Part`, each
+        writes the part that it holds. Where one rank gives a `Part`, all must, with the same shape and type of the
+        whole; a save of parts that do not make whole tensors fails.
+
         Returns once this rank's share is copied: the tensors may change from then on. If the save before is not
         finished, waits for it first. A save that fails is said, leaves nothing behind and does not stop the training.
 
         Args:
-            tree: Nested dicts, lists and tuples of tensors and plain values.
+            tree: Nested dicts, lists and tuples of tensors, parts of tensors, and plain values.
             step: Optimizer steps done.
             about: Plain values to be found in the manifest.
 
@@ -230,19 +238,19 @@ class Checkpoints:
         """
         self._land(wait=True, before=step)
         self._tell()
-        encoded, tensors = flatten(tree)
+        encoded, names, tensors = flatten(tree)
         encode(dict(about), _refuse)
-        parts = layout([named.extent for named in tensors], self._group.size)
-        part = parts[self._group.rank]
-        content = self._copier.copy(part, tensors)
+        file = _file_of(self._group.rank, self._group.size, names)
+        content = self._copier.copy(file, tensors)
         self._saves += 1
         manifest = Manifest(step, encoded, (), {}, dict(about), lockstep=__version__, torch=torch.__version__)
         save = _Save(
             manifest=manifest,
-            tensors=tuple(named.stored(_NOWHERE) for named in tensors),
-            parts=parts,
+            names=names,
+            file=file,
+            ranks=self._group.size,
             scratch=scratch_path(self.root, step, f"{self._mark}-{self._saves}"),
-            digest=_digest(encoded, tensors),
+            digest=_digest(encoded, names),
         )
         talk = _Talk(self._board, str(self._saves), self._give_up, self._peer_timeout_s, self._clock)
         self._flight = _Flight(self._clock, save, lambda: self._write(save, content, talk))
@@ -361,14 +369,22 @@ class Checkpoints:
 
     def _write_part(self, save: _Save, content: memoryview) -> dict[str, Any]:
         """Write this rank's part; what to tell the leader about it. Never raises."""
-        part = save.parts[self._group.rank]
         try:
-            if part.length:
-                write_file(save.scratch / part.file, content, self._disk)
+            if save.file.length:
+                write_file(save.scratch / save.file.name, content, self._disk)
         except OSError as error:
             return {"why_not": self._explain(error, save)}
-        sums = [zlib.crc32(content[p.offset : p.offset + p.length]) for p in part.tensors]
-        return {"why_not": "", "sums": sums, "digest": save.digest}
+        return {
+            "why_not": "",
+            "digest": save.digest,
+            "file": save.file.name,
+            "length": save.file.length,
+            "pieces": [
+                _told(box, placed, content)
+                for placed in save.file.tensors
+                if placed.length and (box := save.names[placed.tensor].box)
+            ],
+        }
 
     def _gather(self, save: _Save, own: dict[str, Any], talk: _Talk) -> tuple[str, tuple[str, ...]]:
         """Wait for all parts and commit them; why not, and remarks."""
@@ -382,10 +398,17 @@ class Checkpoints:
             return f"{_ranks(strangers)} would save other tensors than rank 0", ()
         others = [rank for rank, word in enumerate(told) if word["digest"][1] != values]
         remarks = (f"{_ranks(others)} held other plain values than rank 0, whose were saved",) if others else ()
-        for part in save.parts:
-            if part.length and self._disk.size(save.scratch / part.file) != part.length:
-                return f"{save.scratch / part.file} is not in full where the leader looks", ()
-        commit(save.scratch, save.complete([word["sums"] for word in told]), self.root, self._disk)
+        files = {word["file"]: word["length"] for word in told if word["length"]}
+        for name, length in files.items():
+            if self._disk.size(save.scratch / name) != length:
+                return f"{save.scratch / name} is not in full where the leader looks", ()
+        pieces = _pieces_by_tensor(told)
+        for number, named in enumerate(save.names):
+            fault = fault_of([(f"rank {rank}", Box(p.start, p.shape)) for rank, p in pieces[number]], named.shape)
+            if fault:
+                return f"{named.path}: {fault}", ()
+        stored = tuple(named.stored(p for _, p in pieces[number]) for number, named in enumerate(save.names))
+        commit(save.scratch, replace(save.manifest, tensors=stored, files=files), self.root, self._disk)
         return "", remarks
 
     def _retain(self, step: int) -> tuple[str, ...]:
@@ -425,36 +448,51 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """One save, as all ranks know it before a byte is written."""
+    """One save, as a rank knows it before a byte is written."""
 
     manifest: Manifest  #: without tensors
-    tensors: tuple[Any, ...]  #: `Stored`, whose pieces are nowhere yet
-    parts: tuple[Part, ...]
+    names: tuple[Named, ...]
+    file: File  #: of this rank
+    ranks: int  #: that save together
     scratch: Path
     digest: list[int]  #: sums of the tree's shape and of its plain values
 
     @property
     def size_bytes(self) -> int:
-        return sum(part.length for part in self.parts)
+        return sum(named.whole.length for named in self.names)
 
     @property
     def needed_bytes(self) -> int:
         """An upper bound of what the files take, the manifest included."""
-        return self.size_bytes + 512 * len(self.tensors) + 2 * len(self.manifest.dump()) + 4096 * (len(self.parts) + 2)
+        more_pieces = sum(min(self.ranks, n.whole.length // n.whole.element) for n in self.names if n.divided)
+        manifest = 512 * len(self.names) + 256 * more_pieces + 2 * len(self.manifest.dump())
+        return self.size_bytes + manifest + 4096 * (self.ranks + 2)
 
     def outcome(self, why_not: str = "", remarks: tuple[str, ...] = ()) -> Outcome:
         return Outcome(self.manifest.step, self.size_bytes, why_not, remarks)
 
-    def complete(self, sums: list[list[int]]) -> Manifest:
-        """The manifest, given the sums of each part's tensors."""
-        tensors = list(self.tensors)
-        for part, found in zip(self.parts, sums, strict=True):
-            for placed, crc32 in zip(part.tensors, found, strict=True):
-                shape = tensors[placed.tensor].shape
-                piece = Piece(part.file, placed.offset, placed.length, crc32, (0,) * len(shape), shape)
-                tensors[placed.tensor] = replace(tensors[placed.tensor], pieces=(piece,) if placed.length else ())
-        files = {part.file: part.length for part in self.parts if part.length}
-        return replace(self.manifest, tensors=tuple(tensors), files=files)
+
+def _file_of(rank: int, ranks: int, names: Sequence[Named]) -> File:
+    """What ``rank`` writes: its share of what all ranks hold, and its boxes of what is divided."""
+    divided = [number for number, named in enumerate(names) if named.divided and named.here.length]
+    common = [number for number, named in enumerate(names) if not named.divided]
+    share = share_out([names[number].whole for number in common], ranks)[rank]
+    return lay_out(rank, ((number, names[number].here) for number in [*divided, *(common[place] for place in share)]))
+
+
+def _told(box: Box, placed: Placed, content: memoryview) -> list[Any]:
+    """A piece as a rank tells the leader about it."""
+    crc32 = zlib.crc32(content[placed.offset : placed.offset + placed.length])
+    return [placed.tensor, placed.offset, placed.length, crc32, box.start, box.shape]
+
+
+def _pieces_by_tensor(told: Sequence[Mapping[str, Any]]) -> dict[int, list[tuple[int, Piece]]]:
+    """The pieces that the ranks told of, each with its rank, by the number of its tensor."""
+    found: dict[int, list[tuple[int, Piece]]] = defaultdict(list)
+    for rank, word in enumerate(told):
+        for number, offset, length, crc32, start, shape in word["pieces"]:
+            found[number].append((rank, Piece(word["file"], offset, length, crc32, tuple(start), tuple(shape))))
+    return found
 
 
 class _Talk:
@@ -502,11 +540,8 @@ class _Flight:
         return self._outcome
 
 
-_NOWHERE = Piece("", 0, 0, 0, (), ())
-
-
-def _digest(encoded: Any, tensors: tuple[Named, ...]) -> list[int]:
-    shapes = [(named.path, str(named.tensor.dtype), tuple(named.tensor.shape)) for named in tensors]
+def _digest(encoded: Any, names: tuple[Named, ...]) -> list[int]:
+    shapes = [(named.path, str(named.dtype), named.shape, named.divided) for named in names]
     return [zlib.crc32(repr(shapes).encode()), zlib.crc32(json.dumps(encoded).encode())]
 
 

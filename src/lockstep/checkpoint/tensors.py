@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,51 +14,80 @@ import torch
 
 from lockstep.checkpoint.commit import compare_sums, read_manifest
 from lockstep.checkpoint.disk import Disk
-from lockstep.checkpoint.layout import Extent, Part, reads
+from lockstep.checkpoint.layout import Box, Extent, File, fault_of, reads
 from lockstep.checkpoint.manifest import Manifest, Piece, Stored
 from lockstep.checkpoint.tree import Tree, decode, encode
+from lockstep.collectives import Part
 from lockstep.errors import CheckpointError, DamagedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A tensor and its path in the tree."""
+    """A tensor's path in the tree, what it is, and which box of it this rank holds."""
 
     path: str
-    tensor: torch.Tensor
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    box: Box | None  #: None: this rank holds nothing of it
+    divided: bool  #: whether the ranks hold it together; else each of them holds it all
 
     @property
-    def extent(self) -> Extent:
-        """What the layout needs to know of it."""
-        return Extent(self.tensor.numel() * self.tensor.element_size(), self.tensor.element_size())
+    def whole(self) -> Extent:
+        """What the layout needs to know of the tensor."""
+        return Extent(math.prod(self.shape) * self.dtype.itemsize, self.dtype.itemsize)
 
-    def stored(self, piece: Piece) -> Stored:
+    @property
+    def here(self) -> Extent:
+        """What the layout needs to know of the box."""
+        elements = 0 if self.box is None else self.box.elements
+        return Extent(elements * self.dtype.itemsize, self.dtype.itemsize)
+
+    def stored(self, pieces: Iterable[Piece]) -> Stored:
         """Its entry in a manifest."""
-        return Stored(self.path, str(self.tensor.dtype).removeprefix("torch."), tuple(self.tensor.shape), (piece,))
+        return Stored(self.path, str(self.dtype).removeprefix("torch."), self.shape, tuple(pieces))
 
 
-def flatten(tree: Tree) -> tuple[Any, tuple[Named, ...]]:
-    """The tree in JSON with numbers in place of its tensors, and the tensors.
+def flatten(tree: Tree) -> tuple[Any, tuple[Named, ...], tuple[torch.Tensor, ...]]:
+    """The tree in JSON with numbers in place of its tensors; the tensors' names; and what of each is here.
 
     Raises:
         CheckpointError: for what cannot be saved, naming its path.
     """
     found: list[Named] = []
+    tensors: list[torch.Tensor] = []
 
     def take(value: object, path: str) -> int | None:
-        if not isinstance(value, torch.Tensor):
+        part = Part.whole(value) if isinstance(value, torch.Tensor) else value
+        if not isinstance(part, Part):
             return None
-        plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        if not plain or value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            kind = type(value).__name__ if not plain else f"{value.layout} tensor on {value.device}"
-            raise CheckpointError(
-                f"state at {path!r} is a {kind}, of which only one rank's part or none is here: save the whole dense "
-                "tensor (full_tensor() of a DTensor, to_dense() of a sparse one)"
-            )
-        found.append(Named(path, value))
+        found.append(Named(path, part.dtype, tuple(part.shape), _box_of(part, path), divided=part is value))
+        tensors.append(torch.empty(0, dtype=part.dtype) if part.tensor is None else part.tensor.detach())
         return len(found) - 1
 
-    return encode(tree, take), tuple(found)
+    return encode(tree, take), tuple(found), tuple(tensors)
+
+
+def _box_of(part: Part, path: str) -> Box | None:
+    """What this rank holds; that it can be written is checked."""
+    if part.tensor is None:
+        return None
+    _check_dense(part.tensor, path)
+    if part.tensor.dtype != part.dtype or not part.tensor.dim() == len(part.start) == len(part.shape):
+        raise CheckpointError(
+            f"state at {path!r}: a part of {part.tensor.dtype} and {tuple(part.tensor.shape)} at {tuple(part.start)} "
+            f"is none of a tensor of {part.dtype} and {tuple(part.shape)}"
+        )
+    return Box(tuple(part.start), tuple(part.tensor.shape))
+
+
+def _check_dense(value: torch.Tensor, path: str) -> None:
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    if not plain or value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        kind = type(value).__name__ if not plain else f"{value.layout} tensor on {value.device}"
+        raise CheckpointError(
+            f"state at {path!r} is a {kind}, of which only one rank's part or none is here: save the whole dense "
+            "tensor (full_tensor() of a DTensor, to_dense() of a sparse one)"
+        )
 
 
 class Copier:
@@ -67,22 +96,21 @@ class Copier:
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, part: Part, tensors: Sequence[Named]) -> memoryview:
-        """The bytes of ``part``; the tensors may change once this returns.
+    def copy(self, file: File, tensors: Sequence[torch.Tensor]) -> memoryview:
+        """The bytes of ``file``; the tensors may change once this returns.
 
         Tensors of all devices are copied at once, with one wait at the end. The bytes are valid until the next call.
         """
-        devices = {tensors[placed.tensor].tensor.device for placed in part.tensors}
-        cuda = [device for device in devices if device.type == "cuda"]
-        if self._block.numel() < part.length or (cuda and not self._block.is_pinned()):
-            self._block = torch.empty(part.length, dtype=torch.uint8, pin_memory=bool(cuda))
-        for placed in part.tensors:
-            source = tensors[placed.tensor].tensor.detach()
+        sources = [tensors[placed.tensor] for placed in file.tensors]
+        cuda = [device for device in {source.device for source in sources} if device.type == "cuda"]
+        if self._block.numel() < file.length or (cuda and not self._block.is_pinned()):
+            self._block = torch.empty(file.length, dtype=torch.uint8, pin_memory=bool(cuda))
+        for placed, source in zip(file.tensors, sources, strict=True):
             place = self._block[placed.offset : placed.offset + placed.length]
             place.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
         for device in cuda:
             torch.cuda.current_stream(device).synchronize()
-        return self._block.numpy().data[: part.length]
+        return self._block.numpy().data[: file.length]
 
 
 def load_tree(path: Path, disk: Disk) -> Tree:
@@ -95,9 +123,10 @@ def load_tree(path: Path, disk: Disk) -> Tree:
     """
     manifest = read_manifest(path, disk)
     for entry in manifest.tensors:
-        if (
-            sum(piece.length for piece in entry.pieces)
-            != math.prod(entry.shape) * _dtype(entry, path, manifest).itemsize
+        boxes = [(piece.file, Box(piece.start, piece.shape)) for piece in entry.pieces]
+        element = _dtype(entry, path, manifest).itemsize
+        if fault_of(boxes, entry.shape) or any(
+            box.elements * element != piece.length for (_, box), piece in zip(boxes, entry.pieces, strict=True)
         ):
             raise DamagedCheckpoint(f"{path}: the manifest contradicts itself about {entry.path}")
     tensors = [torch.empty(entry.shape, dtype=_dtype(entry, path, manifest)) for entry in manifest.tensors]
