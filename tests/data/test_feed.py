@@ -56,7 +56,7 @@ def feed_of(dataset, plan, rank=0, *, agree=no_agreement_needed, shuffle=None, d
     )
 
 
-def on_world(dataset, sizes, world, *, epoch=0, first_step=0, steps=None, shadows=False, **options):
+def on_world(dataset, sizes, world, *, epoch=0, first_step=0, steps=None, shadows="none", **options):
     """The micro-batches that each rank gets in ``steps`` steps, one list for each rank."""
     meeting = Meeting(world)
     got = [[] for _ in range(world)]
@@ -175,12 +175,12 @@ def test_order_holds_each_sample_once_through_changing_worlds(case, shuffle, epo
         plan = BatchPlan(*sizes, worlds[step % len(worlds)])  # a resize before every step
         indices = []
         for rank in range(plan.world_size):
-            slots = list(slots_of(plan, rank, length, drop_last=drop_last, first_step=step, shadows=False))
+            slots = list(slots_of(plan, rank, length, drop_last=drop_last, first_step=step, shadows="none"))
             mine = [s for s in slots if step * plan.global_batch <= s.start < (step + 1) * plan.global_batch]
             seen.update(int(i) for s in mine for i in order[s.start : s.stop])
             indices += [s.index for s in mine]
             assert [s.last for s in mine] == [False] * (len(mine) - 1) + [True] * bool(mine)
-            assert len(slots) == run_length(plan, rank, length, drop_last=drop_last, first_step=step, shadows=False)
+            assert len(slots) == run_length(plan, rank, length, drop_last=drop_last, first_step=step, shadows="none")
         assert indices == list(range(len(indices)))
     left_out = length % sizes[0] if drop_last else 0
     assert sum(seen.values()) == len(seen) == length - left_out
@@ -215,7 +215,7 @@ def test_an_epoch_resumes_at_any_step_on_another_world(case, kind, data):
     whole = samples_of(on_world(dataset, sizes, 1, drop_last=drop_last))
     before = []
     if first_step:
-        before = samples_of(on_world(dataset, sizes, worlds[0], steps=first_step, drop_last=drop_last, shadows=True))
+        before = samples_of(on_world(dataset, sizes, worlds[0], steps=first_step, drop_last=drop_last, shadows="one"))
     after = samples_of(on_world(dataset, sizes, worlds[-1], first_step=first_step, drop_last=drop_last))
     assert sorted(before + after) == sorted(whole)
 
@@ -226,7 +226,7 @@ def test_every_rank_computes_in_every_step_if_shadows_stand_in(case, kind):
     dataset = KINDS[kind](length)
     steps = BatchPlan(*sizes, 1).steps(length)
     for world in worlds:
-        bare, shaded = (on_world(dataset, sizes, world, shadows=shadows) for shadows in (False, True))
+        bare, shaded = (on_world(dataset, sizes, world, shadows=shadows) for shadows in ("none", "one"))
         assert not any(b.shadow for rank in bare for b in rank)
         assert [sum(b.last for b in rank) for rank in shaded] == [steps] * world
         for rank_bare, rank_shaded in zip(bare, shaded, strict=True):
@@ -236,8 +236,29 @@ def test_every_rank_computes_in_every_step_if_shadows_stand_in(case, kind):
             assert all(content(b.data) == steps_of(bare, sizes[0])[-1][b.index][0] for b in shadows)
 
 
+@given(cases(streams=True), st.sampled_from(sorted(KINDS)))
+def test_with_even_shadows_all_ranks_compute_equally_many_in_every_step(case, kind):
+    length, sizes, worlds, _ = case
+    dataset = KINDS[kind](length)
+    for world in worlds:
+        bare, even = (on_world(dataset, sizes, world, shadows=shadows) for shadows in ("none", "even"))
+        turns = []
+        for rank_bare, rank_even in zip(bare, even, strict=True):
+            assert [content(b.data) for b in rank_even if not b.shadow] == [content(b.data) for b in rank_bare]
+            steps, here = [], []
+            for batch in rank_even:
+                here.append(batch)
+                if batch.last:
+                    assert sorted(here, key=lambda b: not b.shadow) == here  # shadows come first
+                    steps.append(len(here))
+                    here = []
+            assert not here
+            turns.append(steps)
+        assert all(steps == turns[0] for steps in turns)
+
+
 def test_a_shadow_stands_in_where_the_last_step_is_shorter_than_the_world():
-    got = on_world(torch.arange(9), (8, 2), 4, shadows=True, shuffle=False)
+    got = on_world(torch.arange(9), (8, 2), 4, shadows="one", shuffle=False)
     assert [[(content(b.data), b.shadow, b.index, b.of) for b in rank[1:]] for rank in got] == [
         [((8,), True, 0, 1)],
         [((8,), True, 0, 1)],
@@ -319,7 +340,7 @@ def test_persistent_workers_read_each_epoch_from_its_step_also_after_a_break():
     here, there = feed_of(Augmented(), plan), feed_of(Augmented(), plan, workers=2)
 
     def some(feed, epoch, first_step, batches):
-        return [b.data.tolist() for b in islice(feed.epoch(epoch, first_step, shadows=True), batches)]
+        return [b.data.tolist() for b in islice(feed.epoch(epoch, first_step, shadows="one"), batches)]
 
     for epoch, first_step, batches in [(0, 0, 99), (1, 0, 3), (1, 1, 99), (4, 2, 99), (0, 0, 1), (2, 0, 99)]:
         assert some(there, epoch, first_step, batches) == some(here, epoch, first_step, batches)
@@ -332,7 +353,7 @@ def test_workers_read_a_stream_as_this_process_does():
         tables = []
         for workers in (0, 2):
             feed = feed_of(AugmentedStream(), plan, agree=lambda counts: [counts], workers=workers)
-            tables.append([b.data.tolist() for b in feed.epoch(epoch, first_step, shadows=False)])
+            tables.append([b.data.tolist() for b in feed.epoch(epoch, first_step, shadows="none")])
             feed.close()
         assert tables[0] == tables[1]
 
@@ -413,7 +434,7 @@ def test_tensors_come_in_the_shape_they_were_given(dataset, kind, shuffle):
     assert is_in_memory(dataset)
     feed = feed_of(dataset, BatchPlan(4, 2, 1), shuffle=shuffle)
     seen = []
-    for batch, again in zip(feed.epoch(0, shadows=False), feed.loader, strict=True):
+    for batch, again in zip(feed.epoch(0, shadows="none"), feed.loader, strict=True):
         assert type(batch.data) is type(again) is kind
         x, y = batch.data
         assert torch.equal(x, X[y])
@@ -426,7 +447,7 @@ def test_tensors_come_in_the_shape_they_were_given(dataset, kind, shuffle):
 
 
 def test_a_dict_of_tensors_comes_as_a_dict():
-    (first, *_) = feed_of({"x": X, "y": Y}, BatchPlan(4, 2, 1), shuffle=False).epoch(0, shadows=False)
+    (first, *_) = feed_of({"x": X, "y": Y}, BatchPlan(4, 2, 1), shuffle=False).epoch(0, shadows="none")
     assert first.data.keys() == {"x", "y"}
     assert first.data["y"].tolist() == [0, 1]
 
@@ -434,28 +455,28 @@ def test_a_dict_of_tensors_comes_as_a_dict():
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_batch_changed_in_place_leaves_the_data_set_as_it_was(shuffle):
     x = torch.ones(6)
-    for batch in feed_of(x, BatchPlan(4, 2, 1), shuffle=shuffle).epoch(0, shadows=False):
+    for batch in feed_of(x, BatchPlan(4, 2, 1), shuffle=shuffle).epoch(0, shadows="none"):
         batch.data.zero_()
     assert x.sum() == 6
 
 
 def test_a_collate_function_gets_lists_of_samples():
     feed = feed_of(TensorDataset(Y), BatchPlan(4, 2, 1), shuffle=False, collate_fn=lambda samples: ("mine", samples))
-    first = next(iter(feed.epoch(0, shadows=False)))
+    first = next(iter(feed.epoch(0, shadows="none")))
     assert first.data == ("mine", [(torch.tensor(0),), (torch.tensor(1),)])
 
 
 def test_a_list_of_samples_needs_a_collate_function():
     ragged, equal = [torch.zeros(3), torch.zeros(4)], [torch.zeros(3)] * 4
     for samples in (ragged, equal):
-        (first, *_) = feed_of(samples, BatchPlan(2, 2, 1), shuffle=False, collate_fn=list).epoch(0, shadows=False)
+        (first, *_) = feed_of(samples, BatchPlan(2, 2, 1), shuffle=False, collate_fn=list).epoch(0, shadows="none")
         assert [len(sample) for sample in first.data] == [len(sample) for sample in samples[:2]]
     assert [is_in_memory(samples) for samples in (ragged, equal)] == [False, True]
 
 
 def test_data_in_memory_needs_no_seeding_and_moves_no_generator():
     state = torch.get_rng_state()
-    list(feed_of((X, Y), BatchPlan(4, 2, 1)).epoch(0, shadows=False))
+    list(feed_of((X, Y), BatchPlan(4, 2, 1)).epoch(0, shadows="none"))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -468,7 +489,7 @@ def test_ranks_agree_once_a_step_and_end_together(kind, length, calls):
     meeting = Meeting(1)
     feed = feed_of(kind(length), BatchPlan(8, 2, 1), agree=meeting.agree_as(0))
     with meeting.turn:
-        list(feed.epoch(0, shadows=True))
+        list(feed.epoch(0, shadows="one"))
     assert meeting.calls == [calls]
 
 
@@ -548,9 +569,9 @@ def test_an_empty_stream_is_refused_when_it_is_read():
 @pytest.mark.parametrize("dataset", [torch.arange(9), Numbers(9)])
 def test_an_epoch_cannot_begin_after_its_end(dataset):
     feed = feed_of(dataset, BatchPlan(4, 2, 1))
-    assert list(feed.epoch(0, 3, shadows=True)) == []
+    assert list(feed.epoch(0, 3, shadows="one")) == []
     with pytest.raises(DataError, match="has 3 steps of 4"):
-        list(feed.epoch(0, 4, shadows=True))
+        list(feed.epoch(0, 4, shadows="one"))
 
 
 @pytest.mark.parametrize(

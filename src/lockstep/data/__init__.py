@@ -11,6 +11,6 @@ No rank number decides what a micro-batch holds: a rank only decides which of th
 """
 
 from lockstep.data.feed import Feed, choose_workers, is_in_memory, open_feed
-from lockstep.data.order import MicroBatch
+from lockstep.data.order import MicroBatch, Shadows
 
-__all__ = ["Feed", "MicroBatch", "choose_workers", "is_in_memory", "open_feed"]
+__all__ = ["Feed", "MicroBatch", "Shadows", "choose_workers", "is_in_memory", "open_feed"]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lockstep.batch import BatchPlan
 from lockstep.data.memory import Columns, columns_of
-from lockstep.data.order import MicroBatch, order_of
+from lockstep.data.order import MicroBatch, Shadows, order_of, shadows_of
 from lockstep.data.samples import Picker, Picks, Seeded
 from lockstep.data.stream import Batches, Found, OnePass, Reader, Steps, Strided, refuse_unequal, sizes_of
 from lockstep.data.workers import begin_pass, choose_workers, end_passes, open_loader
@@ -32,14 +32,14 @@ class Feed(Protocol):
     steps_per_epoch: int | None
     notes: tuple[str, ...]  #: what the user should be told once
 
-    def epoch(self, epoch: int, first_step: int = 0, *, shadows: bool) -> Iterator[MicroBatch]:
+    def epoch(self, epoch: int, first_step: int = 0, *, shadows: Shadows) -> Iterator[MicroBatch]:
         """This rank's micro-batches of ``epoch`` from step ``first_step`` on, in the order it computes them.
 
         All ranks go through it alike, on any number of them: a micro-batch holds the same samples, with the same
         random augmentation, whoever computes it. Every sample of the epoch comes exactly once, over all ranks.
 
-        Where the last step is too short to give this rank a micro-batch, it gets one shadow with ``shadows``, else
-        nothing. One pass at a time: a new one ends those before it.
+        With ``shadows``, it first gets those that it is to compute in a step. One pass at a time: a new one ends those
+        before it.
 
         The global generators of this process may be moved in any way; whoever draws from them seeds them first.
 
@@ -136,7 +136,7 @@ class MemoryFeed:
             pin_memory=pin_memory,
         )
 
-    def epoch(self, epoch: int, first_step: int = 0, *, shadows: bool) -> Iterator[MicroBatch]:
+    def epoch(self, epoch: int, first_step: int = 0, *, shadows: Shadows) -> Iterator[MicroBatch]:
         picker, take, pin = self._picker, self._columns.take, self._pin
         rows = self._columns.arranged(order_of(picker.length, picker.seed, epoch, shuffle=picker.shuffle))
         for slot in picker.slots(first_step, shadows=shadows):
@@ -183,7 +183,7 @@ class SampleFeed:
             persistent_workers=workers > 0,
         )
 
-    def epoch(self, epoch: int, first_step: int = 0, *, shadows: bool) -> Iterator[MicroBatch]:
+    def epoch(self, epoch: int, first_step: int = 0, *, shadows: Shadows) -> Iterator[MicroBatch]:
         picker = self._picker
         slots = picker.slots(first_step, shadows=shadows)
         picker.aim(epoch, first_step, shadows=shadows)
@@ -229,7 +229,7 @@ class StreamFeed:
         self.notes: tuple[str, ...] = (_note(dataset, plan.world_size),) if wasteful else ()
         self.loader = self._open(Batches(dataset, reader), 0)
 
-    def epoch(self, epoch: int, first_step: int = 0, *, shadows: bool) -> Iterator[MicroBatch]:
+    def epoch(self, epoch: int, first_step: int = 0, *, shadows: Shadows) -> Iterator[MicroBatch]:
         loader = self._open(Steps(self._reader, epoch, first_step), self._workers)
         self._close_pass()
         self._pass = (loader, begin_pass(loader))
@@ -249,16 +249,20 @@ class StreamFeed:
         self._close_pass()
         end_passes(self.loader)
 
-    def _step(self, found: Found, epoch: int, step: int, samples: int, shadows: bool) -> Iterator[MicroBatch]:
+    def _step(self, found: Found, epoch: int, step: int, samples: int, shadows: Shadows) -> Iterator[MicroBatch]:
         sizes = [size for size in sizes_of(self.plan, samples) if size]
         run = self.plan.run(self._rank, len(sizes))
-        shadow = bool(sizes) and not run and shadows
-        mine = [len(sizes) - 1] if shadow else list(run)
+        before = shadows_of(self.plan, self._rank, len(sizes), shadows)
         # With micro-batches missing the runs move, and the few samples there are may have been found on other ranks.
-        moved = len(sizes) < self.plan.micro_batches
-        data = self._reader.heads(epoch, step, found, mine) if moved else found.batches
-        for index, batch in zip(mine, data, strict=True):
-            yield MicroBatch(batch, index, len(sizes), sizes[index], samples, shadow or index == mine[-1], shadow)
+        if len(sizes) < self.plan.micro_batches:
+            mine = [len(sizes) - 1] * before + [*run]
+            data = self._reader.heads(epoch, step, found, mine)
+        else:
+            mine = [run.start] * before + [*run]
+            data = [*found.batches[:1] * before, *found.batches]
+        for number, (index, batch) in enumerate(zip(mine, data, strict=True)):
+            last, shadow = number == len(mine) - 1, number < before
+            yield MicroBatch(batch, index, len(sizes), sizes[index], samples, last, shadow)
 
     def _agreed(self, found: Found, epoch: int, step: int) -> int:
         """Samples of the step over all ranks, if all found what belongs to them. All ranks call it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from torch import Tensor
 from lockstep.batch import BatchPlan
 from lockstep.errors import DataError
 from lockstep.randomness import seed_of
+
+Shadows = Literal["none", "one", "even"]
+"""Whether a rank computes shadows, micro-batches that count for nothing: none; one, in a short step that has none for
+it; or as many as make all ranks compute equally many in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> Tensor | r
 
 
 def slots_of(
-    plan: BatchPlan, rank: int, length: int, *, drop_last: bool, first_step: int, shadows: bool
+    plan: BatchPlan, rank: int, length: int, *, drop_last: bool, first_step: int, shadows: Shadows
 ) -> Iterator[Slot]:
     """This rank's micro-batches of one epoch from ``first_step`` on, in the order it computes them.
 
@@ -81,24 +85,33 @@ def slots_of(
         yield from slots_of_step(plan, rank, step, min(plan.global_batch, length - step * plan.global_batch), shadows)
 
 
-def slots_of_step(plan: BatchPlan, rank: int, step: int, samples: int, shadows: bool) -> Iterator[Slot]:
-    """This rank's run of the micro-batches of one step of ``samples``."""
+def slots_of_step(plan: BatchPlan, rank: int, step: int, samples: int, shadows: Shadows) -> Iterator[Slot]:
+    """This rank's run of the micro-batches of one step of ``samples``, after its shadows."""
     of = -(-samples // plan.micro_batch)
     begin = step * plan.global_batch
     run = plan.run(rank, of)
-    shadow = not run
-    for index in (range(of - 1, of) if shadows else run) if shadow else run:
+    before = shadows_of(plan, rank, of, shadows)
+    for number, index in enumerate([of - 1] * before + [*run]):
         start = index * plan.micro_batch
         stop = min(start + plan.micro_batch, samples)
-        last = shadow or index == run[-1]
-        yield Slot(index, of, begin + start, begin + stop, samples, last, shadow)
+        last = number == before + len(run) - 1
+        yield Slot(index, of, begin + start, begin + stop, samples, last, number < before)
 
 
-def run_length(plan: BatchPlan, rank: int, length: int, *, drop_last: bool, first_step: int, shadows: bool) -> int:
+def shadows_of(plan: BatchPlan, rank: int, micro_batches: int, shadows: Shadows) -> int:
+    """How many shadows ``rank`` computes in a step of so many micro-batches, before its own."""
+    mine = len(plan.run(rank, micro_batches))
+    if shadows == "even":
+        return -(-micro_batches // plan.world_size) - mine
+    return int(shadows == "one" and not mine and micro_batches > 0)
+
+
+def run_length(plan: BatchPlan, rank: int, length: int, *, drop_last: bool, first_step: int, shadows: Shadows) -> int:
     """How many micro-batches `slots_of` gives, in no time at all."""
     full, rest = divmod(length, plan.global_batch)
     tail = 0
     if rest and not drop_last:
         tail = sum(1 for _ in slots_of_step(plan, rank, 0, rest, shadows))
     steps = plan.steps(length, drop_last=drop_last)
-    return max(0, full - first_step) * len(plan.run(rank)) + (tail if first_step < steps else 0)
+    each = len(plan.run(rank)) + shadows_of(plan, rank, plan.micro_batches, shadows)
+    return max(0, full - first_step) * each + (tail if first_step < steps else 0)

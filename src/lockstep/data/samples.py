@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import Dataset, Sampler, Subset
 
 from lockstep.batch import BatchPlan
-from lockstep.data.order import Slot, order_of, run_length, slots_of
+from lockstep.data.order import Shadows, Slot, order_of, run_length, slots_of
 from lockstep.randomness import seed_generators, seed_of
 
 #: What travels to a loader process for each micro-batch. The epoch goes with the indices, so that a process that
@@ -26,15 +26,15 @@ class Picker(Sampler[Picks]):
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
-        self.aim(0, 0, shadows=False)
+        self.aim(0, 0, shadows="none")
 
-    def aim(self, epoch: int, first_step: int, *, shadows: bool) -> None:
+    def aim(self, epoch: int, first_step: int, *, shadows: Shadows) -> None:
         """The next pass over it reads ``epoch`` from ``first_step`` on; passes already begun stay as they are."""
         self.epoch = epoch
         self.first_step = first_step
         self.shadows = shadows
 
-    def slots(self, first_step: int, *, shadows: bool) -> Iterator[Slot]:
+    def slots(self, first_step: int, *, shadows: Shadows) -> Iterator[Slot]:
         """The places of this rank's micro-batches in any epoch, from ``first_step`` on."""
         return slots_of(
             self.plan, self.rank, self.length, drop_last=self.drop_last, first_step=first_step, shadows=shadows
