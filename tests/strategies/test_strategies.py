@@ -1,7 +1,10 @@
 """What strategies promise beside the bits, which tests/test_transparency.py sees to."""
 
+import gc
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -10,23 +13,25 @@ from lockstep.batch import BatchPlan
 from lockstep.collectives import alone
 from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.run import Run
-from lockstep.strategies import STRATEGIES, Target, Turn, by_name
+from lockstep.strategies import Target, Terms, Turn, open_strategy
+from lockstep.strategies.gradients import Pending
+from lockstep.strategies.replicate import Replicate
 from lockstep.testing import state_hash
 from worlds import on_world
 
 
 def one_rank(name="ddp"):
-    return by_name(name, alone(), BatchPlan(8, 1, 1).run, exact=True, bucket_mb=None)
+    return open_strategy(name, Terms(alone(), BatchPlan(8, 1, 1).run))
 
 
 def test_one_rank_alone_needs_no_strategy():
-    assert {type(one_rank(name)) for name in STRATEGIES} == {type(one_rank("none"))}
+    assert {type(one_rank(name)) for name in ("none", "ddp")} == {Replicate}
     model = nn.Linear(2, 2)
     assert one_rank().adopt(model, find_unused_parameters=False) is model
 
 
 def test_an_unknown_strategy_is_refused():
-    with pytest.raises(SettingError, match="strategy='dpp': give one of none, ddp"):
+    with pytest.raises(SettingError, match="strategy='dpp': give one of none, "):
         one_rank("dpp")
 
 
@@ -201,6 +206,55 @@ def nothing_to_train():
         return state_hash(model)
 
 
+def accumulates():
+    """In which steps gradients are exchanged; some ranks have two micro-batches in each."""
+    with Run() as run:
+        begun = []
+        exchange = run._strategy._exchange
+        begin = exchange.begin
+        exchange.begin = lambda *sums: (begun.append(run.progress.step), begin(*sums))
+        train(run, run.model(nn.Linear(2, 2)), torch.ones(24, 2))
+        return begun
+
+
+def groups_of_ones_own():
+    """The script has process groups of its own, and uses them between forward and backward passes."""
+    with Run() as run:
+        pairs = [dist.new_group(pair) for pair in ([0, 1], [1, 2])]
+        model = run.model(nn.Linear(2, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        sums = []
+        for batch in run.train(run.loader(torch.arange(24.0).view(12, 2), global_batch=6, micro_batch=2)):
+            loss = model(batch).square().mean()
+            for ranks, pair in zip(([0, 1], [1, 2]), pairs, strict=True):
+                if run.rank in ranks:
+                    mine = torch.tensor(float(run.rank))
+                    dist.all_reduce(mine, group=pair)
+                    sums.append(mine.item())
+            run.step(loss)
+        return state_hash(model), sorted(set(sums))
+
+
+def pendings():
+    gc.collect()
+    return sum(type(each) is Pending for each in gc.get_objects())
+
+
+def forgets_what_it_has_summed():
+    """How many lists of gradients are held after each micro-batch: none, once their sum is there."""
+    data = torch.randn(24, 4), torch.randn(24, 2)
+    with Run(seed=1, strategy="ddp") as run:
+        model = run.model(nn.Linear(4, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader(data, global_batch=12, micro_batch=2)
+        before, held = pendings(), []
+        for _ in run.epochs(1):
+            for x, y in run.train(batches):
+                run.step(F.mse_loss(model(x), y))
+                held.append(pendings() - before)
+        return held
+
+
 def none_on_many():
     return told(SettingError, Run, strategy="none")
 
@@ -214,6 +268,9 @@ def test_on_three_ranks():
         bypassed,
         nothing_to_train,
         unused,
+        accumulates,
+        groups_of_ones_own,
+        forgets_what_it_has_summed,
         none_on_many,
     )
     results = dict(zip(cases, on_world(3, [(case,) for case in cases]), strict=True))
@@ -222,6 +279,10 @@ def test_on_three_ranks():
     assert results[buffers_assigned_and_filled] == [buffers_assigned_and_filled()] * 3
     assert results[buffers_assigned_and_filled][0][1:] == ([35.5, 36.0], [1.0, 2.0])  # 64 / 2 + the mean / 2
     assert len(set(results[nothing_to_train])) == 1
+    assert results[accumulates] == [[0, 1, 2]] * 3
+    assert len({trained for trained, _ in results[groups_of_ones_own]}) == 1
+    assert [sums for _, sums in results[groups_of_ones_own]] == [[1.0], [1.0, 3.0], [3.0]]
+    assert results[forgets_what_it_has_summed] == [[1, 0, 1, 0]] * 3
     for says, case in [
         ("the model's parameters and buffers differs between ranks: rank 2: ", other_model),
         ("Linear was called past its wrapper, so ranks would drift apart; call what run.model(...) returned", bypassed),

@@ -1,71 +1,70 @@
-"""How replicas are kept in step: one file for each way, behind one word."""
+"""How replicas are kept in step: one file for each way, behind one word.
+
+Such as ``ddp``, or with options::
+
+    lockstep run --strategy ddp:compress=powersgd,rank=2 train.py
+                            ^^^ ^^^^^^^^^^^^^^^^^^^^^^^^
+                            name       its options
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import importlib
 
-import torch
-from torch import nn
-
-from lockstep.collectives import Group, Runs
 from lockstep.errors import SettingError
-from lockstep.strategies.data_parallel import DataParallel
-from lockstep.strategies.gradients import Target, Turn
-from lockstep.strategies.replicate import Replicate
+from lockstep.strategies.batchnorm import synchronize_batchnorm
+from lockstep.strategies.gradients import Target, Task, Turn, is_loss, parameters_of
+from lockstep.strategies.placement import spans_gpus
+from lockstep.strategies.protocol import Holding, Pipelines, Serves, Share, Strategy, Terms
+from lockstep.strategies.spec import options_of, split
 
-__all__ = ["STRATEGIES", "Strategy", "Target", "Turn", "by_name"]
+__all__ = [
+    "STRATEGIES",
+    "Holding",
+    "Pipelines",
+    "Serves",
+    "Share",
+    "Strategy",
+    "Target",
+    "Task",
+    "Terms",
+    "Turn",
+    "is_loss",
+    "open_strategy",
+    "parameters_of",
+    "spans_gpus",
+    "split",
+    "synchronize_batchnorm",
+]
 
-#: The words that `by_name` knows.
-STRATEGIES = ("none", "ddp")
-
-
-class Strategy(Protocol):
-    """What the loop asks of a strategy, in the order in which it asks."""
-
-    def adopt(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
-        """The module to call instead of ``model``; equal on all ranks from now on. All ranks."""
-        ...
-
-    def begin(self, turn: Turn) -> None:
-        """Before the forward pass of one micro-batch."""
-        ...
-
-    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None, target: Target, turn: Turn) -> None:
-        """After a rank's last turn of a step, ``.grad`` holds the sum over the step's micro-batches, on each rank.
-
-        Each counts as ``weight * loss``, both of no dimension; None weighs 1.
-
-        All ranks, on their last turns; before that, ``.grad`` may hold anything.
-        """
-        ...
-
-    def end(self, turn: Turn) -> None:
-        """After the backward passes of one micro-batch; after the last turn, buffers are in step too. All ranks."""
-        ...
-
-    def abandon(self) -> None:
-        """The step in work is given up: its gradients and what it did to buffers are forgotten."""
-        ...
-
-    def rebase(self) -> None:
-        """What models hold now is what the next step starts from, as after a checkpoint was loaded."""
-        ...
-
-    def close(self) -> None:
-        """Nothing more is asked."""
-        ...
+#: The words that `open_strategy` knows, each with its file. Loaded when asked for: some bring much of torch with them.
+STRATEGIES = {
+    "none": "replicate",
+    "dp": "threads",
+    "ddp": "data_parallel",
+    "zero": "zero",
+    "fsdp": "fully_sharded",
+    "hsdp": "hybrid_sharded",
+    "local-sgd": "local_sgd",
+    "diloco": "diloco",
+    "parameter-server": "parameter_server",
+    "hybrid": "hybrid",
+    "pipeline": "pipeline",
+    "auto": "auto",
+}
 
 
-def by_name(name: str, group: Group, runs: Runs, *, exact: bool, bucket_mb: float | None) -> Strategy:
-    """The strategy called ``name`` for this group; one rank alone needs none. All ranks.
+def open_strategy(spec: str, terms: Terms) -> Strategy:
+    """The strategy that ``spec`` names, such as ``ddp`` or ``ddp:compress=fp16``, for the ranks of ``terms``.
+
+    All ranks.
 
     Raises:
-        SettingError: if there is no such strategy, or it cannot keep this many ranks in step.
+        SettingError: if there is no such strategy or option, or it cannot keep these ranks in step.
     """
+    name, words = split(spec)
     if name not in STRATEGIES:
         raise SettingError(f"strategy={name!r}: give one of {', '.join(STRATEGIES)}")
-    if group.size == 1:
-        return Replicate(group, runs, exact=exact)
-    if name == "none":
-        raise SettingError(f"strategy='none' is for one rank, and there are {group.size}; use 'ddp' or start one rank")
-    return DataParallel(group, runs, exact=exact, bucket_mb=bucket_mb)
+    module = importlib.import_module(f"lockstep.strategies.{STRATEGIES[name]}")
+    strategy: Strategy = module.open_strategy(terms, options_of(module.Options, name, words))
+    return strategy

@@ -10,7 +10,7 @@ buffers, such as the count of batches, take the value after one micro-batch: one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -23,9 +23,18 @@ from lockstep.strategies.gradients import Turn
 
 
 class Buffers:
-    """The buffers of the replicas' models over one step after another."""
+    """The buffers of the replicas' models over one step after another.
 
-    def __init__(self, exchange: Exchange, agree: Callable[[str, object], None]) -> None:
+    Args:
+        exchange: sums what the replicas have.
+        agree: raises if ranks differ.
+        device: where sums are made, for buffers on several GPUs of a rank; None: where the buffers are.
+    """
+
+    def __init__(
+        self, exchange: Exchange, agree: Callable[[str, object], None], device: torch.device | None = None
+    ) -> None:
+        self._device: Final = device
         self._exchange: Final = exchange
         self._agree: Final = agree
         self._all: list[torch.Tensor] = []
@@ -56,6 +65,15 @@ class Buffers:
         self._base = [b.detach().clone() for b in self._all]
         self._versions = [b._version for b in self._all]
         self._fold = None
+
+    def lend(self) -> None:
+        """The next forward pass changes copies, which `settle` brings home.
+
+        For where other forward passes come before its backward pass: autograd keeps what it has seen, and it must stay.
+        """
+        for i in self._moving:
+            owner, name = self._homes[i]
+            owner._buffers[name] = self._all[i].clone()
 
     def settle(self, turn: Turn) -> None:
         """After ``turn`` the base is back; after the rank's last one, moved by the step's mean. All ranks, then."""
@@ -112,16 +130,19 @@ class Buffers:
             moved = torch._foreach_sub([self._all[i] for i in real], [self._base[i] for i in real])
             if self._fold is None:
                 self._fold = Fold(turn.of, lambda left, right: left.add_(right))
-            self._fold.push((turn.index, turn.index + 1), torch.cat([m.reshape(-1) for m in moved]))
+            self._fold.push((turn.index, turn.index + 1), self._end_to_end(moved))
         if real and turn.last:
             sums = self._fold.sums if self._fold is not None else []
-            out = sums[-1] if sums else torch.cat([self._base[i].reshape(-1) for i in real])
+            out = sums[-1] if sums else self._end_to_end([self._base[i] for i in real])
             self._exchange.begin(out, sums, turn.of)
             self._exchange.finish()
             bases = [self._base[i] for i in real]
             pieces = out.div_(turn.of).split([b.numel() for b in bases])
-            torch._foreach_add_(bases, [p.view_as(b) for p, b in zip(pieces, bases, strict=True)])
+            torch._foreach_add_(bases, [p.view_as(b).to(b.device) for p, b in zip(pieces, bases, strict=True)])
             self._fold = None
         if turn.last:
             for i in set(self._moving).difference(real):
                 self._base[i].copy_(self._all[i])
+
+    def _end_to_end(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([tensor.reshape(-1).to(self._device or tensor.device) for tensor in tensors])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from lockstep.collectives import Fold
+from lockstep.collectives import Fold, Group
+from lockstep.errors import UsageError
 
 Tensors = list[torch.Tensor]
 
@@ -22,6 +23,23 @@ class Turn:
     of: int  #: micro-batches of the step
     last: bool  #: whether it is this rank's last of the step
     shadow: bool = False  #: computed only so that this rank's collectives meet the others'; counts for nothing
+    samples: int = 1  #: in it
+    step_samples: int = 1  #: in the whole step, over all ranks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """A micro-batch's loss, to be computed: for strategies that do so themselves, such as pipelines."""
+
+    model: nn.Module
+    loss: Callable[..., torch.Tensor]  #: of the model's outputs and the targets
+    inputs: tuple[Any, ...]  #: the model's positional arguments
+    targets: tuple[Any, ...]  #: the loss's, after the outputs
+    scale: Callable[[torch.Tensor], torch.Tensor]  #: from the loss to what is differentiated: fp16's loss scale
+
+    def __call__(self) -> torch.Tensor:
+        """The loss, not scaled."""
+        return self.loss(self.model(*self.inputs), *self.targets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +67,7 @@ class Pending:
 
     def __init__(self, target: Target, micro_batches: int) -> None:
         self._parameters: Final = target.parameters
-        self._fold: Final = Fold[Tensors](micro_batches, _add_to_left)
+        self._fold: Final = Fold[Tensors](micro_batches, add_to_left)
         self._micro_batches: Final = micro_batches
         self._places: Final = target.places
         self._used: Final[set[int]] = set()  # places of the parameters that had a part in some loss
@@ -105,6 +123,35 @@ class Pending:
         return [*(_laid_out(sums, gradients, flat) for sums in here.sums[:-1]), flat]
 
 
+def is_loss(value: object) -> bool:
+    """Whether a backward pass can begin at ``value``: a tensor of no dimension that depends on what is trained."""
+    return isinstance(value, torch.Tensor) and not value.dim() and value.requires_grad
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """All parameters that ``optimizer`` steps, in the order of the numbers that they have in its state."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def divide_by_counts(target: Target, samples: int, counted: int) -> None:
+    """From a sum of items per sample to the mean over ``counted`` items, all those of the step's ``samples``."""
+    gradients = [p.grad for p in target.parameters if p.grad is not None]
+    if gradients:  # a rank may hold none, such as one whose stage trains nothing
+        torch._foreach_mul_(gradients, samples / counted)
+
+
+def total_count(group: Group, counted: int) -> int:
+    """The sum of each rank's count of items. All ranks of ``group``; about 0.3 ms.
+
+    Raises:
+        UsageError: if it is not positive.
+    """
+    total = group.sum_whole(counted, "the sum of counts")
+    if total <= 0:
+        raise UsageError(f"step(count=...): the counts of all micro-batches of the step add up to {total}")
+    return total
+
+
 def nothing_like(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros to which any number can be added without changing a bit: -0.0 + -0.0 is -0.0, while 0.0 + -0.0 is 0.0."""
     return torch.full_like(tensor, -0.0)
@@ -119,7 +166,8 @@ def _laid_out(sums: Tensors, views: Tensors, flat: torch.Tensor) -> torch.Tensor
     return out
 
 
-def _add_to_left(left: Tensors, right: Tensors) -> Tensors:
+def add_to_left(left: Tensors, right: Tensors) -> Tensors:
+    """``left``, to each of which its counterpart was added."""
     torch._foreach_add_(left, right)
     return left
 

@@ -2,28 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Final
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from lockstep.collectives import Group, Runs, open_exchange
+from lockstep.errors import SettingError
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.gradients import Pending, Target, Turn
+from lockstep.strategies.gradients import Pending, Target, Turn, divide_by_counts, total_count
+from lockstep.strategies.holding import Whole
+from lockstep.strategies.protocol import Share, Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The strategy ``none`` has none."""
+
+
+def open_strategy(terms: Terms, options: Options) -> Replicate:
+    """The strategy ``none``.
+
+    Raises:
+        SettingError: if there are several ranks.
+    """
+    ranks = terms.group.size
+    if ranks > 1:
+        raise SettingError(f"strategy='none' is for one rank, and there are {ranks}; use 'ddp' or start one rank")
+    return Replicate(terms.group, terms.runs, exact=terms.exact)
 
 
 class Replicate:
-    """The strategy ``none``."""
+    """The strategy ``none``.
 
-    def __init__(self, group: Group, runs: Runs, *, exact: bool) -> None:
+    Args:
+        group: of one rank.
+        runs: the micro-batches of each rank.
+        exact: whether gradients are folded along the tree.
+        wrap: what is called in place of a model.
+    """
+
+    share: Final = Share(0, 1)
+    meets_in_forward: Final = False
+
+    def __init__(
+        self, group: Group, runs: Runs, *, exact: bool, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+    ) -> None:
+        self._wrap: Final = wrap
+        self.holding: Final = Whole()
+        self._group: Final = group
         self._exact: Final = exact
-        self._buffers: Final = Buffers(open_exchange(group, runs), group.check_equal)
+        self._buffers: Final = Buffers(open_exchange(group, runs), group.check_equal, group.device)
         self._pending: dict[Target, Pending] = {}
 
-    def adopt(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
-        """``model`` itself."""
+    def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """``model`` itself, or wrapped."""
         self._buffers.adopt(model)
-        return model
+        return self._wrap(model)
 
     def begin(self, turn: Turn) -> None:
         """Nothing has to be prepared."""
@@ -38,9 +77,23 @@ class Replicate:
             if turn.last:
                 self._pending.pop(target).give()
 
+    def divide(self, target: Target, samples: int, counted: int) -> None:
+        """See `Strategy.divide`."""
+        divide_by_counts(target, samples, total_count(self._group, counted))
+
+    def own(self, target: Target) -> None:
+        """Everything is this rank's."""
+
     def end(self, turn: Turn) -> None:
         """See `Strategy.end`."""
         self._buffers.settle(turn)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """The model is what it is."""
+        return contextlib.nullcontext()
+
+    def settle(self) -> None:
+        """The model is trained."""
 
     def abandon(self) -> None:
         """See `Strategy.abandon`."""
@@ -50,6 +103,13 @@ class Replicate:
     def rebase(self) -> None:
         """See `Strategy.rebase`."""
         self._buffers.rebase()
+
+    def state(self) -> dict[str, Any]:
+        """Nothing beside model and optimizer."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing to put back."""
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -1,0 +1,30 @@
+"""Models that begin alike: every rank makes its own, and rank 0's values count."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lockstep.collectives import Group, begin_alike
+
+
+def verify_module_states(group: Group, model: nn.Module) -> None:
+    """Nothing, if ``model`` has the same tensors on all ranks, by name, shape and type. All ranks.
+
+    Raises:
+        MismatchError: if ranks made different models.
+    """
+    group.check_equal(
+        "the model's parameters and buffers",
+        [(n, tuple(t.shape), t.dtype) for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)],
+    )
+
+
+def sync_module_states(group: Group, model: nn.Module) -> None:
+    """Every rank's parameters and buffers hold what those of rank 0 do. All ranks.
+
+    Raises:
+        MismatchError: if ranks made different models.
+    """
+    verify_module_states(group, model)
+    begin_alike(group, (*model.parameters(), *model.buffers()))

@@ -1,0 +1,33 @@
+"""Models whose layers the user has put on several GPUs of one rank."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+
+
+def spans_gpus(model: nn.Module) -> bool:
+    """Whether ``model`` lies on more than one GPU, to stay there: its ``forward`` moves what it needs."""
+    return len(_gpus(model)) > 1
+
+
+def check_reached(model: nn.Module, device: torch.device) -> None:
+    """Nothing, if a part of ``model`` lies on the rank's ``device``, to which its inputs are brought.
+
+    Raises:
+        UsageError: if none does.
+    """
+    gpus = _gpus(model)
+    if gpus and device not in gpus:
+        raise UsageError(
+            f"{type(model).__name__} lies on {', '.join(sorted(map(str, gpus)))}, and this rank computes on {device}; "
+            "put its first layers on run.device"
+        )
+
+
+def _gpus(model: nn.Module) -> set[torch.device]:
+    return {t.device for t in chain(model.parameters(), model.buffers()) if t.device.type == "cuda"}

@@ -1,0 +1,59 @@
+"""A strategy and its options as one word: ``name:option=value,option=value``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
+from typing import Any, TypeVar
+
+from lockstep.errors import SettingError
+
+T = TypeVar("T")
+
+_TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_READ: dict[str, tuple[Callable[[str], Any], str]] = {
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "bool": (lambda text: _TRUTHS[text.lower()], "true or false"),
+    "str": (str, "a word"),
+}
+
+
+def split(spec: str) -> tuple[str, dict[str, str]]:
+    """The name and the options of ``spec``, as they were written; an option alone means true.
+
+    Raises:
+        SettingError: if an option is named twice, or there is none between two commas.
+    """
+    name, _, rest = spec.partition(":")
+    words: dict[str, str] = {}
+    for word in rest.split(",") if rest else ():
+        option, _, value = word.partition("=")
+        if not option or option in words:
+            raise SettingError(f"strategy={spec!r}: write NAME:OPTION=VALUE,OPTION=VALUE, each option once")
+        words[option] = value or "true"
+    return name, words
+
+
+def options_of(kind: type[T], name: str, words: Mapping[str, str]) -> T:
+    """The options of the strategy ``name``, a frozen dataclass, read by the types of its fields.
+
+    Raises:
+        SettingError: for an option that it does not have (with the nearest one), or a value that cannot be read.
+    """
+    known: dict[str, Field[Any]] = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    values = {}
+    for option, text in words.items():
+        if option not in known:
+            near = difflib.get_close_matches(option, known, n=1)
+            there = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
+            raise SettingError(f"strategy {name} has no option {option}; {there}")
+        kind_of = known[option].type  # a word, where annotations are not evaluated
+        type_name = (kind_of.__name__ if isinstance(kind_of, type) else str(kind_of)).removesuffix(" | None")
+        read, what = _READ.get(type_name, _READ["str"])
+        try:
+            values[option] = read(text)
+        except (ValueError, KeyError):
+            raise SettingError(f"strategy {name}: {option}={text!r}; give {what}") from None
+    return kind(**values)
