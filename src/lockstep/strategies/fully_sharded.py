@@ -1,0 +1,304 @@
+"""Parameters, gradients and optimizer state divided among ranks, with torch's `fully_shard`; summed along the tree.
+
+    forward      gather block 0, compute, drop | gather block 1, compute, drop | ...
+    backward     ... | gather block 1, compute, exchange and fold its gradient: each rank keeps its rows | ...
+    step         each rank updates its rows
+
+Per rank, for W ranks: 16 / W bytes a parameter with Adam in fp32 (4 each for the parameter, its gradient and two
+moments), and one block with its gradient whole. Bytes on the wire: 3 (W - 1) / W times the model's, as each block is
+gathered twice and its gradient scattered once; replicas take 2 (W - 1) / W. With several micro-batches per rank it is
+gathered for each of them, and a rank also keeps its sum of whole gradients, for adding up shards would round in
+another order: give each rank one large micro-batch where memory counts. Autocast keeps its own bf16 copy of each weight
+until the backward pass, so ``mixed=bf16`` or ``checkpoint_activations`` save more than ``precision="bf16"``.
+
+The bits are those of the strategy ``none``, with optimizers that treat each element alike: torch's ``fused=True``
+ones do not on CPUs, where the last few elements of a tensor are computed by other instructions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.collectives import (
+    Division,
+    FastScatter,
+    Fold,
+    Scatter,
+    TreeScatter,
+    naming_lost_peers,
+    open_exchange,
+)
+from lockstep.errors import SettingError, UsageError
+from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.gradients import Target, Turn, divide_by_counts, total_count
+from lockstep.strategies.module_states import sync_module_states
+from lockstep.strategies.protocol import Share, Strategy, Terms
+from lockstep.strategies.replicate import Replicate
+from lockstep.strategies.shards import Shards
+from lockstep.strategies.units import AllUsed, Gradients, InUnits, Learner, RunningSum, Sums, Unit, Watched
+from lockstep.strategies.wrapping import blocks_of, recompute
+
+_MIXED: Final = {"none": None, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``fsdp`` may be told."""
+
+    #: Which modules are gathered as one: ``auto`` (members of lists of modules), ``whole`` (the model), a least number
+    #: of parameters such as ``1M``, or names of classes such as ``Block+Head``.
+    wrap: str = "auto"
+    #: ``bf16``: blocks are gathered and computed in bf16, with master parameters and sums in fp32. The bits are the
+    #: same for any number of ranks, and those of no other strategy.
+    mixed: str = "none"
+    #: Drop a block after its forward pass and gather it anew for the backward pass: less memory, more traffic.
+    reshard: bool = True
+    #: Keep parameters, gradients and optimizer state in the memory of the CPU, for models on GPUs.
+    offload: bool = False
+    #: Keep only the inputs of blocks, and compute their forward pass once more in the backward pass; the same bits.
+    checkpoint_activations: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mixed not in _MIXED:
+            raise SettingError(f"mixed={self.mixed!r}: give one of {', '.join(_MIXED)}")
+
+
+def open_strategy(terms: Terms, options: Options) -> Strategy:
+    """The strategy ``fsdp``; one rank alone divides nothing. All ranks."""
+    if terms.group.size == 1 and options.mixed == "none" and not options.checkpoint_activations:
+        return Replicate(terms.group, terms.runs, exact=terms.exact)
+    return FullySharded(terms, options, terms.group.size)
+
+
+class FullySharded:
+    """The strategies ``fsdp`` and ``hsdp``.
+
+    Args:
+        terms: the conditions.
+        options: what the user says.
+        ranks: that hold one copy of the model; neighbours, and a divisor of all.
+    """
+
+    def __init__(self, terms: Terms, options: Options, ranks: int) -> None:
+        group = terms.group
+        self._group: Final = group
+        self._options: Final = options
+        self._say: Final = terms.say
+        self._division: Final = Division(group, ranks)
+        self._scatter: Final[Scatter] = (
+            TreeScatter(self._division, terms.runs) if terms.exact else FastScatter(self._division)
+        )
+        self._fold: Final[Callable[[int], Sums]] = _tree if terms.exact else lambda _: RunningSum()
+        self._units: Final = InUnits()
+        # Torch sums nothing over one rank, not even by our hand.
+        self._gradients: Final[Gradients] = (
+            self._units if group.size > 1 else Replicate(group, terms.runs, exact=terms.exact)
+        )
+        self._exchange: Final = open_exchange(group, terms.runs)
+        self._buffers: Final = Buffers(self._exchange, group.check_equal)
+        # One rank alone has nothing to gather, but bf16 copies of its parameters.
+        divides = group.size > 1 or options.mixed != "none"
+        # On a line of its own, so that blocks are gathered while others are scattered.
+        self._mesh: Final = DeviceMesh.from_group(self._division.line(), group.device.type) if divides else None
+        self._blocks: Final[list[FSDPModule]] = []
+        self._called = 0  # a checksum of which blocks were called, in their order
+        self._roots: Final[list[FSDPModule]] = []
+        self.share: Final = Share(group.rank, group.size)
+        self.holding: Final = Shards(group, self._division)
+        self.meets_in_forward: Final = group.size > 1
+
+    def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """``model`` itself, its parameters divided, as rank 0 made it. All ranks.
+
+        Its parameters are others from now on: optimizers are made for them.
+
+        Raises:
+            MismatchError: if ranks made different models.
+            UsageError: for a parameter that cannot be divided.
+        """
+        sync_module_states(self._group, model)
+        blocks = blocks_of(model, self._options.wrap)
+        if self._options.checkpoint_activations:
+            for block in blocks:
+                recompute(block)
+            if not blocks:
+                self._say(
+                    f"checkpoint_activations: {type(model).__name__} has no blocks by wrap={self._options.wrap}, so "
+                    "all of its activations are kept; name the classes of its blocks in wrap=..."
+                )
+        if self._mesh is not None and any(True for _ in model.parameters()):
+            # Where it depends on the micro-batch which blocks are called, ranks would wait for each other's blocks.
+            self._divide(model, [] if find_unused_parameters else blocks, find_unused_parameters, self._mesh)
+        self._buffers.adopt(model)
+        return model
+
+    def _divide(self, model: nn.Module, blocks: Sequence[nn.Module], watch: bool, mesh: DeviceMesh) -> None:
+        _check_divisible(model)
+        options = self._options
+        lower = _MIXED[options.mixed]
+        if lower:
+            _check_stateless(model)
+        offload = options.offload and self._group.device.type != "cpu"
+        units: list[Unit] = []
+        divided: set[nn.Parameter] = set()
+        for module in (*blocks, model):
+            whole = module is model
+            policy = MixedPrecisionPolicy(
+                param_dtype=lower,
+                reduce_dtype=lower and torch.float32,
+                output_dtype=torch.float32 if lower and whole else None,
+            )
+            _check_one_type(module, model, divided)
+            block: FSDPModule = fully_shard(
+                module,
+                mesh=mesh,
+                # What the whole model holds itself is needed first thing in the backward pass.
+                reshard_after_forward=options.reshard and not whole,
+                mp_policy=policy,
+                offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+            )
+            own = [p for p in module.parameters() if p not in divided]
+            divided.update(own)
+            self._blocks.append(block)
+            module.register_forward_pre_hook(partial(self._note, len(self._blocks)), prepend=True)
+            if own:
+                units.append(Unit(own, self._division.within.size, self._scatter, self._fold))
+                block.set_custom_reduce_scatter(cast(Any, units[-1]))
+                block.set_gradient_divide_factor(1.0)
+                block.set_force_sum_reduction_for_comms(True)
+        self._roots.append(block)
+        if any(p.requires_grad for p in model.parameters()):
+            self._units.add(Learner(model, units, Watched(model, self._group) if watch else AllUsed()))
+
+    def begin(self, turn: Turn) -> None:
+        """Nothing has to be prepared."""
+
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None, target: Target, turn: Turn) -> None:
+        """See `Strategy.backward`. All ranks, on every turn."""
+        self._gradients.backward(loss, weight, target, turn)
+
+    def divide(self, target: Target, samples: int, counted: int) -> None:
+        """See `Strategy.divide`."""
+        divide_by_counts(target, samples, total_count(self._group, counted))
+
+    def own(self, target: Target) -> None:
+        """Each rank steps its rows."""
+
+    def end(self, turn: Turn) -> None:
+        """See `Strategy.end`."""
+        with naming_lost_peers("the reduction of buffers"):
+            self._buffers.settle(turn)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model is what it is; nothing stays gathered."""
+        self._compare_calls()
+        yield
+        self._compare_calls()
+        self._disperse()
+
+    def settle(self) -> None:
+        """Every rank holds its part of the trained model."""
+        self._compare_calls()
+
+    def abandon(self) -> None:
+        """See `Strategy.abandon`."""
+        self._gradients.abandon()
+        for root in self._roots:
+            # Torch 2.11 has no word for it; there, what it remembers of the pass is replaced by the next one's.
+            if hasattr(root, "reset_iter_state"):
+                root.reset_iter_state()
+        self._disperse()
+        self._buffers.restore()
+
+    def rebase(self) -> None:
+        """See `Strategy.rebase`. All ranks."""
+        self._compare_calls()
+        self._disperse()
+        self._buffers.rebase()
+
+    def state(self) -> dict[str, Any]:
+        """Nothing beside model and optimizer."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing to put back."""
+
+    def close(self) -> None:
+        """See `Strategy.close`."""
+        self._scatter.close()
+        self._exchange.close()
+        self._division.close()
+
+    def _note(self, block: int, *_: object) -> None:
+        self._called = zlib.crc32(block.to_bytes(4, "little"), self._called)
+
+    def _compare_calls(self) -> None:
+        """Ranks that called other blocks have got each other's parameters, if those are of one size. All ranks.
+
+        Raises:
+            MismatchError: if some did.
+        """
+        self._group.check_equal(
+            "a checksum of the order in which forward() calls the blocks of wrap=... (where that depends on the data, "
+            "say run.model(model, find_unused_parameters=True), which gathers the whole model at once)",
+            self._called,
+        )
+
+    def _disperse(self) -> None:
+        """No block is gathered: what is read next is what lies in the ranks' rows."""
+        for block in self._blocks:
+            block.reshard()
+
+
+def _tree(micro_batches: int) -> Sums:
+    return Fold(micro_batches, lambda left, right: left.add_(right))
+
+
+def _check_divisible(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise UsageError(
+                f"the parameter {name} has no dimension, and fsdp divides rows; make it of shape (1,), as with "
+                "nn.Parameter(torch.ones(1))"
+            )
+        if not parameter.is_contiguous():
+            raise UsageError(
+                f"the parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and fsdp "
+                "divides contiguous rows; leave out .to(memory_format=...), or use ddp"
+            )
+
+
+def _check_stateless(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            raise UsageError(
+                f"mixed=bf16 with {name or 'the model'}, a {type(module).__name__}: its statistics are fp32, and "
+                "torch computes it in one type; use precision='bf16' instead of mixed=bf16, or another normalisation"
+            )
+
+
+def _check_one_type(block: nn.Module, model: nn.Module, divided: Container[nn.Parameter]) -> None:
+    """Torch would refuse it in the first forward pass."""
+    types: dict[torch.dtype, nn.Parameter] = {}
+    for parameter in block.parameters():
+        if parameter.requires_grad and parameter not in divided:
+            types.setdefault(parameter.dtype, parameter)
+    if len(types) > 1:
+        names = {p: name for name, p in model.named_parameters()}
+        raise UsageError(
+            f"{type(block).__name__} is gathered as one, and its parameters have several types: "
+            f"{', '.join(f'{names[p]} {dtype}' for dtype, p in types.items())}; "
+            "let wrap=... name a block of each type, or use one"
+        )

@@ -1,0 +1,75 @@
+"""Copies of a model, each divided among a few ranks: within a node, where links are fast.
+
+    node 0     rank 0 [rows 0..1]  rank 1 [rows 2..3]      gathered and scattered within the node,
+    node 1     rank 2 [rows 0..1]  rank 3 [rows 2..3]      summed between 0 and 2, and between 1 and 3
+
+Bytes between nodes: 2 (C - 1) / C times a rank's rows for C copies, where ``fsdp`` sends whole models. Memory: as
+``fsdp`` on the ranks of one copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from lockstep.collectives import Group
+from lockstep.errors import SettingError
+from lockstep.strategies import fully_sharded
+from lockstep.strategies.fully_sharded import FullySharded
+from lockstep.strategies.protocol import Strategy, Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``hsdp`` may be told; the same as ``fsdp``, and how many ranks hold a copy."""
+
+    #: Ranks that hold one copy of the model; 0: those of a node.
+    shard: int = 0
+    #: See ``fsdp``.
+    wrap: str = "auto"
+    #: See ``fsdp``.
+    mixed: str = "none"
+    #: See ``fsdp``.
+    reshard: bool = True
+    #: See ``fsdp``.
+    offload: bool = False
+    #: See ``fsdp``.
+    checkpoint_activations: bool = False
+
+
+def open_strategy(terms: Terms, options: Options) -> Strategy:
+    """The strategy ``hsdp``; one rank alone divides nothing. All ranks.
+
+    Raises:
+        SettingError: if the ranks cannot be divided so.
+    """
+    alike = fully_sharded.Options(
+        options.wrap, options.mixed, options.reshard, options.offload, options.checkpoint_activations
+    )
+    if terms.group.size == 1:
+        return fully_sharded.open_strategy(terms, alike)
+    return FullySharded(terms, alike, ranks_of_a_copy(terms.group, options.shard))
+
+
+def ranks_of_a_copy(group: Group, shard: int) -> int:
+    """How many ranks hold a copy of the model: ``shard``, or as many as each node has.
+
+    Raises:
+        SettingError: if they do not divide the ranks, or nodes have different numbers of them.
+    """
+    ranks = shard
+    if not shard:
+        sizes = Counter(group.nodes)
+        neighbours = list(group.nodes) == sorted(group.nodes)
+        if len(set(sizes.values())) > 1 or not neighbours:
+            raise SettingError(
+                f"strategy='hsdp': nodes have {', '.join(map(str, sizes.values()))} ranks; start equally many on each, "
+                "in a row, or say hsdp:shard=N"
+            )
+        ranks = next(iter(sizes.values()))
+    if ranks < 2 or group.size % ranks:
+        raise SettingError(
+            f"strategy='hsdp' with {ranks} of {group.size} ranks to a copy; shard=N takes a divisor of the number of "
+            "ranks, from 2 on (with 1 it would be ddp)"
+        )
+    return ranks

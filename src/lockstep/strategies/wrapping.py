@@ -1,0 +1,146 @@
+"""Which modules of a model are gathered, computed and dispersed as one: its blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.errors import SettingError
+
+#: Their forward pass reads the parameters of modules inside without calling those.
+_INDIVISIBLE: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+#: A member of a list is a block if it holds at least this share of the model.
+_LEAST_SHARE: Final = 1e-3
+_UNITS: Final = {"K": 10**3, "M": 10**6, "G": 10**9}
+
+
+def blocks_of(model: nn.Module, wrap: str) -> list[nn.Module]:
+    """The blocks of ``model``, inner ones before those around them; never ``model`` itself.
+
+    A module that shares a parameter with modules outside of it is no block: whoever holds them all gathers it.
+
+    Args:
+        model: of which a block's ``forward`` is called whenever the parameters inside are used.
+        wrap: ``auto``: the outermost members of ``nn.ModuleList``, ``nn.Sequential`` and ``nn.ModuleDict``, without the
+            smallest ones; ``whole``: none; a number of parameters such as ``500K`` or ``1M``: the smallest modules that
+            hold at least so many; else names of classes, joined by ``+``.
+
+    Raises:
+        SettingError: if no module is of such a class.
+    """
+    size = _number(wrap)
+    if wrap == "whole":
+        found: list[nn.Module] = []
+    elif wrap == "auto":
+        least = _LEAST_SHARE * _size(model)
+        found = [member for member in _members(model) if _size(member) >= least]
+    elif size is not None:
+        found = _of_size(model, size)
+    else:
+        found = _of_classes(model, wrap.split("+"))
+    chains = _chains(model)
+    return [m for m in found if all(m in chain for p in m.parameters() for chain in chains[p])]
+
+
+def recompute(block: nn.Module) -> None:
+    """The forward pass of ``block`` keeps only its inputs from now on, and is made once more in the backward pass.
+
+    With the same random numbers; buffers move once.
+    """
+    forward = block.forward
+
+    @functools.wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        contexts = lambda: (contextlib.nullcontext(), _buffers_aside(block))  # noqa: E731
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    block.forward = checkpointed
+
+
+@contextlib.contextmanager
+def _buffers_aside(block: nn.Module) -> Iterator[None]:
+    """What changes buffers inside changes copies of them."""
+    held = [(m, name, b) for m in block.modules() for name, b in m._buffers.items() if b is not None]
+    for module, name, buffer in held:
+        module._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for module, name, buffer in held:
+            module._buffers[name] = buffer
+
+
+def _number(wrap: str) -> int | None:
+    digits, unit = (wrap[:-1], wrap[-1:].upper()) if wrap[-1:].upper() in _UNITS else (wrap, "")
+    try:
+        return int(float(digits) * _UNITS.get(unit, 1))
+    except ValueError:
+        return None
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it has a forward pass; lists of modules have none."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _members(module: nn.Module) -> Iterator[nn.Module]:
+    listed = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    for child in module.children():
+        if listed and _is_called(child) and not isinstance(child, nn.Sequential):
+            yield child
+        elif not isinstance(child, _INDIVISIBLE):
+            yield from _members(child)
+
+
+def _of_size(model: nn.Module, least: int) -> list[nn.Module]:
+    found: list[nn.Module] = []
+
+    def left_in(module: nn.Module) -> int:
+        """How many parameters of ``module`` are in no block."""
+        left = sum(p.numel() for p in module.parameters(recurse=False))
+        children = () if isinstance(module, _INDIVISIBLE) else module.children()
+        left = _size(module) if isinstance(module, _INDIVISIBLE) else left + sum(map(left_in, children))
+        if module is model or left < least or not _is_called(module):
+            return left
+        found.append(module)
+        return 0
+
+    left_in(model)
+    return found
+
+
+def _of_classes(model: nn.Module, names: list[str]) -> list[nn.Module]:
+    inside = [module for module in model.modules() if module is not model and _is_called(module)]
+    there = {type(module).__name__ for module in inside}
+    for name in names:
+        if name not in there:
+            raise SettingError(
+                f"wrap={'+'.join(names)}: {type(model).__name__} has no module of class {name!r}; it has "
+                f"{', '.join(sorted(there)) or 'none'}. Name classes, joined by +, or say auto, whole, or a size as 1M"
+            )
+    found = [module for module in inside if type(module).__name__ in names and _size(module)]
+    return found[::-1]  # parents came before their children
+
+
+def _chains(model: nn.Module) -> dict[nn.Parameter, list[set[nn.Module]]]:
+    """For each parameter and each place where it is: the modules that it lies in there."""
+    chains: dict[nn.Parameter, list[set[nn.Module]]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        chain, module = {model}, model
+        for name in path.split(".")[:-1]:
+            module = getattr(module, name)
+            chain.add(module)
+        chains.setdefault(parameter, []).append(chain)
+    return chains

@@ -1,0 +1,396 @@
+"""Models divided among ranks: the bits of one rank, whatever is gathered, summed, clipped, left out or resumed."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lockstep.collectives import Group, alone
+from lockstep.errors import MismatchError, SettingError, UsageError
+from lockstep.run import Run
+from lockstep.strategies import Terms, open_strategy
+from lockstep.strategies.hybrid_sharded import ranks_of_a_copy
+from lockstep.strategies.replicate import Replicate
+from lockstep.testing import state_hash
+from lockstep.world import World
+from worlds import on_world
+
+SGD, PLAIN, ADAMW, FOREACH = "sgd", "sgd without decay", "adamw", "adamw of many at once"
+
+OPTIMIZERS = {
+    SGD: lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    PLAIN: lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),  # whose moments show the sign of a gradient of zero
+    ADAMW: lambda p: torch.optim.AdamW(p, lr=0.01),
+    FOREACH: lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+}
+
+
+class Block(nn.Module):
+    """Sizes that no number of ranks divides, statistics, dropout."""
+
+    def __init__(self, norm=nn.BatchNorm1d):
+        super().__init__()
+        self.up, self.norm, self.drop, self.down = nn.Linear(7, 10), norm(10), nn.Dropout(0.2), nn.Linear(10, 7)
+
+    def forward(self, x):
+        return x + self.down(self.drop(F.relu(self.norm(self.up(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, norm=nn.BatchNorm1d):
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList([Block(norm), Block(norm)])
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Unstated(Net):
+    """In which nothing has statistics."""
+
+    def __init__(self):
+        super().__init__(nn.LayerNorm)
+
+
+class Winding(nn.Module):
+    """Shared and frozen parameters; modules that some micro-batches leave out, and one that all do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList([nn.Linear(7, 7) for _ in range(3)])
+        self.tied, self.never, self.last = nn.Linear(7, 7), nn.Linear(3, 3), nn.Linear(7, 3)
+        self.rare = nn.Parameter(torch.ones(7))
+        self.tied.weight = self.blocks[0].weight
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.tied(self.blocks[0](self.first(x)))
+        if x.detach().sum() > 0:
+            nowhere = torch.zeros(7, dtype=torch.bool)
+            x = torch.where(
+                nowhere, -self.rare, self.blocks[1](x)
+            )  # its gradient is -0.0: one of nothing must not be 0.0
+        else:
+            x = self.blocks[2](x)
+        return self.last(x)
+
+
+def samples(length=26):
+    """Steps of 20 and 6 samples: of 7 and 2 micro-batches of 3, so that a third rank gets none of the last."""
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(length, 5, generator=generator), torch.randint(0, 3, (length,), generator=generator)
+    )
+
+
+def whole(value):
+    """All of a state, on every rank; under the names of the model that was given."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, dict):
+        return {str(name).removeprefix("module."): whole(item) for name, item in value.items()}
+    return [whole(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def bits(*objects):
+    return state_hash(*(whole(o.state_dict()) for o in objects))
+
+
+def train(strategy, optimizer=ADAMW, model=Net, unused=False, micro_batch=3, count=False, epochs=1, **told):
+    with Run(seed=1, strategy=strategy, **told) as run:
+        net = run.model(model(), find_unused_parameters=unused)
+        steps = run.optimizer(OPTIMIZERS[optimizer](net.parameters()))
+        batches = run.loader(samples(), global_batch=20, micro_batch=micro_batch)
+        held_out = run.loader(samples(8), global_batch=20, micro_batch=micro_batch, shuffle=False)
+        for _ in run.epochs(epochs):
+            for inputs, labels in run.train(batches):
+                loss = F.cross_entropy(net(inputs), labels)
+                run.step(loss, count=int(labels.sum()) + 1) if count else run.step(loss)
+            for inputs, labels in run.evaluate(held_out):
+                run.measure(loss=F.cross_entropy(net(inputs), labels))
+        return bits(net, steps), run.metrics["loss"]
+
+
+def resume(strategy, epochs, checkpoint):
+    """The second epoch, by another strategy than the first one."""
+    assert len(list(Path(checkpoint).glob("step-*"))) == epochs - 1
+    os.environ["LOCKSTEP_RESUME"] = "1"
+    try:
+        return train(strategy, epochs=epochs, checkpoint=checkpoint)[0]
+    finally:
+        del os.environ["LOCKSTEP_RESUME"]
+
+
+def adversaries(strategy):
+    """Two optimizers that step apart, and a third model that learns nothing."""
+    with Run(seed=1, strategy=strategy) as run:
+        maker = run.model(nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 5)))
+        judge = run.model(nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 1)))
+        fixed = run.model(nn.Linear(5, 5).requires_grad_(False))
+        optimizers = [run.optimizer(torch.optim.AdamW(m.parameters(), lr=0.01)) for m in (maker, judge)]
+        for real, _ in run.train(run.loader(samples(), global_batch=20, micro_batch=3)):
+            made = maker(torch.randn(len(real), 4))
+            loss = F.softplus(-judge(fixed(real))).mean() + F.softplus(judge(made.detach())).mean()
+            run.step(loss, optimizer=optimizers[1])
+            run.step(F.softplus(-judge(made)).mean(), optimizer=optimizers[0])
+        return bits(maker, judge, fixed, *optimizers)
+
+
+def interrupted(strategy):
+    """Steps that are given up after the forward pass, and after the first micro-batch."""
+    with Run(seed=1, strategy=strategy) as run:
+        net = run.model(Net())
+        steps = run.optimizer(OPTIMIZERS[ADAMW](net.parameters()))
+        batches = run.loader(samples(), global_batch=20, micro_batch=3)
+        for epoch in run.epochs(3):
+            for inputs, labels in run.train(batches):
+                loss = F.cross_entropy(net(inputs), labels)
+                if epoch == 0:
+                    break
+                run.step(loss)
+                if epoch == 1:
+                    break
+        return bits(net, steps)
+
+
+def from_rank_0(strategy):
+    with Run(strategy=strategy) as run:
+        torch.manual_seed(run.rank)
+        net = Net()
+        net.blocks[0].norm.running_mean.fill_(run.rank)
+        return bits(run.model(net)), type(net).__mro__[2] is Net
+
+
+def rows_here(strategy):
+    """How many elements of parameters and moments this rank holds, and how many there are."""
+    with Run(strategy=strategy) as run:
+        net = run.model(Net())
+        steps = run.optimizer(OPTIMIZERS[ADAMW](net.parameters()))
+        for inputs, labels in run.train(run.loader(samples(), global_batch=20, micro_batch=3)):
+            run.step(F.cross_entropy(net(inputs), labels))
+        moments = [m for s in steps.state.values() for m in s.values() if m.dim()]
+        held = [*net.parameters(), *moments]
+        return sum(t.to_local().numel() for t in held), sum(t.numel() for t in held)
+
+
+def told(kind, call, *args, **options):
+    with pytest.raises(kind) as caught:
+        call(*args, **options)
+    return str(caught.value)
+
+
+class Parting(nn.Module):
+    """Calls another block on each rank: they are of one size, so nothing would tell."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank, self.blocks = rank, nn.ModuleList([nn.Linear(5, 3) for _ in range(3)])
+
+    def forward(self, x):
+        return self.blocks[self.rank](x)
+
+
+def evaluate_parting(unused):
+    with Run(strategy="fsdp") as run:
+        net = run.model(Parting(run.rank), find_unused_parameters=unused)
+        for inputs, labels in run.evaluate(run.loader(samples(18), global_batch=18, micro_batch=3, shuffle=False)):
+            run.measure(right=net(inputs).argmax(1) == labels)
+
+
+def ranks_part():
+    evaluate_parting(unused=True)
+    return told(MismatchError, evaluate_parting, unused=False)
+
+
+def refused():
+    return [
+        told(UsageError, train, "fsdp", model=Winding),
+        told(SettingError, train, "fsdp:wrap=Blok"),
+        told(UsageError, train, "fsdp:mixed=bf16"),
+        told(UsageError, with_parameter, nn.Parameter(torch.ones(()))),
+        told(UsageError, with_parameter, nn.Parameter(torch.ones(3, 2).t())),
+        told(UsageError, with_parameter, nn.Parameter(torch.ones(3, dtype=torch.float64))),
+        told(SettingError, Run, strategy="hsdp:shard=2"),
+    ]
+
+
+def with_parameter(parameter):
+    with Run(strategy="fsdp") as run:
+        net = nn.Linear(2, 2)
+        net.more = parameter
+        run.model(net)
+
+
+EVERYWHERE = [
+    (train, ("fsdp", SGD), {}),
+    (train, ("fsdp", ADAMW), {}),
+    (train, ("fsdp", ADAMW), {"precision": "bf16", "clip_norm": 0.05, "count": True}),
+    (train, ("fsdp", PLAIN, Winding), {"unused": True}),
+    (adversaries, ("fsdp",), {}),
+    (interrupted, ("fsdp",), {}),
+]
+ON_THREE = [
+    (train, ("fsdp", FOREACH), {}),
+    (train, ("fsdp", ADAMW), {"precision": "fp16"}),
+    (train, ("fsdp:wrap=whole", ADAMW), {}),
+    (train, ("fsdp:wrap=80,reshard=false", ADAMW), {}),
+    (train, ("fsdp:wrap=Block+Linear,checkpoint_activations", ADAMW), {}),
+    (train, ("fsdp:mixed=bf16", ADAMW, Unstated), {}),
+    (train, ("fsdp:mixed=bf16,checkpoint_activations", SGD, Unstated), {"unused": True}),
+]
+ON_FOUR = [
+    (train, ("hsdp:shard=2", SGD), {"clip_norm": 0.05}),
+    (train, ("hsdp", ADAMW), {}),
+    (train, ("hsdp:shard=2,wrap=Block", ADAMW), {"precision": "bf16"}),
+    (adversaries, ("hsdp:shard=2",), {}),
+]
+
+
+def on_one_rank(function, args, options):
+    """As by the strategy ``none``; mixed precision is the strategy's own, on one rank as on many."""
+    return function(args[0] if "mixed" in args[0] else "none", *args[1:], **options)
+
+
+def called(function, args, options):
+    return function(*args, **options)
+
+
+def differing(cases, results):
+    """The cases in which some rank got other bits than one rank alone, and what they got."""
+    return [
+        (args, options, expected, got)
+        for (function, args, options), got in zip(cases, results, strict=True)
+        for expected in [on_one_rank(function, args, options)]
+        if set(got) != {expected}
+    ]
+
+
+def test_on_two_ranks():
+    assert differing(EVERYWHERE, on_world(2, [(called, *case) for case in EVERYWHERE])) == []
+
+
+def test_on_three_ranks(tmp_path):
+    cases = EVERYWHERE + ON_THREE
+    moves = {name: str(tmp_path / name) for name in ("from none", "from ddp", "to ddp", "to none")}
+    resume("none", 1, moves["from none"])
+    others = [
+        (resume, "ddp", 1, moves["from ddp"]),
+        (resume, "fsdp", 2, moves["from ddp"]),
+        (resume, "fsdp", 2, moves["from none"]),
+        (resume, "fsdp", 1, moves["to ddp"]),
+        (resume, "ddp", 2, moves["to ddp"]),
+        (resume, "fsdp", 1, moves["to none"]),
+        (from_rank_0, "fsdp"),
+        (rows_here, "fsdp"),
+        (ranks_part,),
+        (fast, "fsdp"),
+        (refused,),  # leaves the world behind in which it was refused
+    ]
+    results = on_world(3, [*((called, *case) for case in cases), *others])
+    assert differing(cases, results[: len(cases)]) == []
+
+    *moved, begun, rows, parted, quick, messages = results[len(cases) :]
+    expected = train("none", epochs=2)[0]
+    half = train("none")[0]
+    assert moved == [[bits] * 3 for bits in (half, expected, expected, half, expected, half)]
+    assert resume("none", 2, moves["to none"]) == expected
+
+    assert begun == [(from_rank_0("none")[0], True)] * 3
+    held, there = zip(*rows, strict=True)
+    assert sum(held) == there[0]
+    assert max(held) <= there[0] / 2  # of 40 % at most, as its sizes go
+
+    assert all("the order in which forward() calls the blocks" in p and "rank 1: " in p for p in parted)
+    says = [
+        " of 13 parameters had no part in the loss: ",
+        "wrap=Blok: Net has no module of class 'Blok'; it has BatchNorm1d, Block, Dropout, Linear. Name",
+        "mixed=bf16 with blocks.0.norm, a BatchNorm1d: its statistics are fp32",
+        "the parameter more has no dimension, and fsdp divides rows; make it of shape (1,)",
+        "the parameter more of shape (2, 3) has strides (1, 2)",
+        "Linear is gathered as one, and its parameters have several types: weight torch.float32, more torch.float64",
+        "strategy='hsdp' with 2 of 3 ranks to a copy; shard=N takes a divisor of the number of ranks",
+    ]
+    for of_one in messages:
+        assert [text in message for text, message in zip(says, of_one, strict=True)] == [True] * len(says), of_one
+    assert len(set(quick)) == 1
+    assert quick[0] == pytest.approx(train("none")[1], rel=1e-3)
+
+
+def fast(strategy):
+    return train(strategy, reduction="fast")[1]
+
+
+def test_copies_on_four_ranks(tmp_path):
+    where = str(tmp_path)
+    results = on_world(
+        4, [*((called, *case) for case in ON_FOUR), (resume, "hsdp:shard=2", 1, where), (fast, "hsdp:shard=2")]
+    )
+    assert differing(ON_FOUR, results[: len(ON_FOUR)]) == []
+    assert results[-2] == [train("none")[0]] * 4
+    assert resume("none", 2, where) == train("none", epochs=2)[0]
+    assert results[-1] == [pytest.approx(train("none")[1], rel=1e-3)] * 4
+
+
+def opened(spec, say=lambda text: None):
+    return open_strategy(spec, Terms(alone(), lambda rank, of: range(of), say=say))
+
+
+@pytest.mark.parametrize("spec", ["fsdp", "hsdp", "hsdp:shard=8,wrap=Block"])
+def test_one_rank_divides_nothing(spec):
+    assert isinstance(opened(spec), Replicate)
+
+
+def test_one_rank_recomputes_activations():
+    assert train("fsdp:checkpoint_activations") == train("none")
+
+
+def test_an_unknown_type_is_refused():
+    with pytest.raises(SettingError, match="mixed='fp8': give one of none, bf16"):
+        opened("fsdp:mixed=fp8")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shard", "ranks"),
+    [([0, 0, 1, 1], 0, 2), ([0] * 6, 0, 6), ([0] * 6, 3, 3), ([0, 1], 2, 2)],
+)
+def test_ranks_of_a_copy(nodes, shard, ranks):
+    assert ranks_of_a_copy(group_on(nodes), shard) == ranks
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shard", "says"),
+    [
+        ([0, 0, 1], 0, "nodes have 2, 1 ranks; start equally many on each"),
+        ([0, 1, 0, 1], 0, "in a row, or say hsdp:shard=N"),
+        ([0, 1], 0, "with 1 of 2 ranks to a copy"),
+        ([0] * 4, 3, "with 3 of 4 ranks to a copy; shard=N takes a divisor"),
+    ],
+)
+def test_ranks_that_cannot_be_divided_are_refused(nodes, shard, says):
+    with pytest.raises(SettingError, match=says):
+        ranks_of_a_copy(group_on(nodes), shard)
+
+
+def group_on(nodes):
+    return Group(World(0, len(nodes), 0, 1, 0, 1), torch.device("cpu"), HashStore(), None, 0.0, nodes=nodes)
+
+
+def test_no_blocks_to_recompute_is_told():
+    said = []
+    opened("fsdp:checkpoint_activations,wrap=whole", said.append).adopt(Net(), find_unused_parameters=False)
+    assert said == [
+        "checkpoint_activations: Net has no blocks by wrap=whole, so all of its activations are kept; name the classes "
+        "of its blocks in wrap=..."
+    ]
