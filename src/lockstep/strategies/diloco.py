@@ -1,0 +1,323 @@
+"""Each rank steps by itself for long; how far all of them got on average is one step of an outer optimizer.
+
+DiLoCo (arXiv 2311.08105), and with ``fragments`` and ``overlap`` Streaming DiLoCo (arXiv 2501.18512)::
+
+    --strategy diloco:period=8,fragments=2,overlap=1
+
+    step                1 2 3 4 5 6 7 8 9
+    fragment 0                b a               b  begin: hand what this rank has moved since the fragment's start,
+    fragment 1                        b a          the pseudo-gradient, to the exchange, which goes on in the background
+                                                a  apply: outer step with the mean over ranks, from the fragment's start
+
+The outer optimizer is SGD with Nesterov momentum, as torch's, on the mean pseudo-gradient; all ranks make the same
+step. Without ``overlap`` ranks restart from its result. With it they have stepped meanwhile, and take the mean of the
+result and of their own, of which ``mix`` is the part of their own. Fragments are equal parts of all trained
+parameters, cut without regard to layers, so the peak of the traffic is a ``fragments``-th.
+
+A step is one optimizer step of each rank, on the mean gradient of its own micro-batches, clipped by its own norm. The
+result depends on how many ranks there are; for the same number it is the same bits.
+
+- The inner optimizer's moments stay each rank's own; nothing of them is averaged or forgotten while training.
+- Running statistics of BatchNorm and other buffers move locally, and are averaged at the end of each period: a short
+  meeting, also with ``overlap``; there is none for models with neither buffers nor frozen parameters.
+- Evaluations and checkpoints see the mean over ranks of parameters, buffers and moments. A checkpoint also holds the
+  outer optimizer and each rank's own, so the same number of ranks goes on exactly, also within a period, and with an
+  exchange begun. Another number starts from the mean and keeps the outer optimizer; another strategy, from the mean.
+  At the end of `Run.epochs` the mean stays.
+
+Memory of a rank: 2 M more, for M bytes of parameters, and an exchange of M / fragments. Traffic of a rank, in bytes a
+step: 2 M (n - 1) / (n period) on n ranks; half of it with ``wire=bf16`` or ``fp16``, which are then summed in that
+format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lockstep.errors import SettingError
+from lockstep.strategies.gradients import Target, Turn
+from lockstep.strategies.local_steps import LocalSteps, refuse_fp16
+from lockstep.strategies.meeting import Meeting
+from lockstep.strategies.pieces import Piece, by_dtype, cut, gather, scatter, sizes_of
+from lockstep.strategies.protocol import Share, Terms
+from lockstep.strategies.replicas import HoldsMean, Replicas
+
+_WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``diloco`` may be told."""
+
+    period: int = 100  #: steps between two exchanges of the same parameters
+    outer_lr: float = 0.7  #: learning rate of the outer optimizer
+    outer_momentum: float = 0.9  #: its momentum
+    fragments: int = 1  #: parts of the parameters, each exchanged at its own time within the period
+    overlap: int = 0  #: steps that ranks go on while an exchange is under way
+    mix: float = 0.5  #: with overlap, how much of a rank's own parameters stays; 0 drops what it did meanwhile
+    wire: str = "fp32"  #: format of what is exchanged: fp32 (as the parameters are), bf16 or fp16
+
+    def __post_init__(self) -> None:
+        told = f"strategy diloco: period={self.period}, fragments={self.fragments}, overlap={self.overlap}"
+        if self.period < 1 or not 1 <= self.fragments <= self.period:
+            raise SettingError(f"{told}; give a period from 1, and from 1 to {max(self.period, 1)} fragments")
+        if not 0 <= self.overlap < self.period // self.fragments:
+            raise SettingError(
+                f"{told}: an exchange begins every {self.period // self.fragments} steps, and the one before must have "
+                f"been applied by then; give an overlap from 0 to {self.period // self.fragments - 1}"
+            )
+        if self.outer_lr <= 0 or not 0 <= self.outer_momentum < 1 or not 0 <= self.mix < 1:
+            raise SettingError(
+                f"strategy diloco: outer_lr={self.outer_lr:g}, outer_momentum={self.outer_momentum:g}, "
+                f"mix={self.mix:g}; give an outer_lr above 0, and from 0 to below 1 for the others"
+            )
+        if self.wire not in _WIRES:
+            raise SettingError(f"strategy diloco: wire={self.wire!r}; give one of {', '.join(_WIRES)}")
+
+
+def open_strategy(terms: Terms, options: Options) -> DiLoCo:
+    """The strategy ``diloco``; on one rank, its outer optimizer alone. All ranks.
+
+    Raises:
+        SettingError: with precision fp16.
+    """
+    refuse_fp16(terms, "diloco")
+    return DiLoCo(terms, options)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When each fragment is exchanged; steps are counted from 1."""
+
+    period: int
+    fragments: int
+    overlap: int
+
+    def begins(self, step: int) -> int | None:
+        """The fragment whose exchange begins after ``step``: each once a period, the last at its end."""
+        place = (step - 1) % self.period + 1
+        for fragment in range(self.fragments):
+            if place == self.period * (fragment + 1) // self.fragments:
+                return fragment
+        return None
+
+    def applies(self, step: int) -> int | None:
+        """The fragment whose exchange is applied after ``step``; before another one may begin."""
+        return self.begins(step - self.overlap) if step > self.overlap else None
+
+    def as_tuple(self) -> tuple[int, int, int]:
+        """What two schedules that are the same have in common."""
+        return self.period, self.fragments, self.overlap
+
+
+class Outer:
+    """The outer optimizer: where its fragments start from, and its momentum; the same on all ranks."""
+
+    def __init__(self, lr: float, momentum: float, fragments: int) -> None:
+        self._lr: Final = lr
+        self._momentum: Final = momentum
+        self._fragments: Final = fragments
+        self._parameters: list[nn.Parameter] = []
+        self._start: list[torch.Tensor] = []  # of each parameter
+        self._velocity: list[torch.Tensor] = []
+        self._pieces: list[list[list[Piece]]] = []  # of each fragment, for each type of numbers
+
+    def take(self, parameters: list[nn.Parameter]) -> None:
+        """These are all ``parameters`` so far, and start from what they hold."""
+        new = parameters[len(self._parameters) :]
+        self._parameters += new
+        start = [p.detach().clone(memory_format=torch.contiguous_format) for p in new]
+        self._start += start
+        self._velocity += [torch.zeros_like(s) for s in start]
+        sizes, of_types = sizes_of(self._parameters), []
+        for places in by_dtype(self._parameters):
+            cuts = cut([sizes[place] for place in places], self._fragments)
+            of_types.append([[Piece(places[p.place], p.first, p.end) for p in pieces] for pieces in cuts])
+        self._pieces = [[cuts[f] for cuts in of_types if cuts[f]] for f in range(self._fragments)]
+
+    def moved(self, fragment: int) -> list[torch.Tensor]:
+        """The pseudo-gradient of a fragment: from its start to here, negated; one flat tensor for each type."""
+        device = self._parameters[0].device
+        return [
+            gather(self._start, pieces, device).sub_(gather(self._parameters, pieces, device))
+            for pieces in self._pieces[fragment]
+        ]
+
+    def step(self, fragment: int, gradients: list[torch.Tensor], mix: float) -> None:
+        """One step of SGD with Nesterov momentum, as torch's; of what parameters hold, the part ``mix`` stays."""
+        for pieces, gradient in zip(self._pieces[fragment], gradients, strict=True):
+            device = self._parameters[0].device
+            start, velocity = gather(self._start, pieces, device), gather(self._velocity, pieces, device)
+            velocity.mul_(self._momentum).add_(gradient)
+            start.sub_(gradient.add(velocity, alpha=self._momentum), alpha=self._lr)
+            scatter(self._velocity, pieces, velocity)
+            scatter(self._start, pieces, start)
+            mixed = gather(self._parameters, pieces, device).mul_(mix).add_(start, alpha=1 - mix) if mix else start
+            scatter(self._parameters, pieces, mixed)
+
+    def restart(self) -> None:
+        """Start from what the parameters hold, with the momentum of before."""
+        for parameter, start in zip(self._parameters, self._start, strict=True):
+            start.copy_(parameter.detach())
+
+    def state(self) -> dict[str, Any]:
+        """What `load_state` takes."""
+        return {"start": list(self._start), "velocity": list(self._velocity)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Put back `state`."""
+        for tensors, saved in ((self._start, state["start"]), (self._velocity, state["velocity"])):
+            for tensor, value in zip(tensors, saved, strict=True):
+                tensor.copy_(value)
+
+
+class DiLoCo:
+    """The strategy ``diloco``."""
+
+    meets_in_forward: Final = False
+
+    def __init__(self, terms: Terms, options: Options) -> None:
+        group = terms.group
+        self.share: Final = Share(group.rank, group.size)
+        self._options: Final = options
+        self._say: Final = terms.say
+        self._ranks: Final = group.size
+        self._device: Final = group.device
+        self._schedule: Final = Schedule(options.period, options.fragments, options.overlap)
+        self._outer: Final = Outer(options.outer_lr, options.outer_momentum, options.fragments)
+        self._local: Final = LocalSteps(terms)
+        self._all: Final = Meeting(group, terms.bucket_mb)
+        self._replicas: Final = Replicas(self._all)
+        self.holding: Final = HoldsMean(self._replicas)
+        self._under_way: list[torch.Tensor] = []  # the exchange that was begun and not applied
+        self._arrived: list[torch.Tensor] = []  # or the mean that came of it
+        self._steps = 0  # made with this strategy
+        self._away = False  # whether parameters have left where the outer optimizer starts from
+
+    def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """``model`` itself. All ranks."""
+        self._replicas.adopt(model)
+        self._local.adopt(model)
+        self._outer.take(self._replicas.trained)
+        return model
+
+    def begin(self, turn: Turn) -> None:
+        """See `Strategy.begin`."""
+        self._local.begin(turn)
+
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None, target: Target, turn: Turn) -> None:
+        """After the rank's last turn, ``.grad`` holds the mean over its own samples; nothing, if it had none."""
+        self._local.backward(loss, weight, target, turn)
+
+    def divide(self, target: Target, samples: int, counted: int) -> None:
+        """See `Strategy.divide`; by this rank's own count."""
+        self._local.divide(target, samples, counted)
+
+    def own(self, target: Target) -> None:
+        """Every rank makes every step."""
+
+    def end(self, turn: Turn) -> None:
+        """See `Strategy.end`; on the last turn exchanges are begun and applied, if it is time to. All ranks."""
+        self._local.end(turn)
+        if not turn.last:
+            return
+        self._steps += 1
+        self._away = True
+        self._replicas.stepped()
+        beginning = self._schedule.begins(self._steps)
+        if beginning is not None:
+            self._begin(beginning)
+        applied = self._schedule.applies(self._steps)
+        if applied is not None:
+            self._apply(applied)
+        if self._steps % self._options.period == 0:
+            self._replicas.meet_beside()
+            if self._options.fragments == 1 and not self._options.overlap:
+                self._replicas.met()
+                self._away = False
+            self._local.rebase()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Around an evaluation every rank holds the mean; then its own again. All ranks."""
+        return self._replicas.together()
+
+    def settle(self) -> None:
+        """Every rank holds the mean, for good, and the outer optimizer starts from it. All ranks."""
+        self._arrive()
+        self._arrived = []
+        self._replicas.meet()
+        self._away = False
+        self.rebase()
+
+    def abandon(self) -> None:
+        """See `Strategy.abandon`."""
+        self._local.abandon()
+
+    def rebase(self) -> None:
+        """See `Strategy.rebase`."""
+        self._local.rebase()
+        self._replicas.rebase()
+        if not self._away:
+            self._outer.restart()  # or what the script has filled in would count as progress
+
+    def state(self) -> dict[str, Any]:
+        """The outer optimizer, the exchange under way, and each rank's own. All ranks.
+
+        After `HoldsMean.optimizer_state` of each optimizer.
+        """
+        self._arrive()
+        return {
+            "steps": self._steps,
+            "away": self._away,
+            "schedule": self._schedule.as_tuple(),
+            "arrived": list(self._arrived),
+            "outer": self._outer.state(),
+            "replicas": self._replicas.state(self.holding.optimizers),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Put back `state`. All ranks start from the mean, if another strategy or another number of ranks saved."""
+        self._steps, self._away = (state["steps"], state["away"]) if state else (0, False)
+        self._under_way, self._arrived = [], []
+        own = state["replicas"] if state else {"ranks": None}
+        self._replicas.load_state(own, self.holding.optimizers)
+        if own["ranks"] not in (None, self._ranks):
+            self._say(
+                f"saved by {own['ranks']} ranks that stepped by themselves: all {self._ranks} start at their mean"
+            )
+        if state:
+            self._outer.load_state(state["outer"])
+            if state["schedule"] == self._schedule.as_tuple():
+                self._arrived = [mean.to(self._device) for mean in state["arrived"]]
+            elif state["arrived"]:
+                self._say("the exchange under way when the run was saved is dropped, for its schedule was another")
+        self.rebase()
+
+    def close(self) -> None:
+        """See `Strategy.close`."""
+        self._all.close()
+
+    def _begin(self, fragment: int) -> None:
+        wire = _WIRES[self._options.wire]
+        self._under_way = [moved if wire is None else moved.to(wire) for moved in self._outer.moved(fragment)]
+        for flat in self._under_way:
+            self._all.begin(flat)
+
+    def _arrive(self) -> None:
+        """The mean of the exchange under way, if there is one, has come. All ranks."""
+        if self._under_way:
+            self._all.finish()
+            sums = [s if s.is_floating_point() and s.itemsize > 2 else s.float() for s in self._under_way]
+            self._arrived, self._under_way = [s.div_(self._ranks) for s in sums], []
+
+    def _apply(self, fragment: int) -> None:
+        self._arrive()
+        if self._arrived:  # else it was dropped, as when training had been over
+            self._outer.step(fragment, self._arrived, self._options.mix if self._options.overlap else 0.0)
+            self._arrived = []

@@ -1,0 +1,223 @@
+"""Each rank steps by itself, and parameters are averaged now and then (local SGD; arXiv 1805.09767, 1808.07217).
+
+    --strategy local-sgd:period=4
+
+    rank 0   ● step step step step ┐      ┌ step step ...
+    rank 1   ● step step step step ┼ mean ┼ step step ...
+    rank 2   ● step step step step ┘      └ step step ...
+
+A step is one optimizer step of each rank, on the mean gradient of its own micro-batches, clipped by its own norm. With
+``warmup=N`` the first N steps are those of ``ddp`` (post-local SGD). With ``node_period=K`` the ranks of a node meet
+every K steps, and all ranks every ``period``. The result depends on how many ranks there are; for the same number it is
+the same bits. What a mean is of, and why each rank weighs the same: see `lockstep.strategies.replicas`.
+
+- Running statistics of BatchNorm and other buffers move locally, and are averaged with the parameters.
+- Momentum and the like stay each rank's own (``moments=keep``), which costs nothing, or are averaged with the
+  parameters (``moments=average``), as much traffic again for each moment.
+- Evaluations and checkpoints see the mean over ranks of everything, moments included. A checkpoint also holds each
+  rank's own, so the same number of ranks goes on exactly, also within a period; any other world and any other strategy
+  starts from the mean. At the end of `Run.epochs` the mean stays.
+
+Traffic of a rank, in bytes a step: 2 M (n - 1) / (n period), for M bytes of parameters on n ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lockstep.errors import SettingError
+from lockstep.strategies.data_parallel import DataParallel
+from lockstep.strategies.gradients import Target, Turn, parameters_of
+from lockstep.strategies.local_steps import LocalSteps, refuse_fp16
+from lockstep.strategies.meeting import Meeting
+from lockstep.strategies.protocol import Share, Terms
+from lockstep.strategies.replicas import HoldsMean, Replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``local-sgd`` may be told."""
+
+    period: int = 8  #: steps between two averages over all ranks
+    warmup: int = 0  #: steps at the beginning that are those of ddp
+    node_period: int = 0  #: steps between two averages over the ranks of a node; 0: there are none
+    moments: str = "keep"  #: of optimizers: keep each rank's own, or average them with the parameters
+
+    def __post_init__(self) -> None:
+        if self.period < 1 or self.warmup < 0 or self.node_period < 0:
+            raise SettingError(
+                f"strategy local-sgd: period={self.period}, warmup={self.warmup}, node_period={self.node_period}; give "
+                "a period from 1, and the others from 0"
+            )
+        if self.node_period and self.period % self.node_period:
+            raise SettingError(
+                f"strategy local-sgd: node_period={self.node_period} does not divide period={self.period}; give a "
+                f"multiple of it, such as period={self.node_period * max(1, round(self.period / self.node_period))}"
+            )
+        if self.moments not in ("keep", "average"):
+            raise SettingError(f"strategy local-sgd: moments={self.moments!r}; give keep or average")
+
+
+def open_strategy(terms: Terms, options: Options) -> LocalSgd:
+    """The strategy ``local-sgd``. All ranks.
+
+    Raises:
+        SettingError: with precision fp16.
+    """
+    refuse_fp16(terms, "local-sgd")
+    return LocalSgd(terms, options)
+
+
+class LocalSgd:
+    """The strategy ``local-sgd``."""
+
+    meets_in_forward: Final = False
+
+    def __init__(self, terms: Terms, options: Options) -> None:
+        group = terms.group
+        self.share: Final = Share(group.rank, group.size)
+        self._options: Final = options
+        self._say: Final = terms.say
+        self._ranks: Final = group.size
+        self._local: Final = LocalSteps(terms)
+        self._all: Final = Meeting(group, terms.bucket_mb)
+        here = [rank for rank, node in enumerate(group.nodes) if node == group.nodes[group.rank]]
+        self._node: Final = Meeting(group.part(here), terms.bucket_mb) if options.node_period else None
+        # One rank alone needs nobody to step as ddp does.
+        self._warmup: Final = options.warmup if group.size > 1 else 0
+        self._ddp: Final = (
+            DataParallel(group, terms.runs, exact=terms.exact, bucket_mb=terms.bucket_mb) if self._warmup else None
+        )
+        self._wrapped: Final[list[DistributedDataParallel]] = []
+        self._silenced = contextlib.ExitStack()  # holds DDP's wrappers from exchanging anything
+        self._replicas: Final = Replicas(self._all)
+        self.holding: Final = HoldsMean(self._replicas)
+        self._stepping: Final[list[torch.optim.Optimizer]] = []  # whose moments are averaged
+        self._hooks = contextlib.ExitStack()
+        if options.moments == "average" and group.size > 1:
+            self._hooks.callback(register_optimizer_step_post_hook(self._has_stepped).remove)
+        self._steps = 0  # made with this strategy
+
+    def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """``model`` itself; wrapped in DDP, if it is to warm up. All ranks."""
+        self._replicas.adopt(model)
+        self._local.adopt(model)
+        if self._ddp is None:
+            return model
+        wrapped = self._ddp.adopt(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
+        if isinstance(wrapped, DistributedDataParallel):
+            self._wrapped.append(wrapped)
+        return wrapped
+
+    def begin(self, turn: Turn) -> None:
+        """See `Strategy.begin`."""
+        (self._warming_up or self._local).begin(turn)
+
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None, target: Target, turn: Turn) -> None:
+        """After the rank's last turn, ``.grad`` holds the mean over its own samples; nothing, if it had none."""
+        (self._warming_up or self._local).backward(loss, weight, target, turn)
+
+    def divide(self, target: Target, samples: int, counted: int) -> None:
+        """See `Strategy.divide`; by this rank's own count."""
+        (self._warming_up or self._local).divide(target, samples, counted)
+
+    def own(self, target: Target) -> None:
+        """Every rank makes every step."""
+
+    def end(self, turn: Turn) -> None:
+        """See `Strategy.end`; on the last turn ranks meet, if it is time to. All ranks."""
+        warming_up = self._warming_up
+        (warming_up or self._local).end(turn)
+        if not turn.last:
+            return
+        self._steps += 1
+        if warming_up is not None:
+            if self._steps == self._warmup:
+                self._leave_ddp()
+            return
+        self._replicas.stepped()
+        if self._steps % self._options.period == 0:
+            self._replicas.meet()
+            if self._stepping:
+                self._replicas.meet_moments(self._stepping)
+        elif self._node is not None and self._steps % self._options.node_period == 0:
+            self._replicas.meet_within(self._node)
+        else:
+            return
+        self._local.rebase()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Around an evaluation every rank holds the mean; then its own again. All ranks."""
+        return self._replicas.together()
+
+    def settle(self) -> None:
+        """Every rank holds the mean, for good. All ranks."""
+        self._replicas.meet()
+        self._local.rebase()
+
+    def abandon(self) -> None:
+        """See `Strategy.abandon`."""
+        (self._warming_up or self._local).abandon()
+
+    def rebase(self) -> None:
+        """See `Strategy.rebase`."""
+        self._local.rebase()
+        self._replicas.rebase()
+        if self._ddp is not None:
+            self._ddp.rebase()
+
+    def state(self) -> dict[str, Any]:
+        """Where in its period the run is, and each rank's own. After `HoldsMean.optimizer_state` of each optimizer.
+
+        All ranks.
+        """
+        return {"steps": self._steps, "replicas": self._replicas.state(self.holding.optimizers)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Put back `state`. All ranks start from the mean, if another strategy or another number of ranks saved."""
+        self._steps = state["steps"] if state else 0
+        own = state["replicas"] if state else {"ranks": None}
+        self._replicas.load_state(own, self.holding.optimizers)
+        if own["ranks"] not in (None, self._ranks):
+            self._say(
+                f"saved by {own['ranks']} ranks that stepped by themselves: all {self._ranks} start at their mean"
+            )
+        if self._ddp is not None and self._steps >= self._warmup:
+            self._leave_ddp()
+        self.rebase()
+
+    def close(self) -> None:
+        """See `Strategy.close`."""
+        self._hooks.close()
+        self._all.close()
+        if self._node is not None:
+            self._node.close()
+        if self._ddp is not None:
+            self._ddp.close()
+
+    @property
+    def _warming_up(self) -> DataParallel | None:
+        return self._ddp if self._steps < self._warmup else None
+
+    def _leave_ddp(self) -> None:
+        """From now on a call of DDP's wrapper is one of the model alone."""
+        for wrapped in self._wrapped:
+            self._silenced.enter_context(wrapped.no_sync())
+        self._replicas.met()
+        self._local.rebase()
+
+    def _has_stepped(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if any(optimizer is known for known in self._stepping):
+            return
+        ours = {id(p) for p in self._replicas.trained}
+        if any(id(p) in ours for p in parameters_of(optimizer)):
+            self._stepping.append(optimizer)

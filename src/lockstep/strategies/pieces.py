@@ -1,0 +1,76 @@
+"""Tensors laid end to end, cut into even ranges: plans without the tensors, and the copies that follow them.
+
+tensors, of 4, 3 and 5 elements     0 0 0 0 1 1 1 2 2 2 2 2
+cut into three                      0 0 0 0|1 1 1 2|2 2 2 2      [0:4], [0:3] + [0:1], [1:5]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of one tensor, in the order of its indices."""
+
+    place: int  #: of the tensor among the others
+    first: int
+    end: int
+
+
+def cut(sizes: Sequence[int], ranges: int) -> list[list[Piece]]:
+    """So many ranges of tensors of these sizes, each with the pieces in it; the ranges differ by at most one element.
+
+    Each element lies in one piece, and pieces follow each other as the elements do.
+    """
+    total, cuts = sum(sizes), []
+    for number in range(ranges):
+        first, end = total * number // ranges, total * (number + 1) // ranges
+        pieces, before = [], 0
+        for place, size in enumerate(sizes):
+            a, b = max(first - before, 0), min(end - before, size)
+            if a < b:
+                pieces.append(Piece(place, a, b))
+            before += size
+        cuts.append(pieces)
+    return cuts
+
+
+def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The places of the tensors of each type, the types in the order in which they come."""
+    found: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        found.setdefault(tensor.dtype, []).append(place)
+    return list(found.values())
+
+
+def sizes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How many elements `gather` sees in each: complex numbers are two."""
+    return [t.numel() * (2 if t.is_complex() else 1) for t in tensors]
+
+
+def gather(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
+    """The pieces of tensors of one type, end to end in new memory of ``device``."""
+    found = [_flat(tensors[piece.place])[piece.first : piece.end].to(device) for piece in pieces]
+    return torch.cat(found) if found else torch.empty(0, device=device)
+
+
+def scatter(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece], values: torch.Tensor) -> None:
+    """Put what `gather` gave, or such, into the tensors."""
+    for piece, value in zip(pieces, values.split([piece.end - piece.first for piece in pieces]), strict=True):
+        tensor = tensors[piece.place].detach()
+        flat = _flat(tensor)
+        with torch.no_grad():
+            flat[piece.first : piece.end].copy_(value)
+            if flat.data_ptr() != tensor.data_ptr():  # its elements do not follow each other: `flat` is a copy
+                real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                real.copy_(flat.view_as(real))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in the order of its indices; a view where they lie so."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
