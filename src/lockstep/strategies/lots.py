@@ -1,0 +1,125 @@
+"""Tensors that travel as one, and gradients that are summed so.
+
+parameters      a 2x2     b 3       c 2
+owners          rank 2    rank 3    rank 2
+lots            a a a a c c    to and from rank 2
+                b b b          to and from rank 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from lockstep.collectives import Fold, Node
+from lockstep.errors import UsageError
+from lockstep.strategies.gradients import Turn, add_to_left, nothing_like
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lot:
+    """Tensors of one owner and one type, which travel as one."""
+
+    owner: int
+    tensors: tuple[torch.Tensor, ...]
+
+    def pack(self, values: Tensors) -> torch.Tensor:
+        """``values``, one for each tensor, end to end in new memory, in the order of their indices."""
+        return torch.cat([value.detach().reshape(-1) for value in values])
+
+    def unpack(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of what `pack` gave, each shaped like its tensor."""
+        pieces = flat.split([tensor.numel() for tensor in self.tensors])
+        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, self.tensors, strict=True)]
+
+    def values(self) -> torch.Tensor:
+        """What the tensors hold, packed, in the memory of the CPU."""
+        return self.pack(self.tensors).cpu()
+
+    @torch.no_grad()
+    def fill(self, flat: torch.Tensor) -> None:
+        """The tensors hold what was packed."""
+        for tensor, value in zip(self.tensors, self.unpack(flat), strict=True):
+            tensor.copy_(value)
+
+
+def lots_of(tensors: Iterable[torch.Tensor], owners: Iterable[int]) -> list[Lot]:
+    """The lots of ``tensors``, in the order in which owners and types first come."""
+    found: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+    for tensor, owner in zip(tensors, owners, strict=True):
+        found.setdefault((owner, tensor.dtype), []).append(tensor)
+    return [Lot(owner, tuple(held)) for (owner, _), held in found.items()]
+
+
+class Sums:
+    """A worker's gradients of one step, laid out as they travel, folded along the tree or just added up."""
+
+    def __init__(self, lots: Sequence[Lot], micro_batches: int, *, exact: bool) -> None:
+        self._lots: Final = lots
+        self._exact: Final = exact
+        self._fold: Final = Fold[list[torch.Tensor]](micro_batches, add_to_left)
+        self._used: Final = [[False] * len(lot.tensors) for lot in lots]
+        self.samples = 0  # of the micro-batches so far
+
+    def take(self, turn: Turn) -> None:
+        """Add the gradients of ``turn``, and leave ``.grad`` empty.
+
+        Raises:
+            UsageError: for a sparse gradient.
+        """
+        if not turn.shadow:
+            flats = []
+            for lot, used in zip(self._lots, self._used, strict=True):
+                gradients = [p.grad for p in lot.tensors]
+                if any(g is not None and g.layout is not torch.strided for g in gradients):
+                    raise UsageError(
+                        "a gradient is sparse, as of nn.Embedding(sparse=True), and this strategy adds dense ones; say "
+                        "sparse=False, or let strategy hybrid serve the embedding"
+                    )
+                used[:] = [was or g is not None for was, g in zip(used, gradients, strict=True)]
+                pairs = zip(gradients, lot.tensors, strict=True)
+                flats.append(lot.pack([nothing_like(p) if g is None else g for g, p in pairs]))
+            self.samples += turn.samples
+            self._add(turn.index, flats)
+        for lot in self._lots:
+            for parameter in lot.tensors:
+                parameter.grad = None
+
+    def give(self) -> None:
+        """Put the sum of all nodes into ``.grad``."""
+        for number, lot in enumerate(self._lots):
+            rows = self.rows(number)
+            for row in rows[1:]:
+                rows[0].add_(row)
+            if rows:
+                set_gradients(lot, rows[0], self._used[number])
+
+    def rows(self, number: int) -> list[torch.Tensor]:
+        """What the lot of this number holds: one-dimensional sums, one for each of `nodes`."""
+        return [sums[number] for sums in self._fold.sums]
+
+    def used(self, number: int) -> list[bool]:
+        """Which parameters of the lot of this number had a part in some loss."""
+        return self._used[number]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Of the tree, in whose sums all is held; where it is just added up, one stands for all."""
+        return list(self._fold.nodes)
+
+    def _add(self, index: int, flats: list[torch.Tensor]) -> None:
+        if self._exact or not self._fold.sums:
+            self._fold.push((index, index + 1), flats)
+        else:
+            add_to_left(self._fold.sums[0], flats)
+
+
+def set_gradients(lot: Lot, flat: torch.Tensor, used: Sequence[bool]) -> None:
+    """``.grad`` of the lot's parameters is what lies in ``flat``; one without a part in any loss has none."""
+    for parameter, gradient, had_part in zip(lot.tensors, lot.unpack(flat), used, strict=True):
+        parameter.grad = gradient.to(parameter.device) if had_part else None

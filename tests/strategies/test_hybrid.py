@@ -1,0 +1,238 @@
+"""Embeddings on servers: the bits of one rank, only rows that travel, and one checkpoint for all strategies."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.errors import SettingError, UsageError
+from lockstep.run import Run
+from lockstep.strategies.hybrid import LookUp
+from lockstep.strategies.servers import Line
+from lockstep.testing import run_ranks, state_hash
+from lockstep.world import RESUME
+from worlds import on_world
+
+WORDS = 40
+
+
+class Net(nn.Module):
+    """Its tables are looked up once, twice, three times and never."""
+
+    def __init__(self, *, sparse=False):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(WORDS, 8, mode="mean", sparse=sparse)
+        self.pair = nn.Embedding(WORDS, 8, sparse=sparse)
+        self.three = nn.Embedding(4, 8, padding_idx=1)  # so few rows that one gets gradients from all three
+        nn.init.normal_(self.three.weight, std=0.01)  # so small that the last bit of a gradient shows in the sum
+        self.never = nn.Embedding(5, 2)
+        self.norm = nn.BatchNorm1d(24)
+        self.noise = nn.Dropout(0.2)
+        self.out = nn.Linear(24, 4)
+
+    def forward(self, x):
+        pair = self.pair(x[:, 0]) - self.pair(x[:, 1])
+        few = x % 4
+        three = self.three(few[:, 2]) + self.three(few[:, 3]).tanh() * self.three(few[:, 4])
+        return self.out(self.noise(torch.relu(self.norm(torch.cat([self.bag(x), pair, three], 1)))))
+
+
+def held(net):
+    """The hash of each tensor that this rank holds: a table that lies elsewhere shows no numbers."""
+    return {n: state_hash(t) for n, t in net.state_dict().items() if not torch.isnan(t).any()}
+
+
+def learn(word, optimizer="sgd", epochs=2, *, sparse=False, counted=False, **settings):
+    """What this rank holds in the end, and what was measured."""
+    with Run(seed=3, strategy=word, **settings) as run:
+        generator = torch.Generator().manual_seed(5)
+        x = torch.randint(0, WORDS, (60, 5), generator=generator)
+        y = x.sum(1) % 4
+        net = Net(sparse=sparse)
+        model = run.model(net, find_unused_parameters=True)
+        make = {
+            "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+            "plain": lambda p: torch.optim.SGD(p, 0.1),
+            "adamw": lambda p: torch.optim.AdamW(p, 0.02),
+            "adagrad": lambda p: torch.optim.Adagrad(p, 0.05),
+        }
+        run.optimizer(make[optimizer](model.parameters()))
+        batches = run.loader((x, y), global_batch=24, micro_batch=3)
+        held_out = run.loader((x[:31], y[:31]), global_batch=12, micro_batch=3, shuffle=False)
+        told = []
+        for _ in run.epochs(epochs):
+            for a, b in run.train(batches):
+                if counted:
+                    kept = b > 0
+                    loss = F.cross_entropy(model(a)[kept], b[kept]) if kept.any() else 0 * model(a).sum()
+                    run.step(loss, count=int(kept.sum()))
+                else:
+                    run.step(F.cross_entropy(model(a), b))
+            for a, b in run.evaluate(held_out):
+                run.measure(right=model(a).argmax(1) == b, out=model(a).square().sum(1))
+            told.append(run.metrics)
+        return held(net), told
+
+
+CASES = [
+    ("sgd", {"clip_norm": 0.5}),
+    ("adagrad", {"precision": "bf16"}),
+    ("adamw", {"counted": True}),
+]
+
+
+def taught(word, optimizer, case):
+    return learn(word, optimizer, **case)
+
+
+@pytest.mark.parametrize(("ranks", "servers"), [(2, 1), (4, 2)])
+def test_the_bits_are_those_of_one_rank(ranks, servers):
+    found = on_world(ranks, [(taught, f"hybrid:servers={servers}", optimizer, case) for optimizer, case in CASES])
+    for results, (optimizer, case) in zip(found, CASES, strict=True):
+        alone, told = learn("none", optimizer, **case)
+        assert [metrics for _, metrics in results] == [told] * ranks, (optimizer, case)
+        dense = {name: value for name, value in alone.items() if name.startswith(("norm", "out"))}
+        assert [one for one, _ in results[:-servers]] == [dense] * (ranks - servers)
+        tables = [{name for name in one if name not in dense} for one, _ in results[-servers:]]
+        assert sorted(name for one in tables for name in one) == ["bag.weight", "never.weight", *sorted(SERVED)]
+        for one, _ in results[-servers:]:
+            assert all(one[name] == alone[name] for name in one if name not in dense)
+
+
+SERVED = {"pair.weight", "three.weight"}
+
+
+def test_sparse_gradients_are_the_same_for_any_number_of_ranks():
+    (two,), (four,) = (on_world(n, [(sparse, f"hybrid:servers={n // 2}")]) for n in (2, 4))
+    assert four == [two[0]] * 4
+    for here, there in zip(two[0], sparse("none"), strict=True):
+        assert here == pytest.approx(there, rel=1e-5)
+
+
+def sparse(word):
+    return learn(word, "plain", sparse=True)[1]
+
+
+def some_served():
+    """Bytes of tables here, the rows that were asked for, and the strategy's word for what is served."""
+    asked = []
+    read = Line.read
+
+    def reading(self, rank, what):
+        asked.extend([what.inputs[0].numel()] if isinstance(what, LookUp) else [])
+        return read(self, rank, what)
+
+    Line.read = reading
+    with Run(strategy="hybrid:served=pair+bag") as run:
+        net = Net()
+        model = run.model(net)
+        run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+        for (x,) in run.train(run.loader((torch.arange(40).view(8, 5),), global_batch=8, micro_batch=2)):
+            run.step(model(x).mean())
+    Line.read = read
+    message = None
+    if run.rank < 2:
+        with pytest.raises(UsageError, match="looked up after the run was closed") as caught:
+            net.pair(torch.tensor([1]))
+        message = str(caught.value)
+    return net.pair.weight.untyped_storage().nbytes(), net.never.weight.untyped_storage().nbytes(), asked, message
+
+
+def test_workers_hold_no_row_of_a_served_table_and_ask_only_for_those_they_need():
+    whole, never = WORDS * 8 * 4, 5 * 2 * 4
+    *workers, server = on_world(3, [(some_served,)])[0]
+    assert server == (whole, never, [], None)
+    for stub, own, asked, message in workers:
+        assert (stub, own) == (4, never)
+        assert asked == [2, 2, 2 * 5] * 2  # for two micro-batches each: a pair, and a bag of five words
+        assert message is not None
+
+
+def leave(word, at):
+    """What this rank holds after two epochs, of which the first one's loop is left."""
+    with Run(seed=3, strategy=word) as run:
+        x = torch.randint(0, WORDS, (60, 5), generator=torch.Generator().manual_seed(5))
+        net = Net()
+        model = run.model(net, find_unused_parameters=True)
+        run.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+        batches = run.loader((x, x.sum(1) % 4), global_batch=24, micro_batch=3)
+        for epoch in run.epochs(2):
+            seen = -1  # micro-batches since the step at which to leave
+            for a, b in run.train(batches):
+                seen += epoch == 0 and run.progress.step == at[0]
+                if seen == at[1] > 0:
+                    break
+                run.step(F.cross_entropy(model(a), b))
+                if epoch == at[1] == 0 and run.progress.step == at[0]:
+                    break
+        return held(net), run.metrics, run.progress
+
+
+#: After how many steps, and how many micro-batches of the next one; the third step is the epoch's last.
+LEFT = [(2, 0), (2, 1), (1, 3), (3, 0)]
+
+
+def test_servers_leave_the_loop_with_the_workers():
+    found = on_world(3, [(leave, "hybrid", at) for at in LEFT])
+    for at, results in zip(LEFT, found, strict=True):
+        alone, *rest = leave("none", at)
+        assert [one[1:] for one in results] == [tuple(rest)] * 3, at
+        dense = {name for name in alone if name.startswith(("norm", "out"))}
+        server = results[-1][0]
+        assert all(server[name] == alone[name] for name in alone.keys() - dense), at
+        assert [one for one, *_ in results[:-1]] == [{n: alone[n] for n in dense}] * 2
+
+
+def resumed(word, place, epochs):
+    return learn(word, "adagrad", epochs, checkpoint=place)
+
+
+def test_it_goes_on_from_any_strategy_and_any_from_it(tmp_path):
+    place, whole = str(tmp_path), learn("none", "adagrad", 4)
+    run_ranks(resumed, 1, "none", place, 1)
+    run_ranks(resumed, 3, "hybrid:servers=2", place, 2, env={RESUME: "1"})
+    run_ranks(resumed, 2, "hybrid", place, 3, env={RESUME: "1"})
+    (end,) = run_ranks(resumed, 1, "none", place, 4, env={RESUME: "1"})
+    assert end == (whole[0], whole[1][3:])
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(9, 4)
+        self.out = nn.Linear(4, 9, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, x):
+        return self.out(self.words(x))
+
+
+def refused(word, make):
+    with Run(strategy=word) as run:
+        model = run.model(make())
+        run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+        for (x,) in run.train(run.loader((torch.arange(8),), global_batch=8, micro_batch=2)):
+            run.step(model(x).mean())
+
+
+def bounded():
+    return nn.Embedding(9, 2, max_norm=1.0)
+
+
+def plain():
+    return nn.Sequential(nn.Embedding(9, 2), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("word", "make", "kind", "says"),
+    [
+        ("hybrid", bounded, UsageError, "has max_norm=1.0, so look-ups change it"),
+        ("hybrid", Tied, UsageError, r"words\.weight and out\.weight are one tensor, of which only look-ups"),
+        ("hybrid:served=1", plain, UsageError, "served=1 is a Linear; give an embedding"),
+        ("hybrid:served=words", plain, SettingError, "served=words is in no model of this run"),
+        ("hybrid:servers=2", plain, SettingError, "servers=2 of 2 ranks"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(word, make, kind, says):
+    with pytest.raises(kind, match=says):
+        run_ranks(refused, 2, word, make)
