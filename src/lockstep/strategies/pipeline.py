@@ -1,0 +1,551 @@
+"""A model cut into stages, each on a rank of its own; micro-batches go through them one behind the other.
+
+    two stages, micro-batches 0 1 2 3; F: forward, B: backward
+
+    gpipe   rank 0   F0 F1 F2 F3 .. B0 B1 B2 B3          all forwards, then all backwards
+            rank 1   .. F0 F1 F2 F3 B0 B1 B2 B3
+    1f1b    rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3       as few in flight as can be
+            rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3
+
+Ranks [0, stages) hold the first replica of the model, the next ones the second, and so on; each keeps only its stage's
+parameters. All ranks of a replica are given the same micro-batches, so a model's inputs and a loss's targets need not
+be sent; activations and their gradients are, by torch.distributed.pipelining, which also orders the work.
+
+A micro-batch's gradient is that of the whole model, bit for bit, and is folded along the tree like any other. Random
+numbers are those of one device, too: the state of the generators goes from stage to stage with the activations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import fx, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from lockstep.collectives import Division, FastExchange, Relay, naming_lost_peers, open_exchange
+from lockstep.errors import SettingError, UsageError
+from lockstep.strategies import cut
+from lockstep.strategies.batchnorm import normalises_over_ranks
+from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.gradients import Target, Task, Tensors, Turn, divide_by_counts, nothing_like, total_count
+from lockstep.strategies.holding import Owned
+from lockstep.strategies.module_states import sync_module_states
+from lockstep.strategies.protocol import Share, Strategy, Terms
+from lockstep.strategies.replicate import Replicate
+from lockstep.strategies.stage import (
+    Border,
+    Formats,
+    Losses,
+    Micro,
+    Stage,
+    random_state,
+    set_random_state,
+    shapes_in,
+)
+
+T = TypeVar("T")
+
+_SCHEDULES = ("gpipe", "1f1b", "interleaved")
+_SAMPLES = {"float32": torch.float32, "int64": torch.int64}
+_KEPT = 8  #: schedules; each has memory for what its micro-batches receive
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``pipeline`` may be told."""
+
+    stages: int = 0  #: ranks that hold one replica of the model; 0: all ranks
+    schedule: str = "1f1b"  #: gpipe, 1f1b or interleaved
+    chunks: int = 0  #: stages on each rank; 0: two for interleaved, else one
+    cut: str = ""  #: the first module of each stage but the first, as in layer2+layer3+head; empty: balanced
+    sample: str = ""  #: shape of a micro-batch by whose times to balance, as in 32x3x224x224 or 8x128:int64
+
+    def __post_init__(self) -> None:
+        if self.schedule not in _SCHEDULES:
+            raise SettingError(f"strategy pipeline: schedule={self.schedule!r}; give one of {', '.join(_SCHEDULES)}")
+        if self.stages < 0 or self.chunks < 0:
+            raise SettingError(f"strategy pipeline: stages={self.stages}, chunks={self.chunks}; give numbers from 1")
+        if (self.schedule == "interleaved") != (self.chunks_per_rank > 1):
+            raise SettingError(
+                f"strategy pipeline: schedule={self.schedule}, chunks={self.chunks}; interleaved is for two chunks or "
+                "more, the others are for one"
+            )
+        self.sample_like()
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Stages on each rank."""
+        return self.chunks or (2 if self.schedule == "interleaved" else 1)
+
+    def sample_like(self) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Shape and type of the sample; None without one."""
+        shape, _, dtype = self.sample.partition(":")
+        try:
+            return (tuple(int(n) for n in shape.split("x")), _SAMPLES[dtype or "float32"]) if self.sample else None
+        except (ValueError, KeyError):
+            raise SettingError(
+                f"strategy pipeline: sample={self.sample!r}; give a shape, as in 32x3x224x224, or 8x128:int64 for "
+                "indices"
+            ) from None
+
+
+def open_strategy(terms: Terms, options: Options) -> Strategy:
+    """The strategy ``pipeline``; one rank alone needs none. All ranks.
+
+    Raises:
+        SettingError: if the ranks cannot be divided into replicas of so many stages.
+    """
+    ranks, stages = terms.group.size, options.stages or terms.group.size
+    if ranks == 1 and options.stages <= 1:
+        return Replicate(terms.group, terms.runs, exact=terms.exact)
+    if stages == 1:
+        raise SettingError("strategy pipeline: stages=1 cuts nothing; use ddp")
+    if ranks % stages:
+        raise SettingError(
+            f"strategy pipeline: stages={stages} does not divide {ranks} ranks into replicas; start a multiple of "
+            f"{stages} ranks, or give stages= a divisor of {ranks}"
+        )
+    return Pipeline(terms, options, stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Neighbouring micro-batches that go through one schedule."""
+
+    schedule: str
+    first: int  #: the place of its first micro-batch among the rank's
+    length: int
+
+
+def passes(likes: Sequence[object], schedule: str, ranks: int) -> list[Pass]:
+    """How a rank's micro-batches of a step go through a replica of so many ranks.
+
+    A schedule takes micro-batches of one shape, so a short last one goes by itself. 1F1B needs as many micro-batches
+    as ranks; with fewer it would be no other than GPipe. Interleaving goes in rounds of as many as ranks, or in one of
+    fewer.
+
+    Args:
+        likes: one for each micro-batch; equal for equal shapes.
+        schedule: gpipe, 1f1b or interleaved.
+        ranks: of one replica.
+    """
+    made: list[Pass] = []
+    first = 0
+    while first < len(likes):
+        length = 1
+        while first + length < len(likes) and likes[first + length] == likes[first]:
+            length += 1
+        if schedule == "interleaved":
+            rest = length % ranks
+            runs = ((first, length - rest), (first + length - rest, rest))
+            made += [Pass(schedule, start, count) for start, count in runs if count]
+        else:
+            made.append(Pass("gpipe" if length < ranks else schedule, first, length))
+        first += length
+    return made
+
+
+class Pipeline:
+    """The strategy ``pipeline``."""
+
+    meets_in_forward: Final = True
+
+    def __init__(self, terms: Terms, options: Options, ranks: int) -> None:
+        group = terms.group
+        division = Division(group, ranks)
+        replica, place = divmod(group.rank, ranks)
+        # The rank of the last stage alone learns the losses, so what is measured counts there.
+        self.share: Final = Share(replica, division.copies, counts=place == ranks - 1)
+        self._terms: Final = terms
+        self._options: Final = options
+        carrier = torch.device("cpu") if group.over_cpu else group.device
+        self._formats: Final = Formats(group.device, carrier, terms.dtype)
+        self._lane: Final = division.within  # this replica's ranks
+        self._twins: Final = division.across  # the ranks of the same stages
+        self._relay: Final = Relay(self._lane)
+        self._exchange: Final = open_exchange(self._twins, terms.runs)
+        self._fast: Final = FastExchange(self._twins)
+        self.holding: Final = Owned(group)
+        self._names: dict[nn.Parameter, str] = {}
+        self._stages: list[Stage] = []
+        self._find_unused = False
+        self._waiting: list[Micro] = []
+        self._schedules: dict[tuple[str, int, object], Any] = {}
+        self._borders: dict[object, list[Border]] = {}  # behind each stage but the last, by the shapes of inputs
+
+    # ---- the model ----------------------------------------------------------------------------------------------
+
+    def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """``model`` wrapped, with rank 0's parameters; those of other ranks' stages hold no memory here. All ranks.
+
+        Raises:
+            SettingError: if it cannot be cut as was asked for.
+            UsageError: for a second model.
+        """
+        if self._stages:
+            raise UsageError("strategy=pipeline: run.model(...) was called twice, and it trains one model; use ddp")
+        if normalises_over_ranks(model):
+            raise SettingError("strategy=pipeline: SyncBatchNorm would wait for ranks of other stages; leave it out")
+        self._find_unused = find_unused_parameters
+        sync_module_states(self._terms.group, model)
+        cuts, ranks, rank = self._cuts(model), self._lane.size, self._lane.rank
+        modes = tuple(_in_mode(model, training, lambda: _stages(model, cuts)) for training in (True, False))
+        stage_of = cut.owners(model, modes)
+        rank_of = {name: stage % ranks for name, stage in stage_of.items()}
+        _keep(model, {name for name, owner in rank_of.items() if owner == rank}, self._terms.group.device)
+        for number in range(rank, len(cuts) + 1, ranks):
+            training, evaluation = (fx.GraphModule(model, mode[number].graph) for mode in modes)
+            buffers = Buffers(self._exchange, self._twins.check_equal)
+            buffers.adopt(training)
+            self._stages.append(
+                Stage(
+                    number,
+                    len(cuts) + 1,
+                    (training, evaluation),
+                    lambda: model.training,
+                    buffers,
+                    [p for n, p in model.named_parameters() if stage_of[n] == number and p.requires_grad],
+                    self._formats,
+                    exact=self._terms.exact,
+                )
+            )
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        # The ranks of the same stages in each replica are as far apart as a replica has ranks.
+        self.holding.adopt(model, lambda name: range(rank_of.get(name, 0), self._terms.group.size, ranks))
+        self._terms.say(f"pipeline: {len(cuts) + 1} stages; cut before {', '.join(cuts)}")
+        return Pipelined(model, self._evaluate, self._stages)
+
+    def _cuts(self, model: nn.Module) -> list[str]:
+        """The first module of each stage but the first; the same on all ranks."""
+        wanted = self._lane.size * self._options.chunks_per_rank
+        if self._options.cut:
+            cuts = self._options.cut.split("+")
+            if len(cuts) != wanted - 1:
+                raise SettingError(
+                    f"strategy pipeline: cut={self._options.cut} makes {len(cuts) + 1} stages of {wanted}; name "
+                    f"{wanted - 1} modules"
+                )
+            return cuts
+        graph = _in_mode(model, True, lambda: cut.read(model))
+        names = cut.calls(graph)
+        if len(set(names)) < wanted:
+            raise SettingError(
+                f"strategy pipeline: {type(model).__name__} calls {len(set(names))} modules, too few for {wanted} "
+                "stages; start fewer ranks, or name modules further inside with cut=..."
+            )
+        like = self._options.sample_like()
+        if like is None:
+            costs = cut.sizes(model, graph)
+        else:
+            sample = torch.zeros(like[0], dtype=like[1], device=self._terms.group.device)
+            with self._formats.forward():
+                costs = _in_mode(model, True, lambda: cut.times_s(model, graph, [sample]))
+        names, costs = cut.first_calls(names, costs)
+        places = cut.balance(costs, wanted)
+        # Ranks have measured other times.
+        return self._terms.group.broadcast_object([names[place] for place in places], "the cut of the model")
+
+    def _evaluate(self, inputs: tuple[Any, ...]) -> Any:
+        """The model's output on every rank of the replica. All its ranks, for the same inputs."""
+        device = self._terms.group.device
+        before = random_state(device)
+        with torch.no_grad():
+            output = self._walk(inputs, before, {})
+        set_random_state(before, device)  # the same on all of them
+        return self._relay.broadcast(output, self._lane.size - 1)
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+
+    def begin(self, turn: Turn) -> None:
+        """Nothing has to be prepared."""
+
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None, target: Target, turn: Turn) -> None:
+        """A pipeline makes its forward passes itself.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(_HAND_OVER)
+
+    def compute(
+        self, task: Task, weight: torch.Tensor | None, target: Target, turn: Turn
+    ) -> Sequence[tuple[int, torch.Tensor]]:
+        """See `Pipelines.compute`. The work is done in a rank's last turn of the step."""
+        if turn.shadow and not turn.last:
+            return []
+        device = self._terms.group.device
+        self._waiting.append(Micro(task, weight, turn, random_state(device)))
+        if not turn.last:
+            return []
+        micros, self._waiting = self._waiting, []
+        losses: Losses = []
+        for stage in self._stages:
+            stage.running.restore()  # passes that the user has made without gradients are not the step's
+        with naming_lost_peers("the work of the pipeline"), self._formats.backward():
+            if turn.shadow:
+                # What counts forward passes is to count one in each step, on all ranks.
+                with torch.no_grad():
+                    self._walk(task.inputs, micros[0].random, {})
+            else:
+                self._run(micros, losses)
+            self._reduce(target, turn)
+        set_random_state(micros[-1].random, device)  # the same on all ranks of the replica
+        return losses
+
+    def _run(self, micros: Sequence[Micro], losses: Losses) -> None:
+        likes = [shapes_in(micro.task.inputs) for micro in micros]
+        for like, micro in zip(likes, micros, strict=True):
+            if like not in self._borders:
+                self._borders[like] = self._find_borders(micro)
+        for stage in self._stages:
+            stage.begin(micros, losses)
+        for part in passes(likes, self._options.schedule, self._lane.size):
+            borders = [None, *self._borders[likes[part.first]], None]
+            for stage in self._stages:
+                around = (borders[stage.number], borders[stage.number + 1])
+                stage.aim(micros[part.first : part.first + part.length], around)
+            schedule = self._schedule(part, likes[part.first], borders, micros[0].random)
+            places = torch.arange(part.length)
+            try:
+                schedule.step(target=places, place=places, return_outputs=False)
+            except RuntimeError as error:
+                # Torch wraps what a module or the loss function raised.
+                if isinstance(error.__cause__, Exception):
+                    raise error.__cause__ from None
+                raise
+
+    def _schedule(self, part: Pass, like: object, borders: Sequence[Border | None], random: torch.Tensor) -> Any:
+        """Torch's schedule for such a pass."""
+        key = (part.schedule, part.length, like)
+        if key not in self._schedules:
+            while len(self._schedules) >= _KEPT:
+                self._schedules.pop(next(iter(self._schedules)))
+            stages = []
+            for stage in self._stages:
+                before, behind = borders[stage.number], borders[stage.number + 1]
+                stages.append(
+                    PipelineStage(
+                        stage,
+                        stage.number,
+                        stage.of,
+                        self._formats.carrier,
+                        input_args=before.examples(random) if before else (),
+                        output_args=behind.examples(random) if behind else _LOSS,
+                        group=self._lane.lines,
+                    )
+                )
+            told: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
+            if part.schedule == "interleaved":
+                self._schedules[key] = ScheduleInterleaved1F1B(list(stages), part.length, **told)
+            else:
+                kind = ScheduleGPipe if part.schedule == "gpipe" else Schedule1F1B
+                self._schedules[key] = kind(stages[0], part.length, **told)
+        return self._schedules[key]
+
+    def _find_borders(self, micro: Micro) -> list[Border]:
+        """What crosses each border for micro-batches like this one, found by one more forward pass of it."""
+        mine: dict[int, Border] = {}
+        with torch.enable_grad():
+            self._walk(micro.task.inputs, micro.random, mine)
+        for stage in self._stages:
+            stage.running.restore()
+        found: dict[int, Border] = {}
+        for each in self._lane.gather_objects(mine, "borders of stages"):
+            found |= each
+        return [found[number] for number in sorted(found)]
+
+    def _walk(self, inputs: Sequence[Any], random: torch.Tensor, borders: dict[int, Border]) -> Any:
+        """``inputs`` forward through the stages, one after the other; the output, on the last stage's rank.
+
+        What goes out of this rank's stages is put into ``borders``.
+        """
+        rank, ranks = self._lane.rank, self._lane.size
+        into: Sequence[torch.Tensor] = ()
+        drawn, output = False, None
+        for stage in self._stages:
+            if stage.number:
+                tensors, border, random = self._relay.receive((rank - 1) % ranks)
+                into = [t.requires_grad_(learns) for t, (*_, learns) in zip(tensors, border.likes, strict=True)]
+                drawn = border.drawn
+            output, after = stage.once(inputs, into, random)
+            if not stage.is_last:
+                border = borders[stage.number] = Border.of(output, drawn or not torch.equal(after, random.cpu()))
+                self._relay.send((output, border, after), (rank + 1) % ranks)
+        return output
+
+    def _reduce(self, target: Target, turn: Turn) -> None:
+        """``.grad`` of this rank's stages holds the sum over the step."""
+        for stage in self._stages:
+            learning = stage.learning
+            if not learning:
+                continue
+            if self._terms.exact:
+                sums = [] if turn.shadow else stage.sums.finish(turn.index + 1)
+                used = set() if turn.shadow else stage.sums.used
+            else:
+                sums = [[nothing_like(p) if p.grad is None else p.grad for p in learning]]
+                used = {place for place, p in enumerate(learning) if p.grad is not None}
+            if self._twins.size > 1:
+                used = self._agreed(stage, used, turn)
+                total = self._summed(learning, sums, turn)
+            else:
+                (total,) = sums
+            for place, (parameter, gradient) in enumerate(zip(learning, total, strict=True)):
+                parameter.grad = gradient if place in used else None
+
+    def _summed(self, parameters: Sequence[nn.Parameter], sums: Sequence[Tensors], turn: Turn) -> Tensors:
+        """The sum over all replicas, of what each has summed for its nodes of the tree."""
+        total: dict[int, torch.Tensor] = {}
+        for dtype in dict.fromkeys(p.dtype for p in parameters):
+            places = [i for i, p in enumerate(parameters) if p.dtype == dtype]
+            lengths = [parameters[i].numel() for i in places]
+            flats = [torch.cat([each[i].reshape(-1) for i in places]) for each in sums]
+            out = flats[-1] if flats else parameters[places[0]].new_empty(sum(lengths))
+            if self._terms.exact:
+                self._exchange.begin(out, flats, turn.of)
+                self._exchange.finish()
+            else:
+                self._fast.begin(out)
+                self._fast.finish()
+            pieces = zip(places, out.split(lengths), strict=True)
+            total |= {place: piece.view_as(parameters[place]) for place, piece in pieces}
+        return [total[place] for place in range(len(parameters))]
+
+    def _agreed(self, stage: Stage, used: set[int], turn: Turn) -> set[int]:
+        """Places of the parameters that had a part in some loss on any rank."""
+        if self._find_unused:
+            return set().union(*self._twins.gather_objects(used, "parameters that had a part in the loss"))
+        unused = sorted(set(range(len(stage.learning))) - used)
+        if unused and not turn.shadow:
+            names = [self._names[stage.learning[place]] for place in unused]
+            raise UsageError(
+                f"{len(names)} of {len(stage.learning)} parameters of stage {stage.number} had no part in the loss: "
+                f"{', '.join(names[:5])}. Use them in forward(), freeze them with requires_grad_(False), or say "
+                "run.model(model, find_unused_parameters=True), which costs a little in each step"
+            )
+        return set(range(len(stage.learning)))
+
+    def divide(self, target: Target, samples: int, counted: int) -> None:
+        """See `Strategy.divide`."""
+        divide_by_counts(target, samples, total_count(self._twins, counted))
+
+    def own(self, target: Target) -> None:
+        """Other stages' parameters have no gradient here."""
+
+    def end(self, turn: Turn) -> None:
+        """See `Strategy.end`."""
+        if turn.last:
+            with naming_lost_peers("the reduction of buffers"):
+                for stage in self._stages:
+                    stage.running.settle(turn)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """The model is what it is."""
+        return contextlib.nullcontext()
+
+    def settle(self) -> None:
+        """Every rank holds its stages."""
+
+    def abandon(self) -> None:
+        """See `Strategy.abandon`."""
+        self._waiting.clear()
+        for stage in self._stages:
+            stage.running.restore()
+
+    def rebase(self) -> None:
+        """See `Strategy.rebase`."""
+        for stage in self._stages:
+            stage.running.rebase()
+
+    def state(self) -> dict[str, Any]:
+        """Nothing beside model and optimizer."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing to put back."""
+
+    def close(self) -> None:
+        """See `Strategy.close`."""
+        self._exchange.close()
+
+
+class Pipelined(nn.Module):
+    """A model of which each rank holds its stages; what `Run.model` returns.
+
+    Its parameters are the whole model's, in their order; those of other ranks' stages are on the device ``meta``.
+    """
+
+    def __init__(self, model: nn.Module, evaluate: Callable[[tuple[Any, ...]], Any], stages: Sequence[Stage]) -> None:
+        super().__init__()
+        self.module: Final = model
+        self._evaluate: Final = evaluate
+        self._stages: Final = tuple(stages)  # no submodules: their parameters are the model's
+
+    def forward(self, *inputs: Any) -> Any:
+        """The model's output, without gradients, on every rank of the replica. All its ranks, for the same inputs.
+
+        Raises:
+            UsageError: in training.
+        """
+        if self.training and torch.is_grad_enabled():
+            raise UsageError(_HAND_OVER)
+        return self._evaluate(inputs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Each stage of this rank will be compiled, as by `torch.compile`; what lies between them is not."""
+        for stage in self._stages:
+            stage.in_training.compile(*args, **kwargs)
+            stage.in_evaluation.compile(*args, **kwargs)
+
+
+_HAND_OVER = (
+    "strategy=pipeline computes the loss itself, where the last stage is: write run.step(loss_function, inputs, "
+    "targets) instead of run.step(loss_function(model(inputs), targets)), and call the model in evaluations only"
+)
+_LOSS = torch.empty((), device="meta", requires_grad=True)
+
+
+def _in_mode(model: nn.Module, training: bool, do: Callable[[], T]) -> T:
+    """What ``do`` gives while all of ``model`` is in training mode, or in evaluation mode."""
+    was = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        return do()
+    finally:
+        for module, before in was:
+            module.training = before
+
+
+def _stages(model: nn.Module, cuts: Sequence[str]) -> list[cut.Stage]:
+    return cut.stages(cut.read(model, cuts), cuts)
+
+
+def _keep(model: nn.Module, names: set[str], device: torch.device) -> None:
+    """The parameters and buffers of these names lie on ``device``.
+
+    The others keep their shape and hold no memory; tensors that are shared stay so.
+    """
+    instead: dict[int, torch.Tensor] = {}
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if prefix + name in names:
+                parameter.data = parameter.data.to(device)
+                continue
+            if id(parameter) not in instead:
+                instead[id(parameter)] = nn.Parameter(
+                    torch.empty_like(parameter, device="meta"), parameter.requires_grad
+                )
+            module._parameters[name] = instead[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = instead.setdefault(
+                    id(buffer), buffer.to(device) if prefix + name in names else torch.empty_like(buffer, device="meta")
+                )

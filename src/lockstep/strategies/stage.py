@@ -1,0 +1,251 @@
+"""What one rank of a pipeline computes: its stages, forward and backward, one micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+
+from lockstep.collectives import Fold
+from lockstep.errors import UsageError
+from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.gradients import Task, Tensors, Turn, add_to_left, is_loss, nothing_like
+
+Losses = list[tuple[int, torch.Tensor]]
+Like = tuple[tuple[int, ...], torch.dtype, bool]
+"""Shape and type of a tensor, and whether a gradient comes back for it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Micro:
+    """A micro-batch on its way through the stages."""
+
+    task: Task
+    weight: torch.Tensor | None
+    turn: Turn
+    random: torch.Tensor  #: the generators' state when the model is called; see `random_state`
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What goes from one stage to the next."""
+
+    likes: tuple[Like, ...]
+    drawn: bool  #: whether a stage so far draws random numbers, so that the generators' state goes along
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], drawn: bool) -> Border:
+        """The border that ``tensors`` cross."""
+        return cls(tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), drawn)
+
+    def examples(self, random: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Tensors without memory, alike those that cross; ``random`` is any state."""
+        made = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in self.likes]
+        return (*made, random.to("meta")) if self.drawn else tuple(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """In which formats, and on which device, stages compute."""
+
+    device: torch.device
+    carrier: torch.device  #: whose memory the line to the other stages reads
+    dtype: torch.dtype | None  #: of autocast; None: there is none
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Around forward passes."""
+        return torch.autocast(self.device.type, dtype=self.dtype) if self.dtype else nullcontext()
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Around backward passes."""
+        return torch.autocast(self.device.type, enabled=False) if self.dtype else nullcontext()
+
+
+class Sums:
+    """The gradients of a stage's parameters, micro-batch by micro-batch, folded along the tree.
+
+    A backward pass leaves its gradients in ``.grad``; they are taken out when the next one begins.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters: Final = parameters
+        self.used: set[int] = set()  #: places of the parameters that had a part in some loss
+        self._fold = Fold[Tensors](0, add_to_left)
+        self._next = 0
+
+    def begin(self, first: int, micro_batches: int) -> None:
+        """A step of so many begins, of which ``first`` is the first one here."""
+        self._fold, self._next = Fold[Tensors](micro_batches, add_to_left), first
+        self.used = set()
+
+    def take_before(self, index: int) -> None:
+        """Fold in what the backward passes of the micro-batches before ``index`` have left; one at most has run."""
+        while self._parameters and self._next < index:
+            self.used.update(place for place, p in enumerate(self._parameters) if p.grad is not None)
+            gradients = [nothing_like(p) if p.grad is None else p.grad for p in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+            self._fold.push((self._next, self._next + 1), gradients)
+            self._next += 1
+
+    def finish(self, index: int) -> list[Tensors]:
+        """The sums of the nodes of the tree, once the micro-batches before ``index`` have run."""
+        self.take_before(index)
+        sums, self._fold = self._fold.sums, Fold[Tensors](0, add_to_left)
+        return sums
+
+
+class Stage(nn.Module):
+    """One stage of the model on this rank, in the form in which torch's schedules call it.
+
+    Args:
+        number: of the stage, from 0.
+        of: how many there are.
+        graphs: of what it computes: in training, and in evaluation.
+        training: whether the model is in training mode.
+        buffers: those of its modules.
+        learning: the parameters that are trained.
+        formats: of its passes.
+        exact: whether each micro-batch's gradient is taken by itself.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        of: int,
+        graphs: tuple[fx.GraphModule, fx.GraphModule],
+        training: Callable[[], bool],
+        buffers: Buffers,
+        learning: Sequence[nn.Parameter],
+        formats: Formats,
+        *,
+        exact: bool,
+    ) -> None:
+        super().__init__()
+        self.number: Final = number
+        self.of: Final = of
+        self.learning: Final = learning
+        self.sums: Final = Sums(learning)
+        self.running: Final = buffers  #: such as running statistics
+        self.in_training, self.in_evaluation = graphs
+        self._training: Final = training
+        self._formats: Final = formats
+        self._exact: Final = exact
+        # Where modules overwrite what they are given, they must not be given what autograd ends at.
+        self._overwrites: Final = any(getattr(m, "inplace", False) for m in self.in_training.modules())
+        self._micros: Sequence[Micro] = ()
+        self._losses: Losses = []
+        self._borders: tuple[Border | None, Border | None] = (None, None)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.number == self.of - 1
+
+    def begin(self, micros: Sequence[Micro], losses: Losses) -> None:
+        """A step begins; what is computed of its losses goes into ``losses``."""
+        self._losses = losses
+        self.sums.begin(micros[0].turn.index, micros[0].turn.of)
+
+    def aim(self, micros: Sequence[Micro], borders: tuple[Border | None, Border | None]) -> None:
+        """The next schedule is for ``micros``; of the borders the first is what comes in, the second what goes out."""
+        self._micros, self._borders = micros, borders
+
+    def once(
+        self, inputs: Sequence[Any], into: Sequence[torch.Tensor], random: torch.Tensor
+    ) -> tuple[Any, torch.Tensor]:
+        """What goes out for one micro-batch, the model's output on the last stage; and the generators' state then.
+
+        Args:
+            inputs: the model's.
+            into: what the stage before hands on.
+            random: the generators' state behind the stage before.
+        """
+        if self._overwrites:
+            into = [t.clone() if t.requires_grad else t for t in into]
+        graph = self.in_training if self._training() else self.in_evaluation
+        set_random_state(random, self._formats.device)
+        with self._formats.forward():
+            out = graph(*inputs, *into)
+        if not self.is_last:
+            out = tuple(self._sent(value) for value in out)
+        return out, random_state(self._formats.device)
+
+    def forward(self, *received: torch.Tensor, place: torch.Tensor) -> Any:
+        """Called by the schedule: what goes out for a micro-batch; on the last stage the loss, times its weight."""
+        micro = self._micros[int(place)]
+        before, behind = self._borders
+        *into, random = received if before and before.drawn else (*received, micro.random)
+        into = [tensor.to(self._formats.device) for tensor in into]
+        self.running.lend()
+        out, after = self.once(micro.task.inputs, into, random)
+        if behind is None:
+            out = self._loss(micro, out)
+            sent: tuple[torch.Tensor, ...] = (out,)
+        else:
+            found = Border.of(out, behind.drawn)
+            if found != behind:
+                raise UsageError(
+                    f"strategy=pipeline: what stage {self.number} hands on has shapes {[s for s, *_ in found.likes]}, "
+                    f"and had {[s for s, *_ in behind.likes]} before, for inputs of the same shape; pad what varies"
+                )
+            sent = tuple(tensor.to(self._formats.carrier) for tensor in ((*out, after) if behind.drawn else out))
+        if not micro.turn.last:
+            self.running.settle(micro.turn)
+        if self._exact:
+            for tensor in sent:
+                if tensor.requires_grad:  # its gradient is the first thing that this micro-batch's backward pass has
+                    tensor.register_hook(lambda _, index=micro.turn.index: self.sums.take_before(index))
+        return sent if behind else out
+
+    def _loss(self, micro: Micro, output: Any) -> torch.Tensor:
+        task = micro.task
+        with self._formats.forward():
+            loss = task.loss(output, *task.targets)
+        if not is_loss(loss):
+            raise UsageError(
+                f"step(loss function, ...): it gave {loss!r:.60}; the loss must be a tensor of no dimension that "
+                "depends on the model's parameters"
+            )
+        self._losses.append((micro.turn.index, loss.detach().clone()))
+        loss = task.scale(loss)
+        return loss if micro.weight is None else loss * micro.weight.to(loss)
+
+    def _sent(self, value: Any) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(
+                f"strategy=pipeline: behind stage {self.number} a {type(value).__name__} would go to the next one, and "
+                "only tensors can; name another module with cut=..."
+            )
+        # What only passes through is a leaf, of which torch uses the memory again: it must not gather our hooks.
+        return value.view_as(value) if value.is_leaf and value.requires_grad else value.contiguous()
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """The state of torch's generators that draw on ``device`` and on the CPU, as bytes on the CPU."""
+    state = torch.get_rng_state()
+    return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state
+
+
+def set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    """Go on with `random_state`, which may lie anywhere."""
+    state = state.cpu()
+    length = len(torch.get_rng_state())
+    torch.set_rng_state(state[:length])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[length:], device)
+
+
+def shapes_in(value: Any) -> tuple[Any, ...]:
+    """Shapes and types of the tensors in ``value``, also within lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, Mapping):
+        return tuple((key, shapes_in(each)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(shapes_in(each) for each in value)
+    return ()
