@@ -1,0 +1,220 @@
+"""A strategy chosen from the model's size, the memory that is free and the link, among those that compute the same.
+
+    fits whole                     ddp      one sum of all gradients a step: the least traffic
+    fits without Adam's moments    zero     the moments divided
+    else                           fsdp     everything divided, at half as much traffic again
+
+All three give the same bits, so the choice changes how long a step takes and nothing else. What would be faster but
+compute something else, on a slow link, is only said.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lockstep.collectives import Group
+from lockstep.errors import UsageError
+from lockstep.strategies import data_parallel, fully_sharded, zero
+from lockstep.strategies.gradients import Target, Turn
+from lockstep.strategies.protocol import Holding, Share, Strategy, Terms
+
+_MIB = 1 << 20
+# Of the free memory, what may be planned with: activations and libraries want the rest.
+_USABLE = 0.6
+# Sums of these sizes tell the latency and the rate of the link.
+_SMALL, _LARGE = 1 << 12, _MIB
+_TRIES = 3
+# Below this rate a link is slow enough that compressing gradients is worth a word, in bytes a second.
+_SLOW = 250e6 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The strategy ``auto`` has none."""
+
+
+def open_strategy(terms: Terms, options: Options) -> Auto:
+    """The strategy ``auto``. All ranks."""
+    return Auto(terms)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How sums over the ranks go, between machines or GPUs."""
+
+    latency_s: float
+    rate: float  #: bytes a second of a ring's traffic
+
+    def bucket_mb(self, size_bytes: int) -> float:
+        """MiB of gradients to be summed at once, so that sums overlap the backward pass at little cost.
+
+        More buckets begin earlier, and each costs a latency: for K buckets of S bytes in all, the cost that cannot be
+        hidden is about K * latency + S / K / rate, which is least for buckets of sqrt(latency * rate * S).
+        """
+        return min(25.0, max(0.5, math.sqrt(self.latency_s * self.rate * size_bytes) / _MIB))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen, and why."""
+
+    name: str
+    why: str
+    bucket_mb: float | None = None
+
+
+def choose(parameter_bytes: int, free_bytes: int, ranks: int, link: Link | None) -> Choice:
+    """The strategy for a model of ``parameter_bytes`` on ``ranks`` with so much memory each. A pure function.
+
+    Args:
+        parameter_bytes: of all parameters.
+        free_bytes: of each rank's memory, beside the parameters; the least of all ranks.
+        ranks: how many there are.
+        link: None where ranks sum in the memory of one machine, or there is one rank.
+    """
+    # Beside the parameters: gradients, as large, and the two moments of Adam, for the optimizer is not known yet.
+    whole, divided = 3 * parameter_bytes, parameter_bytes + 2 * parameter_bytes // ranks
+    usable = int(_USABLE * free_bytes)
+    has = f"gradients and Adam's moments take {_size(whole)} and {_size(usable)} can be used"
+    if ranks == 1 or whole <= usable:
+        name, why = "ddp", has
+    elif divided <= usable:
+        name, why = "zero", f"{has}; {_size(divided)} with the moments divided between {ranks} ranks"
+    else:
+        name, why = "fsdp", f"{has}; so parameters are divided between {ranks} ranks, too"
+    if link is None:
+        return Choice(name, why)
+    bucket_mb = round(link.bucket_mb(parameter_bytes), 1)
+    why += f"; a link of {link.rate * 8 / 1e9:.2g} Gbit/s, {link.latency_s * 1e3:.2g} ms: buckets of {bucket_mb:g} MiB"
+    if link.rate < _SLOW:
+        why += ". On so slow a link ddp:compress=powersgd or diloco is much faster; each computes something else"
+    return Choice(name, why, bucket_mb)
+
+
+def measure(group: Group, clock: Callable[[], float] = time.perf_counter) -> Link:
+    """The link between the ranks of ``group``, by a few sums. All ranks; the same on each. Below a second."""
+    took = {}
+    for size in (_SMALL, _LARGE):
+        tensor = torch.zeros(size // 4)
+        tries = []
+        for _ in range(1 + _TRIES):  # the first opens connections
+            group.barrier("measuring of the link")
+            began = clock()
+            group.sum_tensor(tensor, "measuring of the link")
+            if group.device.type == "cuda":
+                torch.cuda.synchronize(group.device)
+            tries.append(clock() - began)
+        took[size] = min(tries[1:])
+    latency, whole = max(
+        zip(group.gather_objects(took[_SMALL], "latency"), group.gather_objects(took[_LARGE], "rate"), strict=True),
+        key=lambda both: both[1],
+    )
+    travels = 2 * (group.size - 1) / group.size * _LARGE
+    return Link(latency, travels / max(whole - latency, 1e-6))
+
+
+class Auto:
+    """The strategy ``auto``: hands everything on to the one that it chose when it saw the first model."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.share: Final = Share(terms.group.rank, terms.group.size)
+        self._terms: Final = terms
+        self._chosen: Strategy | None = None
+
+    def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """See `Strategy.adopt`. The first model decides."""
+        if self._chosen is None:
+            self._chosen = self._choose(model)
+        return self._chosen.adopt(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
+
+    def _choose(self, model: nn.Module) -> Strategy:
+        group = self._terms.group
+        parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        free_bytes = min(group.gather_objects(self._terms.free_bytes(), "free memory"))
+        on_links = group.size > 1 and (group.device.type == "cuda" or not group.on_one_machine)
+        choice = choose(parameter_bytes, free_bytes, group.size, measure(group) if on_links else None)
+        self._terms.say(f"strategy auto: {choice.name}, for {choice.why}")
+        terms = replace(self._terms, bucket_mb=self._terms.bucket_mb or choice.bucket_mb)
+        if choice.name == "zero":
+            return zero.open_strategy(terms, zero.Options())
+        if choice.name == "fsdp":
+            return fully_sharded.open_strategy(terms, fully_sharded.Options())
+        return data_parallel.open_strategy(terms, data_parallel.Options())
+
+    @property
+    def _strategy(self) -> Strategy:
+        if self._chosen is None:
+            raise UsageError("strategy='auto' chooses when it sees the model: call `model = run.model(model)` first")
+        return self._chosen
+
+    @property
+    def holding(self) -> Holding:
+        """See `Strategy.holding`."""
+        return self._strategy.holding
+
+    @property
+    def meets_in_forward(self) -> bool:
+        """See `Strategy.meets_in_forward`."""
+        return self._strategy.meets_in_forward
+
+    def begin(self, turn: Turn) -> None:
+        """See `Strategy.begin`."""
+        self._strategy.begin(turn)
+
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None, target: Target, turn: Turn) -> None:
+        """See `Strategy.backward`."""
+        self._strategy.backward(loss, weight, target, turn)
+
+    def divide(self, target: Target, samples: int, counted: int) -> None:
+        """See `Strategy.divide`."""
+        self._strategy.divide(target, samples, counted)
+
+    def own(self, target: Target) -> None:
+        """See `Strategy.own`."""
+        self._strategy.own(target)
+
+    def end(self, turn: Turn) -> None:
+        """See `Strategy.end`."""
+        self._strategy.end(turn)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """See `Strategy.evaluating`."""
+        return self._strategy.evaluating()
+
+    def settle(self) -> None:
+        """See `Strategy.settle`."""
+        self._strategy.settle()
+
+    def abandon(self) -> None:
+        """See `Strategy.abandon`."""
+        self._strategy.abandon()
+
+    def rebase(self) -> None:
+        """See `Strategy.rebase`."""
+        self._strategy.rebase()
+
+    def state(self) -> dict[str, Any]:
+        """See `Strategy.state`."""
+        return self._strategy.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `Strategy.load_state`."""
+        self._strategy.load_state(state)
+
+    def close(self) -> None:
+        """See `Strategy.close`."""
+        if self._chosen is not None:
+            self._chosen.close()
+
+
+def _size(size_bytes: int) -> str:
+    unit, name = (1e9, "GB") if size_bytes >= 1e8 else (1e6, "MB")
+    return f"{size_bytes / unit:.1f} {name}"
