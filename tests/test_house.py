@@ -37,7 +37,7 @@ OWN_PROCESS = {
     "launch/table.py": "asks such a store, in the launcher of several machines only",
 }
 #: What a strategy may take from torch.distributed: modules that it wraps and their types, never a collective.
-WRAPPED = ("fsdp", "optim", "algorithms", "tensor", "device_mesh", "pipelining", "rpc", "GradBucket")
+WRAPPED = ("fsdp", "optim", "algorithms", "tensor", "device_mesh", "pipelining", "rpc", "autograd", "GradBucket")
 NOT_A_NAME = re.compile(r"(?i)^_*(utils?|helpers?|common|base|managers?|core|misc)_*$")
 
 

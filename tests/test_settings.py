@@ -44,6 +44,7 @@ def test_a_cadence_that_is_none(text):
 GIVEN = {
     "seed": (7, "7"),
     "strategy": ("none", "none"),
+    "rehearse": (True, "true"),
     "reduction": ("fast", "fast"),
     "precision": ("bf16", "bf16"),
     "checkpoint": ("runs/a", "runs/a"),

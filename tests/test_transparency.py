@@ -154,14 +154,14 @@ def tokens(**settings):
         return trail(run, batches, learn, model, optimizer)
 
 
-def adversaries():
+def adversaries(**sizes):
     """Two models and two optimizers; the generator learns through the discriminator."""
     with Run(seed=3) as run:
         forger = run.model(nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 36)))
         critic = run.model(nn.Sequential(nn.Linear(36, 16), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(16, 1)))
         opt_forger = run.optimizer(adamw(forger.parameters()))
         opt_critic = run.optimizer(adamw(critic.parameters()))
-        batches = run.loader(Images(), workers=0, **SIZES)
+        batches = run.loader(Images(), workers=0, **(sizes or SIZES))
 
         def learn(batch):
             real = batch[0].flatten(1)
@@ -241,6 +241,8 @@ CASES = {
     "tokens": (tokens,),
     "tokens clipped": (functools.partial(tokens, clip_norm=0.1, precision="fp16"),),
     "adversaries": (adversaries,),
+    # 5 micro-batches in a step: of 4 ranks one computes two, while the others are already in the first reduction.
+    "uneven adversaries": (functools.partial(adversaries, global_batch=30, micro_batch=6),),
     "shared": (shared,),
     "unused": (unused,),
     "halves": (halves,),

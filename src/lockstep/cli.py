@@ -44,7 +44,7 @@ _NOT_OURS = {
 #: Options of `run` that a job script does not take: the job says it.
 _PLACES = {"--help", "--nnodes", "--standalone", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--rdzv-backend"}
 #: Options of `run` that are settings of `Run`; any other is given with ``--set``.
-_SETTINGS = ("checkpoint", "save_every", "strategy", "reduction", "precision")
+_SETTINGS = ("checkpoint", "save_every", "strategy", "reduction", "precision", "rehearse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,10 @@ def run_options() -> argparse.ArgumentParser:
     settings = parser.add_argument_group("settings of the run, over what the script says")
     settings.add_argument("--checkpoint", metavar="DIR", help="where checkpoints are (default: in the run directory)")
     settings.add_argument("--save-every", metavar="SPAN", help="such as '100 steps', '5 min', '1 epoch'")
-    settings.add_argument("--strategy", metavar="NAME", help="how replicas are kept in step")
+    settings.add_argument("--strategy", metavar="NAME", help="how replicas are kept in step (default: ddp)")
+    settings.add_argument(
+        "--rehearse", action="store_const", const="true", help="with too few GPUs: ranks share one, threads stand in"
+    )
     settings.add_argument("--reduction", metavar="NAME", help="exact or fast")
     settings.add_argument("--precision", metavar="NAME", help="fp32, bf16 or fp16")
     settings.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting")

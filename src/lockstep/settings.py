@@ -66,14 +66,15 @@ class Settings:
     """What one run was told; every field can be set from the script, the environment and the command line."""
 
     seed: int = 0  #: of everything random: initial weights, order of samples, augmentation, dropout
-    strategy: str = "ddp"  #: how replicas are kept in step; one rank alone needs none
+    strategy: str = "ddp"  #: how replicas are kept in step, with options: NAME:OPTION=VALUE,...
+    rehearse: bool = False  #: ranks may share a GPU, and CPU threads stand in for GPUs
     reduction: Literal["exact", "fast"] = "exact"  #: the fixed tree, or torch's own all-reduce without promise of bits
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  #: of the forward pass; parameters stay fp32
     checkpoint: str | None = None  #: directory of the checkpoints; None: the run directory's, or nothing is saved
     save_every: Cadence | None = None  #: how often a checkpoint is saved beside the one at the end
     keep: int = 3  #: checkpoints kept, the newest ones
     clip_norm: float | None = None  #: greatest global norm of the gradient of one step
-    sync_batchnorm: bool = False  #: BatchNorm over the global batch instead of over each micro-batch
+    sync_batchnorm: bool = False  #: BatchNorm over the micro-batches of all ranks, not over each
     compile: bool = False  #: `torch.compile` each model
     threads: int | None = None  #: CPU threads per rank, part of the run's identity; None: one
     workers: int | None = None  #: loader processes per rank; None: chosen from the CPUs and the data
@@ -167,6 +168,7 @@ _TRUTH: tuple[Callable[[str], Any], str] = (_truth, "true or false")
 _READ: dict[str, tuple[Callable[[str], Any], str]] = {
     "seed": _WHOLE,
     "strategy": _TEXT,
+    "rehearse": _TRUTH,
     "reduction": _TEXT,
     "precision": _TEXT,
     "checkpoint": _TEXT,

@@ -356,9 +356,11 @@ def too_many_ranks():
         return told(PlanError, run.loader, DATA, global_batch=2, micro_batch=1)
 
 
-def no_sync_batchnorm():
+def uneven_sync_batchnorm():
     with Run(sync_batchnorm=True) as run:
-        return told(SettingError, run.model, nn.BatchNorm1d(2))
+        run.model(nn.BatchNorm1d(2))
+        batches = run.loader(DATA, global_batch=4, micro_batch=1)
+        return told(UsageError, next, run.train(batches))
 
 
 RANKS = {
@@ -367,7 +369,7 @@ RANKS = {
     inside_leads: "ranks have parted ways: rank 0: sum at test_guards.py:",
     differing_shapes: "sum at test_guards.py:",
     too_many_ranks: "3 ranks for 2 micro-batches (global_batch=2, micro_batch=1)",
-    no_sync_batchnorm: "sync_batchnorm=True: torch has it for GPUs only",
+    uneven_sync_batchnorm: "sync_batchnorm=True needs ranks that hold equally many micro-batches in every step: 4 ",
 }
 
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from lockstep.batch import BatchPlan
 from lockstep.checkpoint import Checkpoints
 from lockstep.collectives import Group, open_group
-from lockstep.data import Feed, choose_workers, is_in_memory, open_feed
-from lockstep.errors import LockstepError, SettingError, UsageError
+from lockstep.data import Feed, MicroBatch, Shadows, choose_workers, is_in_memory, open_feed
+from lockstep.errors import DataError, LockstepError, SettingError, UsageError
 from lockstep.progress import Progress
 from lockstep.randomness import seed_generators, seed_of
 from lockstep.report import Record
@@ -28,14 +28,23 @@ from lockstep.run.agenda import Agenda, Decision
 from lockstep.run.keeping import InDirectory, Keeper, Nowhere
 from lockstep.run.last_words import leave_for_torchrun, leave_quietly
 from lockstep.run.measures import Measures
-from lockstep.run.memory import Peak, add_advice, staying_bytes, wanted_bytes
+from lockstep.run.memory import Peak, add_advice, free_bytes, staying_bytes, wanted_bytes
 from lockstep.run.precision import Precision
 from lockstep.run.state import State, Stateful
-from lockstep.run.stepping import Count, Optimizers, Stepper, Work, parameters_of
+from lockstep.run.stepping import Count, Loss, Optimizers, Stepper, Work
 from lockstep.run.telling import Scale, Teller
 from lockstep.run.wishes import EndOfJob, Wishes
 from lockstep.settings import Settings, Told
-from lockstep.strategies import Strategy, by_name
+from lockstep.strategies import (
+    Pipelines,
+    Strategy,
+    Terms,
+    open_strategy,
+    parameters_of,
+    spans_gpus,
+    split,
+    synchronize_batchnorm,
+)
 from lockstep.watch import pulse
 from lockstep.world import FRESH, RESUME, STOP_FILE, World, allotted_cpus
 
@@ -55,7 +64,8 @@ class Run:
 
     Args:
         seed: of everything random: initial weights, order of samples, augmentation, dropout.
-        strategy: how replicas are kept in step: ``ddp``, or ``none`` on one rank.
+        strategy: how replicas are kept in step, with its options, such as ``ddp`` or ``fsdp:wrap=Block``; all of them
+            are in docs/strategies.md.
         reduction: ``exact`` sums gradients along one fixed tree, so that the bits do not depend on the number of
             ranks; ``fast`` is torch's own all-reduce.
         precision: ``fp32``, ``bf16`` or ``fp16``, of the forward pass.
@@ -63,12 +73,14 @@ class Run:
         save_every: such as ``"100 steps"``, ``"5 min"`` or ``"1 epoch"``. None: only at the end and at a stop.
         keep: how many checkpoints are kept.
         clip_norm: greatest global norm of a step's gradient.
-        sync_batchnorm: normalise over all ranks' micro-batches at once (GPUs); the result then depends on how many.
+        sync_batchnorm: BatchNorm over the micro-batches that all ranks compute at once; the result depends on how many.
         compile: `torch.compile` each model.
         threads: CPU threads per rank; the bits depend on it. None: one on a CPU, else this rank's part of the CPUs.
         workers: loader processes per rank. None: chosen.
         bucket_mb: MiB of gradients exchanged at once. None: chosen.
         peer_timeout_s: how long a collective waits for the other ranks.
+        rehearse: for a try with fewer GPUs than the real thing has: ranks may share one (slowly, through the CPU), and
+            CPU threads stand in for them where a strategy needs some.
 
     Raises:
         SettingError: for a value that cannot be used.
@@ -91,6 +103,7 @@ class Run:
         workers: int | None = None,
         bucket_mb: float | None = None,
         peer_timeout_s: float = _DEFAULTS.peer_timeout_s,
+        rehearse: bool = False,
     ) -> None:
         given = {
             "seed": seed,
@@ -107,6 +120,7 @@ class Run:
             "workers": workers,
             "bucket_mb": bucket_mb,
             "peer_timeout_s": peer_timeout_s,
+            "rehearse": rehearse,
         }
         env = os.environ
         self.settings: Final = Told.gather({n: v for n, v in given.items() if v != getattr(_DEFAULTS, n)}, env)
@@ -114,7 +128,7 @@ class Run:
         self._pulse: Final = pulse()
         self._pulse.enter("start")
         self._world: Final = World.from_env(env)
-        self.device: Final = _choose_device(self._world)
+        self.device: Final = _choose_device(self._world, told.rehearse)
         self._threads: Final = _choose_threads(told, self.device)
         torch.set_num_threads(self._threads)
         if self.device.type == "cuda" and told.reduction == "exact":
@@ -122,13 +136,24 @@ class Run:
         self._end_of_job: Final = EndOfJob.from_env(env)
         self._teller: Final = Teller(self._world, env, self._end_of_job)
         env.update(self._world.rank_variables())
-        self._group: Final[Group] = open_group(self._world, self.device, told.peer_timeout_s)
+        self._group: Final[Group] = open_group(
+            self._world, self.device, told.peer_timeout_s, shares_gpu=_share_gpus(self._world, told.rehearse)
+        )
         self._group.check_equal("what Run(...) was told", sorted(self.settings.as_dict().items()))
         self._plan: BatchPlan | None = None
-        self._strategy: Final[Strategy] = by_name(
-            told.strategy, self._group, self._run_of, exact=told.reduction == "exact", bucket_mb=told.bucket_mb
-        )
         self._precision: Final = Precision(told.precision, self.device)
+        terms = Terms(
+            group=self._group,
+            runs=self._run_of,
+            exact=told.reduction == "exact",
+            bucket_mb=told.bucket_mb,
+            dtype=self._precision.dtype,
+            rehearse=told.rehearse,
+            free_bytes=lambda: free_bytes(self.device, self._world.local_size),
+            say=self.say,
+        )
+        self._strategy: Final[Strategy] = self._open_strategy(told.strategy, terms)
+        self._share: Final = self._strategy.share
         self._state: Final = State()
         self._stepper: Final = Stepper(self._group, self._strategy, self._precision, self._state, told.clip_norm)
         self._directory: Final = self._world.run_dir or told.checkpoint
@@ -173,6 +198,15 @@ class Run:
         return self._group.leads
 
     @property
+    def counts(self) -> bool:
+        """Whether the micro-batch in hand is to be counted on this rank, for sums of one's own.
+
+        Not where it was handed out only so that this rank meets the others, or where another rank of the same replica
+        counts it. `measure` and `step` see to that by themselves.
+        """
+        return self._samples_here > 0
+
+    @property
     def world(self) -> World:
         """This rank's place, and the launcher that told it."""
         return self._world
@@ -183,26 +217,30 @@ class Run:
 
     # ---- what is trained ----------------------------------------------------------------------------------------
 
-    def model(self, model: nn.Module, *, find_unused_parameters: bool = False) -> nn.Module:
+    def model(self, model: nn.Module, *, find_unused_parameters: bool = False, static_graph: bool = False) -> nn.Module:
         """``model`` on this rank's device, equal on all ranks and kept so; call what comes back. All ranks.
 
         Args:
-            model: with its parameters; their device is changed in place.
+            model: with its parameters; their device is changed in place, but for a model that lies on several GPUs,
+                the rank's own among them: its forward pass moves what it needs.
             find_unused_parameters: as DDP's: for models of which a forward pass may leave out parameters.
+            static_graph: as DDP's: every forward pass uses the same parameters equally often. Those that are never
+                used are found once, and what is checkpointed with ``use_reentrant=True`` may be called several times.
 
         Raises:
             MismatchError: if ranks made different models.
         """
         self._before_training("model")
         told = self.settings.values
-        model = model.to(self.device)
+        if not (spans_gpus(model) or isinstance(self._strategy, Pipelines)):
+            model = model.to(self.device)
         if told.sync_batchnorm and self.world_size > 1:
-            if self.device.type != "cuda":
-                raise SettingError("sync_batchnorm=True: torch has it for GPUs only; leave it out on CPUs")
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            model = synchronize_batchnorm(model, self._group)
+        adopted = self._strategy.adopt(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
         self._state.models.append(model)
+        self._state.adopted.append(adopted)
+        self._state.parameters.append(tuple(model.parameters()))
         self._trainable.update(p for p in model.parameters() if p.requires_grad)
-        adopted = self._strategy.adopt(model, find_unused_parameters=find_unused_parameters)
         if told.compile:
             adopted.compile()
         return adopted
@@ -271,7 +309,8 @@ class Run:
             MismatchError: if ranks hold data sets of different length.
         """
         told = self.settings.values
-        plan = BatchPlan.of(global_batch, micro_batch, self.world_size)
+        share = self._share
+        plan = BatchPlan.of(global_batch, micro_batch, share.replicas)
         if workers is None:
             workers = told.workers
         if workers is None:
@@ -279,7 +318,7 @@ class Run:
         feed = open_feed(
             dataset,
             plan,
-            self.rank,
+            share.replica or 0,
             seed=told.seed,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -288,6 +327,11 @@ class Run:
             pin_memory=self.device.type == "cuda",
             agree=lambda counts: self._group.gather_objects(counts, "counts of a stream"),
         )
+        if feed.length is None and share.replicas != self.world_size:
+            raise DataError(
+                f"{type(dataset).__name__} can only be iterated, and strategy={told.strategy!r} has ranks that read "
+                "nothing; give a data set with __getitem__ and __len__, or use ddp"
+            )
         self._group.check_equal("length and plan of a data set", (feed.length, str(plan)))
         for note in feed.notes:
             self.say(note)
@@ -310,12 +354,15 @@ class Run:
             self.progress = self.progress.after_epoch()
             self._do(self._agenda.after_epoch(self.progress.epoch))
         self._in_epochs = False
+        self._strategy.settle()
 
     def train(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """This rank's micro-batches of the current epoch, on its device, each to be given to `step`. All ranks.
 
         Models are in training mode. Before each micro-batch the random generators are seeded for it, so dropout does
         not depend on the ranks. At the end, `metrics` holds the means of the epoch: ``loss``, and what was measured.
+        Whoever leaves the loop by ``break`` does so on all ranks after the same step; then `metrics` stays as it was.
+        A rank that serves others gets no micro-batch, and goes on after the loop when they do.
 
         Raises:
             UsageError: if a micro-batch went by without `step`, or for a second pass in one epoch.
@@ -340,9 +387,12 @@ class Run:
         self._where = "train"
         self._pulse.enter("data")
         try:
-            for micro in feed.epoch(progress.epoch, progress.epoch_step, shadows=self.world_size > 1):
+            if self._share.replica is None:
+                self._serve(feed)
+            shadows: Shadows = "even" if self._strategy.meets_in_forward else "one" if self.world_size > 1 else "none"
+            for micro in self._mine(feed, progress.epoch, progress.epoch_step, shadows):
                 data = _moved(micro.data, self.device)
-                self._samples_here = 0 if micro.shadow else micro.samples
+                self._samples_here = 0 if micro.shadow or not self._share.counts else micro.samples
                 work = stepper.begin(micro)
                 seed_generators(seed_of(seed, "step", self.progress.step, micro.index))
                 self._pulse.enter("forward")
@@ -350,20 +400,26 @@ class Run:
                     yield data
                 self._end(work)
                 self._pulse.enter("data")
+            whole = stepper.part(whole=True)
+        except GeneratorExit:
+            if stepper.work is not None:  # else the run is closed
+                stepper.part(whole=False)
+            raise
         finally:
             self._leave()
-        # Nothing was measured where a checkpoint was taken between the epoch's last step and its end.
-        self.metrics = self._measures["train"].reduce(self._group) or self.metrics
+        if whole:
+            # Nothing was measured where a checkpoint was taken between the epoch's last step and its end.
+            self.metrics = self._measures["train"].reduce(self._group) or self.metrics
 
-    def backward(self, loss: torch.Tensor, *, count: Count = None, optimizer: Optimizers = None) -> None:
+    def backward(self, loss: Loss, *data: Any, count: Count = None, optimizer: Optimizers = None) -> None:
         """The first half of `step`: after the step's last micro-batch, ``.grad`` holds the global batch's gradient.
 
         Still to be unscaled and clipped, which `update` does. All ranks.
         """
-        self._stepper.backward(loss, count, optimizer)
-        if self._samples_here:
-            self._loss = loss.detach()
-            self._measures["train"].add_mean("loss", self._loss, self._samples_here if count is None else count)
+        for value, items in self._stepper.backward(loss, data, count, optimizer):
+            self._loss = value
+            if self._share.counts:
+                self._measures["train"].add_mean("loss", value, items)
 
     def update(self, optimizer: Optimizers = None) -> None:
         """The second half of `step`: on the step's last micro-batch unscale, clip and update; before that, nothing.
@@ -374,13 +430,17 @@ class Run:
         if self._stepper.update(optimizer) and self._stepper.work is not None:
             self._end(self._stepper.work)
 
-    def step(self, loss: torch.Tensor, *, count: Count = None, optimizer: Optimizers = None) -> None:
+    def step(self, loss: Loss, *data: Any, count: Count = None, optimizer: Optimizers = None) -> None:
         """Train on one micro-batch: backward; on the step's last one also reduce, clip, update, and maybe save.
 
         The gradient is that of the mean over the global batch: each micro-batch weighs what it holds. All ranks.
 
         Args:
-            loss: the mean over the micro-batch's items, a tensor of no dimension.
+            loss: the mean over the micro-batch's items, a tensor of no dimension; or a function that gives it, as in
+                ``run.step(F.cross_entropy, images, labels)``, for ``F.cross_entropy(model(images), labels)``: the form
+                that every strategy understands, also those which compute forward and backward passes in an order of
+                their own.
+            data: for a function: the model's input and the targets, each one object or a tuple of several.
             count: how many items the mean is over, such as tokens; a number or a tensor. None: the samples.
             optimizer: whose parameters the loss is for, where the run has several; several share one backward pass.
 
@@ -389,7 +449,7 @@ class Run:
             PeerLost: if another rank is gone.
             SystemExit: with code 75, on all ranks at the same step, when a stop was asked for and a checkpoint saved.
         """
-        self.backward(loss, count=count, optimizer=optimizer)
+        self.backward(loss, *data, count=count, optimizer=optimizer)
         self.update(optimizer)
 
     def evaluate(self, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -408,16 +468,19 @@ class Run:
         self._pulse.enter("evaluate")
         self._show("evaluating")
         seed = self.settings.values.seed
+        meets = self._strategy.meets_in_forward
+        # Ranks that tell each other something on the way leave together or not at all.
+        may_hurry = feed.length is not None and not meets and not isinstance(self._strategy, Pipelines)
         try:
-            for micro in feed.epoch(0, shadows=False):
-                self._samples_here = micro.samples
-                seed_generators(seed_of(seed, "evaluate", self.progress.step, micro.index))
-                self._pulse.enter("evaluate")
-                with torch.no_grad(), self._precision.forward():
-                    yield _moved(micro.data, self.device)
-                # The ranks that read a stream tell each other what they found: none may leave before the others.
-                if feed.length is not None and self._agenda.in_a_hurry():
-                    break
+            with self._strategy.evaluating():
+                for micro in self._mine(feed, 0, 0, "even" if meets else "none"):
+                    self._samples_here = 0 if micro.shadow or not self._share.counts else micro.samples
+                    seed_generators(seed_of(seed, "evaluate", self.progress.step, micro.index))
+                    self._pulse.enter("evaluate")
+                    with torch.no_grad(), self._precision.forward():
+                        yield _moved(micro.data, self.device)
+                    if may_hurry and self._agenda.in_a_hurry():
+                        break
         finally:
             self._where = "outside"
             self._pulse.enter("script")
@@ -524,9 +587,12 @@ class Run:
             self._teller.close()
             if self._record is not None:
                 self._record.close()
+            # After an error, a GPU may wait for what never comes.
             if kind is None or kind is SystemExit or self.device.type == "cpu":
-                self._strategy.close()
-                self._group.close()
+                try:
+                    self._strategy.close()
+                finally:
+                    self._group.close()
             self._pulse.enter("script")
             self._pulse.reach(-1)
 
@@ -584,6 +650,13 @@ class Run:
 
     # ---- within -------------------------------------------------------------------------------------------------
 
+    def _open_strategy(self, word: str, terms: Terms) -> Strategy:
+        try:
+            return open_strategy(word, terms)
+        except SettingError:
+            self._group.close()  # the process may open a run with another strategy
+            raise
+
     def _open_keeper(self, told: Settings, run_dir: str | None) -> Keeper:
         root = told.checkpoint or (run_dir and Path(run_dir, "checkpoints"))
         if root:
@@ -601,6 +674,22 @@ class Run:
     def _run_of(self, rank: int, micro_batches: int) -> range:
         assert self._plan is not None  # the strategy reduces nothing outside of `train`
         return self._plan.run(rank, micro_batches)
+
+    def _mine(self, feed: Feed, epoch: int, first_step: int, shadows: Shadows) -> Iterator[MicroBatch]:
+        """This rank's micro-batches; a rank that serves others has none."""
+        return iter(()) if self._share.replica is None else feed.epoch(epoch, first_step, shadows=shadows)
+
+    def _serve(self, feed: Feed) -> None:
+        """The rest of the epoch's steps, or those that the others make; for a rank without micro-batches of its own."""
+        assert feed.length is not None
+        plan, steps = feed.plan, feed.steps_per_epoch or 0
+        for step in range(self.progress.epoch_step, steps):
+            samples = min(plan.global_batch, feed.length - step * plan.global_batch)
+            micro = MicroBatch(None, 0, len(plan.sizes(samples)), 0, samples, last=True, shadow=True)
+            work = self._stepper.begin(micro)
+            if not self._stepper.serve(work):
+                break
+            self._end(work)
 
     def _set_plan(self, feed: Feed) -> None:
         if self._plan == feed.plan:
@@ -635,12 +724,15 @@ class Run:
         if not self._state.models:
             raise UsageError("no model yet: call `model = run.model(model)` before the loop")
         self._began = True
+        told = self.settings.values
         restarted = self._world.generation > 0
         tree = self._keeper.resume(
             asked=restarted or os.environ.get(RESUME) == "1", fresh=os.environ.get(FRESH) == "1" and not restarted
         )
         if tree is not None:
-            self._state.load(tree)
+            self._state.load(tree, self._strategy)
+            saved_by, state = tree.get("strategy", ("", {}))
+            self._strategy.load_state(state if saved_by == split(told.strategy)[0] else {})
             self._precision.load_state_dict(tree["scaler"])
             self._measures["train"].load(tree["measures"], self._group)
             self.progress = Progress.from_dict(tree["progress"])
@@ -686,7 +778,8 @@ class Run:
         self._pulse.enter(before)
 
     def _tree(self) -> dict[str, Any]:
-        return self._state.tree() | {
+        return self._state.tree(self._strategy) | {
+            "strategy": (split(self.settings.values.strategy)[0], self._strategy.state()),
             "progress": self.progress.as_dict(),
             "scaler": self._precision.state_dict(),
             "measures": self._measures["train"].state(self._group),
@@ -750,16 +843,23 @@ def _refuse_uneven(feed: Feed, ranks: int) -> None:
         )
 
 
-def _choose_device(world: World) -> torch.device:
+def _share_gpus(world: World, rehearse: bool) -> bool:
+    """Whether ranks share GPUs, on purpose."""
+    return rehearse and torch.cuda.is_available() and world.local_size > torch.cuda.device_count()
+
+
+def _choose_device(world: World, rehearse: bool) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     devices = torch.cuda.device_count()
     # Where a scheduler shows each task one GPU only, that one is number 0 for all of them.
     place = 0 if devices == 1 else world.local_rank
+    if _share_gpus(world, rehearse):
+        place %= devices
     if place >= devices:
         raise SettingError(
             f"rank {world.rank} is number {world.local_rank} on this machine, which has {devices} GPUs; "
-            f"start at most {devices} ranks here, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+            f"start at most {devices} ranks here, share them with --rehearse, or hide them with CUDA_VISIBLE_DEVICES="
         )
     device = torch.device("cuda", place)
     torch.cuda.set_device(device)

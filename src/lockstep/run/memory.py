@@ -1,4 +1,4 @@
-"""What to say when a GPU's memory is full: two settings that would fit, by estimate.
+"""How much memory is free, and what to say when a GPU's is full: two settings that would fit, by estimate.
 
     peak  =  what stays                             +  what grows with the micro-batch
              parameters, gradients, optimizer          activations: halved by half of it, or by 16 bits
@@ -9,6 +9,7 @@ None of it is done by itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -62,6 +63,16 @@ def advice(peak: Peak) -> list[str]:
     else:
         lines.append("no micro_batch would fit: the model itself is too large for this device")
     return lines
+
+
+def free_bytes(device: torch.device, ranks: int) -> int:
+    """Memory of ``device`` that this rank may still use, where ``ranks`` share this machine's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(line for line in lines if line.startswith("MemAvailable:"))
+    return int(available.split()[1]) * 1024 // ranks
 
 
 def wanted_bytes(error: BaseException) -> int:

@@ -10,6 +10,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
+from lockstep.strategies import Strategy, Target
+
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -22,18 +24,19 @@ class Precision:
 
     def __init__(self, name: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
         self._device: Final = device.type
-        self._dtype: Final = _DTYPES.get(name)
+        self.dtype: Final = _DTYPES.get(name)  #: of forward passes; None: as the tensors are
         self._scaler: Final = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        self.scale(torch.ones((), device=device))  # torch makes the scale for the first loss, which not all ranks see
 
     def forward(self) -> AbstractContextManager[Any]:
         """Around the forward pass and the loss of one micro-batch; casts of parameters are not kept beyond it."""
-        if self._dtype is None:
+        if self.dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast(self._device, dtype=self._dtype)
+        return torch.autocast(self._device, dtype=self.dtype)
 
     def backward(self) -> AbstractContextManager[Any]:
         """Around the backward pass, which repeats the formats of the forward pass by itself."""
-        if self._dtype is None:
+        if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device, enabled=False)
 
@@ -44,14 +47,23 @@ class Precision:
         return self._scaler.scale(loss)
 
     def step(
-        self, optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], clip_norm: float | None
+        self, optimizers: Iterable[torch.optim.Optimizer], target: Target, strategy: Strategy, clip_norm: float | None
     ) -> None:
-        """Unscale and clip the gradients, and step, unless they are not finite in fp16."""
+        """Unscale and clip the gradients, and step, unless they are not finite in fp16. All ranks."""
         optimizers = tuple(optimizers)
         for optimizer in optimizers:
             self._scaler.unscale_(optimizer)
+            if self._scaler.is_enabled():
+                # Torch notes it by device; a rank that holds no gradient has noted nothing, and steps or skips, too.
+                noted: dict[Any, torch.Tensor] = self._scaler._found_inf_per_device(optimizer)
+                found = sum((value.to(self._device) for value in noted.values()), torch.zeros((), device=self._device))
+                agreed = strategy.holding.any(found)
+                for device in noted or (agreed.device,):
+                    noted[device] = agreed.to(device)
         if clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, clip_norm)
+            norm = strategy.holding.norm(target.parameters)
+            nn.utils.clip_grads_with_norm_(target.parameters, clip_norm, norm)
+        strategy.own(target)
         for optimizer in optimizers:
             self._scaler.step(optimizer)
 

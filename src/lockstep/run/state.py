@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lockstep.errors import CheckpointError, UsageError
+from lockstep.strategies import Strategy
 
 
 class Stateful(Protocol):
@@ -28,6 +29,9 @@ class State:
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
+        self.adopted: list[nn.Module] = []  # what is called in place of each
+        # Of each, as they were when it was adopted: a forward pass may leave gathered ones in place of divided ones.
+        self.parameters: list[tuple[nn.Parameter, ...]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.kept: dict[str, Stateful] = {}
@@ -47,48 +51,54 @@ class State:
             )
         self.kept[name] = value
 
-    def tree(self) -> dict[str, Any]:
-        """The state of every object."""
+    def tree(self, strategy: Strategy) -> dict[str, Any]:
+        """The state of every object, of whole models, whatever the strategy. All ranks."""
         return {
-            "models": [m.state_dict() for m in self.models],
-            "optimizers": [o.state_dict() for o in self.optimizers],
+            "models": [strategy.holding.model_state(m) for m in self.models],
+            "optimizers": [strategy.holding.optimizer_state(o) for o in self.optimizers],
             "schedulers": [s.state_dict() for s in self.schedulers],
             "kept": {name: value.state_dict() for name, value in self.kept.items()},
         }
 
-    def load(self, tree: Mapping[str, Any]) -> None:
-        """Put `tree` back.
+    def load(self, tree: Mapping[str, Any], strategy: Strategy) -> None:
+        """Put `tree` back. All ranks.
 
         Raises:
             CheckpointError: if the script made other objects than the one that saved, or one of them does not fit.
         """
-        for kind in ("models", "optimizers", "schedulers"):
-            self._load_all(kind, getattr(self, kind), tree[kind])
+        _load_all("models", self.models, tree["models"], strategy.holding.load_model)
+        _load_all("optimizers", self.optimizers, tree["optimizers"], strategy.holding.load_optimizer)
+        _load_all("schedulers", self.schedulers, tree["schedulers"], _load)
         if set(tree["kept"]) != set(self.kept):
             raise CheckpointError(
                 f"the checkpoint keeps {_names(tree['kept'])} and this script {_names(self.kept)}; "
                 "call run.keep(...) for the same names before the training begins"
             )
         for name, value in self.kept.items():
-            _load_one(f"keep({name}=...)", value, tree["kept"][name])
-
-    def _load_all(self, kind: str, here: list[Any], saved: list[Any]) -> None:
-        if len(here) != len(saved):
-            raise CheckpointError(
-                f"the checkpoint holds {len(saved)} {kind} and this script made {len(here)}; "
-                "it must be resumed by the script that wrote it, or begin with --fresh"
-            )
-        for place, (value, state) in enumerate(zip(here, saved, strict=True)):
-            _load_one(f"{kind[:-1]} {place}" if len(here) > 1 else kind[:-1], value, state)
+            _load_one(f"keep({name}=...)", value, tree["kept"][name], _load)
 
 
-def _load_one(what: str, value: Stateful, state: Any) -> None:
+def _load_all(kind: str, here: list[Any], saved: list[Any], load: Callable[[Any, Any], None]) -> None:
+    if len(here) != len(saved):
+        raise CheckpointError(
+            f"the checkpoint holds {len(saved)} {kind} and this script made {len(here)}; "
+            "it must be resumed by the script that wrote it, or begin with --fresh"
+        )
+    for place, (value, state) in enumerate(zip(here, saved, strict=True)):
+        _load_one(f"{kind[:-1]} {place}" if len(here) > 1 else kind[:-1], value, state, load)
+
+
+def _load_one(what: str, value: Any, state: Any, load: Callable[[Any, Any], None]) -> None:
     try:
-        value.load_state_dict(state)
+        load(value, state)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"the {what} of the checkpoint does not fit this script's {type(value).__name__}: {error}"
         ) from error
+
+
+def _load(value: Stateful, state: Any) -> None:
+    value.load_state_dict(state)
 
 
 def _names(names: Iterable[str]) -> str:

@@ -2,9 +2,9 @@
 
 micro-batch 0 .. n-1   backward                    gradients are folded along the tree
 micro-batch n          backward, reduction         .grad holds the sum over all ranks' micro-batches
-[division by the counts]
-unscale, clip, update       each optimizer, once the user is done with the micro-batch
-buffers, schedulers         once all optimizers have stepped: the step is done
+                       [division by the counts]
+                       unscale, clip, update       each optimizer, once the user is done with the micro-batch
+                       buffers, schedulers         once all optimizers have stepped: the step is done
 
 Optimizers step together, at the end: were a GAN's discriminator updated before the generator's loss is computed, the
 losses of each rank's last micro-batch would see other parameters than those before it, and the sum would tell how many
@@ -13,22 +13,24 @@ ranks there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
-from torch import nn
 
 from lockstep.collectives import Group
 from lockstep.data import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.run.precision import Precision
 from lockstep.run.state import State
-from lockstep.strategies import Strategy, Target, Turn
+from lockstep.strategies import Pipelines, Serves, Strategy, Target, Task, Turn, is_loss, parameters_of
 from lockstep.watch import pulse
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Count = int | torch.Tensor | None
+Loss = torch.Tensor | Callable[..., torch.Tensor]
+Known = list[tuple[torch.Tensor, int | torch.Tensor]]
+"""Losses that have become known, each with the number of items that it is the mean of; a shadow's is of none."""
 
 
 class Work:
@@ -38,7 +40,7 @@ class Work:
 
     def __init__(self, micro: MicroBatch) -> None:
         self.micro: Final = micro
-        self.turn: Final = Turn(micro.index, micro.of, micro.last, micro.shadow)
+        self.turn: Final = Turn(micro.index, micro.of, micro.last, micro.shadow, micro.samples, micro.step_samples)
         self.reached: set[Target] = set()  # by backward passes since it was handed out
         self.due: dict[Target, tuple[torch.optim.Optimizer, ...]] = {}  # who steps at its end
         self.ended = False
@@ -58,7 +60,10 @@ class Stepper:
         self._pulse: Final = pulse()
         self._targets: Final[dict[tuple[int, ...], Target]] = {}
         self._counts: Final[dict[Target, int | torch.Tensor]] = {}
+        self._items: Final[dict[int, int | torch.Tensor]] = {}  # of micro-batches whose loss is not known yet
         self._weights: Final[dict[tuple[float, torch.dtype, torch.device], torch.Tensor]] = {}
+        # Like the weights of losses that are not known yet; rounded later, they are what the others are.
+        self._widest: Final = torch.empty((), dtype=torch.float64, device=group.device)
         self.work: Work | None = None
 
     def begin(self, micro: MicroBatch) -> Work:
@@ -67,32 +72,64 @@ class Stepper:
         self._strategy.begin(work.turn)
         return work
 
-    def backward(self, loss: torch.Tensor, count: Count, optimizer: Optimizers) -> None:
-        """See `Run.backward`."""
+    def backward(self, loss: Loss, data: tuple[Any, ...], count: Count, optimizer: Optimizers) -> Known:
+        """See `Run.backward`. The losses that have become known by it."""
         work = self._at_work("backward")
-        if not _is_loss(loss):
-            raise UsageError(
-                f"step({loss!r:.60}): the loss must be a tensor of no dimension that depends on the model's "
-                "parameters; reduce it with .mean(), and do not detach it"
-            )
         target, micro = self._target(optimizer), work.micro
         if any(not target.places.keys().isdisjoint(other.places) for other in work.reached):
             raise UsageError(
                 "a second run.step(loss) for the same parameters in one micro-batch: add the losses up and call it once"
+            )
+        task = self._task(loss, data, target) if callable(loss) else None
+        pipelines = self._strategy if task is not None and isinstance(self._strategy, Pipelines) else None
+        if task is not None and pipelines is None:
+            with self._precision.forward():
+                loss = task()
+        if pipelines is None and not is_loss(loss):
+            raise UsageError(
+                f"step({loss!r:.60}): the loss must be a tensor of no dimension that depends on the model's "
+                "parameters; reduce it with .mean(), and do not detach it"
             )
         work.reached.add(target)
         self._pulse.enter("reduction" if work.turn.last and self._group.size > 1 else "backward")
         if count is not None and not micro.shadow:
             self._counts[target] = self._counts.get(target, 0) + count
         # The loss is a mean over the micro-batch's items, the gradient one over the step's: each weighs what it holds.
-        items = count.double() if isinstance(count, torch.Tensor) else micro.samples if count is None else count
-        share = items / micro.step_samples
-        with self._precision.backward():
-            scaled = self._precision.scale(loss)
-            weight = None if count is None and micro.of == 1 else self._weight(share, scaled)
-            self._strategy.backward(scaled, weight, target, work.turn)
-        if work.turn.last and count is not None:
-            self._divide_by_counts(target, micro.step_samples)
+        items = micro.samples if count is None else count
+        share = (items.double() if isinstance(items, torch.Tensor) else items) / micro.step_samples
+        weighs = count is not None or micro.of > 1
+        if pipelines is not None and task is not None:
+            self._items[micro.index] = items
+            weight = self._weight(share, self._widest) if weighs else None
+            known = [(value, self._items[m]) for m, value in pipelines.compute(task, weight, target, work.turn)]
+        else:
+            assert isinstance(loss, torch.Tensor)
+            with self._precision.backward():
+                scaled = self._precision.scale(loss)
+                weight = self._weight(share, scaled) if weighs else None
+                self._strategy.backward(scaled, weight, target, work.turn)
+            known = [] if micro.shadow else [(loss, items)]
+        if work.turn.last:
+            self._items.clear()
+            if count is not None:
+                self._divide_by_counts(target, micro.step_samples)
+        return [(value.detach(), items) for value, items in known]
+
+    def serve(self, work: Work) -> bool:
+        """The whole step of the ranks that this one serves; whether there was one, see `Serves.serve`."""
+        everything = tuple(self._state.optimizers) or None
+        target = self._target(everything)
+        self._pulse.enter("reduction")
+        assert isinstance(self._strategy, Serves)
+        served = self._strategy.serve(target, work.turn)
+        if served:
+            work.reached.add(target)
+            work.due[target] = self._named(everything)
+        return served
+
+    def part(self, *, whole: bool) -> bool:
+        """The loop over micro-batches is over; those who serve learn from the others how, see `Serves.part`."""
+        return self._strategy.part(whole=whole) if isinstance(self._strategy, Serves) else whole
 
     def update(self, optimizer: Optimizers) -> bool:
         """See `Run.update`. Whether no other optimizer of the run can follow in this step, so it may end."""
@@ -122,7 +159,7 @@ class Stepper:
             _refuse_forgotten(work)
         self._pulse.enter("update")
         for target, optimizers in work.due.items():
-            self._precision.step(optimizers, target.parameters, self._clip_norm)
+            self._precision.step(optimizers, target, self._strategy, self._clip_norm)
             for parameter in target.parameters:
                 parameter.grad = None
         self._strategy.end(work.turn)
@@ -138,6 +175,7 @@ class Stepper:
         work, self.work = self.work, None
         if work is not None and not (work.ended and work.turn.last):
             self._counts.clear()
+            self._items.clear()
             self._strategy.abandon()
             for model in self._state.models:
                 model.zero_grad(set_to_none=True)
@@ -183,11 +221,11 @@ class Stepper:
 
     def _make_target(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> Target:
         if len(optimizers) == len(self._state.optimizers):
-            trained = [p for m in self._state.models for p in m.parameters() if p.requires_grad]
+            trained = [p for parameters in self._state.parameters for p in parameters if p.requires_grad]
             return Target(tuple(dict.fromkeys(trained)), everything=True)
         mine = dict.fromkeys(p for o in optimizers for p in parameters_of(o) if p.requires_grad)
-        for model in self._state.models:
-            inside = [p in mine for p in model.parameters() if p.requires_grad]
+        for model, parameters in zip(self._state.models, self._state.parameters, strict=True):
+            inside = [p in mine for p in parameters if p.requires_grad]
             if any(inside) and not all(inside):
                 raise UsageError(
                     f"{type(model).__name__} is shared by optimizers that step apart; give each a model of its own, or "
@@ -203,11 +241,25 @@ class Stepper:
                 f"step(count=...): the counts of this rank's micro-batches add up to {counted:g}; give whole numbers "
                 "(weights that are fractions: scaled up and rounded)"
             )
-        total = self._group.sum_whole(int(counted), "the sum of counts")
-        if total <= 0:
-            raise UsageError(f"step(count=...): the counts of all micro-batches of the step add up to {total}")
-        gradients = [p.grad for p in target.parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, step_samples / total)
+        self._strategy.divide(target, step_samples, int(counted))
+
+    def _task(self, loss: Callable[..., torch.Tensor], data: tuple[Any, ...], target: Target) -> Task:
+        """What the user would compute: ``loss(model(inputs), targets)``."""
+        if len(data) != 2:
+            raise UsageError(
+                f"step({loss!r:.60}{', ...' * len(data)}): give the loss, a tensor; or a function and what it is of, "
+                "as in run.step(F.cross_entropy, images, labels), which is F.cross_entropy(model(images), labels)"
+            )
+        places = target.places
+        known = zip(self._state.parameters, self._state.adopted, strict=True)
+        models = [adopted for parameters, adopted in known if any(id(p) in places for p in parameters)]
+        if len(models) != 1:
+            raise UsageError(
+                f"step(loss function, inputs, targets): the run has {len(models)} models that it may be of; "
+                "compute the loss yourself and give the tensor"
+            )
+        inputs, targets = (part if isinstance(part, tuple) else (part,) for part in data)
+        return Task(models[0], loss, inputs, targets, self._precision.scale)
 
 
 def _refuse_forgotten(work: Work) -> None:
@@ -218,12 +270,3 @@ def _refuse_forgotten(work: Work) -> None:
             "run.backward(loss, optimizer=...) without run.update(...) in the same step: call both in the steps where "
             "the optimizer is to step, and neither in the others; for more samples per step raise global_batch"
         )
-
-
-def _is_loss(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not value.dim() and value.requires_grad
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """All parameters that ``optimizer`` steps."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
