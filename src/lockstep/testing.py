@@ -24,19 +24,25 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import permutations
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
+from lockstep.checkpoint import LOCAL, list_checkpoints, load_tree
 from lockstep.collectives import tells_of_lost_peer
-from lockstep.watch import FaultPlan
-from lockstep.world import LAUNCHERS, World
+from lockstep.run import Run
+from lockstep.watch import FaultPlan, Pulse, pulse
+from lockstep.world import LAUNCHERS, RESUME, World
 
-__all__ = ["FaultPlan", "Outcome", "run_each", "run_ranks", "state_hash"]
+__all__ = ["FaultPlan", "Outcome", "StrategyLaws", "run_each", "run_ranks", "state_hash"]
 
 T = TypeVar("T")
 
@@ -341,3 +347,279 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, args=(parent.sentinel,), name="ends with its parent", daemon=True).start()
+
+
+# ---- laws of strategies ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyLaws:
+    """What a strategy owes to whoever chooses it by a word: one method for each law, which raises AssertionError.
+
+    Each law trains a small classifier on real ranks, through `Run`, and compares checkpoints: so it sees what a user
+    would get, whatever lies where while it trains. A law takes one to five seconds.
+
+    The reference is one rank without a strategy. A strategy that promises bits must end in the same ones; another one
+    must not be further away than ``tolerance``, as a part of the way that training went: the 2-norm of the difference
+    of parameters over that of what the reference changed.
+
+    Args:
+        strategy: the word, with options.
+        directory: for checkpoints; each law makes its own below it.
+        worlds: numbers of ranks to try, the first one is used where one will do.
+        bits: whether it promises the reference's bits.
+        tolerance: how far it may be away, if it does not.
+        repeats: whether the same world gives the same bits again.
+        dropout: of the classifier; a strategy that computes in an order of its own draws other numbers.
+        batchnorm: whether the classifier has it, else LayerNorm: for strategies that cut micro-batches into pieces.
+        rehearse: whether CPU threads stand in for GPUs, or ranks share one.
+    """
+
+    strategy: str
+    directory: Path
+    worlds: tuple[int, ...] = (2, 3)
+    bits: bool = True
+    tolerance: float = 0.0
+    repeats: bool = True
+    dropout: float = 0.2
+    batchnorm: bool = True
+    rehearse: bool = False
+
+    #: The names of the laws.
+    ALL: ClassVar[tuple[str, ...]] = (
+        "equals_the_reference",
+        "resumes_exactly",
+        "moves_between_worlds",
+        "moves_between_strategies",
+        "survives_a_killed_rank",
+        "respects_count",
+        "clips_alike",
+        "evaluates_exactly_once",
+    )
+
+    def equals_the_reference(self) -> None:
+        """On each world, with momentum and with AdamW, buffers included."""
+        for lesson in (self._lesson(optimizer="sgd"), self._lesson(optimizer="adamw")):
+            for world in self.worlds:
+                self._near(self._taught(lesson, world), lesson, f"on {world} ranks, {lesson.optimizer}")
+
+    def resumes_exactly(self) -> None:
+        """Left after some steps, within an epoch, and started again: as if it had not been left."""
+        lesson, world = self._lesson(), self.worlds[0]
+        whole = self._taught(lesson, world)
+        place = self._part_way(lesson, world)
+        resumed = self._taught(lesson, world, place)
+        if self.repeats:
+            assert state_hash(resumed) == state_hash(whole), f"{self.strategy}: resumed, it ends in other bits"
+        self._near(resumed, lesson, "resumed")
+
+    def moves_between_worlds(self) -> None:
+        """Begun on one number of ranks, ended on another, and the other way round."""
+        lesson = self._lesson()
+        for before, after in permutations(self.worlds, 2):
+            place = self._part_way(lesson, before)
+            self._near(self._taught(lesson, after, place), lesson, f"begun on {before} ranks, ended on {after}")
+
+    def moves_between_strategies(self) -> None:
+        """Begun under ``ddp`` and ended under this one, and the other way round."""
+        mine, other, world = self._lesson(), self._lesson(strategy="ddp"), self.worlds[0]
+        for before, after in ((other, mine), (mine, other)):
+            place = self._part_way(before, world)
+            found = self._taught(after, world, place)
+            self._near(found, mine, f"begun under {before.strategy}, ended under {after.strategy}")
+
+    def survives_a_killed_rank(self) -> None:
+        """A rank is killed; no other hangs, and started again the run ends as if nothing had been."""
+        lesson, world = self._lesson(), self.worlds[0]
+        for victim in sorted({0, world - 1}):
+            place = self._part_way(lesson, world, victim)
+            found = self._taught(lesson, world, place)
+            if self.repeats:
+                same = state_hash(found) == state_hash(self._taught(lesson, world))
+                assert same, f"{self.strategy}: after rank {victim} was killed it ends in other bits"
+            self._near(found, lesson, f"after rank {victim} was killed")
+
+    def respects_count(self) -> None:
+        """The mean is over the items that ``count=`` tells, not over micro-batches or samples."""
+        lesson = self._lesson(counted=True)
+        self._near(self._taught(lesson, self.worlds[-1]), lesson, "with count=")
+
+    def clips_alike(self) -> None:
+        """The norm of the gradient is that of the whole one, wherever its parts lie."""
+        lesson = self._lesson(clip_norm=0.05)
+        self._near(self._taught(lesson, self.worlds[-1]), lesson, "with clip_norm=0.05")
+
+    def evaluates_exactly_once(self) -> None:
+        """Each held-out sample counts once, over all ranks, and outputs are those of the trained model."""
+        for world in self.worlds:
+            lesson = self._lesson()
+            met = run_ranks(_evaluate, world, lesson, timeout_s=_LAW_S)
+            once = sum(2.0**i for i in range(_HELD_OUT)) / _HELD_OUT
+            assert [m["met"] for m in met] == [once] * world, f"{self.strategy} on {world} ranks met {met}"
+            assert len({repr(m) for m in met}) == 1, f"{self.strategy}: ranks have other measures: {met}"
+
+    def _lesson(self, **told: Any) -> _Lesson:
+        lesson = _Lesson(self.strategy, dropout=self.dropout, batchnorm=self.batchnorm, rehearse=self.rehearse)
+        return replace(lesson, **told)
+
+    def _near(self, found: dict[str, Any], lesson: _Lesson, when: str) -> None:
+        reference = _reference(replace(lesson, strategy="none"))
+        if self.bits:
+            assert state_hash(found) == state_hash(reference), f"{self.strategy} {when}: other bits than one rank"
+            return
+        begin, end, here = (_flat(state, lesson) for state in (_reference(replace(lesson, epochs=0)), reference, found))
+        away = float((here - end).norm() / (end - begin).norm())
+        assert away <= self.tolerance, f"{self.strategy} {when}: {away:.2g} away from one rank, over {self.tolerance:g}"
+
+    def _taught(self, lesson: _Lesson, world: int, place: Path | None = None) -> dict[str, Any]:
+        """The state at the end of training; resumed, if ``place`` holds some of it."""
+        resumed = place is not None
+        place = place or self._place()
+        run_ranks(_learn, world, replace(lesson, place=str(place)), timeout_s=_LAW_S, env={RESUME: str(int(resumed))})
+        return _newest(place)
+
+    def _part_way(self, lesson: _Lesson, world: int, victim: int | None = None) -> Path:
+        """A directory with a checkpoint of the first steps of training, which was then left, or killed."""
+        place = self._place()
+        lesson = replace(lesson, place=str(place), leave_after=4, victim=victim)
+        outcomes = run_each(_learn, world, lesson, timeout_s=_LAW_S)
+        for outcome in outcomes:
+            if victim is None:
+                left = isinstance(outcome.error, _Left) or outcome.collateral
+            else:
+                left = isinstance(outcome.error, ChildProcessError) if outcome.rank == victim else outcome.collateral
+            assert left, f"{self.strategy}: rank {outcome.rank} of {world} ended with {outcome}\n{outcome.trace}"
+        saved = list_checkpoints(place)
+        assert saved, f"{self.strategy}: nothing was saved before it was left"
+        assert 0 < saved[0].step < _STEPS
+        return place
+
+    def _place(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self.directory))
+
+
+_LAW_S = 60.0
+_SAMPLES, _HELD_OUT, _EPOCHS, _STEPS = 40, 23, 2, 6
+
+
+class _Left(Exception):
+    """Training was left on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lesson:
+    """One training, on every rank of a world."""
+
+    strategy: str
+    place: str | None = None
+    optimizer: str = "sgd"
+    dropout: float = 0.0
+    batchnorm: bool = True
+    rehearse: bool = False
+    counted: bool = False
+    clip_norm: float | None = None
+    epochs: int = _EPOCHS
+    leave_after: int = 0  #: steps; 0: not before the end
+    victim: int | None = None  #: the rank that is killed then; None: all leave by themselves
+
+
+def _pupil(lesson: _Lesson) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Embedding(9, 4),
+        nn.Flatten(),
+        nn.Linear(12, 24),
+        nn.BatchNorm1d(24) if lesson.batchnorm else nn.LayerNorm(24),
+        nn.ReLU(),
+        nn.Dropout(lesson.dropout),
+        nn.Linear(24, 10),
+        nn.Tanh(),
+        nn.Linear(10, 5, bias=False),
+    )
+
+
+def _learn(lesson: _Lesson) -> dict[str, float]:
+    random = torch.Generator().manual_seed(5)
+    words, labels = (torch.randint(k, n, generator=random) for k, n in ((9, (_SAMPLES, 3)), (5, (_SAMPLES,))))
+    weights = torch.randint(1, 9, (_SAMPLES,), generator=random)
+    make = torch.optim.AdamW if lesson.optimizer == "adamw" else partial(torch.optim.SGD, momentum=0.9)
+    with Run(
+        seed=3,
+        strategy=lesson.strategy,
+        checkpoint=lesson.place,
+        save_every="2 steps" if lesson.leave_after else None,
+        clip_norm=lesson.clip_norm,
+        peer_timeout_s=20,
+        rehearse=lesson.rehearse,
+    ) as run:
+        model = run.model(_pupil(lesson))
+        run.optimizer(make(model.parameters(), lr=0.05))
+        batches = run.loader(TensorDataset(words, labels, weights), global_batch=16, micro_batch=4)
+        if lesson.leave_after:
+            _leaving(run, lesson)
+        for _ in run.epochs(lesson.epochs):
+            for x, y, w in run.train(batches):
+                if lesson.counted:
+                    run.step(_weighted_loss, x, (y, w), count=int(w.sum()))
+                else:
+                    run.step(nn.functional.cross_entropy, x, y)
+    return run.metrics
+
+
+def _weighted_loss(outputs: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    each = nn.functional.cross_entropy(outputs, labels, reduction="none")
+    return (each * weights).sum() / weights.sum()
+
+
+def _leaving(run: Run, lesson: _Lesson) -> None:
+    """This rank leaves, or is killed, after ``leave_after`` steps, once there is a checkpoint."""
+
+    def follow(pulse: Pulse) -> None:
+        if lesson.place is None or lesson.victim not in (None, run.rank) or pulse.step != lesson.leave_after:
+            return
+        deadline = time.monotonic() + _LAW_S
+        while not list_checkpoints(Path(lesson.place)) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if lesson.victim is None:
+            raise _Left
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pulse().followers += (follow,)
+
+
+def _evaluate(lesson: _Lesson) -> dict[str, float]:
+    random = torch.Generator().manual_seed(6)
+    words, labels = (torch.randint(k, n, generator=random) for k, n in ((9, (_SAMPLES, 3)), (5, (_SAMPLES,))))
+    with Run(seed=3, strategy=lesson.strategy, peer_timeout_s=20, rehearse=lesson.rehearse) as run:
+        model = run.model(_pupil(lesson))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+        batches = run.loader((words, labels), global_batch=16, micro_batch=4)
+        held_out = run.loader((words[:_HELD_OUT], torch.arange(_HELD_OUT)), global_batch=6, shuffle=False)
+        for _ in run.epochs(1):
+            for x, y in run.train(batches):
+                run.step(nn.functional.cross_entropy, x, y)
+            for x, number in run.evaluate(held_out):
+                run.measure(met=2.0 ** number.double(), output=model(x).square().sum(1))
+        return run.metrics
+
+
+@cache
+def _reference(lesson: _Lesson) -> dict[str, Any]:
+    """The state after ``lesson`` on one rank."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-law-") as place:
+        run_ranks(_learn, 1, replace(lesson, place=place), timeout_s=_LAW_S)
+        return _newest(Path(place), 0 if lesson.epochs == 0 else _STEPS)
+
+
+def _newest(place: Path, step: int = _STEPS) -> dict[str, Any]:
+    """What the newest checkpoint in ``place`` holds of model and optimizer."""
+    saved = list_checkpoints(place)
+    assert saved, f"nothing was saved in {place}"
+    assert saved[0].step == step, f"the last checkpoint is of step {saved[0].step}, not of {step}"
+    tree = load_tree(saved[0].path, LOCAL)
+    return {name: tree[name] for name in ("models", "optimizers")}
+
+
+def _flat(state: Mapping[str, Any], lesson: _Lesson) -> torch.Tensor:
+    (model,) = state["models"]
+    names = [name for name, _ in _pupil(lesson).named_parameters()]
+    return torch.cat([model[name].double().reshape(-1) for name in names])

@@ -1,0 +1,110 @@
+"""What only a GPU can show; skipped without one. `pytest tests/gpu` on a machine that has one or more."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.batch import BatchPlan
+from lockstep.collectives import FastExchange, Group
+from lockstep.collectives.exchange import OnStream
+from lockstep.run import Run
+from lockstep.testing import StrategyLaws, run_ranks, state_hash
+from lockstep.world import World
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.timeout(300),
+]
+
+BITS = ("ddp", "zero", "fsdp", "parameter-server:servers=1", "hybrid:servers=1")
+#: Those that compute something else, and how far they may be from one rank, as in tests/strategies/test_laws.py.
+NEAR = {
+    "ddp:compress=bf16": 1.0,
+    "ddp:compress=powersgd,rank=2": 1.0,
+    "local-sgd:period=2": 1.0,
+    "diloco:period=2": 1.5,
+}
+
+
+def check(law: str, laws: StrategyLaws) -> None:
+    getattr(laws, law)()
+
+
+@pytest.mark.parametrize("law", StrategyLaws.ALL)
+@pytest.mark.parametrize("word", ["ddp", "zero", "fsdp", "local-sgd:period=2"])
+def test_laws_on_one_gpu(word: str, law: str, tmp_path: Path):
+    check(law, StrategyLaws(word, tmp_path, worlds=(1,)))
+
+
+@pytest.mark.parametrize("law", StrategyLaws.ALL)
+def test_laws_of_threads_on_all_gpus(law: str, tmp_path: Path):
+    laws = StrategyLaws("dp", tmp_path, worlds=(1,), bits=False, tolerance=1e-3, dropout=0, batchnorm=False)
+    check(law, laws)
+
+
+@pytest.mark.parametrize("law", StrategyLaws.ALL)
+@pytest.mark.parametrize("word", BITS)
+def test_laws_for_ranks_that_share_a_gpu(word: str, law: str, tmp_path: Path):
+    check(law, StrategyLaws(word, tmp_path, worlds=(2, 3), rehearse=True))
+
+
+@pytest.mark.parametrize("law", StrategyLaws.ALL)
+def test_laws_for_stages_that_share_a_gpu(law: str, tmp_path: Path):
+    check(law, StrategyLaws("pipeline:stages=2", tmp_path, worlds=(2, 4), rehearse=True))
+
+
+@pytest.mark.parametrize("law", StrategyLaws.ALL)
+@pytest.mark.parametrize("word", NEAR)
+def test_laws_of_strategies_that_compute_something_else(word: str, law: str, tmp_path: Path):
+    laws = StrategyLaws(word, tmp_path, worlds=(2, 3), bits=False, tolerance=NEAR[word], rehearse=True)
+    check(law, laws)
+
+
+def on_nccl():
+    """One rank, with torch's process group on NCCL all the same: the streams and collectives are the real ones."""
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", device_id=device)
+    world = World.from_env(os.environ)
+    group = Group(world, device, dist.distributed_c10d._get_default_store(), None, 60, over_cpu=False)
+    plan = BatchPlan(8, 1, 1)
+    exchange, fast = OnStream(group, plan.run), FastExchange(group)
+    gradient = torch.randn(1003, device=device)
+    out, summed = torch.empty(1003, device=device), gradient.clone()
+    exchange.begin(out, [gradient.clone()], 8)
+    exchange.finish()
+    fast.begin(summed)
+    fast.finish()
+    exchange.close()
+    same = torch.equal(out, gradient) and torch.equal(summed, gradient)
+    dist.destroy_process_group()
+    return same
+
+
+def test_the_exchange_on_a_stream_of_its_own():
+    assert run_ranks(on_nccl, 1) == [True]
+
+
+def trained(precision: str) -> str:
+    with Run(seed=3, precision=precision) as run:
+        model = run.model(
+            nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+        )
+        optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+        data = torch.randn(64, 1, 8, 8), torch.randint(0, 4, (64,))
+        batches = run.loader(data, global_batch=32, micro_batch=8)
+        for _ in run.epochs(2):
+            for images, labels in run.train(batches):
+                assert images.is_cuda
+                run.step(F.cross_entropy, images, labels)
+        return state_hash(model, optimizer)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_same_bits_twice(precision: str):
+    assert run_ranks(trained, 1, precision) == run_ranks(trained, 1, precision)

@@ -1,0 +1,57 @@
+"""The conformance suite: every strategy keeps the same laws, each as far as it promises."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.strategies import STRATEGIES
+from lockstep.testing import StrategyLaws
+
+
+def near(tolerance: float, **more: object) -> dict[str, object]:
+    """For a strategy that computes something else, and how far it may come from one rank on this problem."""
+    return {"bits": False, "tolerance": tolerance, **more}
+
+
+#: What each strategy promises: the reference's bits on 2 and 3 ranks, where nothing else is said. See `StrategyLaws`.
+PROMISES = {
+    "ddp": {},
+    "zero": {},
+    "fsdp": {},
+    "hsdp:shard=2": {"worlds": (2, 4)},
+    "auto": {},
+    "local-sgd:period=2": near(1.0),
+    "diloco:period=2": near(1.5),
+    "parameter-server:servers=1": {},
+    "hybrid:servers=1": {},
+    "pipeline:stages=2": {"worlds": (2, 4)},
+    "dp": near(1e-4, worlds=(1,), dropout=0.0, batchnorm=False, rehearse=True),
+}
+#: The same for options that change what is computed, or how.
+OPTIONS = {
+    "ddp:compress=fp16": near(0.1),
+    "ddp:compress=bf16": near(1.0),
+    "ddp:compress=powersgd,rank=2": near(1.0),
+    "fsdp:wrap=Linear,checkpoint_activations": {},
+    "diloco:period=4,fragments=2,overlap=1": near(1.5),
+    "parameter-server:servers=1,mode=async": near(2.0, repeats=False),
+    "pipeline:stages=2,schedule=interleaved": {"worlds": (2, 4)},
+}
+#: The laws that an option could break by itself.
+TOUCHED = ("equals_the_reference", "survives_a_killed_rank", "moves_between_strategies")
+
+
+def test_every_strategy_has_a_row_here():
+    assert {word.partition(":")[0] for word in PROMISES} | {"none"} == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("law", StrategyLaws.ALL)
+@pytest.mark.parametrize("word", PROMISES)
+def test_law(word: str, law: str, tmp_path: Path):
+    getattr(StrategyLaws(word, tmp_path, **PROMISES[word]), law)()
+
+
+@pytest.mark.parametrize("law", TOUCHED)
+@pytest.mark.parametrize("word", OPTIONS)
+def test_law_with_options(word: str, law: str, tmp_path: Path):
+    getattr(StrategyLaws(word, tmp_path, **OPTIONS[word]), law)()
