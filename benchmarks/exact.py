@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.batch import BatchPlan
 from lockstep.collectives import Group, open_group
-from lockstep.strategies import Target, Turn, by_name
+from lockstep.strategies import Target, Terms, Turn, open_strategy
 from lockstep.world import World
 from ranks import start, told
 
@@ -67,7 +67,7 @@ def ddp(millions: float) -> Step:
 
 def lockstep_ddp(millions: float, group: Group, plan: BatchPlan, *, exact: bool) -> Step:
     """As `Run` does it with ``strategy="ddp"``."""
-    strategy = by_name("ddp", group, plan.run, exact=exact, bucket_mb=None)
+    strategy = open_strategy("ddp", Terms(group, plan.run, exact=exact))
     net = build(millions)
     model, optimizer = strategy.adopt(net, find_unused_parameters=False), sgd(net)
     target = Target(tuple(net.parameters()), everything=True)

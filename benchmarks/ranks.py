@@ -1,5 +1,6 @@
-"""Starting the ranks of a benchmark, and bringing home what their leader saw."""
+"""Starting the ranks of a benchmark, bringing home what they saw, and reading their memory."""
 
+import ctypes
 import json
 import os
 import subprocess
@@ -35,3 +36,19 @@ def start(script: str, ranks: int, told: dict[str, Any], python: str = sys.execu
 def told() -> dict[str, Any] | None:
     """In a rank: what `start` was given, and ``out``, where the leader writes what it saw as JSON. Elsewhere: None."""
     return json.loads(sys.argv[2]) if sys.argv[1:2] == ["--rank"] else None
+
+
+def memory_bytes(name: str) -> int:
+    """Memory of this process as the kernel counts it: ``VmRSS`` now, ``VmHWM`` at most so far."""
+    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+def return_freed_memory() -> None:
+    """From now on the C library keeps little of what this process frees, so that its memory is what it uses.
+
+    By default it raises the size from which blocks are returned as soon as one is freed; then blocks of the size of
+    layers, as `fsdp` takes and drops them, leave gaps behind, up to some times the model.
+    """
+    least, bytes_of_a_block = -3, 64 * 1024  # M_MMAP_THRESHOLD
+    ctypes.CDLL(None).mallopt(least, bytes_of_a_block)

@@ -6,12 +6,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from hosts import why_not
+from lockstep.strategies import STRATEGIES
+from strategies import WAYS
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 def measured(tmp_path, script, *options):
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *options, "--rounds", "1", "--json", str(tmp_path / "found.json")],
+        [
+            sys.executable,
+            str(BENCHMARKS / script),
+            *map(str, options),
+            "--rounds",
+            "1",
+            "--json",
+            str(tmp_path / "found.json"),
+        ],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -35,10 +49,70 @@ def test_exact(tmp_path):
     assert len(shown.splitlines()) == 4
 
 
+def test_compress(tmp_path):
+    found, shown = measured(tmp_path, "compress.py", "--models", "transformer", "--ranks", "1", "3")
+    assert [row["rank"] for row in found] == [1, 3]
+    assert all(row["ratio"] > 0 and set(row["ms"]) == {"torch", "lockstep"} for row in found)
+    assert len(shown.splitlines()) == 4
+
+
 def test_start(tmp_path):
     found, shown = measured(tmp_path, "start.py", "--ranks", "2")
     assert all(seconds > 0 for way in found["2"].values() for seconds in way)
     assert len(shown.splitlines()) == 3
+
+
+on_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")
+
+
+@on_hosts
+def test_strategies(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- measured: ways -->\nold\n<!-- end -->\nafter\n")
+    few = ("--millions", "0.01", "--seconds", "0.1", "--speeds", "1gbit", "--page", page)
+    (time, _), shown = measured(tmp_path, "strategies.py", *few, "--ways", "zero", "--no-memory")
+    ways = {row["way"]: row for row in time["rows"]}
+    assert list(ways) == ["none", "ddp", "zero"]
+    assert ways["ddp"]["times_ddp"] == ways["none"]["of_alone"] == 1
+    assert ways["none"]["sent_bytes"] < 1000  # the kernel may look for neighbours
+    # They met over the network, and sent what there was to send.
+    assert 1 < ways["ddp"]["sent_bytes"] / ways["ddp"]["formula_bytes"] < 2
+    assert "| `zero` |" in page.read_text()
+    assert "old" not in page.read_text()
+    assert "1gbit, 2 ranks" in shown
+
+
+@on_hosts
+def test_servers(tmp_path):
+    few = ("--millions", "0.01", "--seconds", "0.1", "--servers", "1", "--workers", "1")
+    (found,), _ = measured(tmp_path, "servers.py", *few)
+    assert [row["way"] for row in found["rows"]] == [
+        "parameter-server:servers=1",
+        "parameter-server:servers=1,mode=async",
+    ]
+    for row in found["rows"]:
+        assert 1 < row["server_received_bytes"] / row["server_formula_bytes"] < 2
+
+
+def test_all_strategies_are_compared():
+    # One takes a model with embeddings, the other GPUs.
+    assert {way.spec.partition(":")[0] for way in WAYS} | {"hybrid", "dp"} == set(STRATEGIES)
+
+
+def test_memory(tmp_path):
+    (row,), shown = measured(tmp_path, "memory.py", "--millions", "0.1", "--ranks", "2", "--ways", "fsdp")
+    assert row["held_per_parameter"] == pytest.approx(row["formula"], rel=0.05)
+    assert len(shown.splitlines()) == 3
+
+
+def test_zero(tmp_path):
+    found, shown = measured(tmp_path, "zero.py", "--ranks", "2", "--millions", "0.01")
+    held = {row["way"]: row["state_bytes"] for row in found}
+    assert held["DDP"] == held["ddp"] == pytest.approx(8, rel=0.01)
+    assert held["ZeroRedundancyOptimizer"] == held["zero"] == pytest.approx(4, rel=0.01)
+    assert all(row["save_ms"] > 0 for row in found)
+    assert len(found) == 4
+    assert len(shown.splitlines()) == 2 + len(found)
 
 
 def test_failures():

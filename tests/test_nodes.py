@@ -1,4 +1,4 @@
-"""`lockstep run` on several machines: real hosts as far as network and processes go (see `hosts.py`).
+"""`lockstep run` on several machines: real hosts as far as network and processes go (see `benchmarks/hosts.py`).
 
 A job is hit when it is seen to have got somewhere, never by a clock, and waits to be hit.
 """

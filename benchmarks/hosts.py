@@ -1,4 +1,4 @@
-"""Several hosts on one machine, for tests: namespaces of network, processes, mounts and host name.
+"""Several hosts on one machine, for tests and benchmarks: namespaces of network, processes, mounts and host name.
 
     switch (a network namespace of its own: a bridge, no address)
       ├── port-n1 ═══ eth0  n1  10.77.0.1      each host is one process, the first of its own process namespace,
@@ -37,6 +37,7 @@ def why_not() -> str:
         ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "sh", "-c", _A_NETWORK_AT_ALL],
         capture_output=True,
         text=True,
+        check=False,
         stdin=subprocess.DEVNULL,
     )
     return "" if tried.returncode == 0 else f"no network namespaces: {tried.stderr.strip()}"
@@ -62,14 +63,15 @@ class Host:
         return subprocess.Popen(
             [*self._enter(f"--wd={cwd}"), *command],
             env=dict(env),
-            stdin=subprocess.DEVNULL,
             text=True,
-            **more,  # type: ignore[call-overload]
+            **{"stdin": subprocess.DEVNULL, **more},  # type: ignore[call-overload]
         )
 
     def run(self, *command: str) -> str:
         """Run a short ``command`` on this host; what it printed."""
-        done = subprocess.run([*self._enter(), *command], capture_output=True, text=True, timeout=_DEADLINE_S)
+        done = subprocess.run(
+            [*self._enter(), *command], capture_output=True, text=True, check=False, timeout=_DEADLINE_S
+        )
         assert done.returncode == 0, f"{command} on {self.name}: {done.stderr}"
         return done.stdout
 
@@ -193,7 +195,11 @@ def _end(keeper: subprocess.Popen[str]) -> None:
 
 def _in(place: int, *command: str) -> None:
     done = subprocess.run(
-        ["nsenter", f"--target={place}", "--net", "--", *command], capture_output=True, text=True, timeout=_DEADLINE_S
+        ["nsenter", f"--target={place}", "--net", "--", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_DEADLINE_S,
     )
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
 
