@@ -91,7 +91,7 @@ def main(epochs: int = 10) -> float:
 
         for epoch in run.epochs(epochs):
             for images, labels in run.train(batches):
-                run.step(nn.functional.cross_entropy(model(images), labels))
+                run.step(nn.functional.cross_entropy, images, labels)
             evaluate()
             run.log(epoch=epoch + 1)
         accuracy = evaluate()  # also where a resumed run had no epoch left to do

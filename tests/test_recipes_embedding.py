@@ -1,0 +1,27 @@
+"""The word embeddings at a small size: learned from a real text, and the same with their table on a server."""
+
+import importlib
+import sys
+from pathlib import Path
+
+from lockstep.testing import run_ranks
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def play(**options):
+    """On a rank: what the example's ``main`` returns."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    return importlib.import_module("embedding").main(**options)
+
+
+def small():
+    return play(epochs=2, places=12000)
+
+
+def test_words_are_guessed_better_than_by_the_commonest_and_alike_on_a_server():
+    (alone,) = run_ranks(small, 1)
+    accuracy, commonest = alone
+    assert accuracy > 1.5 * commonest
+    assert run_ranks(small, 3, env={"LOCKSTEP_STRATEGY": "hybrid"}) == [alone] * 3
