@@ -142,7 +142,11 @@ def one_does_not_come():
         with pytest.raises(PeerLost, match="lonely"):
             group.barrier("lonely")
         board.post("it was", "noticed")
-    return board.read("it was", 60)
+        board.read("heard", 60)  # the store is gone with rank 0
+        return "noticed"
+    heard = board.read("it was", 60)
+    board.post("heard", "by rank 1")
+    return heard
 
 
 def test_a_late_rank_is_noticed_at_the_deadline():

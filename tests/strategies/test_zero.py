@@ -16,6 +16,8 @@ from lockstep.strategies.zero import owners_of
 from lockstep.testing import state_hash
 from worlds import on_world
 
+pytestmark = pytest.mark.xdist_group("zero")
+
 WORLDS = (1, 2, 3, 4)
 
 
