@@ -361,7 +361,8 @@ class StrategyLaws:
 
     The reference is one rank without a strategy. A strategy that promises bits must end in the same ones; another one
     must not be further away than ``tolerance``, as a part of the way that training went: the 2-norm of the difference
-    of parameters over that of what the reference changed.
+    of parameters over that of what the reference changed. And it must have gone the same way: within 60 degrees of it,
+    so that no tolerance forgives one that learns nothing.
 
     Args:
         strategy: the word, with options.
@@ -469,7 +470,9 @@ class StrategyLaws:
             return
         begin, end, here = (_flat(state, lesson) for state in (_reference(replace(lesson, epochs=0)), reference, found))
         away = float((here - end).norm() / (end - begin).norm())
-        assert away <= self.tolerance, f"{self.strategy} {when}: {away:.2g} away from one rank, over {self.tolerance:g}"
+        assert away <= self.tolerance, f"{self.strategy} {when}: {away:.3g} away from one rank, over {self.tolerance:g}"
+        along = float((here - begin) @ (end - begin) / (here - begin).norm() / (end - begin).norm())
+        assert along >= _ALONG, f"{self.strategy} {when}: went elsewhere than one rank, by a cosine of {along:.2g}"
 
     def _taught(self, lesson: _Lesson, world: int, place: Path | None = None) -> dict[str, Any]:
         """The state at the end of training; resumed, if ``place`` holds some of it."""
@@ -499,6 +502,7 @@ class StrategyLaws:
 
 
 _LAW_S = 60.0
+_ALONG = 0.5  # the cosine of 60 degrees; an unrelated way of as many parameters has one of 0 +- 0.04
 _SAMPLES, _HELD_OUT, _EPOCHS, _STEPS = 40, 23, 2, 6
 
 
