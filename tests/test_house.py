@@ -17,7 +17,7 @@ HOUSE = Path(__file__).parents[1] / "src" / "lockstep"
 #: From the bottom to the top. A room may use the floors below its own.
 FLOORS = (
     ("errors",),
-    ("world", "batch", "progress", "settings"),
+    ("world", "batch", "progress", "settings", "owners"),
     ("collectives", "randomness"),
     ("strategies", "checkpoint", "data", "report", "watch"),
     ("run", "launch"),
@@ -26,7 +26,7 @@ FLOORS = (
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
-    *("errors", "world", "batch", "progress", "settings"), *("report", "watch"), *("launch", "cli"),
+    *("errors", "world", "batch", "progress", "settings", "owners"), *("report", "watch"), *("launch", "cli"),
     *("__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from

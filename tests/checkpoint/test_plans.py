@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.checkpoint.commit import Committed, superseded
-from lockstep.checkpoint.layout import Extent, lay_out, reads, share_out
+from lockstep.checkpoint.layout import Extent, lay_out, reads
 from lockstep.checkpoint.manifest import FORMAT, Manifest, Piece, Stored
 from lockstep.checkpoint.tree import decode, encode
 from lockstep.errors import CheckpointError, DamagedCheckpoint
+from lockstep.owners import owners_of
 
 ROOT = Path("/root")
 EXTENTS = st.lists(
@@ -25,8 +26,9 @@ EXTENTS = st.lists(
 
 
 def files_of(extents, ranks):
-    shares = share_out(extents, ranks)
-    return [lay_out(rank, [(number, extents[number]) for number in share]) for rank, share in enumerate(shares)]
+    owners, _ = owners_of([extent.length for extent in extents], [0] * ranks)
+    held = list(zip(owners, enumerate(extents), strict=True))
+    return [lay_out(rank, [numbered for owner, numbered in held if owner == rank]) for rank in range(ranks)]
 
 
 def written(extents, ranks):

@@ -4,37 +4,18 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 from lockstep.collectives import Part
 from lockstep.errors import UsageError
 from lockstep.run import Run
-from lockstep.strategies.zero import owners_of
 from lockstep.testing import state_hash
 from worlds import on_world
 
 pytestmark = pytest.mark.xdist_group("zero")
 
 WORLDS = (1, 2, 3, 4)
-
-
-@given(st.lists(st.integers(0, 1000), max_size=40), st.lists(st.integers(0, 500), min_size=1, max_size=6))
-def test_everything_has_one_owner_and_the_loads_are_even(sizes, before):
-    owners, loads = owners_of(sizes, before)
-    assert len(owners) == len(sizes)
-    assert loads == [
-        load + sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank)
-        for rank, load in enumerate(before)
-    ]
-    if sizes:
-        even = max(sum(loads) / len(loads), *before)
-        assert max(loads) <= even + max(sizes)
-
-
-# ---- on ranks --------------------------------------------------------------------------------------------------------
 
 
 def merged(states):

@@ -12,7 +12,6 @@ padding between them: every byte of a file belongs to a tensor, and a sum covers
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -63,21 +62,6 @@ class File:
     name: str
     tensors: tuple[Placed, ...]
     length: int  #: in bytes
-
-
-def share_out(tensors: Sequence[Extent], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Which of the tensors that all ranks hold each of them writes, by number; each tensor is written by one.
-
-    The largest tensor goes first, each to the rank that has least so far: no rank has more than an equal share plus one
-    tensor. A pure function of its arguments, so that all ranks make the same plan without talking.
-    """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]
-    for number in sorted(range(len(tensors)), key=lambda n: (-tensors[n].length, n)):
-        load, rank = heapq.heappop(loads)
-        shares[rank].append(number)
-        heapq.heappush(loads, (load + tensors[number].length, rank))
-    return tuple(map(tuple, shares))
 
 
 def lay_out(rank: int, tensors: Iterable[tuple[int, Extent]]) -> File:

@@ -41,12 +41,13 @@ from lockstep.checkpoint.commit import (
     write_file,
 )
 from lockstep.checkpoint.disk import LOCAL, Disk
-from lockstep.checkpoint.layout import Box, File, Placed, fault_of, lay_out, share_out
+from lockstep.checkpoint.layout import Box, File, Placed, fault_of, lay_out
 from lockstep.checkpoint.manifest import Manifest, Piece
 from lockstep.checkpoint.tensors import Copier, Named, flatten, load_tree
 from lockstep.checkpoint.tree import Tree, encode
 from lockstep.collectives import Board, Group
 from lockstep.errors import CheckpointError, DamagedCheckpoint, LockstepError
+from lockstep.owners import owners_of
 
 #: Between two looks at the board, so that a thread which waits for a peer can be told to give up.
 _LOOK_EVERY_S = 0.02
@@ -476,8 +477,9 @@ def _file_of(rank: int, ranks: int, names: Sequence[Named]) -> File:
     """What ``rank`` writes: its share of what all ranks hold, and its boxes of what is divided."""
     divided = [number for number, named in enumerate(names) if named.divided and named.here.length]
     common = [number for number, named in enumerate(names) if not named.divided]
-    share = share_out([names[number].whole for number in common], ranks)[rank]
-    return lay_out(rank, ((number, names[number].here) for number in [*divided, *(common[place] for place in share)]))
+    owners, _ = owners_of([names[number].whole.length for number in common], [0] * ranks)
+    share = [number for number, owner in zip(common, owners, strict=True) if owner == rank]
+    return lay_out(rank, ((number, names[number].here) for number in [*divided, *share]))
 
 
 def _told(box: Box, placed: Placed, content: memoryview) -> list[Any]:

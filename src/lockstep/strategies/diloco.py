@@ -42,7 +42,7 @@ from torch import nn
 
 from lockstep.errors import SettingError
 from lockstep.strategies.gradients import Target, Turn
-from lockstep.strategies.local_steps import LocalSteps, refuse_fp16
+from lockstep.strategies.local_steps import BY_THEMSELVES, LocalSteps
 from lockstep.strategies.meeting import Meeting
 from lockstep.strategies.pieces import Piece, by_dtype, cut, gather, scatter, sizes_of
 from lockstep.strategies.protocol import Share, Terms
@@ -87,7 +87,7 @@ def open_strategy(terms: Terms, options: Options) -> DiLoCo:
     Raises:
         SettingError: with precision fp16.
     """
-    refuse_fp16(terms, "diloco")
+    terms.refuse_fp16("diloco", BY_THEMSELVES)
     return DiLoCo(terms, options)
 
 

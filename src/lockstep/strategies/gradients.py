@@ -74,12 +74,7 @@ class Pending:
 
     def take(self, turn: Turn) -> None:
         """Fold in the gradients of ``turn`` and leave ``.grad`` empty."""
-        gradients = [nothing_like(p) if p.grad is None else p.grad for p in self._parameters]
-        if len(self._used) < len(gradients):
-            self._used.update(place for place, p in enumerate(self._parameters) if p.grad is not None)
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._fold.push((turn.index, turn.index + 1), gradients)
+        self._fold.push((turn.index, turn.index + 1), take_gradients(self._parameters, self._used))
 
     def give(self) -> None:
         """Put the sum over the whole step into ``.grad``; for a rank that computed all of it.
@@ -131,6 +126,25 @@ def is_loss(value: object) -> bool:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """All parameters that ``optimizer`` steps, in the order of the numbers that they have in its state."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def take_gradients(parameters: Iterable[torch.Tensor], used: set[int]) -> Tensors:
+    """The gradients of ``parameters``, whose ``.grad`` is left empty; nothing for those that have none.
+
+    Args:
+        parameters: in a fixed order.
+        used: the places of those that have a gradient are added to it: they had a part in the loss.
+    """
+    gradients = []
+    for place, parameter in enumerate(parameters):
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = nothing_like(parameter)
+        else:
+            used.add(place)
+            parameter.grad = None
+        gradients.append(gradient)
+    return gradients
 
 
 def divide_by_counts(target: Target, samples: int, counted: int) -> None:

@@ -45,16 +45,16 @@ from torch.utils import _pytree as pytree
 
 from lockstep.collectives import Fold, fold, naming_lost_peers, open_exchange
 from lockstep.errors import MismatchError, SettingError, UsageError
+from lockstep.owners import owners_of
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradients import Target, Turn, divide_by_counts, total_count
 from lockstep.strategies.holding import Owned
 from lockstep.strategies.lots import Lot, Sums, lots_of, set_gradients
-from lockstep.strategies.parameter_server import refuse_fp16
+from lockstep.strategies.parameter_server import WITHOUT_GRADIENTS
 from lockstep.strategies.protocol import Share, Strategy, Terms
 from lockstep.strategies.replicate import Replicate
 from lockstep.strategies.servers import Line, Round, Staff
 from lockstep.strategies.stock import Stock, Tended
-from lockstep.strategies.zero import owners_of
 
 Table = nn.Embedding | nn.EmbeddingBag
 _LOOK_UP, _BACKWARD = "a look-up of embeddings", "the backward pass"
@@ -76,7 +76,7 @@ def open_strategy(terms: Terms, options: Options) -> Strategy:
     """
     if terms.group.size == 1:
         return Replicate(terms.group, terms.runs, exact=terms.exact)
-    refuse_fp16(terms, "hybrid")
+    terms.refuse_fp16("hybrid", WITHOUT_GRADIENTS)
     return Hybrid(terms, Staff(terms.group.size, options.servers), tuple(filter(None, options.served.split("+"))))
 
 
@@ -416,7 +416,8 @@ class Hybrid:
             arriving = []
             for number, lot in enumerate(lots):
                 # With a one behind it for each parameter that had a part in some loss: their sum tells all workers.
-                used = lot.tensors[0].new_tensor(sums.used(number))
+                used = lot.tensors[0].new_zeros(len(lot.tensors))
+                used[sorted(sums.used(number))] = 1
                 partials = [torch.cat([row, used]) for row in sums.rows(number)]
                 elements = sum(p.numel() for p in lot.tensors)
                 out = lot.tensors[0].new_empty(elements + len(used))
@@ -424,7 +425,7 @@ class Hybrid:
                 arriving.append((lot, out, elements))
             self._exchange.finish()
         for lot, out, elements in arriving:
-            set_gradients(lot, out[:elements], (out[elements:] > 0).tolist())
+            set_gradients(lot, out[:elements], out[elements:].nonzero().flatten().tolist())
 
     def _look_up(self, number: int, *inputs: Any, **named: Any) -> torch.Tensor:
         """In place of the forward pass of a table."""

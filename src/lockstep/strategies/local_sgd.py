@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lockstep.errors import SettingError
 from lockstep.strategies.data_parallel import DataParallel
 from lockstep.strategies.gradients import Target, Turn, parameters_of
-from lockstep.strategies.local_steps import LocalSteps, refuse_fp16
+from lockstep.strategies.local_steps import BY_THEMSELVES, LocalSteps
 from lockstep.strategies.meeting import Meeting
 from lockstep.strategies.protocol import Share, Terms
 from lockstep.strategies.replicas import HoldsMean, Replicas
@@ -73,7 +73,7 @@ def open_strategy(terms: Terms, options: Options) -> LocalSgd:
     Raises:
         SettingError: with precision fp16.
     """
-    refuse_fp16(terms, "local-sgd")
+    terms.refuse_fp16("local-sgd", BY_THEMSELVES)
     return LocalSgd(terms, options)
 
 

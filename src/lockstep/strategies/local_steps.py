@@ -19,18 +19,7 @@ from lockstep.strategies.gradients import Target, Turn, divide_by_counts
 from lockstep.strategies.protocol import Terms
 from lockstep.strategies.replicate import Replicate
 
-
-def refuse_fp16(terms: Terms, name: str) -> None:
-    """Nothing, unless losses are to be scaled.
-
-    Raises:
-        SettingError: for fp16. Each rank would skip other steps, and go on with another loss scale.
-    """
-    if terms.dtype is torch.float16:
-        raise SettingError(
-            f"strategy={name!r} with precision='fp16': ranks step by themselves, so each would skip other steps and "
-            "have a loss scale of its own; use precision='bf16', which needs none"
-        )
+BY_THEMSELVES: Final = "ranks step by themselves, so each would skip other steps and have a loss scale of its own"
 
 
 class LocalSteps:

@@ -8,7 +8,7 @@ lots            a a a a c c    to and from rank 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,7 @@ import torch
 
 from lockstep.collectives import Fold, Node
 from lockstep.errors import UsageError
-from lockstep.strategies.gradients import Turn, add_to_left, nothing_like
+from lockstep.strategies.gradients import Turn, add_to_left, take_gradients
 
 Tensors = Sequence[torch.Tensor]
 
@@ -63,7 +63,7 @@ class Sums:
         self._lots: Final = lots
         self._exact: Final = exact
         self._fold: Final = Fold[list[torch.Tensor]](micro_batches, add_to_left)
-        self._used: Final = [[False] * len(lot.tensors) for lot in lots]
+        self._used: Final[list[set[int]]] = [set() for _ in lots]
         self.samples = 0  # of the micro-batches so far
 
     def take(self, turn: Turn) -> None:
@@ -75,15 +75,13 @@ class Sums:
         if not turn.shadow:
             flats = []
             for lot, used in zip(self._lots, self._used, strict=True):
-                gradients = [p.grad for p in lot.tensors]
-                if any(g is not None and g.layout is not torch.strided for g in gradients):
+                gradients = take_gradients(lot.tensors, used)
+                if any(g.layout is not torch.strided for g in gradients):
                     raise UsageError(
                         "a gradient is sparse, as of nn.Embedding(sparse=True), and this strategy adds dense ones; say "
                         "sparse=False, or let strategy hybrid serve the embedding"
                     )
-                used[:] = [was or g is not None for was, g in zip(used, gradients, strict=True)]
-                pairs = zip(gradients, lot.tensors, strict=True)
-                flats.append(lot.pack([nothing_like(p) if g is None else g for g, p in pairs]))
+                flats.append(lot.pack(gradients))
             self.samples += turn.samples
             self._add(turn.index, flats)
         for lot in self._lots:
@@ -103,8 +101,8 @@ class Sums:
         """What the lot of this number holds: one-dimensional sums, one for each of `nodes`."""
         return [sums[number] for sums in self._fold.sums]
 
-    def used(self, number: int) -> list[bool]:
-        """Which parameters of the lot of this number had a part in some loss."""
+    def used(self, number: int) -> set[int]:
+        """The places in the lot of this number of those parameters that had a part in some loss."""
         return self._used[number]
 
     @property
@@ -119,7 +117,7 @@ class Sums:
             add_to_left(self._fold.sums[0], flats)
 
 
-def set_gradients(lot: Lot, flat: torch.Tensor, used: Sequence[bool]) -> None:
-    """``.grad`` of the lot's parameters is what lies in ``flat``; one without a part in any loss has none."""
-    for parameter, gradient, had_part in zip(lot.tensors, lot.unpack(flat), used, strict=True):
-        parameter.grad = gradient.to(parameter.device) if had_part else None
+def set_gradients(lot: Lot, flat: torch.Tensor, used: Collection[int]) -> None:
+    """``.grad`` of the lot's parameters is what lies in ``flat``; those whose places are not in ``used`` have none."""
+    for place, (parameter, gradient) in enumerate(zip(lot.tensors, lot.unpack(flat), strict=True)):
+        parameter.grad = gradient.to(parameter.device) if place in used else None

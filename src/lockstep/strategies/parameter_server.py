@@ -39,6 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.collectives import Node, fold, naming_lost_peers, open_exchange
 from lockstep.errors import MismatchError, SettingError, UsageError
+from lockstep.owners import owners_of
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradients import Target, Turn, divide_by_counts, total_count
 from lockstep.strategies.holding import Owned, Whole
@@ -47,7 +48,8 @@ from lockstep.strategies.protocol import Share, Strategy, Terms
 from lockstep.strategies.replicate import Replicate
 from lockstep.strategies.servers import Answer, Letter, Line, Parting, Round, Staff, named, strayed
 from lockstep.strategies.stock import PULL, Stock, Tended
-from lockstep.strategies.zero import owners_of
+
+WITHOUT_GRADIENTS: Final = "the loss scale is adapted where gradients are, and workers have none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +83,11 @@ def open_strategy(terms: Terms, options: Options) -> Strategy:
     """
     if terms.group.size == 1:
         return Replicate(terms.group, terms.runs, exact=terms.exact)
-    refuse_fp16(terms, "parameter-server")
+    terms.refuse_fp16("parameter-server", WITHOUT_GRADIENTS)
     staff = Staff(terms.group.size, options.servers)
     if options.mode == "sync":
         return Rounds(terms, staff)
     return Hogwild(terms, staff, options.staleness)
-
-
-def refuse_fp16(terms: Terms, name: str) -> None:
-    """Loss scaling needs every rank to see whether the gradient is finite, and to remember the scale.
-
-    Raises:
-        SettingError: for fp16.
-    """
-    if terms.dtype == torch.float16:
-        raise SettingError(
-            f"strategy {name} with precision='fp16': the loss scale is adapted where gradients are, and workers have "
-            "none; use precision='bf16'"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +98,7 @@ class Push:
     micro_batches: int  #: of the step
     nodes: list[Node]  #: of the tree, whose sums these are; none if the worker had no micro-batch
     sums: list[torch.Tensor]  #: for each lot of the server, of shape (nodes, elements)
-    used: list[list[bool]]  #: for each lot, which of its parameters had a part in some loss here
+    used: list[set[int]]  #: for each lot, the places of its parameters that had a part in some loss here
     counted: int | None = None  #: items of the step over all workers, where they are counted
     version: int = 0  #: of the server's parameters, from which the gradient was computed
 
@@ -236,7 +225,7 @@ class Rounds:
                 + ", ".join(f"{push.step}, of {push.micro_batches}" for push in pushes)
             )
         for number, lot in enumerate(self._shop.mine(target)):
-            used = [any(parts) for parts in zip(*(push.used[number] for push in pushes), strict=True)]
+            used = set().union(*(push.used[number] for push in pushes))
             set_gradients(lot, self._total(turn.of, pushes, number), used)
         (counted,) = {push.counted for push in pushes}
         if counted is not None and any(p.grad is not None for p in target.parameters):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.collectives import Group, Runs
+from lockstep.errors import SettingError
 from lockstep.strategies.gradients import Target, Task, Turn
 
 
@@ -30,9 +31,17 @@ class Terms:
     dtype: torch.dtype | None = None  #: of forward passes under autocast; None: none, they are fp32
     rehearse: bool = False  #: whether CPU threads may stand in for GPUs
     free_bytes: Callable[[], int] = lambda: 1 << 50  #: of memory that this rank may still use
-    say: Callable[[str], None] = lambda _text: (
-        None
-    )  #: tells the user one line; all ranks may call it, the leader is heard
+    #: tells the user one line; all ranks may call it, the leader is heard
+    say: Callable[[str], None] = lambda _text: None
+
+    def refuse_fp16(self, name: str, why: str) -> None:
+        """For the strategy ``name``, which cannot scale losses, and ``why``.
+
+        Raises:
+            SettingError: if losses are to be scaled.
+        """
+        if self.dtype is torch.float16:
+            raise SettingError(f"strategy {name} with precision='fp16': {why}; use precision='bf16', which needs none")
 
 
 @dataclass(frozen=True, slots=True)

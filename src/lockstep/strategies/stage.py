@@ -13,7 +13,7 @@ from torch import fx, nn
 from lockstep.collectives import Fold
 from lockstep.errors import UsageError
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.gradients import Task, Tensors, Turn, add_to_left, is_loss, nothing_like
+from lockstep.strategies.gradients import Task, Tensors, Turn, add_to_left, is_loss, take_gradients
 
 Losses = list[tuple[int, torch.Tensor]]
 Like = tuple[tuple[int, ...], torch.dtype, bool]
@@ -85,11 +85,7 @@ class Sums:
     def take_before(self, index: int) -> None:
         """Fold in what the backward passes of the micro-batches before ``index`` have left; one at most has run."""
         while self._parameters and self._next < index:
-            self.used.update(place for place, p in enumerate(self._parameters) if p.grad is not None)
-            gradients = [nothing_like(p) if p.grad is None else p.grad for p in self._parameters]
-            for parameter in self._parameters:
-                parameter.grad = None
-            self._fold.push((self._next, self._next + 1), gradients)
+            self._fold.push((self._next, self._next + 1), take_gradients(self._parameters, self.used))
             self._next += 1
 
     def finish(self, index: int) -> list[Tensors]:

@@ -11,8 +11,7 @@ where ddp takes 16.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from lockstep.collectives import Group, Spread, open_spread
+from lockstep.owners import owners_of
 from lockstep.strategies.data_parallel import DataParallel
 from lockstep.strategies.gradients import Target, Turn
 from lockstep.strategies.holding import OwnedStates
@@ -129,25 +129,3 @@ class Zero:
     def _owner_of(self, parameter: nn.Parameter) -> int:
         # One that is in no model, or frozen, has no gradient that ranks share: it is as on one rank.
         return self._owners.get(id(parameter), 0)
-
-
-def owners_of(sizes: Sequence[int], loads: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Who owns each of some parameters; a pure plan, the same on all ranks.
-
-    The largest goes first, each to the rank that has least so far: no rank has more than an equal share plus the
-    largest parameter. A parameter is never divided.
-
-    Args:
-        sizes: of the parameters, in any unit.
-        loads: what each rank owns before.
-
-    Returns:
-        The owner of each parameter, and what each rank owns then.
-    """
-    least = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(least)
-    owners = [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda p: (-sizes[p], p)):
-        load, owners[place] = heapq.heappop(least)
-        heapq.heappush(least, (load + sizes[place], owners[place]))
-    return owners, [load for load, _ in sorted(least, key=lambda one: one[1])]
