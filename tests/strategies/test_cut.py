@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from lockstep.errors import SettingError
-from lockstep.strategies.cut import balance, calls, first_calls, owners, read, sizes, stages, times_s
+from lockstep.strategies.pipelined.cut import balance, calls, first_calls, owners, read, sizes, stages, times_s
 
 
 def runs(cuts, costs):

@@ -11,8 +11,8 @@ from lockstep.batch import BatchPlan
 from lockstep.collectives import alone
 from lockstep.errors import SettingError
 from lockstep.strategies import Terms, open_strategy
-from lockstep.strategies.diloco import Outer, Schedule
-from lockstep.strategies.pieces import by_dtype, cut, gather, scatter, sizes_of
+from lockstep.strategies.local.diloco import Outer, Schedule
+from lockstep.strategies.local.pieces import by_dtype, cut, gather, scatter, sizes_of
 from lockstep.testing import state_hash
 from worlds import on_world
 

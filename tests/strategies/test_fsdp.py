@@ -15,8 +15,8 @@ from lockstep.collectives import Group, alone
 from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.run import Run
 from lockstep.strategies import Terms, open_strategy
-from lockstep.strategies.hybrid_sharded import ranks_of_a_copy
 from lockstep.strategies.replicate import Replicate
+from lockstep.strategies.sharded.hybrid_sharded import ranks_of_a_copy
 from lockstep.testing import state_hash
 from lockstep.world import World
 from worlds import on_world

@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.run import Run
-from lockstep.strategies.hybrid import LookUp
-from lockstep.strategies.servers import Line
+from lockstep.strategies.served.hybrid import LookUp
+from lockstep.strategies.served.servers import Line
 from lockstep.testing import run_ranks, state_hash
 from lockstep.world import RESUME
 from worlds import on_world

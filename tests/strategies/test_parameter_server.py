@@ -22,10 +22,10 @@ from lockstep.errors import PeerLost, SettingError, UsageError
 from lockstep.run import Run
 from lockstep.strategies import Terms, open_strategy
 from lockstep.strategies.gradients import Turn
-from lockstep.strategies.lots import Sums, lots_of
-from lockstep.strategies.parameter_server import Options, Push
 from lockstep.strategies.replicate import Replicate
-from lockstep.strategies.servers import Line, Staff
+from lockstep.strategies.served.lots import Sums, lots_of
+from lockstep.strategies.served.parameter_server import Options, Push
+from lockstep.strategies.served.servers import Line, Staff
 from lockstep.testing import run_each, run_ranks, state_hash
 from lockstep.watch import pulse
 from lockstep.world import EXIT_STOPPED, RESUME, STOP_FILE, World

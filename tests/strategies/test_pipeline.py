@@ -16,8 +16,8 @@ from lockstep.errors import SettingError
 from lockstep.run import Run
 from lockstep.strategies import Task, Turn
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.pipeline import Options, Pipelined, passes
-from lockstep.strategies.stage import Border, Formats, Micro, Stage, random_state
+from lockstep.strategies.pipelined.pipeline import Options, Pipelined, passes
+from lockstep.strategies.pipelined.stage import Border, Formats, Micro, Stage, random_state
 from lockstep.testing import run_each, state_hash
 from worlds import on_world
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import SettingError
-from lockstep.strategies.wrapping import blocks_of, recompute
+from lockstep.strategies.sharded.wrapping import blocks_of, recompute
 
 
 class Layer(nn.Module):

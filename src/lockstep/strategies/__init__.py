@@ -1,4 +1,4 @@
-"""How replicas are kept in step: one file for each way, behind one word.
+"""How replicas are kept in step: a file for each way, in a folder with its parts if it has some.
 
 Such as ``ddp``, or with options::
 
@@ -43,13 +43,13 @@ STRATEGIES = {
     "dp": "threads",
     "ddp": "data_parallel",
     "zero": "zero",
-    "fsdp": "fully_sharded",
-    "hsdp": "hybrid_sharded",
-    "local-sgd": "local_sgd",
-    "diloco": "diloco",
-    "parameter-server": "parameter_server",
-    "hybrid": "hybrid",
-    "pipeline": "pipeline",
+    "fsdp": "sharded.fully_sharded",
+    "hsdp": "sharded.hybrid_sharded",
+    "local-sgd": "local.local_sgd",
+    "diloco": "local.diloco",
+    "parameter-server": "served.parameter_server",
+    "hybrid": "served.hybrid",
+    "pipeline": "pipelined.pipeline",
     "auto": "auto",
 }
 

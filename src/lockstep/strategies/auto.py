@@ -22,9 +22,10 @@ from torch import nn
 
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
-from lockstep.strategies import data_parallel, fully_sharded, zero
+from lockstep.strategies import data_parallel, zero
 from lockstep.strategies.gradients import Target, Turn
 from lockstep.strategies.protocol import Holding, Share, Strategy, Terms
+from lockstep.strategies.sharded import fully_sharded
 
 _MIB = 1 << 20
 # Of the free memory, what may be planned with: activations and libraries want the rest.

@@ -45,9 +45,9 @@ from lockstep.strategies.gradients import Target, Turn, divide_by_counts, total_
 from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.protocol import Share, Strategy, Terms
 from lockstep.strategies.replicate import Replicate
-from lockstep.strategies.shards import Shards
-from lockstep.strategies.units import AllUsed, Gradients, InUnits, Learner, RunningSum, Sums, Unit, Watched
-from lockstep.strategies.wrapping import blocks_of, recompute
+from lockstep.strategies.sharded.shards import Shards
+from lockstep.strategies.sharded.units import AllUsed, Gradients, InUnits, Learner, RunningSum, Sums, Unit, Watched
+from lockstep.strategies.sharded.wrapping import blocks_of, recompute
 
 _MIXED: Final = {"none": None, "bf16": torch.bfloat16}
 

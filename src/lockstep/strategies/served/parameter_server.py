@@ -43,11 +43,11 @@ from lockstep.owners import owners_of
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradients import Target, Turn, divide_by_counts, total_count
 from lockstep.strategies.holding import Owned, Whole
-from lockstep.strategies.lots import Lot, Sums, lots_of, set_gradients
 from lockstep.strategies.protocol import Share, Strategy, Terms
 from lockstep.strategies.replicate import Replicate
-from lockstep.strategies.servers import Answer, Letter, Line, Parting, Round, Staff, named, strayed
-from lockstep.strategies.stock import PULL, Stock, Tended
+from lockstep.strategies.served.lots import Lot, Sums, lots_of, set_gradients
+from lockstep.strategies.served.servers import Answer, Letter, Line, Parting, Round, Staff, named, strayed
+from lockstep.strategies.served.stock import PULL, Stock, Tended
 
 WITHOUT_GRADIENTS: Final = "the loss scale is adapted where gradients are, and workers have none"
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from lockstep.collectives import Group
 from lockstep.strategies.holding import Owned
-from lockstep.strategies.lots import Lot, lots_of
 from lockstep.strategies.module_states import verify_module_states
-from lockstep.strategies.servers import Line
+from lockstep.strategies.served.lots import Lot, lots_of
+from lockstep.strategies.served.servers import Line
 
 #: What is being done while parameters come.
 PULL = "the pull of parameters"

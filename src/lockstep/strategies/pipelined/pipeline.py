@@ -29,15 +29,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from lockstep.collectives import Division, FastExchange, Relay, naming_lost_peers, open_exchange
 from lockstep.errors import SettingError, UsageError
-from lockstep.strategies import cut
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradients import Target, Task, Tensors, Turn, divide_by_counts, nothing_like, total_count
 from lockstep.strategies.holding import Owned
 from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.protocol import Share, Strategy, Terms
-from lockstep.strategies.replicate import Replicate
-from lockstep.strategies.stage import (
+from lockstep.strategies.pipelined import cut
+from lockstep.strategies.pipelined.stage import (
     Border,
     Formats,
     Losses,
@@ -47,6 +45,8 @@ from lockstep.strategies.stage import (
     set_random_state,
     shapes_in,
 )
+from lockstep.strategies.protocol import Share, Strategy, Terms
+from lockstep.strategies.replicate import Replicate
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from lockstep.collectives import Group, RankSums, naming_lost_peers
-from lockstep.strategies.pieces import by_dtype, cut, gather, scatter, sizes_of
+from lockstep.strategies.local.pieces import by_dtype, cut, gather, scatter, sizes_of
 
 #: MiB summed at once, if the run does not say: enough for any link, and little beside a model.
 _BUCKET_MB = 25.0

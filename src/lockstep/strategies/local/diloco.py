@@ -42,11 +42,11 @@ from torch import nn
 
 from lockstep.errors import SettingError
 from lockstep.strategies.gradients import Target, Turn
-from lockstep.strategies.local_steps import BY_THEMSELVES, LocalSteps
-from lockstep.strategies.meeting import Meeting
-from lockstep.strategies.pieces import Piece, by_dtype, cut, gather, scatter, sizes_of
+from lockstep.strategies.local.local_steps import BY_THEMSELVES, LocalSteps
+from lockstep.strategies.local.meeting import Meeting
+from lockstep.strategies.local.pieces import Piece, by_dtype, cut, gather, scatter, sizes_of
+from lockstep.strategies.local.replicas import HoldsMean, Replicas
 from lockstep.strategies.protocol import Share, Terms
-from lockstep.strategies.replicas import HoldsMean, Replicas
 
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

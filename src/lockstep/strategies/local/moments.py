@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lockstep.collectives import Group, Part
-from lockstep.strategies.meeting import Meeting
+from lockstep.strategies.local.meeting import Meeting
 
 Key = tuple[int | str, str]
 """One thing that an optimizer remembers: the number of its parameter, and what it is."""

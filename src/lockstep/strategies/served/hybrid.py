@@ -49,12 +49,12 @@ from lockstep.owners import owners_of
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradients import Target, Turn, divide_by_counts, total_count
 from lockstep.strategies.holding import Owned
-from lockstep.strategies.lots import Lot, Sums, lots_of, set_gradients
-from lockstep.strategies.parameter_server import WITHOUT_GRADIENTS
 from lockstep.strategies.protocol import Share, Strategy, Terms
 from lockstep.strategies.replicate import Replicate
-from lockstep.strategies.servers import Line, Round, Staff
-from lockstep.strategies.stock import Stock, Tended
+from lockstep.strategies.served.lots import Lot, Sums, lots_of, set_gradients
+from lockstep.strategies.served.parameter_server import WITHOUT_GRADIENTS
+from lockstep.strategies.served.servers import Line, Round, Staff
+from lockstep.strategies.served.stock import Stock, Tended
 
 Table = nn.Embedding | nn.EmbeddingBag
 _LOOK_UP, _BACKWARD = "a look-up of embeddings", "the backward pass"

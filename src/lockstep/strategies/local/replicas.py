@@ -23,9 +23,9 @@ from torch import nn
 
 from lockstep.collectives import Group
 from lockstep.strategies.holding import Whole
-from lockstep.strategies.meeting import Meeting
+from lockstep.strategies.local.meeting import Meeting
+from lockstep.strategies.local.moments import Remembered, greatest, put_back, row_of
 from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.moments import Remembered, greatest, put_back, row_of
 
 
 class Replicas:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from lockstep.collectives import Group
 from lockstep.errors import SettingError
-from lockstep.strategies import fully_sharded
-from lockstep.strategies.fully_sharded import FullySharded
 from lockstep.strategies.protocol import Strategy, Terms
+from lockstep.strategies.sharded import fully_sharded
+from lockstep.strategies.sharded.fully_sharded import FullySharded
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@
 A step is one optimizer step of each rank, on the mean gradient of its own micro-batches, clipped by its own norm. With
 ``warmup=N`` the first N steps are those of ``ddp`` (post-local SGD). With ``node_period=K`` the ranks of a node meet
 every K steps, and all ranks every ``period``. The result depends on how many ranks there are; for the same number it is
-the same bits. What a mean is of, and why each rank weighs the same: see `lockstep.strategies.replicas`.
+the same bits. What a mean is of, and why each rank weighs the same: see `lockstep.strategies.local.replicas`.
 
 - Running statistics of BatchNorm and other buffers move locally, and are averaged with the parameters.
 - Momentum and the like stay each rank's own (``moments=keep``), which costs nothing, or are averaged with the
@@ -37,10 +37,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lockstep.errors import SettingError
 from lockstep.strategies.data_parallel import DataParallel
 from lockstep.strategies.gradients import Target, Turn, parameters_of
-from lockstep.strategies.local_steps import BY_THEMSELVES, LocalSteps
-from lockstep.strategies.meeting import Meeting
+from lockstep.strategies.local.local_steps import BY_THEMSELVES, LocalSteps
+from lockstep.strategies.local.meeting import Meeting
+from lockstep.strategies.local.replicas import HoldsMean, Replicas
 from lockstep.strategies.protocol import Share, Terms
-from lockstep.strategies.replicas import HoldsMean, Replicas
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,8 @@
+"""Replicas of which each rank holds rows of every parameter: ``fsdp`` and ``hsdp``, on torch's ``fully_shard``.
+
+`fully_sharded`     the strategy ``fsdp``
+`hybrid_sharded`    the strategy ``hsdp``: replicas of such groups
+`wrapping`          which modules are gathered together, as blocks, and what else is done to them
+`units`             what a block hands its gradients to, in place of torch's reduce-scatter
+`shards`            where the rows lie: a `Holding`
+"""
