@@ -1,5 +1,8 @@
 """Embeddings on servers: the bits of one rank, only rows that travel, and one checkpoint for all strategies."""
 
+import contextlib
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -236,3 +239,16 @@ def plain():
 def test_what_cannot_be_served_is_refused(word, make, kind, says):
     with pytest.raises(kind, match=says):
         run_ranks(refused, 2, word, make)
+
+
+def without_tables():
+    with contextlib.redirect_stderr(io.StringIO()) as heard, Run(strategy="hybrid") as run:
+        model = run.model(nn.Linear(3, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+        for (x,) in run.train(run.loader((torch.ones(8, 3),), global_batch=8, micro_batch=2)):
+            run.step(model(x).mean())
+    return heard.getvalue()
+
+
+def test_a_model_without_embeddings_is_told():
+    assert "Linear has no embedding to serve" in on_world(2, [(without_tables,)])[0][0]
