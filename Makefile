@@ -21,11 +21,10 @@ RANKS ?= $(if $(filter-out 0,$(GPUS)),gpu,2)
 train: .venv/.ready
 	@$(BIN)/lockstep run --nproc-per-node $(RANKS) --run-dir $(RUN_DIR) $(if $(wildcard $(RUN_DIR)/run.json),--resume) examples/digits.py
 
-# Most tests wait for ranks more than they compute: four at a time suit two cores. Those that share what they compute
-# once are in a group, which stays together.
+# Most tests wait for ranks more than they compute: four at a time suit two cores.
 test: lint
 	@echo "pytest"
-	@$(BIN)/python -m pytest -q -n 4 --dist loadgroup
+	@$(BIN)/python -m pytest -q -n 4
 
 test-clusters: .venv/.ready
 	@$(BIN)/python -m pytest -q -rs tests/clusters

@@ -43,6 +43,27 @@ hypothesis.settings.load_profile("lockstep")
 GRACE_S = 10.0  #: for what a test has told to end but did not wait for
 
 
+#: Tests that share what they compute once, and so belong on one worker. The marks of pytest-xdist 3.8 say the same, and
+#: pytest 9.2 does not hear them.
+TOGETHER = (
+    "tests/strategies/test_zero.py",
+    "tests/test_recipes.py::test_vision_transformer_learns_under_every_strategy",
+    "tests/test_transparency.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Tests go to whichever worker is free, those of `TOGETHER` as one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((place for place in TOGETHER if nodeid.startswith(place)), nodeid)
+
+    return Together(config, log)
+
+
 @pytest.fixture(autouse=True)
 def hygiene() -> Iterator[None]:
     """Each test finds the process as the one before found it; threads, ranks and groups left behind are a failure."""

@@ -182,7 +182,6 @@ def accuracies():
     return found
 
 
-@pytest.mark.xdist_group("vit")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_vision_transformer_learns_under_every_strategy(strategy, accuracies):
     by_rank = accuracies[strategy]

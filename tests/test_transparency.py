@@ -14,8 +14,6 @@ from lockstep.run import Run
 from lockstep.testing import state_hash
 from worlds import on_world
 
-pytestmark = pytest.mark.xdist_group("transparency")
-
 WORLDS = (1, 2, 3, 4)
 # 8 micro-batches of 4 in a step; the third and last step of an epoch holds 4 + 4 + 2, so that of 4 ranks one has none.
 SIZES = {"global_batch": 32, "micro_batch": 4}

@@ -50,7 +50,7 @@ def test_bad_options_are_refused(word, says):
 
 def test_fp16_and_layers_that_meet_are_refused():
     terms = Terms(alone(), BatchPlan(4, 1, 1).run, dtype=torch.float16)
-    with pytest.raises(SettingError, match=r"'local-sgd' with precision='fp16': .* use precision='bf16'"):
+    with pytest.raises(SettingError, match=r"strategy local-sgd with precision='fp16': .* use precision='bf16'"):
         open_strategy("local-sgd", terms)
     with pytest.raises(SettingError, match="sync_batchnorm: its forward passes meet"):
         Loop(alone(), "local-sgd", net=lambda: nn.SyncBatchNorm(3))

@@ -13,8 +13,6 @@ from lockstep.run import Run
 from lockstep.testing import state_hash
 from worlds import on_world
 
-pytestmark = pytest.mark.xdist_group("zero")
-
 WORLDS = (1, 2, 3, 4)
 
 

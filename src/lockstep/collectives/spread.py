@@ -51,7 +51,7 @@ def open_spread(group: Group) -> Spread:
 
 
 class ByBroadcast:
-    """Some tensors of one owner in one broadcast, after the other; two are under way at a time."""
+    """Some tensors of one owner in one broadcast; two are under way at a time, of two owners where there are more."""
 
     def __init__(self, group: Group) -> None:
         self._rank: Final = group.rank
@@ -151,15 +151,26 @@ def _room(tensor: torch.Tensor) -> int:
 
 
 def _batches(tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """The tensors of one owner after the other, in batches of at most `_BATCH_BYTES`, or of one tensor."""
-    for owner in sorted(set(owners)):
-        batch: list[torch.Tensor] = []
-        room = 0
-        for tensor in (t for t, whose in zip(tensors, owners, strict=True) if whose == owner and t.numel()):
-            if batch and room + _room(tensor) > _BATCH_BYTES:
-                yield owner, batch
-                batch, room = [], 0
-            batch.append(tensor)
-            room += _room(tensor)
-        if batch:
-            yield owner, batch
+    """Owners, and of each a batch of tensors; they take turns, so that what is under way goes in different directions.
+
+    A batch has at most `_BATCH_BYTES`, or one tensor.
+    """
+    held: dict[int, list[torch.Tensor]] = {owner: [] for owner in sorted(owners)}
+    for tensor, owner in zip(tensors, owners, strict=True):
+        if tensor.numel():
+            held[owner].append(tensor)
+    for turns in itertools.zip_longest(*(_batched(owned) for owned in held.values())):
+        yield from ((owner, batch) for owner, batch in zip(held, turns, strict=True) if batch)
+
+
+def _batched(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    room = 0
+    for tensor in tensors:
+        if batch and room + _room(tensor) > _BATCH_BYTES:
+            yield batch
+            batch, room = [], 0
+        batch.append(tensor)
+        room += _room(tensor)
+    if batch:
+        yield batch

@@ -239,9 +239,7 @@ class Hybrid:
         """
         tables = self._find(model)
         if not tables:
-            self._say(
-                f"{type(model).__name__} has no embedding to serve; ddp would use the servers better"
-            )
+            self._say(f"{type(model).__name__} has no embedding to serve; ddp would use the servers better")
         new = [table for table in tables.values() if table.weight not in self._homes]
         owners, self._loads = owners_of([t.weight.numel() * t.weight.element_size() for t in new], self._loads)
         self._homes.update((t.weight, self._staff.servers[o]) for t, o in zip(new, owners, strict=True))
