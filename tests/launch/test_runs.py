@@ -239,9 +239,9 @@ def test_a_rank_that_does_not_end_is_killed_after_the_grace(workshop):
     [
         ("sys.exit()", 0, ""),
         ("sys.exit(75)", 75, "stopped with a complete checkpoint"),
-        ("sys.exit(3)", 1, "✗ run failed: all 2 ranks (host {host}) left with exit code 3\n    at train.py:3\n"),
+        ("sys.exit(3)", 1, "✗ run failed: all 2 ranks (host {host}) left with exit code 3\n    at train.py:7\n"),
         ("sys.exit(2)", 2, "left with exit code 2"),
-        ("sys.exit('no data')", 1, "left with exit code 1\n    no data\n    at train.py:3"),
+        ("sys.exit('no data')", 1, "left with exit code 1\n    no data\n    at train.py:7"),
         ("os._exit(5)", 1, "✗ run failed: all 2 ranks left with exit code 5"),
         ("os.kill(os.getpid(), 11)", 1, "was killed by SIGSEGV\n    a fault in compiled code"),
         ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
@@ -249,7 +249,15 @@ def test_a_rank_that_does_not_end_is_killed_after_the_grace(workshop):
     ],
 )
 def test_how_ranks_end_is_what_the_launcher_says(workshop, does, code, says):
-    script = workshop.script(f"import os, sys\nprint('begins')\n{does}\n")
+    begin = """\
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            print("begins")
+            os.mkdir("begun")
+        while not os.path.exists("begun"):
+            time.sleep(0.01)
+        """
+    script = workshop.script(textwrap.dedent(begin) + does)
     ended = workshop.run("--start", "plain", "--nproc-per-node", 2, script)
     assert ended.code == code, ended.err
     assert ended.out.startswith("begins\n")

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 import torch
 import torch.distributed as dist
 
+from lockstep.collectives.all_to_all import all_to_all
 from lockstep.collectives.group import Group
 from lockstep.collectives.route import Route, Routes, Runs
 from lockstep.collectives.shared import InSharedMemory
@@ -70,7 +71,7 @@ class FastExchange:
 
     def finish(self) -> None:
         """See `Exchange.finish`."""
-        _wait_all(self._works)
+        wait_all(self._works)
 
 
 class RankSums:
@@ -136,12 +137,12 @@ class OnThread:
             return
         sent, give, take = _scatter(route, partials, out)
         received = out.new_empty(sum(take))
-        work = dist.all_to_all_single(received, sent, take, give, group=self._first_half, async_op=True)
-        self._followed.append(self._thread.submit(self._follow, work, route, received, sent, out))
+        works = all_to_all(received, sent, take, give, self._first_half)
+        self._followed.append(self._thread.submit(self._follow, works, route, received, sent, out))
 
     def finish(self) -> None:
         """See `Exchange.finish`."""
-        _wait_all(self._reduced)
+        wait_all(self._reduced)
         followed, self._followed = self._followed, []
         for future in followed:
             future.result()
@@ -151,9 +152,9 @@ class OnThread:
         self._thread.shutdown(wait=False, cancel_futures=True)  # after an error it may wait for a rank that never comes
 
     def _follow(
-        self, work: dist.Work, route: Route, received: torch.Tensor, sent: torch.Tensor, out: torch.Tensor
+        self, works: list[dist.Work], route: Route, received: torch.Tensor, sent: torch.Tensor, out: torch.Tensor
     ) -> None:
-        work.wait()
+        wait_all(works)
         del sent  # was to stay alive until the exchange had read it
         _gather(route, _fold(route, received), out, self._second_half)
 
@@ -180,7 +181,7 @@ class OnStream:
             else:
                 sent, give, take = _scatter(route, partials, out)
                 received = out.new_empty(sum(take))
-                dist.all_to_all_single(received, sent, take, give, group=self._lines)
+                wait_all(all_to_all(received, sent, take, give, self._lines))
                 _gather(route, _fold(route, received), out, self._lines)
 
     def finish(self) -> None:
@@ -270,7 +271,7 @@ def _into(out: torch.Tensor, total: torch.Tensor) -> None:
         out.copy_(total)
 
 
-def _wait_all(works: list[dist.Work]) -> None:
+def wait_all(works: list[dist.Work]) -> None:
     """Wait for each, and forget them all, whatever happens."""
     waiting = works[:]
     works.clear()

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore  # what torch.distributed hands on, with types
 
-from lockstep.collectives.exchange import open_exchange
+from lockstep.collectives.all_to_all import all_to_all
+from lockstep.collectives.exchange import open_exchange, wait_all
 from lockstep.collectives.group import Group, naming_lost_peers
 from lockstep.collectives.route import Routes, Runs
 from lockstep.collectives.tree import Fold
@@ -119,7 +120,7 @@ class TreeScatter:
             take = [len(nodes) * part for nodes in route.nodes_by_rank]
             received = out.new_empty(sum(take))
             give = [len(partials) * part] * within.size
-            dist.all_to_all_single(received, sent, take, give, group=within.lines)
+            wait_all(all_to_all(received, sent, take, give, within.lines))
         sums = Fold[torch.Tensor](micro_batches, lambda left, right: left.add_(right))
         for node, piece in zip(route.all_nodes, received.view(len(route.all_nodes), part), strict=True):
             sums.push(node, piece)

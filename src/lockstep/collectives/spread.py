@@ -56,19 +56,20 @@ class ByBroadcast:
     def __init__(self, group: Group) -> None:
         self._rank: Final = group.rank
         self._device: Final = torch.device("cpu") if group.over_cpu else group.device
-        self._lines: Final = group.line()
+        # Over gloo what is sent to a rank waits behind what the rank sends, on the same line.
+        self._lines: Final = [group.line() for _ in range(2 if group.over_cpu else 1)]
 
     def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
         """See `Spread`."""
         under_way: list[tuple[int, list[torch.Tensor], list[torch.Tensor], dist.Work]] = []
         with torch.no_grad(), naming_lost_peers("the handing on of parameters"):
-            for owner, batch in _batches(tensors, owners):
+            for (owner, batch), line in zip(_batches(tensors, owners), itertools.cycle(self._lines), strict=False):
                 slots = _slots(batch)
                 flat = torch.empty(slots.size, dtype=torch.uint8, device=self._device)
                 views = slots.views(flat, batch)
                 if owner == self._rank:
                     _copy(views, batch)
-                work = dist.broadcast(flat, group=self._lines, group_src=owner, async_op=True)
+                work = dist.broadcast(flat, group=line, group_src=owner, async_op=True)
                 under_way.append((owner, batch, views, work))
                 if len(under_way) > 1:
                     self._arrive(*under_way.pop(0))

@@ -1,0 +1,42 @@
+"""Something of every rank for every other one, over links that carry both directions at once.
+
+Gloo asks the receiver before it sends much, and the answer waits behind what the receiver itself has begun to send. Its
+own all-to-all sends first, so two ranks take turns on a link that could carry both ways: the slower, the fewer they are
+(1.9 times as long for two ranks, 1.3 times for four; docs/notebook.md). Here every rank says what it is ready to
+receive before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def all_to_all(
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    take: Sequence[int],
+    give: Sequence[int],
+    group: dist.ProcessGroup | None,
+) -> list[dist.Work]:
+    """Begin to send the first ``give[0]`` elements of ``sent`` to rank 0 of ``group``, and so on. All of its ranks.
+
+    Args:
+        received: one-dimensional; ``take[0]`` elements from rank 0, and so on, once all that is returned is waited for.
+        sent: likewise; neither is to be touched before.
+        take: how many elements each rank sends here.
+        give: how many are for each rank.
+        group: of torch's; for tensors on the CPU over gloo, else over NCCL.
+    """
+    if sent.is_cuda or received.is_cuda:
+        return [dist.all_to_all_single(received, sent, list(take), list(give), group=group, async_op=True)]
+    rank, size = dist.get_rank(group), len(give)
+    into, out = received.split(list(take)), sent.split(list(give))
+    # Each begins with its neighbour, so that no rank is what all others send to first.
+    before, after = ([(rank + way * step) % size for step in range(1, size)] for way in (-1, 1))
+    works = [dist.irecv(into[peer], group=group, group_src=peer) for peer in before if take[peer]]
+    works += [dist.isend(out[peer], group=group, group_dst=peer) for peer in after if give[peer]]
+    into[rank].copy_(out[rank])
+    return [work for work in works if work is not None]
