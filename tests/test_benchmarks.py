@@ -94,6 +94,13 @@ def test_servers(tmp_path):
         assert 1 < row["server_received_bytes"] / row["server_formula_bytes"] < 2
 
 
+@on_hosts
+def test_links(tmp_path):
+    (row,), shown = measured(tmp_path, "links.py", "--ranks", "2", "--speeds", "1gbit", "--megabytes", "0.1")
+    assert row["gloo"] > 0 < row["lockstep"]
+    assert len(shown.splitlines()) == 2
+
+
 def test_all_strategies_are_compared():
     # One takes a model with embeddings, the other GPUs.
     assert {way.spec.partition(":")[0] for way in WAYS} | {"hybrid", "dp"} == set(STRATEGIES)

@@ -1,9 +1,9 @@
 """Something of every rank for every other one, over links that carry both directions at once.
 
 Gloo asks the receiver before it sends much, and the answer waits behind what the receiver itself has begun to send. Its
-own all-to-all sends first, so two ranks take turns on a link that could carry both ways: the slower, the fewer they are
-(1.9 times as long for two ranks, 1.3 times for four; docs/notebook.md). Here every rank says what it is ready to
-receive before anything is sent.
+own all-to-all sends first, so ranks take turns on a link that could carry both ways: at 100 Mbit/s it takes 1.8 times
+as long for two ranks, and 1.2 times for four (benchmarks/links.py). Here every rank says what it is ready to receive
+before anything is sent.
 """
 
 from __future__ import annotations
