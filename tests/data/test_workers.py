@@ -95,3 +95,47 @@ def test_workers_end_with_their_rank_and_not_before(tmp_path, how):
                 if not gone(pid):
                     os.kill(pid, signal.SIGKILL)
             rank.kill()
+
+
+ONE_WORKER = """
+import multiprocessing, os, signal, sys, time
+from lockstep.data import workers
+
+def late():
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    early()
+
+def early():
+    workers._LOOK_EVERY_S = 0.02
+    workers.begin_worker(0)
+    time.sleep(0.2)  # ten looks
+    print("still here", flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    method, when = sys.argv[1:]
+    worker = multiprocessing.get_context(method).Process(target=early if when == "early" else late)
+    worker.start()
+    print(worker.pid, flush=True)
+    if when == "late":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("method", "when"), [("fork", "early"), ("fork", "late"), ("forkserver", "early")])
+def test_a_worker_ends_with_its_rank_however_it_began_and_when(tmp_path, method, when):
+    script = tmp_path / "rank.py"
+    script.write_text(ONE_WORKER)
+    with subprocess.Popen([sys.executable, script, method, when], stdout=subprocess.PIPE, text=True) as rank:
+        worker = int(rank.stdout.readline())
+        try:
+            if when == "early":
+                assert rank.stdout.readline() == "still here\n"
+            rank.kill()
+            wait_until(lambda: gone(worker))
+        finally:
+            if not gone(worker):
+                os.kill(worker, signal.SIGKILL)

@@ -10,11 +10,12 @@ Otherwise a rank that is to stop cleanly would fail on its dead loader, and a ki
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
 import threading
-import time
 import weakref
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def begin_worker(worker_id: int) -> None:
     for name in _FOR_THE_RANK:
         # A function rather than SIG_IGN, which programs started by the data set would inherit.
         signal.signal(getattr(signal, name), _go_on)
-    threading.Thread(target=_end_with, args=(os.getppid(),), name="end-with-rank", daemon=True).start()
+    threading.Thread(target=_end_with_rank, name="end-with-rank", daemon=True).start()
 
 
 def choose_workers(cpus: int, *, in_memory: bool) -> int:
@@ -109,7 +110,13 @@ def _go_on(number: int, frame: object) -> None:
     """Whatever the rank is told, the rank tells its workers."""
 
 
-def _end_with(rank_process: int) -> None:
-    while os.getppid() == rank_process:
-        time.sleep(_LOOK_EVERY_S)
+def _end_with_rank() -> None:
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    # The parent is the rank, unless that is gone already or a fork server stands between. Then the rank's end of a pipe
+    # has to do, which other processes of the rank may have inherited, and hold open.
+    is_parent = os.getppid() == rank.pid
+    while not wait([rank.sentinel], _LOOK_EVERY_S):
+        if is_parent and os.getppid() != rank.pid:
+            break
     os._exit(0)
