@@ -102,6 +102,7 @@ class Vigil:
         self.waits = Waits()
         #: The hang that was reported and still lasts.
         self.stall: Stall | None = None
+        self._ends = False  # for that hang; what ranks do while they are ended says nothing about it
 
     @property
     def channel(self) -> str:
@@ -113,6 +114,7 @@ class Vigil:
         for _ in self._heard():
             pass
         self._watch, self.stall, self.waits = Watch(ranks, self._now()), None, Waits()
+        self._ends = False
 
     def left(self, rank: int, status: int) -> None:
         """A rank's process has ended."""
@@ -126,7 +128,7 @@ class Vigil:
         self.waits.hear(heard, now)
         for beat in heard:
             self._watch.hear(beat, now)
-        if now < self._looked_at + _LOOK_EVERY_S:
+        if self._ends or now < self._looked_at + _LOOK_EVERY_S:
             return None
         self._looked_at = now
         sights = self._watch.sights(now)
@@ -145,7 +147,7 @@ class Vigil:
         ends = self._on_hang != "wait" and (
             stall.is_certain or self._on_hang is not None or self._patience.hang_after_s is not None
         )
-        self.stall = self._tell(stall, ends)
+        self.stall, self._ends = self._tell(stall, ends), ends
         return Hang(self.stall, restart=self._on_hang != "abort") if ends else None
 
     def blame(self, failure: Callable[[int], Path]) -> None:
