@@ -62,7 +62,9 @@ def left_alone():
     group = open_group(World.from_env(os.environ), torch.device("cpu"), 20)
     relay = Relay(group)
     if group.rank == 0:
+        relay.receive(1)  # it has opened its lines
         os._exit(7)
+    relay.send("here", 0)
     return relay.receive(0)
 
 

@@ -207,15 +207,20 @@ class Group:
         return Group(world, self.device, store, control, self.timeout_s, lines, nodes, over_cpu=self.over_cpu)
 
     def line(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-        """One more process group of torch's for ``ranks`` of this group (None: all). Those ranks."""
+        """One more process group of torch's for ``ranks`` of this group (None: all). Those ranks.
+
+        Raises:
+            PeerLost: if one of them is gone.
+        """
         # Torch knows ranks by their numbers in the whole world.
         numbers = range(self.size) if self.lines is None else dist.get_process_group_ranks(self.lines)
-        line: dist.ProcessGroup = dist.new_group(
-            [numbers[rank] for rank in (range(self.size) if ranks is None else ranks)],
-            timeout=timedelta(seconds=self.timeout_s),
-            backend=backend,
-            use_local_synchronization=True,
-        )
+        with naming_lost_peers("the opening of a process group"):
+            line: dist.ProcessGroup = dist.new_group(
+                [numbers[rank] for rank in (range(self.size) if ranks is None else ranks)],
+                timeout=timedelta(seconds=self.timeout_s),
+                backend=backend,
+                use_local_synchronization=True,
+            )
         return line
 
     def close(self) -> None:
