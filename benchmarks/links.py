@@ -24,6 +24,7 @@ import lockstep
 from hosts import Host, hosts
 from lockstep.collectives import open_group
 from lockstep.collectives.all_to_all import all_to_all
+from lockstep.collectives.exchange import wait_all
 from lockstep.world import World
 
 _PER_SECOND = {"mbit": 125e3, "gbit": 125e6}  # bytes, of the words that `tc` knows
@@ -45,8 +46,7 @@ def exchange(megabytes: float, rounds: int) -> dict[str, float]:
                 if way == "gloo":
                     dist.all_to_all_single(received, sent, sizes, sizes, group=line)
                 else:
-                    for work in all_to_all(received, sent, sizes, sizes, line):
-                        work.wait()
+                    wait_all(all_to_all(received, sent, sizes, sizes, line))
                 group.barrier("the end of the exchange")
                 times.append(time.perf_counter() - began)
         return {way: median(times[1:]) * 1e3 for way, times in took.items()}

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from served_loops import classify
 from torch import nn
 from torch.nn import functional as F
 
@@ -60,20 +61,7 @@ def learn(word, optimizer="sgd", epochs=2, *, sparse=False, counted=False, **set
             "adagrad": lambda p: torch.optim.Adagrad(p, 0.05),
         }
         run.optimizer(make[optimizer](model.parameters()))
-        batches = run.loader((x, y), global_batch=24, micro_batch=3)
-        held_out = run.loader((x[:31], y[:31]), global_batch=12, micro_batch=3, shuffle=False)
-        told = []
-        for _ in run.epochs(epochs):
-            for a, b in run.train(batches):
-                if counted:
-                    kept = b > 0
-                    loss = F.cross_entropy(model(a)[kept], b[kept]) if kept.any() else 0 * model(a).sum()
-                    run.step(loss, count=int(kept.sum()))
-                else:
-                    run.step(F.cross_entropy(model(a), b))
-            for a, b in run.evaluate(held_out):
-                run.measure(right=model(a).argmax(1) == b, out=model(a).square().sum(1))
-            told.append(run.metrics)
+        told = classify(run, model, x, y, epochs, counted=counted)
         return held(net), told
 
 

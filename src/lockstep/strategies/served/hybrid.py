@@ -294,7 +294,7 @@ class Hybrid:
             )
         self._tables.give(turn.of)
         (counted,) = {done.counted for done in told}
-        if counted is not None and any(weight.grad is not None for weight in self._tables.weights):
+        if counted is not None:
             divide_by_counts(target, turn.step_samples, counted)
         return True
 
@@ -305,8 +305,7 @@ class Hybrid:
     def divide(self, target: Target, samples: int, counted: int) -> None:
         """See `Strategy.divide`. All workers; servers divide when they are told."""
         total = total_count(self._among, counted)
-        if any(p.grad is not None for p in target.parameters):
-            divide_by_counts(target, samples, total)
+        divide_by_counts(target, samples, total)
         self._round.unsent = {rank: replace(done, counted=total) for rank, done in self._round.unsent.items()}
 
     def own(self, target: Target) -> None:

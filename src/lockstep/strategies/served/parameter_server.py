@@ -228,7 +228,7 @@ class Rounds:
             used = set().union(*(push.used[number] for push in pushes))
             set_gradients(lot, self._total(turn.of, pushes, number), used)
         (counted,) = {push.counted for push in pushes}
-        if counted is not None and any(p.grad is not None for p in target.parameters):
+        if counted is not None:
             divide_by_counts(target, turn.step_samples, counted)
         return True
 
