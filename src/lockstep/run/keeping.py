@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from lockstep.checkpoint import Checkpoints
 from lockstep.errors import CheckpointError, SettingError
+from lockstep.run.identity import changed_code
 from lockstep.run.wishes import EndOfJob
 from lockstep.world import EXIT_STOPPED, FRESH, RESUME
 
@@ -28,11 +30,15 @@ class Keeper(Protocol):
         ...
 
     def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
-        """Now that all of it is known: what differs from the run that was resumed is said, or refused."""
+        """What differs from the run that was resumed is said, or refused; of those parts that ``identity`` names."""
         ...
 
     def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
         """Begin to save ``tree()`` as the state after ``step``, unless that is done already."""
+        ...
+
+    def protect_newest(self) -> None:
+        """The newest checkpoint is never removed any more."""
         ...
 
     def committed_step(self) -> int | None:
@@ -69,6 +75,9 @@ class Nowhere:
 
     def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
         """Nothing is saved."""
+
+    def protect_newest(self) -> None:
+        """There is none."""
 
     def committed_step(self) -> int | None:
         """None."""
@@ -123,10 +132,11 @@ class InDirectory:
         """See `Keeper.compare`.
 
         Raises:
-            CheckpointError: if the steps would hold other samples than those of the run that saved.
+            CheckpointError: if the steps would hold other samples than those of the run that saved, or an optimizer is
+                of another class.
         """
-        before, self._resumed = self._resumed or identity, None
-        if before["sizes"] not in (None, identity["sizes"]):
+        before = self._resumed or identity
+        if "sizes" in identity and before["sizes"] not in (None, identity["sizes"]):
             (was_global, was_micro), (global_batch, micro_batch) = before["sizes"], identity["sizes"]
             raise CheckpointError(
                 f"the checkpoint was trained with global_batch={was_global}, micro_batch={was_micro}, and this script "
@@ -140,8 +150,10 @@ class InDirectory:
                 "set of before, or begin anew with --fresh"
             )
         for name, value in identity.items():
-            if before[name] != value and name != "sizes":
-                self._say(f"resumed with {name}={value}, saved with {before[name]}: the bits differ from here on")
+            if name in ("sizes", "samples") or name not in before:
+                continue
+            for words in _DIFFERENCES.get(name, partial(_say_plainly, name))(before[name], value):
+                self._say(words)
 
     def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
         """See `Keeper.save`."""
@@ -149,6 +161,9 @@ class InDirectory:
             self._began_s = time.monotonic()
             self._checkpoints.save(tree(), step, identity)
             self.saved_step = step
+
+    def protect_newest(self) -> None:
+        """See `Keeper.protect_newest`."""
 
     def committed_step(self) -> int | None:
         """See `Keeper.committed_step`."""
@@ -178,3 +193,53 @@ class InDirectory:
     def abandon(self) -> None:
         """See `Keeper.abandon`."""
         self._checkpoints.abandon()
+
+
+def _say_plainly(name: str, before: Any, now: Any) -> list[str]:
+    return [f"resumed with {name}={now}, saved with {before}: the bits differ from here on"] if before != now else []
+
+
+def _say_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    changed = changed_code(now, before)
+    names = ", ".join(changed[:5])
+    return [f"changed since the checkpoint was saved: {names}; the bits may differ from here on"] if changed else []
+
+
+def _say_arguments(before: Sequence[str], now: Sequence[str]) -> list[str]:
+    if before == now:
+        return []
+    return [
+        f"the script's arguments are {' '.join(now)!r}, and were {' '.join(before)!r} when the checkpoint was saved"
+    ]
+
+
+def _say_lengths(before: Sequence[int | None], now: Sequence[int | None]) -> list[str]:
+    pairs = [(was, is_now) for was, is_now in zip(before, now, strict=False) if was != is_now]
+    return [f"a data set has {is_now} samples, and had {was}: the bits differ from here on" for was, is_now in pairs]
+
+
+def _say_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
+    said = []
+    for (was, were), (kind, groups) in zip(before, now, strict=False):
+        if was != kind:
+            raise CheckpointError(
+                f"the checkpoint's optimizer is {was}, and this script's {kind}, which remembers other things: use "
+                f"{was}, or begin anew with --fresh"
+            )
+        for old, new in zip(were, groups, strict=False):
+            odd = [name for name in new if old.get(name, new[name]) != new[name]]
+            said += [
+                f"{kind}: {name}={old[name]} of the checkpoint's run holds, not the {new[name]} of this script; to "
+                f"change it, set optimizer.param_groups[...][{name!r}] within run.epochs(...)"
+                for name in odd
+            ]
+    return said
+
+
+#: What is said of each part of an identity that differs, where it is not just its value.
+_DIFFERENCES: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
+    "code": _say_code,
+    "arguments": _say_arguments,
+    "lengths": _say_lengths,
+    "optimizers": _say_optimizers,
+}
