@@ -1,7 +1,7 @@
 """Ranks that have come to hold different values, found and named.
 
-Replicas are equal bit for bit after each step, so a checksum of each tensor is. Compared is what a checkpoint would take
-from any rank, for it takes each tensor from one of them: after the first step of a pass, every so many steps, and
+Replicas are equal bit for bit after each step, and so is a checksum of each tensor. What a checkpoint would hold is
+compared, for it takes each tensor from one of the ranks: after the first step of a pass, every so many steps, and
 before each save, which is not made if they differ.
 """
 

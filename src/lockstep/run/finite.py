@@ -87,8 +87,8 @@ class FiniteChecks:
         if self._on_nan != "ignore" and scale < _LEAST_SCALE:
             self._found(
                 "scale",
-                f"so many steps were skipped for gradients that are not finite that the loss scale fell to {scale:g} at "
-                f"step {step + 1}",
+                f"the loss scale fell to {scale:g} at step {step + 1}, for so many steps had gradients that are not "
+                "finite and were skipped",
             )
 
     def step_ended(self) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar, cast
@@ -34,6 +34,7 @@ from lockstep.run.keeping import InDirectory, Keeper, Nowhere
 from lockstep.run.last_words import leave_for_torchrun, leave_quietly
 from lockstep.run.measures import Measures
 from lockstep.run.memory import Peak, add_advice, free_bytes, staying_bytes, wanted_bytes
+from lockstep.run.micro_batches import MicroBatches
 from lockstep.run.precision import Precision
 from lockstep.run.registration import check_model, check_optimizer, check_scheduler
 from lockstep.run.state import State, Stateful
@@ -48,6 +49,7 @@ from lockstep.strategies import (
     Strategy,
     Terms,
     open_strategy,
+    same,
     spans_gpus,
     split,
     synchronize_batchnorm,
@@ -170,9 +172,7 @@ class Run:
         self._strategy: Final[Strategy] = self._open_strategy(told.strategy, terms)
         self._share: Final = self._strategy.share
         self._state: Final = State()
-        self._finite: Final = FiniteChecks(
-            told.on_nan, self._group.rank, self._warn_of_nan, lambda: self._keeper.committed_step()
-        )
+        self._finite: Final = FiniteChecks(told.on_nan, self._group.rank, self._warn_of_nan, self._last_good)
         self._stepper: Final = Stepper(
             self._group, self._strategy, self._precision, self._state, told.clip_norm, self._finite
         )
@@ -394,7 +394,7 @@ class Run:
         self._in_epochs = False
         self._strategy.settle()
 
-    def train(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def train(self, loader: DataLoader[Any]) -> MicroBatches:
         """This rank's micro-batches of the current epoch, on its device, each to be given to `step`. All ranks.
 
         Models are in training mode. Before each micro-batch the random generators are seeded for it, so dropout does
@@ -402,9 +402,15 @@ class Run:
         Whoever leaves the loop by ``break`` does so on all ranks after the same step; then `metrics` stays as it was.
         A rank that serves others gets no micro-batch, and goes on after the loop when they do.
 
+        Its length is this rank's number of micro-batches; that of ``loader`` is the number of steps of an epoch.
+
         Raises:
             UsageError: if a micro-batch went by without `step`, or for a second pass in one epoch.
         """
+        first_step = self.progress.epoch_step
+        return MicroBatches(self._train(loader), lambda: self._length_of(loader, "train", first_step))
+
+    def _train(self, loader: DataLoader[Any]) -> Generator[Any]:
         self._begin()
         feed = self._feed_of(loader, "train")
         if self._passes:
@@ -434,8 +440,8 @@ class Run:
         try:
             if self._share.replica is None:
                 self._serve(feed)
-            shadows: Shadows = "even" if self._strategy.meets_in_forward else "one" if self.world_size > 1 else "none"
-            for micro in self._mine(feed, progress.epoch, progress.epoch_step, shadows):
+            shadows = self._shadows("train")
+            for micro in self._mine(feed.epoch(progress.epoch, progress.epoch_step, shadows=shadows)):
                 data = _moved(micro.data, self.device)
                 self._samples_here = 0 if micro.shadow or not self._share.counts else micro.samples
                 compares = self._steps_here < 2 or self._steps_here % told.check_every == 0
@@ -520,12 +526,19 @@ class Run:
         self.backward(loss, *data, count=count, optimizer=optimizer)
         return self.update(optimizer)
 
-    def evaluate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def evaluate(self, loader: DataLoader[Any]) -> MicroBatches:
         """This rank's micro-batches of a data set of which each sample comes once, over all ranks. All ranks.
 
         Models are in evaluation mode and gradients are off. At the end, `metrics` holds what was measured, added to
         the means of the training before it.
+
+        Each rank gets one block of the data, in the order of ranks: what each appends to a list and `gather` brings
+        together is in the data set's order, without ``shuffle``. Not so for a data set that can only be iterated. Its
+        length is this rank's number of micro-batches.
         """
+        return MicroBatches(self._evaluate(loader), lambda: self._length_of(loader, "evaluate"))
+
+    def _evaluate(self, loader: DataLoader[Any]) -> Generator[Any]:
         self._begin()
         feed = self._feed_of(loader, "evaluate")
         self._end_step()
@@ -538,12 +551,12 @@ class Run:
         self._show("evaluating")
         key = (self.settings.values.seed, "evaluate", self.progress.step, self._evaluations)
         self._evaluations += 1
-        meets = self._strategy.meets_in_forward
+        shadows = self._shadows("evaluate")
         # Ranks that tell each other something on the way leave together or not at all.
-        may_hurry = feed.length is not None and not meets and not isinstance(self._strategy, Pipelines)
+        may_hurry = feed.length is not None and shadows != "even" and not isinstance(self._strategy, Pipelines)
         try:
             with self._strategy.evaluating(), self._buffers_put_back():
-                for micro in self._mine(feed, 0, 0, "even" if meets else "none"):
+                for micro in self._mine(feed.evaluation(shadows=shadows)):
                     self._samples_here = 0 if micro.shadow or not self._share.counts else micro.samples
                     seed_generators(seed_of(*key, micro.step, micro.index))
                     self._pulse.enter("evaluate")
@@ -605,7 +618,7 @@ class Run:
     # ---- between ranks ------------------------------------------------------------------------------------------
 
     def sum(self, value: T) -> T:
-        """The sum of each rank's ``value``, a number or a tensor; of truth values and whole numbers in int64. All ranks."""
+        """The sum of each rank's ``value``, a number or a tensor; that of truth values is a count. All ranks."""
         return self._reduce(value, "sum")
 
     def mean(self, value: T) -> T:
@@ -766,9 +779,23 @@ class Run:
         assert self._plan is not None  # the strategy reduces nothing outside of `train`
         return self._plan.run(rank, micro_batches)
 
-    def _mine(self, feed: Feed, epoch: int, first_step: int, shadows: Shadows) -> Iterator[MicroBatch]:
-        """This rank's micro-batches; a rank that serves others has none."""
-        return iter(()) if self._share.replica is None else feed.epoch(epoch, first_step, shadows=shadows)
+    def _shadows(self, where: str) -> Shadows:
+        if self._strategy.meets_in_forward:
+            return "even"
+        return "one" if where == "train" and self.world_size > 1 else "none"
+
+    def _mine(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """This rank's ``micro_batches``; a rank that serves others has none."""
+        return iter(()) if self._share.replica is None else micro_batches
+
+    def _length_of(self, loader: DataLoader[Any], where: str, first_step: int = 0) -> int | None:
+        """How many micro-batches a pass hands out here; None for a stream that does not know its length."""
+        feed = self._known(loader, where)
+        if self._share.replica is None:
+            return 0
+        if where == "train":
+            return feed.micro_batches(first_step, shadows=self._shadows(where))
+        return feed.micro_batches_of_evaluation(shadows=self._shadows(where))
 
     def _serve(self, feed: Feed) -> None:
         """The rest of the epoch's steps, or those that the others make; for a rank without micro-batches of its own."""
@@ -776,7 +803,7 @@ class Run:
         plan, steps, first = feed.plan, feed.steps_per_epoch or 0, self._steps_here
         for step in range(self.progress.epoch_step, steps):
             samples = min(plan.global_batch, feed.length - step * plan.global_batch)
-            micro = MicroBatch(None, 0, len(plan.sizes(samples)), 0, samples, last=True, shadow=True)
+            micro = MicroBatch(None, step, 0, len(plan.sizes(samples)), 0, samples, last=True, shadow=True)
             work = self._stepper.begin(micro, self.progress.step, compare=False)
             if not self._stepper.serve(work):
                 break
@@ -802,6 +829,9 @@ class Run:
     def _feed_of(self, loader: DataLoader[Any], where: str) -> Feed:
         if self._where != "outside":
             raise UsageError(f"run.{where}(...) inside of run.{self._where}(...): finish that loop first")
+        return self._known(loader, where)
+
+    def _known(self, loader: DataLoader[Any], where: str) -> Feed:
         feed = self._feeds.get(id(loader))
         if feed is None:
             raise UsageError(
@@ -816,7 +846,6 @@ class Run:
         if not self._state.models:
             raise UsageError("no model yet: call `model = run.model(model)` before the loop")
         self._began = True
-        told = self.settings.values
         self._script = {
             "code": code_of_user(),
             "arguments": arguments_of(sys.argv[1:]),
@@ -920,10 +949,9 @@ class Run:
             moved = []
             for module, name, buffer, before in held:
                 now = module._buffers.get(name)
-                if now is buffer and (now is None or torch.equal(now, cast(torch.Tensor, before))):
+                if now is buffer and (now is None or before is None or same(now, before)):
                     continue
-                if now is not buffer or not torch.allclose(now, cast(torch.Tensor, before), 0, 0, equal_nan=True):
-                    moved.append(f"{name} of {type(module).__name__}")
+                moved.append(f"{name} of {type(module).__name__}")
                 module._buffers[name] = buffer
                 if buffer is not None and before is not None:
                     with torch.no_grad():
@@ -1007,6 +1035,9 @@ class Run:
             "device": "cpu" if on_cpu else torch.cuda.get_device_name(self.device),
             "torch": torch.__version__,
         }
+
+    def _last_good(self) -> int | None:
+        return self._keeper.committed_step()
 
     def _warn_of_nan(self, words: str) -> None:
         self._keeper.protect_newest()

@@ -60,12 +60,12 @@ class Measures:
         self._of(name).add(value, count, count)
 
     def add(self, name: str, value: object, samples: int, count: int | torch.Tensor | None = None) -> None:
-        """Measure ``value``: one number for each sample, or one that is the mean of ``count`` items, or of ``samples``."""
+        """Measure ``value``: one number for each sample, or the mean of ``count`` items; None: of all ``samples``."""
         if isinstance(value, torch.Tensor) and value.dim():
             if count is not None:
                 raise UsageError(
-                    f"measure({name}=tensor of shape {tuple(value.shape)}, count=...): count is for a value that is one "
-                    "number, the mean of so many items; leave it out, or give the mean"
+                    f"measure({name}=tensor of shape {tuple(value.shape)}, count=...): count is for one number that is "
+                    "the mean of so many items; leave it out, or give the mean"
                 )
             value = value.detach()
             whole = value.dtype in (torch.float16, torch.bfloat16, torch.float32)

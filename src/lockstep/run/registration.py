@@ -1,4 +1,4 @@
-"""What cannot be trained exactly on any number of ranks is refused where it is registered, with what to write instead."""
+"""What cannot be trained alike on any number of ranks is refused where it is registered, with what to write instead."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def check_model(model: nn.Module, state: State) -> None:
     for name, parameter in model.named_parameters():
         if parameter in state.known_parameters:
             raise UsageError(
-                f"{name} of {type(model).__name__} belongs to another model of this run, too ({state.name_of(parameter)} "
-                "there): give run.model(...) one module that holds both, such as nn.ModuleDict"
+                f"{name} of {type(model).__name__} belongs to another model of this run, too, where it is "
+                f"{state.name_of(parameter)}: give run.model(...) one module that holds both, such as nn.ModuleDict"
             )
         if parameter.requires_grad and _overlaps_itself(parameter):
             raise UsageError(

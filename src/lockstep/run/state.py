@@ -50,7 +50,7 @@ class State:
         self.known_parameters.update(model.parameters())
         self.sparse |= sparse_parameters(model).keys()
         self.buffers += model.named_buffers()
-        self._transient.append({name: checksum(b).item() for name, b in transient_buffers(model).items()})
+        self._transient.append({name: int(checksum(b)) for name, b in transient_buffers(model).items()})
 
     def rescan(self) -> None:
         """Modules may have been replaced or added since: which parameters and buffers the models have now."""
@@ -97,7 +97,7 @@ class State:
         """What forward passes have changed of a model's buffers that are in no state_dict."""
         known = self._transient[number]
         now = transient_buffers(self.models[number])
-        return {name: b.detach() for name, b in now.items() if checksum(b).item() != known.get(name)}
+        return {name: b.detach() for name, b in now.items() if int(checksum(b)) != known.get(name)}
 
     def load(self, tree: Mapping[str, Any], strategy: Strategy) -> list[str]:
         """Put `tree` back. All ranks.

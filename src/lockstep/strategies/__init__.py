@@ -13,6 +13,7 @@ import importlib
 
 from lockstep.errors import SettingError
 from lockstep.strategies.batchnorm import synchronize_batchnorm
+from lockstep.strategies.buffers import same
 from lockstep.strategies.gradients import Target, Task, Turn, is_loss, parameters_of
 from lockstep.strategies.placement import spans_gpus
 from lockstep.strategies.protocol import (
@@ -45,6 +46,7 @@ __all__ = [
     "is_loss",
     "open_strategy",
     "parameters_of",
+    "same",
     "spans_gpus",
     "sparse_parameters",
     "split",

@@ -188,7 +188,7 @@ class Buffers:
         changed = {i for i, b in enumerate(self._all) if b._version != self._versions[i]}
         if self._looks:
             quiet = [i for i in range(len(self._all)) if i not in changed and i not in self._moving]
-            silent = {i for i in quiet if not _same(self._all[i], self._base[i])}
+            silent = {i for i in quiet if not same(self._all[i], self._base[i])}
             if silent and not self._small and self._steps >= _FIRST_STEPS:
                 raise UsageError(
                     f"{self._named(silent)} began to change through .data or by a kernel after the first steps, which "
@@ -275,9 +275,9 @@ class Buffers:
 
     def _add_counts(self, places: Sequence[int], low: torch.Tensor, high: torch.Tensor) -> None:
         sizes = [self._all[i].numel() for i in places]
-        for i, least, most in zip(places, low.split(sizes), high.split(sizes), strict=True):
+        for i, *flats in zip(places, low.split(sizes), high.split(sizes), strict=True):
             here, base = self._all[i], self._base[i]
-            least, most = least.view(base.shape).to(base.device), most.view(base.shape).to(base.device)
+            least, most = (flat.view(base.shape).to(base.device) for flat in flats)
             if i not in self._norms and (self._looks or base.device.type == "cpu") and bool((least != most).any()):
                 raise UsageError(
                     f"{self._named([i])} counts what the data holds: the micro-batches of one step changed it by "
@@ -345,5 +345,6 @@ def _move(buffer: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     return (buffer.long() - base.long()).double().reshape(-1)
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they hold the same values, and are not a number in the same places. Waits for the GPU."""
     return torch.equal(one, other) or bool(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))

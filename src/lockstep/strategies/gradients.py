@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -155,7 +155,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def take_gradients(parameters: Iterable[torch.Tensor], used: set[int], sparse: Container[torch.Tensor] = ()) -> Tensors:
+def take_gradients(
+    parameters: Iterable[torch.Tensor], used: set[int], sparse: Collection[torch.Tensor] = ()
+) -> Tensors:
     """The gradients of ``parameters``, whose ``.grad`` is left empty; nothing for those that have none.
 
     Args:

@@ -269,7 +269,7 @@ def take_up(strategy: Strategy, target: Target) -> None:
     """
     if not (isinstance(strategy, TakesUp) and strategy.takes_up):
         raise UsageError(
-            f"other parameters learn than when run.model(...) was called, and {type(strategy).__name__} divides a model "
-            "as it is then: freeze, unfreeze and add parameters before run.model(...), or use ddp or zero"
+            f"other parameters learn than when run.model(...) was called, and {type(strategy).__name__} divides a "
+            "model as it is then: freeze, unfreeze and add parameters before run.model(...), or use ddp or zero"
         )
     strategy.take_up(target)

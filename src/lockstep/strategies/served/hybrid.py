@@ -247,8 +247,8 @@ class Hybrid:
         for parameter, name in sparse_parameters(model).items():
             if parameter not in self._homes:
                 raise UsageError(
-                    f"{name} has sparse=True and is not served, and workers sum dense gradients among themselves; leave "
-                    "sparse=True out, or let served=... name it, too"
+                    f"{name} has sparse=True and is not served, and workers sum dense gradients among themselves; "
+                    "leave sparse=True out, or let served=... name it, too"
                 )
         self._stock.adopt(model, lambda tensor: self._homes.get(tensor, 0))
         tensors = model.state_dict(keep_vars=True)
