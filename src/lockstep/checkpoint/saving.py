@@ -11,6 +11,7 @@ is noticed by a deadline.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import secrets
@@ -42,11 +43,12 @@ from lockstep.checkpoint.commit import (
 )
 from lockstep.checkpoint.disk import LOCAL, Disk
 from lockstep.checkpoint.layout import Box, File, Placed, fault_of, lay_out
+from lockstep.checkpoint.lock import Holder, lock_root
 from lockstep.checkpoint.manifest import Manifest, Piece
 from lockstep.checkpoint.tensors import Copier, Named, flatten, load_tree
 from lockstep.checkpoint.tree import Tree, encode
 from lockstep.collectives import Board, Group
-from lockstep.errors import CheckpointError, DamagedCheckpoint, LockstepError
+from lockstep.errors import CheckpointError, DamagedCheckpoint, LockstepError, SettingError
 from lockstep.owners import owners_of
 
 #: Between two looks at the board, so that a thread which waits for a peer can be told to give up.
@@ -121,6 +123,34 @@ class Checkpoints:
         self._untold: list[Outcome] = []
         self._news: list[Outcome] = []
         self._last_committed_step: int | None = None
+        self._lock = contextlib.ExitStack()
+
+    def claim(self, job: str = "", generation: int = 0) -> None:
+        """Make the root this run's own, until `release` or the end of the leader. All ranks, before all else.
+
+        Where the root cannot be made or locked, such as on a file system without locks, nothing is held.
+
+        Args:
+            job: names the launcher's job, and no other: its earlier generations are over, or about to be. "" without.
+            generation: of that job.
+
+        Raises:
+            SettingError: if another run works there.
+        """
+        why_not = ""
+        if self._group.leads:
+            try:
+                self._lock = lock_root(self.root, Holder.here(job, generation), self._say)
+            except SettingError as error:
+                why_not = str(error)
+        why_not = self._group.broadcast_object(why_not, "claim on the directory of checkpoints")
+        if why_not:
+            raise SettingError(why_not)
+
+    def release(self) -> None:
+        """The root is free for another run; nothing is saved afterwards. Each rank by itself, also after `abandon`."""
+        self.abandon()
+        self._lock.close()
 
     @property
     def last_committed_step(self) -> int | None:

@@ -54,6 +54,10 @@ class Keeper(Protocol):
         """A rank failed: nobody waits for the others' parts any more. Each rank by itself."""
         ...
 
+    def release(self) -> None:
+        """Last of all: another run may have the directory. Each rank by itself."""
+        ...
+
 
 class Nowhere:
     """For a run that saves nothing."""
@@ -82,6 +86,9 @@ class Nowhere:
 
     def abandon(self) -> None:
         """Nothing is open."""
+
+    def release(self) -> None:
+        """Nothing is held."""
 
 
 class InDirectory:
@@ -178,3 +185,7 @@ class InDirectory:
     def abandon(self) -> None:
         """See `Keeper.abandon`."""
         self._checkpoints.abandon()
+
+    def release(self) -> None:
+        """See `Keeper.release`."""
+        self._checkpoints.release()

@@ -587,6 +587,7 @@ class Run:
             self._teller.close()
             if self._record is not None:
                 self._record.close()
+            self._keeper.release()
             # After an error, a GPU may wait for what never comes.
             if kind is None or kind is SystemExit or self.device.type == "cpu":
                 try:
@@ -663,6 +664,13 @@ class Run:
             checkpoints = Checkpoints(
                 Path(root), self._group, keep=told.keep, say=self.say, peer_timeout_s=told.peer_timeout_s
             )
+            try:
+                # A run directory names a launcher's job: only one launcher at a time works in it.
+                checkpoints.claim(run_dir or "", self._world.generation)
+            except SettingError:
+                self._strategy.close()
+                self._group.close()  # the process may open a run in another directory
+                raise
             return InDirectory(checkpoints, self.say, self._end_of_job)
         if os.environ.get(RESUME) == "1" or told.save_every is not None:
             raise SettingError(
