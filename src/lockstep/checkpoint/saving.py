@@ -54,6 +54,8 @@ from lockstep.owners import owners_of
 #: Between two looks at the board, so that a thread which waits for a peer can be told to give up.
 _LOOK_EVERY_S = 0.02
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+#: In a manifest's ``about``: steps whose checkpoints retention leaves alone.
+_PROTECTED = "protected_steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Saved:
     path: Path
     step: int
     about: Mapping[str, Any]  #: what `Checkpoints.save` was given
+    protected: frozenset[int] = frozenset()  #: steps that `Checkpoints.protect_newest` had protected when it was saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ class Checkpoints:
         self._untold: list[Outcome] = []
         self._news: list[Outcome] = []
         self._last_committed_step: int | None = None
+        self._protected: frozenset[int] = frozenset()  # replaced, never changed: a save's thread reads it
         self._lock = contextlib.ExitStack()
 
     def claim(self, job: str = "", generation: int = 0) -> None:
@@ -175,6 +179,7 @@ class Checkpoints:
             raise CheckpointError(why_not)
         if saved is not None:
             self._last_committed_step = saved.step
+            self._protected |= saved.protected
         return saved
 
     def _look(self) -> tuple[Saved | None, str]:
@@ -190,7 +195,9 @@ class Checkpoints:
                     self._say(f"DAMAGED checkpoint of step {one.step}: {error}. Falling back to the one before")
                     continue
                 self._sweep()
-                return Saved(one.path, one.step, manifest.about), ""
+                about = dict(manifest.about)
+                protected = frozenset(about.pop(_PROTECTED, ()))
+                return Saved(one.path, one.step, about, protected), ""
             self._sweep()
         except (OSError, CheckpointError) as error:
             return None, f"cannot resume from {self.root}: {error}"
@@ -230,8 +237,18 @@ class Checkpoints:
         place, why_not = self._group.broadcast_object((place, why_not), "setting aside of checkpoints")
         if why_not:
             raise CheckpointError(why_not)
-        self._last_committed_step = None
+        self._last_committed_step, self._protected = None, frozenset()
         return place
+
+    def protect_newest(self) -> None:
+        """Retention leaves the newest checkpoint alone from now on, and the one in flight, should it be committed.
+
+        They do not count towards ``keep``. Each later checkpoint names them, so runs that resume from one know, too.
+        All ranks; costs nothing, and waits for nobody.
+        """
+        self._land(wait=False)
+        steps = (self._last_committed_step, self._flight and self._flight.step)
+        self._protected |= {step for step in steps if step is not None}
 
     def load(self, saved: Saved) -> Tree:
         """The tree that was saved, all tensors whole and contiguous on the CPU, with memory of their own.
@@ -274,7 +291,8 @@ class Checkpoints:
         file = _file_of(self._group.rank, self._group.size, names)
         content = self._copier.copy(file, tensors)
         self._saves += 1
-        manifest = Manifest(step, encoded, (), {}, dict(about), lockstep=__version__, torch=torch.__version__)
+        told = {**about, _PROTECTED: sorted(self._protected)} if self._protected else dict(about)
+        manifest = Manifest(step, encoded, (), {}, told, lockstep=__version__, torch=torch.__version__)
         save = _Save(
             manifest=manifest,
             names=names,
@@ -447,7 +465,8 @@ class Checkpoints:
         try:
             there = list_checkpoints(self.root, self._disk)
             just = next(one for one in there if one.step == step)
-            remove([one.path for one in superseded(there, self._whole, just, self._keep)], self.root, self._disk)
+            gone = superseded(there, self._whole, just, self._keep, self._protected)
+            remove([one.path for one in gone], self.root, self._disk)
         except OSError as error:
             return (f"cannot remove older checkpoints: {error}",)
         return ()
@@ -554,6 +573,7 @@ class _Flight:
     """A save in its thread. Not a daemon: an interpreter that ends waits for it."""
 
     def __init__(self, clock: Callable[[], float], save: _Save, write: Callable[[], Outcome]) -> None:
+        self.step = save.manifest.step
         self._outcome = save.outcome("its thread ended early")
         self._clock, self._began, self._deed = clock, clock(), write
         self._thread = threading.Thread(target=self._run, name="lockstep-checkpoint", daemon=False)

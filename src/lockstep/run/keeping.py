@@ -39,6 +39,10 @@ class Keeper(Protocol):
         """The newest step that is safe on disk. Cheap: for every step."""
         ...
 
+    def protect_newest(self) -> None:
+        """The newest checkpoint, and the one being written, are kept beside those that are kept anyway. Cheap."""
+        ...
+
     def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
         """Leave the process with code 75, now that the state after ``step`` is being saved.
 
@@ -77,6 +81,9 @@ class Nowhere:
     def committed_step(self) -> int | None:
         """None."""
         return None
+
+    def protect_newest(self) -> None:
+        """There is none."""
 
     def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
         """Never asked: signals do what they do without Lockstep."""
@@ -163,6 +170,10 @@ class InDirectory:
         if self._began_s is not None and self._checkpoints.last_committed_step == self.saved_step:
             self._end.save_s, self._began_s = time.monotonic() - self._began_s, None
         return self._checkpoints.last_committed_step
+
+    def protect_newest(self) -> None:
+        """See `Keeper.protect_newest`."""
+        self._checkpoints.protect_newest()
 
     def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
         """See `Keeper.stop`.
