@@ -417,9 +417,18 @@ def test_the_last_save_does_not_fail_in_silence(tmp_path):
         saves.news()
     assert said[0].startswith("checkpoint of step 1 not saved: ")
     assert said[0].endswith("Training goes on; there is none yet")
+    ended = saves.close()
+    assert (ended.step, ended.committed) == (1, False)
+    assert ended.why_not in said[0]
+    assert len(said) == 1
+
+    saves, said = checkpoints(tmp_path / "root")
+    assert saves.close() is None
+    saves, said = checkpoints(tmp_path / "root")
+    saves.save(STATE, 1, {})
     saves.close()
-    assert len(said) == 2
-    assert said[1].endswith("It was the last one; there is none yet")
+    assert len(said) == 1
+    assert said[0].endswith("The run is ending; there is none yet")
 
 
 def test_no_open_file_and_no_thread_is_left(tmp_path):

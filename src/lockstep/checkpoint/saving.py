@@ -121,6 +121,7 @@ class Checkpoints:
         self._copier = Copier()
         self._saves = 0
         self._give_up = threading.Event()
+        self._closing = False
         self._flight: _Flight | None = None
         self._last: Outcome | None = None
         self._untold: list[Outcome] = []
@@ -247,7 +248,7 @@ class Checkpoints:
         All ranks; costs nothing, and waits for nobody.
         """
         self._land(wait=False)
-        steps = (self._last_committed_step, self._flight and self._flight.step)
+        steps = (self._last_committed_step, self._flight.step if self._flight else None)
         self._protected |= {step for step in steps if step is not None}
 
     def load(self, saved: Saved) -> Tree:
@@ -317,14 +318,20 @@ class Checkpoints:
         self._land(wait=True)
         self._tell()
 
-    def close(self) -> None:
-        """Wait for the last save; if it failed, that is the last word. All ranks; nothing is saved afterwards."""
-        told_before = self._flight is None and not self._untold
+    def close(self) -> Outcome | None:
+        """Wait for the last save. All ranks; nothing is saved afterwards.
+
+        Returns:
+            How that save ended, in the leader's words; None if there was none. It and `last_committed_step` are the
+            same on every rank, also where one did not hear of the end in time.
+        """
+        self._closing = True
         self.settle()
-        if told_before and self._last is not None and not self._last.committed:
-            self._say(self._failure(self._last, "It was the last one"))
+        known = self._group.broadcast_object((self._last, self._last_committed_step), "outcome of the last checkpoint")
+        self._last, self._last_committed_step = known
         # The leader may serve the board: it leaves when nobody waits for a word on it any more.
         self._group.barrier("end of the checkpoints")
+        return self._last
 
     def abandon(self) -> None:
         """Give up what waits for other ranks, for when one of them is lost; returns soon. Each rank by itself.
@@ -359,14 +366,12 @@ class Checkpoints:
             for remark in outcome.remarks:
                 self._say(f"checkpoint of step {outcome.step}: {remark}")
             if not outcome.committed:
-                then = "The run is ending" if self._give_up.is_set() else "Training goes on"
-                self._say(self._failure(outcome, then))
-
-    def _failure(self, outcome: Outcome, then: str) -> str:
-        good = self._last_committed_step
-        return f"checkpoint of step {outcome.step} not saved: {outcome.why_not}. {then}; " + (
-            f"last good: step {good}" if good is not None else "there is none yet"
-        )
+                then = "The run is ending" if self._closing or self._give_up.is_set() else "Training goes on"
+                good = self._last_committed_step
+                self._say(
+                    f"checkpoint of step {outcome.step} not saved: {outcome.why_not}. {then}; "
+                    + (f"last good: step {good}" if good is not None else "there is none yet")
+                )
 
     # What follows runs in the thread of a save.
 

@@ -6,12 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint import Checkpoints, Outcome
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.run.wishes import EndOfJob
-from lockstep.world import EXIT_STOPPED, FRESH, RESUME
+from lockstep.world import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME
 
 Say = Callable[[str], None]
 Identity = Mapping[str, Any]
@@ -54,6 +54,14 @@ class Keeper(Protocol):
         """The last save has ended."""
         ...
 
+    def has(self, step: int) -> bool:
+        """After `close`: nothing is missing of what was to be saved of a run that ends after ``step``."""
+        ...
+
+    def leave_without(self, step: int) -> NoReturn:
+        """Leave the process with code 74, for this keeper has not ``step``."""
+        ...
+
     def abandon(self) -> None:
         """A rank failed: nobody waits for the others' parts any more. Each rank by itself."""
         ...
@@ -91,6 +99,14 @@ class Nowhere:
     def close(self) -> None:
         """Nothing is open."""
 
+    def has(self, step: int) -> bool:
+        """Nothing was to be saved."""
+        return True
+
+    def leave_without(self, step: int) -> NoReturn:
+        """Never asked: nothing is missing."""
+        raise AssertionError("nothing was to be saved")
+
     def abandon(self) -> None:
         """Nothing is open."""
 
@@ -107,6 +123,7 @@ class InDirectory:
         self._end: Final = end  # told how long a save takes
         self._began_s: float | None = None  # the save whose end was not seen yet
         self._resumed: Identity | None = None
+        self._ended: Outcome | None = None  # how the last save ended
         self.saved_step: int | None = None
 
     def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
@@ -191,7 +208,30 @@ class InDirectory:
 
     def close(self) -> None:
         """See `Keeper.close`."""
-        self._checkpoints.close()
+        self._ended = self._checkpoints.close()
+
+    def has(self, step: int) -> bool:
+        """See `Keeper.has`."""
+        return self._checkpoints.last_committed_step == step
+
+    def leave_without(self, step: int) -> NoReturn:
+        """See `Keeper.leave_without`. The leader says what is missing, and a note on the exception does.
+
+        Raises:
+            SystemExit: with code 74.
+        """
+        root, good = self._checkpoints.root, self._checkpoints.last_committed_step
+        why_not = self._ended.why_not if self._ended else "no save was begun"
+        rest = (
+            "There is no checkpoint at all: mend that, or give another directory, and run it again"
+            if good is None
+            else f"The last good one is of step {good}: mend that, then run it again with --resume to go on from there"
+        )
+        missing = f"trained to step {step}, which no checkpoint in {root} holds: {why_not}. {rest}"
+        self._say(f"NOT SAVED: {missing}")
+        ending = SystemExit(EXIT_NOT_SAVED)
+        ending.add_note(missing)
+        raise ending
 
     def abandon(self) -> None:
         """See `Keeper.abandon`."""

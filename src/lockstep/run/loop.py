@@ -567,7 +567,11 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Save what is not saved yet, wait for the last checkpoint, close the line. All ranks."""
+        """Save what is not saved yet, wait for the last checkpoint, close the line. All ranks.
+
+        Raises:
+            SystemExit: with code 74, on all ranks, if checkpoints were asked for and the last step is in none.
+        """
         atexit.unregister(self._left_open)
         self._stepper.work = None
         self._pulse.enter("exit")
@@ -607,8 +611,12 @@ class Run:
         if self._began:
             self._save()
         self._keeper.close()
-        self._show("done")
+        missing = self._began and not self._keeper.has(self.progress.step)
+        self._show("unsaved" if missing else "done")
         self._part()
+        if missing:
+            self._teller.close()  # what is missing is the last line
+            self._keeper.leave_without(self.progress.step)
 
     def _part_stopped(self) -> None:
         self._show("stopped")
@@ -808,7 +816,7 @@ class Run:
             "torch": torch.__version__,
         }
 
-    def _show(self, state: Literal["training", "evaluating", "saving", "done", "stopped"]) -> None:
+    def _show(self, state: Literal["training", "evaluating", "saving", "done", "unsaved", "stopped"]) -> None:
         self._teller.show(state, self.progress, self._scale, self._loss, self._keeper.committed_step)
 
     def _reduce(self, value: T, what: str) -> T:
