@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -12,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.collectives import Group
-from lockstep.errors import MismatchError
+from lockstep.errors import CheckpointError, MismatchError
 from lockstep.watch import is_users
 
 #: Options of scripts that old launchers give each rank its own of.
@@ -96,3 +97,68 @@ def _options(group: Mapping[str, Any]) -> dict[str, str]:
             continue
         options[name] = repr(value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value)
     return options
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What to say of the parts of an identity that a resumed run has otherwise than the one that saved.
+
+    Raises:
+        CheckpointError: for an optimizer of another class.
+    """
+    said: list[str] = []
+    for name, value in now.items():
+        if name in before and name not in _CHECKED_ELSEWHERE:
+            said += _SAY.get(name, partial(_say_plainly, name))(before[name], value)
+    return said
+
+
+def _say_plainly(name: str, before: Any, now: Any) -> list[str]:
+    return [f"resumed with {name}={now}, saved with {before}: the bits differ from here on"] if before != now else []
+
+
+def _say_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    changed = changed_code(now, before)
+    names = ", ".join(changed[:5])
+    return [f"changed since the checkpoint was saved: {names}; the bits may differ from here on"] if changed else []
+
+
+def _say_arguments(before: Sequence[str], now: Sequence[str]) -> list[str]:
+    if before == now:
+        return []
+    return [
+        f"the script's arguments are {' '.join(now)!r}, and were {' '.join(before)!r} when the checkpoint was saved"
+    ]
+
+
+def _say_lengths(before: Sequence[int | None], now: Sequence[int | None]) -> list[str]:
+    pairs = [(was, is_now) for was, is_now in zip(before, now, strict=False) if was != is_now]
+    return [f"a data set has {is_now} samples, and had {was}: the bits differ from here on" for was, is_now in pairs]
+
+
+def _say_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
+    said = []
+    for (was, were), (kind, groups) in zip(before, now, strict=False):
+        if was != kind:
+            raise CheckpointError(
+                f"the checkpoint's optimizer is {was}, and this script's {kind}, which remembers other things: use "
+                f"{was}, or begin anew with --fresh"
+            )
+        for old, new in zip(were, groups, strict=False):
+            odd = [name for name in new if old.get(name, new[name]) != new[name]]
+            said += [
+                f"{kind}: {name}={old[name]} of the checkpoint's run holds, not the {new[name]} of this script; to "
+                f"change it, set optimizer.param_groups[...][{name!r}] within run.epochs(...)"
+                for name in odd
+            ]
+    return said
+
+
+#: What is said of each part of an identity that differs, where it is not just its value.
+_SAY: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
+    "code": _say_code,
+    "arguments": _say_arguments,
+    "lengths": _say_lengths,
+    "optimizers": _say_optimizers,
+}
+#: Whether they fit is decided where the position is known.
+_CHECKED_ELSEWHERE: Final = ("sizes", "samples")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint import Checkpoints, Outcome
 from lockstep.errors import CheckpointError, SettingError
-from lockstep.run.identity import changed_code
+from lockstep.run.identity import differences
 from lockstep.run.wishes import EndOfJob
-from lockstep.world import EXIT_STOPPED, FRESH, RESUME
+from lockstep.world import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME
 
 Say = Callable[[str], None]
 Identity = Mapping[str, Any]
@@ -37,12 +36,12 @@ class Keeper(Protocol):
         """Begin to save ``tree()`` as the state after ``step``, unless that is done already."""
         ...
 
-    def protect_newest(self) -> None:
-        """The newest checkpoint is never removed any more."""
-        ...
-
     def committed_step(self) -> int | None:
         """The newest step that is safe on disk. Cheap: for every step."""
+        ...
+
+    def protect_newest(self) -> None:
+        """The newest checkpoint, and the one being written, are kept beside those that are kept anyway. Cheap."""
         ...
 
     def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
@@ -56,8 +55,20 @@ class Keeper(Protocol):
         """The last save has ended."""
         ...
 
+    def has(self, step: int) -> bool:
+        """After `close`: nothing is missing of what was to be saved of a run that ends after ``step``."""
+        ...
+
+    def leave_without(self, step: int) -> NoReturn:
+        """Leave the process with code 74, for this keeper has not ``step``."""
+        ...
+
     def abandon(self) -> None:
         """A rank failed: nobody waits for the others' parts any more. Each rank by itself."""
+        ...
+
+    def release(self) -> None:
+        """Last of all: another run may have the directory. Each rank by itself."""
         ...
 
 
@@ -76,12 +87,12 @@ class Nowhere:
     def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
         """Nothing is saved."""
 
-    def protect_newest(self) -> None:
-        """There is none."""
-
     def committed_step(self) -> int | None:
         """None."""
         return None
+
+    def protect_newest(self) -> None:
+        """There is none."""
 
     def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
         """Never asked: signals do what they do without Lockstep."""
@@ -89,8 +100,19 @@ class Nowhere:
     def close(self) -> None:
         """Nothing is open."""
 
+    def has(self, step: int) -> bool:
+        """Nothing was to be saved."""
+        return True
+
+    def leave_without(self, step: int) -> NoReturn:
+        """Never asked: nothing is missing."""
+        raise AssertionError("nothing was to be saved")
+
     def abandon(self) -> None:
         """Nothing is open."""
+
+    def release(self) -> None:
+        """Nothing is held."""
 
 
 class InDirectory:
@@ -102,6 +124,7 @@ class InDirectory:
         self._end: Final = end  # told how long a save takes
         self._began_s: float | None = None  # the save whose end was not seen yet
         self._resumed: Identity | None = None
+        self._ended: Outcome | None = None  # how the last save ended
         self.saved_step: int | None = None
 
     def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
@@ -149,11 +172,8 @@ class InDirectory:
                 f"has {identity['samples']}: what is left of the epoch would not be what was left then. Give the data "
                 "set of before, or begin anew with --fresh"
             )
-        for name, value in identity.items():
-            if name in ("sizes", "samples") or name not in before:
-                continue
-            for words in _DIFFERENCES.get(name, partial(_say_plainly, name))(before[name], value):
-                self._say(words)
+        for words in differences(before, identity):
+            self._say(words)
 
     def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
         """See `Keeper.save`."""
@@ -162,15 +182,16 @@ class InDirectory:
             self._checkpoints.save(tree(), step, identity)
             self.saved_step = step
 
-    def protect_newest(self) -> None:
-        """See `Keeper.protect_newest`."""
-
     def committed_step(self) -> int | None:
         """See `Keeper.committed_step`."""
         self._checkpoints.news()
         if self._began_s is not None and self._checkpoints.last_committed_step == self.saved_step:
             self._end.save_s, self._began_s = time.monotonic() - self._began_s, None
         return self._checkpoints.last_committed_step
+
+    def protect_newest(self) -> None:
+        """See `Keeper.protect_newest`."""
+        self._checkpoints.protect_newest()
 
     def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
         """See `Keeper.stop`.
@@ -188,58 +209,35 @@ class InDirectory:
 
     def close(self) -> None:
         """See `Keeper.close`."""
-        self._checkpoints.close()
+        self._ended = self._checkpoints.close()
+
+    def has(self, step: int) -> bool:
+        """See `Keeper.has`."""
+        return self._checkpoints.last_committed_step == step
+
+    def leave_without(self, step: int) -> NoReturn:
+        """See `Keeper.leave_without`. The leader says what is missing, and a note on the exception does.
+
+        Raises:
+            SystemExit: with code 74.
+        """
+        root, good = self._checkpoints.root, self._checkpoints.last_committed_step
+        why_not = self._ended.why_not if self._ended else "no save was begun"
+        rest = (
+            "There is no checkpoint at all: mend that, or give another directory, and run it again"
+            if good is None
+            else f"The last good one is of step {good}: mend that, then run it again with --resume to go on from there"
+        )
+        missing = f"trained to step {step}, which no checkpoint in {root} holds: {why_not}. {rest}"
+        self._say(f"NOT SAVED: {missing}")
+        ending = SystemExit(EXIT_NOT_SAVED)
+        ending.add_note(missing)
+        raise ending
 
     def abandon(self) -> None:
         """See `Keeper.abandon`."""
         self._checkpoints.abandon()
 
-
-def _say_plainly(name: str, before: Any, now: Any) -> list[str]:
-    return [f"resumed with {name}={now}, saved with {before}: the bits differ from here on"] if before != now else []
-
-
-def _say_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    changed = changed_code(now, before)
-    names = ", ".join(changed[:5])
-    return [f"changed since the checkpoint was saved: {names}; the bits may differ from here on"] if changed else []
-
-
-def _say_arguments(before: Sequence[str], now: Sequence[str]) -> list[str]:
-    if before == now:
-        return []
-    return [
-        f"the script's arguments are {' '.join(now)!r}, and were {' '.join(before)!r} when the checkpoint was saved"
-    ]
-
-
-def _say_lengths(before: Sequence[int | None], now: Sequence[int | None]) -> list[str]:
-    pairs = [(was, is_now) for was, is_now in zip(before, now, strict=False) if was != is_now]
-    return [f"a data set has {is_now} samples, and had {was}: the bits differ from here on" for was, is_now in pairs]
-
-
-def _say_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
-    said = []
-    for (was, were), (kind, groups) in zip(before, now, strict=False):
-        if was != kind:
-            raise CheckpointError(
-                f"the checkpoint's optimizer is {was}, and this script's {kind}, which remembers other things: use "
-                f"{was}, or begin anew with --fresh"
-            )
-        for old, new in zip(were, groups, strict=False):
-            odd = [name for name in new if old.get(name, new[name]) != new[name]]
-            said += [
-                f"{kind}: {name}={old[name]} of the checkpoint's run holds, not the {new[name]} of this script; to "
-                f"change it, set optimizer.param_groups[...][{name!r}] within run.epochs(...)"
-                for name in odd
-            ]
-    return said
-
-
-#: What is said of each part of an identity that differs, where it is not just its value.
-_DIFFERENCES: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
-    "code": _say_code,
-    "arguments": _say_arguments,
-    "lengths": _say_lengths,
-    "optimizers": _say_optimizers,
-}
+    def release(self) -> None:
+        """See `Keeper.release`."""
+        self._checkpoints.release()

@@ -666,7 +666,11 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Save what is not saved yet, wait for the last checkpoint, close the line. All ranks."""
+        """Save what is not saved yet, wait for the last checkpoint, close the line. All ranks.
+
+        Raises:
+            SystemExit: with code 74, on all ranks, if checkpoints were asked for and the last step is in none.
+        """
         atexit.unregister(self._left_open)
         self._stepper.work = None
         self._stepper.checks.close()
@@ -687,6 +691,7 @@ class Run:
             self._teller.close()
             if self._record is not None:
                 self._record.close()
+            self._keeper.release()
             # After an error, a GPU may wait for what never comes.
             if kind is None or kind is SystemExit or self.device.type == "cpu":
                 try:
@@ -710,8 +715,12 @@ class Run:
                 self._compare_ranks()
             self._say_warnings()
         self._keeper.close()
-        self._show("done")
+        missing = self._began and not self._keeper.has(self.progress.step)
+        self._show("unsaved" if missing else "done")
         self._part()
+        if missing:
+            self._teller.close()  # what is missing is the last line
+            self._keeper.leave_without(self.progress.step)
 
     def _part_stopped(self) -> None:
         self._show("stopped")
@@ -767,6 +776,13 @@ class Run:
             checkpoints = Checkpoints(
                 Path(root), self._group, keep=told.keep, say=self.say, peer_timeout_s=told.peer_timeout_s
             )
+            try:
+                # A run directory names a launcher's job: only one launcher at a time works in it.
+                checkpoints.claim(run_dir or "", self._world.generation)
+            except SettingError:
+                self._strategy.close()
+                self._group.close()  # the process may open a run in another directory
+                raise
             return InDirectory(checkpoints, self.say, self._end_of_job)
         if os.environ.get(RESUME) == "1" or told.save_every is not None:
             raise SettingError(
@@ -1053,7 +1069,7 @@ class Run:
             for words in (w for told in self._group.gather_objects(warnings, "warnings") for w in told):
                 self.say(words)
 
-    def _show(self, state: Literal["training", "evaluating", "saving", "done", "stopped"]) -> None:
+    def _show(self, state: Literal["training", "evaluating", "saving", "done", "unsaved", "stopped"]) -> None:
         self._teller.show(state, self.progress, self._scale, self._loss, self._keeper.committed_step)
 
     def _reduce(self, value: T, what: str) -> T:
