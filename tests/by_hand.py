@@ -1,7 +1,7 @@
 """A training in plain torch, on one process and without Lockstep: what it is by definition.
 
-Laws that compare a world with another world cannot see what is wrong alike on all of them. So the rules are written down
-here once more, from their definition, and nothing is imported from the package:
+Laws that compare a world with another world cannot see what is wrong alike on all of them. So the rules are written
+down here once more, from their definition, and nothing is imported from the package:
 
     order           epoch e visits the samples in `torch.randperm` under the seed of (seed, "order", e)
     a step          is `global_batch` samples of that order, the last one of an epoch what is left

@@ -28,7 +28,7 @@ class Manner:
     naive_ema: bool = False  #: updated in every body
 
 
-def train(training: Training, manner: Manner = Manner()) -> Trained:  # noqa: B008 - it is frozen
+def train(training: Training, manner: Manner = Manner()) -> Trained:
     """With `lockstep.Run`, on every rank; what it was resumed from is in none of the lists."""
     trained = Trained()
     with Run(
