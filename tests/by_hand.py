@@ -85,6 +85,7 @@ class Training:
     held_out: Callable[[], Any] | None = None
     predict: Callable[[list[nn.Module], Any], Seen] | None = None
     evaluates: str = "epochs"  #: when: after each of the "epochs" or of the "steps"
+    between: Callable[[list[nn.Module]], None] | None = None  #: at each epoch's end, with draws that have no rule here
     find_unused: bool = False
 
 
@@ -95,6 +96,7 @@ class Trained:
     trail: list[dict[str, Any]] = field(default_factory=list)  #: after each step, see `look`
     optimizers: list[Any] = field(default_factory=list)  #: their states at the end
     metrics: list[dict[str, float]] = field(default_factory=list)  #: of each epoch
+    end: dict[str, Any] = field(default_factory=dict)  #: what `look` sees at the end
     told: list[Any] = field(default_factory=list)  #: of each micro-batch, in the step's order
     predictions: list[Tensor] = field(default_factory=list)  #: of each epoch, in the data set's order
     ema: dict[str, Tensor] | None = None
@@ -139,6 +141,7 @@ def train(training: Training) -> Trained:
         if training.held_out is not None and training.evaluates == "epochs":
             metrics |= _evaluated(training, models, trained)
         trained.metrics.append(metrics)
+    trained.end = look(models, optimizers)
     trained.optimizers = [optimizer.state_dict()["state"] for optimizer in optimizers]
     trained.ema = None if ema is None else state_of(ema.module)
     return trained
@@ -234,7 +237,7 @@ def _gradients(training, models, optimizers, picks, where, data, scale, measures
                     measures.add("loss", float(part.loss.detach()) * items, items)
                 measures.measure(part.measured, len(indices))
                 for name, (value, count) in part.means.items():
-                    measures.add(name, float(torch.as_tensor(value)) * count, count)
+                    measures.add(name, float(torch.as_tensor(value).detach()) * count, count)
                 told.append(part.told)
         trained.told.append(told)
         moved.append([buffer.clone() for buffer, _ in base])

@@ -94,9 +94,12 @@ def train(training: Training, manner: Manner = Manner()) -> Trained:
             if held_out is not None and training.evaluates == "epochs":
                 evaluate()
             trained.metrics.append(dict(run.metrics))
+            if training.between is not None:
+                training.between(own)
         trained.told = [
             notes for _, notes in sorted((n for part in run.gather(told) for n in part), key=lambda n: n[0])
         ]
+    trained.end = look(own, optimizers)
     trained.optimizers = [optimizer.state_dict()["state"] for optimizer in optimizers]
     trained.ema = None if ema is None else state_of(ema.module)
     return trained
