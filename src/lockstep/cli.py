@@ -101,8 +101,9 @@ def run_options() -> argparse.ArgumentParser:
         description="Start a script on several ranks of this machine, or of several, and watch over them.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
-        epilog="Options after the script are the script's own. Exit codes: 0 done, 1 a rank failed, 2 usage, 75 "
-        "stopped with a checkpoint, 130 or 143 stopped without one, 137 a rank was killed by the system.",
+        epilog="Options after the script are the script's own. Exit codes: 0 done, 1 a rank failed, 2 usage, 74 "
+        "trained but not saved, 75 stopped with a checkpoint, 130 or 143 stopped without one, 137 a rank was killed by "
+        "the system.",
     )
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(

@@ -7,6 +7,7 @@
     ├── DataError (ValueError)           a data set that cannot be divided into samples
     ├── UsageError (RuntimeError)        the training loop calls `Run` in an order that would train wrongly
     ├── MismatchError (RuntimeError)     ranks differ where they must be equal
+    ├── NonFiniteError (ArithmeticError) a loss or a gradient is nan or infinite
     ├── PeerLost (RuntimeError)          another rank died, left or does not answer
     ├── CheckpointError (RuntimeError)   nothing whole to load, or the state does not fit
     │   └── DamagedCheckpoint            one checkpoint is not what was committed
@@ -43,6 +44,10 @@ class UsageError(LockstepError, RuntimeError):
 
 class MismatchError(LockstepError, RuntimeError):
     """Ranks differ where they must be equal; the message names them."""
+
+
+class NonFiniteError(LockstepError, ArithmeticError):
+    """A loss or a gradient is not a finite number; the message names step, rank and micro-batch."""
 
 
 class PeerLost(LockstepError, RuntimeError):

@@ -79,13 +79,19 @@ class Settings:
     threads: int | None = None  #: CPU threads per rank, part of the run's identity; None: one
     workers: int | None = None  #: loader processes per rank; None: chosen from the CPUs and the data
     bucket_mb: float | None = None  #: MiB of gradients exchanged at once; None: chosen for the link
+    on_nan: Literal["stop", "warn", "ignore"] = "stop"  #: what a loss or gradient that is not finite leads to
+    check_every: int = 500  #: steps between two comparisons of the ranks' values, beside those at saves
     peer_timeout_s: float = 600.0  #: how long a collective waits for the other ranks
 
     def __post_init__(self) -> None:
-        for name, allowed in (("reduction", ("exact", "fast")), ("precision", ("fp32", "bf16", "fp16"))):
+        for name, allowed in (
+            ("reduction", ("exact", "fast")),
+            ("precision", ("fp32", "bf16", "fp16")),
+            ("on_nan", ("stop", "warn", "ignore")),
+        ):
             if getattr(self, name) not in allowed:
                 raise SettingError(f"{name}={getattr(self, name)!r}: give one of {', '.join(allowed)}")
-        for name, least in (("keep", 1), ("threads", 1), ("workers", 0), ("seed", 0)):
+        for name, least in (("keep", 1), ("threads", 1), ("workers", 0), ("seed", 0), ("check_every", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise SettingError(f"{name}={value}: it must be at least {least}")
@@ -180,6 +186,8 @@ _READ: dict[str, tuple[Callable[[str], Any], str]] = {
     "threads": _WHOLE,
     "workers": _WHOLE,
     "bucket_mb": _REAL,
+    "on_nan": _TEXT,
+    "check_every": _WHOLE,
     "peer_timeout_s": _REAL,
 }
 _OPTIONAL = {"checkpoint", "save_every", "clip_norm", "threads", "workers", "bucket_mb"}

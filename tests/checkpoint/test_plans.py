@@ -138,6 +138,21 @@ def test_retention_keeps_the_newest_whole_ones_and_never_the_last(steps, keep, d
     assert {one.step for one in good} == {just.step, *others}
 
 
+@given(STEPS, st.integers(1, 4), st.data())
+def test_retention_leaves_protected_steps_alone_and_the_rest_as_if_they_were_not_there(steps, keep, data):
+    whole = {Committed(step, revision, ROOT): good for (step, revision), good in steps.items()}
+    protected = data.draw(st.sets(st.sampled_from(sorted({one.step for one in whole}))))
+    just = data.draw(st.sampled_from(sorted(whole)))
+    gone = superseded(list(whole), whole.__getitem__, just, keep, protected)
+    assert not {one.step for one in gone} & protected
+    rest = [one for one in whole if one.step not in protected]
+    if just in rest:
+        assert set(gone) == set(superseded(rest, whole.__getitem__, just, keep))
+    else:
+        good = {one.step for one in rest if whole[one]}
+        assert len([one for one in rest if whole[one] and one not in gone]) == min(keep, len(good))
+
+
 def test_listing_and_verifying_need_no_torch():
     code = "import sys, lockstep.checkpoint as c; c.verify, c.list_checkpoints; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

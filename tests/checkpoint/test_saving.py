@@ -290,6 +290,68 @@ class Gate(LocalDisk):
         return super().create(path)
 
 
+def steps_in(root):
+    return [one.step for one in list_checkpoints(root)]
+
+
+def test_the_newest_is_protected_also_by_those_who_resume_from_a_later_one(tmp_path):
+    saves, said = checkpoints(tmp_path, keep=1)
+    saves.protect_newest()  # there is none yet
+    for step in (1, 2, 3, 4):
+        saves.save(STATE, step, {"step": step})
+        saves.settle()
+        if step == 2:
+            saves.protect_newest()
+            saves.protect_newest()
+    assert steps_in(tmp_path) == [4, 2], "it does not count towards `keep`"
+    saves.close()
+
+    resumed, said = checkpoints(tmp_path, keep=1)
+    assert resumed.newest().about == {"step": 4}
+    for step in (5, 6):
+        resumed.save(STATE, step, {})
+        resumed.settle()
+    resumed.protect_newest()
+    resumed.save(STATE, 7, {})
+    resumed.settle()
+    resumed.save(STATE, 8, {})
+    resumed.close()
+    assert steps_in(tmp_path) == [8, 6, 2]
+
+    anew, said = checkpoints(tmp_path, keep=1)
+    anew.newest()
+    anew.set_aside()
+    for step in (2, 6, 9):
+        anew.save(STATE, step, {})
+        anew.settle()
+    anew.close()
+    assert steps_in(tmp_path) == [9], "another run's protection is not this one's"
+    assert said == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_one_in_flight_is_protected_beside_the_newest(tmp_path, fails):
+    gate, said = Gate(), []
+    gate.open.set()
+    saves = Checkpoints(tmp_path, alone(), keep=1, say=said.append, disk=gate)
+    saves.save(STATE, 1, {})
+    saves.settle()
+    gate.open.clear()
+    gate.reached.clear()
+    saves.save(STATE, 2, {})
+    assert gate.reached.wait(30)
+    saves.protect_newest()
+    if fails:
+        next(tmp_path.glob(".saving-*")).rmdir()
+    gate.open.set()
+    for step in (3, 4):
+        saves.save(STATE, step, {})
+        saves.settle()
+    saves.close()
+    assert steps_in(tmp_path) == ([4, 1] if fails else [4, 2, 1])
+    assert len(said) == fails
+
+
 def test_one_save_at_a_time_beside_the_training(tmp_path):
     gate, said = Gate(), []
     ticks = iter(range(0, 10_000, 5))
@@ -355,9 +417,18 @@ def test_the_last_save_does_not_fail_in_silence(tmp_path):
         saves.news()
     assert said[0].startswith("checkpoint of step 1 not saved: ")
     assert said[0].endswith("Training goes on; there is none yet")
+    ended = saves.close()
+    assert (ended.step, ended.committed) == (1, False)
+    assert ended.why_not in said[0]
+    assert len(said) == 1
+
+    saves, said = checkpoints(tmp_path / "root")
+    assert saves.close() is None
+    saves, said = checkpoints(tmp_path / "root")
+    saves.save(STATE, 1, {})
     saves.close()
-    assert len(said) == 2
-    assert said[1].endswith("It was the last one; there is none yet")
+    assert len(said) == 1
+    assert said[0].endswith("The run is ending; there is none yet")
 
 
 def test_no_open_file_and_no_thread_is_left(tmp_path):

@@ -1,7 +1,6 @@
 """Each sample once, the same micro-batches on any world (P3 and the data's part of P1), and what is refused."""
 
 import random
-import threading
 from collections import Counter
 from itertools import islice
 from typing import NamedTuple
@@ -9,104 +8,16 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from feeds import Meeting, content, feed_of, on_world, samples_of, steps_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lockstep.batch import BatchPlan
-from lockstep.data import choose_workers, is_in_memory, open_feed
+from lockstep.data import choose_workers, is_in_memory
 from lockstep.data.feed import _pinned
-from lockstep.data.order import order_of, run_length, slots_of
+from lockstep.data.order import order_of, slots_of
 from lockstep.errors import DataError
-
-
-def no_agreement_needed(counts):
-    raise AssertionError("only iterables ask the other ranks")
-
-
-class Meeting:
-    """An all-gather among threads, of which only one runs at a time: global generators are the process's own."""
-
-    def __init__(self, size):
-        self.size = size
-        self.turn = threading.Lock()
-        self.barrier = threading.Barrier(size, timeout=20)
-        self.table = [None] * size
-        self.calls = [0] * size
-
-    def agree_as(self, rank):
-        def agree(counts):
-            self.calls[rank] += 1
-            self.table[rank] = list(counts)
-            self.turn.release()
-            try:
-                self.barrier.wait()
-                everyone = list(self.table)
-                self.barrier.wait()
-            finally:
-                self.turn.acquire()
-            return everyone
-
-        return agree
-
-
-def feed_of(dataset, plan, rank=0, *, agree=no_agreement_needed, shuffle=None, drop_last=False, workers=0, **options):
-    return open_feed(
-        dataset, plan, rank, seed=7, shuffle=shuffle, drop_last=drop_last, workers=workers, agree=agree, **options
-    )
-
-
-def on_world(dataset, sizes, world, *, epoch=0, first_step=0, steps=None, shadows="none", **options):
-    """The micro-batches that each rank gets in ``steps`` steps, one list for each rank."""
-    meeting = Meeting(world)
-    got = [[] for _ in range(world)]
-    wrong = []
-
-    def run(rank):
-        with meeting.turn:
-            try:
-                feed = feed_of(dataset, BatchPlan(*sizes, world), rank, agree=meeting.agree_as(rank), **options)
-                for batch in feed.epoch(epoch, first_step, shadows=shadows):
-                    got[rank].append(batch)
-                    if steps is not None and batch.last and sum(b.last for b in got[rank]) == steps:
-                        break
-                feed.close()
-            except BaseException as error:  # noqa: BLE001 - raised again, in the test's own thread
-                meeting.barrier.abort()
-                wrong.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if wrong:
-        raise next((e for e in wrong if not isinstance(e, threading.BrokenBarrierError)), wrong[0])
-    return got
-
-
-def content(data):
-    (column,) = data if isinstance(data, list) else [data]
-    return tuple(column.tolist())
-
-
-def samples_of(got):
-    return [x for rank in got for batch in rank if not batch.shadow for x in content(batch.data)]
-
-
-def steps_of(got, global_batch):
-    """{position of the step: {index of the micro-batch: (its samples, what it says of itself)}}, over all ranks."""
-    table = {}
-    for rank in got:
-        step = 0
-        for b in rank:
-            if not b.shadow:
-                # All ranks take part in each full step; the short one is the last.
-                place = table.setdefault(step if b.step_samples == global_batch else -1, {})
-                assert b.index not in place
-                place[b.index] = (content(b.data), b.of, b.samples, b.step_samples)
-            step += b.last
-    return table
 
 
 class Stream:
@@ -180,7 +91,8 @@ def test_order_holds_each_sample_once_through_changing_worlds(case, shuffle, epo
             seen.update(int(i) for s in mine for i in order[s.start : s.stop])
             indices += [s.index for s in mine]
             assert [s.last for s in mine] == [False] * (len(mine) - 1) + [True] * bool(mine)
-            assert len(slots) == run_length(plan, rank, length, drop_last=drop_last, first_step=step, shadows="none")
+            assert {s.step for s in slots} <= set(range(step, steps))
+            assert {s.step for s in mine} <= {step}
         assert indices == list(range(len(indices)))
     left_out = length % sizes[0] if drop_last else 0
     assert sum(seen.values()) == len(seen) == length - left_out
@@ -201,7 +113,7 @@ def test_each_sample_once_and_the_same_micro_batches_on_any_world(case, kind, ep
     for world in worlds:
         many = on_world(dataset, sizes, world, epoch=epoch, drop_last=drop_last)
         if expected:
-            assert steps_of(many, sizes[0]) == steps_of(alone, sizes[0])
+            assert steps_of(many) == steps_of(alone)
         else:
             assert not any(many)
 
@@ -233,7 +145,7 @@ def test_every_rank_computes_in_every_step_if_shadows_stand_in(case, kind):
             assert [content(b.data) for b in rank_shaded if not b.shadow] == [content(b.data) for b in rank_bare]
             shadows = [b for b in rank_shaded if b.shadow]
             assert all(b.index == b.of - 1 and b.last and len(content(b.data)) == b.samples for b in shadows)
-            assert all(content(b.data) == steps_of(bare, sizes[0])[-1][b.index][0] for b in shadows)
+            assert all(content(b.data) == steps_of(bare)[b.step][b.index][0] for b in shadows)
 
 
 @given(cases(streams=True), st.sampled_from(sorted(KINDS)))
@@ -371,7 +283,7 @@ def test_a_stream_that_shuffles_as_it_begins_is_seeded_before_that():
             return iter(random.sample(range(21), 21))
 
     def order(world):
-        return steps_of(on_world(Eager(), (6, 2), world, epoch=3), 6)
+        return steps_of(on_world(Eager(), (6, 2), world, epoch=3))
 
     alone = order(1)
     random.random()
@@ -399,7 +311,6 @@ def test_the_loader_is_a_data_loader_and_gives_the_first_epoch_of_this_rank(kind
             assert feed.steps_per_epoch is None
             batches, expected = batches[:4], [content(b.data) for b in meeting[rank]][:4]
         else:
-            assert len(feed.loader) == len(batches)
             assert len(feed.loader.dataset) == feed.length == 10
             assert feed.steps_per_epoch == 3
             expected = [content(b.data) for b in meeting[rank]]

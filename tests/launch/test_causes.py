@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.launch.causes import Ending, block, diagnose, exit_code, has_failed, told_traceback
+from lockstep.launch.causes import Ending, block, diagnose, exit_code, has_failed, not_saved, told_traceback
 from lockstep.launch.failure import Failure
 
 
@@ -92,6 +92,11 @@ def test_nccls_watchdog_ends_a_rank_collaterally_and_other_aborts_do_not():
         ([left(0, 0), left(1, 0)], 2, 0),
         ([left(0, 75), left(1, 75)], None, 75),
         ([left(0, 75), left(1, 0)], 15, 75),
+        ([left(0, 74), left(1, 74)], None, 74),
+        ([left(0, 74), left(1, 74)], 15, 74),
+        ([left(0, 0), left(1, 74), left(2, 75)], None, 74),
+        ([left(0, 74), raised(1)], None, 1),
+        ([left(0, 74), left(1, -9)], None, 137),
         ([left(0, 3), left(1, 0)], None, 1),
         ([left(0, 2), left(1, 2)], None, 2),
         ([left(0, 2), left(1, 1)], None, 1),
@@ -111,6 +116,32 @@ def test_nccls_watchdog_ends_a_rank_collaterally_and_other_aborts_do_not():
 )
 def test_exit_codes(some, stopped_by, code):
     assert exit_code(some, stopped_by=stopped_by) == code
+
+
+def unsaved(rank, message):
+    return Ending(rank, 74, 1.0, failure=said(rank, message, kind="SystemExit"))
+
+
+def test_what_is_not_saved_is_told_with_its_reason_and_how_to_go_on():
+    def told(*endings):
+        words = not_saved(endings, ranks=len(endings), log=lambda rank: f"r{rank}.log", again="lockstep run")
+        return words.splitlines()
+
+    reason = "74\ntrained to step 4, which no checkpoint in x holds: x is full. The last good one is of step 2"
+    assert told(unsaved(1, reason), unsaved(0, reason)) == [
+        "not saved: the run is trained to its end, but its last checkpoint is missing",
+        "    trained to step 4, which no checkpoint in x holds: x is full. The last good one is of step 2",
+        "  to go on: lockstep run",
+        "  full log: r0.log; the other ranks beside it",
+    ]
+    # A full disk may take the record, too.
+    assert told(left(0, 74), unsaved(1, reason))[1].endswith("step 2")
+    assert told(left(0, 74, tail="NOT SAVED: x is full\n"))[1:] == [
+        "    NOT SAVED: x is full",
+        "  to go on: lockstep run",
+        "  full log: r0.log",
+    ]
+    assert len(told(unsaved(0, "74"))) == 3
 
 
 def test_equal_errors_are_told_once():

@@ -62,7 +62,7 @@ class Node:
 
     def end(self, status, now_s, *, by_us):
         self.endings = (Ending(0, status, now_s, ended_by_us=by_us),)
-        self.line = replace(self.line, running=False, trouble=not by_us and status not in (0, 75))
+        self.line = replace(self.line, running=False, trouble=not by_us and status not in (0, 74, 75))
 
 
 @dataclass
@@ -155,7 +155,7 @@ def world(nodes, least, most=None, **rules):
 
 events = st.one_of(
     st.tuples(st.sampled_from(["die", "cut", "mend"]), st.integers(1, 5)),
-    st.tuples(st.sampled_from(["fail", "finish", "usage"]), st.integers(0, 5)),
+    st.tuples(st.sampled_from(["fail", "finish", "unsaved", "usage"]), st.integers(0, 5)),
     st.tuples(st.just("come"), st.just(0)),
     st.tuples(st.just("stop"), st.integers(0, 5)),
     st.tuples(st.just("wait"), st.integers(1, 60)),
@@ -182,9 +182,9 @@ def test_whatever_happens_the_laws_hold_and_it_ends_or_runs(least, more, max_res
                 node.linked = True
             case "come":
                 here.come()
-            case "finish":
+            case "finish" | "unsaved":
                 for each in here.nodes:  # ranks that were together until the end
-                    each.will = 0
+                    each.will = {"finish": 0, "unsaved": 74}[what]
             case "fail" | "usage":
                 node.will = {"fail": 1, "usage": 2}[what]
             case "stop" if node.alive:
@@ -224,6 +224,20 @@ def test_a_failure_is_listened_to_told_and_restarted_within_its_budget():
     assert "restarting all ranks as generation 1 (restart 1 of 1)" in pair.said
     assert pair.minutes.failures == 1
     assert pair.minutes.changes == 0
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_run_that_could_not_save_its_end_is_told_and_not_restarted(comes):
+    pair = world(2, 2, 3, max_restarts=5, max_changes=5)
+    pair.until(pair.running)
+    if comes:
+        pair.come()
+        pair.until(lambda: pair.plan.how is How.GENTLY)  # for the newcomer
+    for node in pair.nodes:
+        node.will = 74
+    pair.until(lambda: pair.plan.phase == "over")
+    assert (pair.plan.code, pair.plan.generation) == (74, 0)
+    assert pair.plan.words[-1] == ("fail", "2 of 4 ended badly")
 
 
 def test_a_lost_node_is_named_waited_for_and_replaced():

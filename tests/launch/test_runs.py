@@ -239,6 +239,7 @@ def test_a_rank_that_does_not_end_is_killed_after_the_grace(workshop):
     [
         ("sys.exit()", 0, ""),
         ("sys.exit(75)", 75, "stopped with a complete checkpoint"),
+        ("sys.exit(74)", 74, "✗ not saved: the run is trained to its end, but its last checkpoint is missing\n"),
         ("sys.exit(3)", 1, "✗ run failed: all 2 ranks (host {host}) left with exit code 3\n    at train.py:7\n"),
         ("sys.exit(2)", 2, "left with exit code 2"),
         ("sys.exit('no data')", 1, "left with exit code 1\n    no data\n    at train.py:7"),
@@ -262,6 +263,62 @@ def test_how_ranks_end_is_what_the_launcher_says(workshop, does, code, says):
     assert ended.code == code, ended.err
     assert ended.out.startswith("begins\n")
     assert says.format(host=socket.gethostname()) in ended.err
+
+
+CANNOT_SAVE = """
+    import os, resource, signal, sys
+    import torch, lockstep
+    from torch.utils.data import TensorDataset
+
+    def main():
+        with lockstep.Run(save_every="1 step") as run:
+            model = run.model(torch.nn.Linear(500, 500))
+            run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            batches = run.loader(TensorDataset(torch.ones(8, 500)), global_batch=4, workers=0)
+            for _ in run.epochs(2):
+                for (x,) in run.train(batches):
+                    run.step(model(x).mean())
+                    if run.progress.step == 3:  # as a full disk, but for this process alone
+                        run._keeper._checkpoints.settle()
+                        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+    if __name__ == "__main__" and "notebook" not in sys.argv:
+        main()
+    elif __name__ == "__main__":
+        try:
+            lockstep.launch(main, ranks=2, run_dir="r", max_restarts=2)
+        except lockstep.LaunchError as error:
+            print(error)
+"""
+
+
+@pytest.mark.parametrize("notebook", [False, True])
+def test_a_run_that_could_not_save_its_end_says_so_last_and_is_not_restarted(workshop, notebook):
+    script = workshop.script(CANNOT_SAVE)
+    if notebook:
+        ended = workshop.end_of(workshop.start(script, "notebook", command=()))
+    else:
+        ended = workshop.run("--run-dir", "r", "--nproc-per-node", 2, "--max-restarts", 2, "--requeue", script)
+    assert ended.code == (0 if notebook else 74), ended.err
+    said = (ended.out if notebook else ended.err).rpartition("not saved: ")[2].splitlines()
+    assert said[0] == "the run is trained to its end, but its last checkpoint is missing"
+    root = workshop.here / "r" / "checkpoints"
+    assert said[1].startswith(f"    trained to step 4, which no checkpoint in {root} holds: ")
+    assert "File too large" in said[1]
+    assert "The last good one is of step 2" in said[1] or "The last good one is of step 3" in said[1]
+    assert said[2].startswith("  to go on: ")
+    assert "--resume --run-dir r" in said[2]
+    assert said[3:] == ["  full log: r/logs/rank-0000.log; the other ranks beside it"]
+    assert "restarting" not in ended.err
+    assert "Traceback" not in ended.err
+    status = json.loads((workshop.here / "r" / "status.json").read_text())
+    assert (status["state"], status["step"], status["generation"]) == ("unsaved", 4, 0)
+    assert status["last_saved_step"] in (2, 3)
+    if not notebook:
+        resumed = workshop.run("--resume", "--run-dir", "r", workshop.script(CANNOT_SAVE.replace("== 3:", "== 9:")))
+        assert resumed.code == 0, resumed.err
+        assert (root / "step-00000004").is_dir()
 
 
 def test_a_module_and_a_directory_run_as_python_would(workshop):

@@ -21,7 +21,7 @@ import io
 import itertools
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -241,23 +241,29 @@ def set_aside(root: Path, disk: Disk) -> Path | None:
 
 
 def superseded(
-    there: Sequence[Committed], whole: Callable[[Committed], bool], just: Committed, keep: int
+    there: Sequence[Committed],
+    whole: Callable[[Committed], bool],
+    just: Committed,
+    keep: int,
+    protected: Collection[int] = (),
 ) -> tuple[Committed, ...]:
     """Which checkpoints retention removes after ``just`` was committed; a pure plan.
 
-    Kept are ``just`` and, to make ``keep`` in all, the newest others that are ``whole``, one for each step. What is
-    not whole does not count, so that it never pushes out what is good; it goes once enough newer ones are whole.
+    Kept are all of ``protected`` steps, which do not count; and ``just`` and, to make ``keep`` in all, the newest
+    others that are ``whole``, one for each step. What is not whole does not count either, so that it never pushes out
+    what is good; it goes once enough newer ones are whole.
 
     Args:
         there: All that is committed, ``just`` included.
         whole: Whether one is whole, as far as it costs little to know.
         just: Was committed just now.
         keep: How many, at least 1.
+        protected: Steps whose checkpoints stay, whatever else is there.
     """
-    kept = {just.step: just}
+    kept = {just.step: just} if just.step not in protected else {}
     gone = []
     for one in sorted(there, reverse=True):
-        if one == just:
+        if one == just or one.step in protected:
             continue
         if one.step in kept or len(kept) >= keep:
             gone.append(one)

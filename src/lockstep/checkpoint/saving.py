@@ -11,6 +11,7 @@ is noticed by a deadline.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import secrets
@@ -42,16 +43,19 @@ from lockstep.checkpoint.commit import (
 )
 from lockstep.checkpoint.disk import LOCAL, Disk
 from lockstep.checkpoint.layout import Box, File, Placed, fault_of, lay_out
+from lockstep.checkpoint.lock import Holder, lock_root
 from lockstep.checkpoint.manifest import Manifest, Piece
 from lockstep.checkpoint.tensors import Copier, Named, flatten, load_tree
 from lockstep.checkpoint.tree import Tree, encode
 from lockstep.collectives import Board, Group
-from lockstep.errors import CheckpointError, DamagedCheckpoint, LockstepError
+from lockstep.errors import CheckpointError, DamagedCheckpoint, LockstepError, SettingError
 from lockstep.owners import owners_of
 
 #: Between two looks at the board, so that a thread which waits for a peer can be told to give up.
 _LOOK_EVERY_S = 0.02
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+#: In a manifest's ``about``: steps whose checkpoints retention leaves alone.
+_PROTECTED = "protected_steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class Saved:
     path: Path
     step: int
     about: Mapping[str, Any]  #: what `Checkpoints.save` was given
+    protected: frozenset[int] = frozenset()  #: steps that `Checkpoints.protect_newest` had protected when it was saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +121,41 @@ class Checkpoints:
         self._copier = Copier()
         self._saves = 0
         self._give_up = threading.Event()
+        self._closing = False
         self._flight: _Flight | None = None
         self._last: Outcome | None = None
         self._untold: list[Outcome] = []
         self._news: list[Outcome] = []
         self._last_committed_step: int | None = None
+        self._protected: frozenset[int] = frozenset()  # replaced, never changed: a save's thread reads it
+        self._lock = contextlib.ExitStack()
+
+    def claim(self, job: str = "", generation: int = 0) -> None:
+        """Make the root this run's own, until `release` or the end of the leader. All ranks, before all else.
+
+        Where the root cannot be made or locked, such as on a file system without locks, nothing is held.
+
+        Args:
+            job: names the launcher's job, and no other: its earlier generations are over, or about to be. "" without.
+            generation: of that job.
+
+        Raises:
+            SettingError: if another run works there.
+        """
+        why_not = ""
+        if self._group.leads:
+            try:
+                self._lock = lock_root(self.root, Holder.here(job, generation), self._say)
+            except SettingError as error:
+                why_not = str(error)
+        why_not = self._group.broadcast_object(why_not, "claim on the directory of checkpoints")
+        if why_not:
+            raise SettingError(why_not)
+
+    def release(self) -> None:
+        """The root is free for another run; nothing is saved afterwards. Each rank by itself, also after `abandon`."""
+        self.abandon()
+        self._lock.close()
 
     @property
     def last_committed_step(self) -> int | None:
@@ -145,6 +180,7 @@ class Checkpoints:
             raise CheckpointError(why_not)
         if saved is not None:
             self._last_committed_step = saved.step
+            self._protected |= saved.protected
         return saved
 
     def _look(self) -> tuple[Saved | None, str]:
@@ -160,7 +196,9 @@ class Checkpoints:
                     self._say(f"DAMAGED checkpoint of step {one.step}: {error}. Falling back to the one before")
                     continue
                 self._sweep()
-                return Saved(one.path, one.step, manifest.about), ""
+                about = dict(manifest.about)
+                protected = frozenset(about.pop(_PROTECTED, ()))
+                return Saved(one.path, one.step, about, protected), ""
             self._sweep()
         except (OSError, CheckpointError) as error:
             return None, f"cannot resume from {self.root}: {error}"
@@ -200,8 +238,18 @@ class Checkpoints:
         place, why_not = self._group.broadcast_object((place, why_not), "setting aside of checkpoints")
         if why_not:
             raise CheckpointError(why_not)
-        self._last_committed_step = None
+        self._last_committed_step, self._protected = None, frozenset()
         return place
+
+    def protect_newest(self) -> None:
+        """Retention leaves the newest checkpoint alone from now on, and the one in flight, should it be committed.
+
+        They do not count towards ``keep``. Each later checkpoint names them, so runs that resume from one know, too.
+        All ranks; costs nothing, and waits for nobody.
+        """
+        self._land(wait=False)
+        steps = (self._last_committed_step, self._flight.step if self._flight else None)
+        self._protected |= {step for step in steps if step is not None}
 
     def load(self, saved: Saved) -> Tree:
         """The tree that was saved, all tensors whole and contiguous on the CPU, with memory of their own.
@@ -244,7 +292,8 @@ class Checkpoints:
         file = _file_of(self._group.rank, self._group.size, names)
         content = self._copier.copy(file, tensors)
         self._saves += 1
-        manifest = Manifest(step, encoded, (), {}, dict(about), lockstep=__version__, torch=torch.__version__)
+        told = {**about, _PROTECTED: sorted(self._protected)} if self._protected else dict(about)
+        manifest = Manifest(step, encoded, (), {}, told, lockstep=__version__, torch=torch.__version__)
         save = _Save(
             manifest=manifest,
             names=names,
@@ -269,14 +318,20 @@ class Checkpoints:
         self._land(wait=True)
         self._tell()
 
-    def close(self) -> None:
-        """Wait for the last save; if it failed, that is the last word. All ranks; nothing is saved afterwards."""
-        told_before = self._flight is None and not self._untold
+    def close(self) -> Outcome | None:
+        """Wait for the last save. All ranks; nothing is saved afterwards.
+
+        Returns:
+            How that save ended, in the leader's words; None if there was none. It and `last_committed_step` are the
+            same on every rank, also where one did not hear of the end in time.
+        """
+        self._closing = True
         self.settle()
-        if told_before and self._last is not None and not self._last.committed:
-            self._say(self._failure(self._last, "It was the last one"))
+        known = self._group.broadcast_object((self._last, self._last_committed_step), "outcome of the last checkpoint")
+        self._last, self._last_committed_step = known
         # The leader may serve the board: it leaves when nobody waits for a word on it any more.
         self._group.barrier("end of the checkpoints")
+        return self._last
 
     def abandon(self) -> None:
         """Give up what waits for other ranks, for when one of them is lost; returns soon. Each rank by itself.
@@ -311,14 +366,12 @@ class Checkpoints:
             for remark in outcome.remarks:
                 self._say(f"checkpoint of step {outcome.step}: {remark}")
             if not outcome.committed:
-                then = "The run is ending" if self._give_up.is_set() else "Training goes on"
-                self._say(self._failure(outcome, then))
-
-    def _failure(self, outcome: Outcome, then: str) -> str:
-        good = self._last_committed_step
-        return f"checkpoint of step {outcome.step} not saved: {outcome.why_not}. {then}; " + (
-            f"last good: step {good}" if good is not None else "there is none yet"
-        )
+                then = "The run is ending" if self._closing or self._give_up.is_set() else "Training goes on"
+                good = self._last_committed_step
+                self._say(
+                    f"checkpoint of step {outcome.step} not saved: {outcome.why_not}. {then}; "
+                    + (f"last good: step {good}" if good is not None else "there is none yet")
+                )
 
     # What follows runs in the thread of a save.
 
@@ -417,7 +470,8 @@ class Checkpoints:
         try:
             there = list_checkpoints(self.root, self._disk)
             just = next(one for one in there if one.step == step)
-            remove([one.path for one in superseded(there, self._whole, just, self._keep)], self.root, self._disk)
+            gone = superseded(there, self._whole, just, self._keep, self._protected)
+            remove([one.path for one in gone], self.root, self._disk)
         except OSError as error:
             return (f"cannot remove older checkpoints: {error}",)
         return ()
@@ -524,6 +578,7 @@ class _Flight:
     """A save in its thread. Not a daemon: an interpreter that ends waits for it."""
 
     def __init__(self, clock: Callable[[], float], save: _Save, write: Callable[[], Outcome]) -> None:
+        self.step = save.manifest.step
         self._outcome = save.outcome("its thread ended early")
         self._clock, self._began, self._deed = clock, clock(), write
         self._thread = threading.Thread(target=self._run, name="lockstep-checkpoint", daemon=False)

@@ -2,7 +2,7 @@
 
 from lockstep.collectives.exchange import Exchange, FastExchange, RankSums, open_exchange
 from lockstep.collectives.group import Board, Group, alone, naming_lost_peers, open_group, tells_of_lost_peer
-from lockstep.collectives.part import Part
+from lockstep.collectives.part import Part, elsewhere, owned
 from lockstep.collectives.relay import Relay
 from lockstep.collectives.route import Runs
 from lockstep.collectives.scatter import Division, FastScatter, Scatter, TreeScatter, begin_alike
@@ -27,11 +27,13 @@ __all__ = [
     "TreeScatter",
     "alone",
     "begin_alike",
+    "elsewhere",
     "fold",
     "naming_lost_peers",
     "nodes_of",
     "open_exchange",
     "open_group",
     "open_spread",
+    "owned",
     "tells_of_lost_peer",
 ]

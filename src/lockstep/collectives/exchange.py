@@ -27,7 +27,7 @@ class Exchange(Protocol):
         """Begin the sum over the micro-batches of a step, to arrive in ``out`` with the same bits on every rank.
 
         Args:
-            out: one-dimensional, of the length that all ranks give; ``partials`` may contain it.
+            out: one-dimensional, of the length that all ranks give, real or complex; ``partials`` may contain it.
             partials: the sums of this rank's nodes (`nodes_of` its run), each like ``out``; none for an empty run.
                 They may be overwritten.
             micro_batches: of the step, the same on every rank.
@@ -129,6 +129,7 @@ class OnThread:
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
         """See `Exchange.begin`."""
+        out, partials = as_real(out), [as_real(partial) for partial in partials]
         route = self._routes(micro_batches)
         if route.all_reduces:
             (total,) = partials
@@ -169,6 +170,7 @@ class OnStream:
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
         """See `Exchange.begin`."""
+        out, partials = as_real(out), [as_real(partial) for partial in partials]
         route = self._routes(micro_batches)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -264,6 +266,11 @@ def _gather(route: Route, chunk: torch.Tensor, out: torch.Tensor, group: dist.Pr
     gathered = out.new_empty(full * size)
     _all_gather(gathered, padded, group=group)
     out.copy_(gathered[:length])
+
+
+def as_real(flat: torch.Tensor) -> torch.Tensor:
+    """``flat`` itself, of one dimension; a complex one as pairs of reals: transports and folds know no complex sums."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def _into(out: torch.Tensor, total: torch.Tensor) -> None:

@@ -10,8 +10,10 @@ Such as one of shape (5, 3)::
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,3 +34,13 @@ class Part:
     def whole(cls, tensor: torch.Tensor) -> Part:
         """A tensor that this rank alone holds."""
         return cls(tensor, (0,) * tensor.dim(), tuple(tensor.shape), tensor.dtype)
+
+
+def owned(value: Any) -> Any:
+    """``value``, nested dicts, lists and tuples, with each tensor as a `Part` that this rank alone holds."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: Part.whole(tensor.detach()), value)
+
+
+def elsewhere(value: Any) -> Any:
+    """``value``, nested likewise, with each tensor as a `Part` of which this rank holds nothing."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: Part.elsewhere(tuple(t.shape), t.dtype), value)

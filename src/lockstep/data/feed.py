@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, Protocol
 
 import torch
@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lockstep.batch import BatchPlan
 from lockstep.data.memory import Columns, columns_of
-from lockstep.data.order import MicroBatch, Shadows, order_of, shadows_of
-from lockstep.data.samples import Picker, Picks, Seeded
-from lockstep.data.stream import Batches, Found, OnePass, Reader, Steps, Strided, refuse_unequal, sizes_of
+from lockstep.data.order import MicroBatch, Shadows, order_of, run_length, shadows_of
+from lockstep.data.samples import Picker, Picks, Seeded, Slots
+from lockstep.data.stream import Batches, Found, OnePass, Reader, Steps, Strided, refuse_unequal, seeded, sizes_of
 from lockstep.data.workers import begin_pass, choose_workers, end_passes, open_loader
 from lockstep.errors import DataError
 
@@ -26,7 +26,9 @@ Agree = Callable[[list[int]], list[list[int]]]
 class Feed(Protocol):
     """One rank's way to its micro-batches."""
 
-    loader: DataLoader[Any]  #: gives this rank's micro-batches of an epoch (the first one's order) when used by itself
+    #: Gives this rank's micro-batches of an epoch (the first one's order) when used by itself. Its length is the
+    #: number of optimizer steps of an epoch, on any world; TypeError for a stream that does not know its own.
+    loader: DataLoader[Any]
     plan: BatchPlan
     length: int | None  #: samples of an epoch, over all ranks; None: known at its end
     steps_per_epoch: int | None
@@ -47,6 +49,22 @@ class Feed(Protocol):
             DataError: if the epoch has fewer than ``first_step`` steps; for a stream also if it gave nothing, or not
                 the same to every rank.
         """
+
+    def evaluation(self, *, shadows: Shadows) -> Iterator[MicroBatch]:
+        """This rank's block of the micro-batches of ``epoch(0)``, for a pass in which no step is finished together.
+
+        The blocks of the ranks, one after another, are the order of the epoch (without shuffling, the data set's), on
+        any number of ranks; some may be empty. What a micro-batch says of itself is what it says in ``epoch(0)``, but
+        for ``last`` and ``shadow``. With shadows "even" all ranks compute equally many; shadows come first.
+
+        A stream, of which nobody knows the length, is divided as in ``epoch(0)``: the blocks are not its order.
+        """
+
+    def micro_batches(self, first_step: int = 0, *, shadows: Shadows) -> int | None:
+        """How many `epoch` hands out from ``first_step`` on; None for a stream that does not know its length."""
+
+    def micro_batches_of_evaluation(self, *, shadows: Shadows) -> int | None:
+        """How many `evaluation` hands out; None for a stream that does not know its length."""
 
     def close(self) -> None:
         """No loader process runs afterwards. May be called twice."""
@@ -119,7 +137,7 @@ class MemoryFeed:
         self._pin = pin_memory
         self.plan = picker.plan
         self.length: int | None = picker.length
-        self.steps_per_epoch: int | None = picker.plan.steps(picker.length, drop_last=picker.drop_last)
+        self.steps_per_epoch: int | None = picker.steps
         self.notes: tuple[str, ...] = ()
 
         def take(indices: list[int]) -> Any:
@@ -128,6 +146,7 @@ class MemoryFeed:
 
         self.loader = open_loader(
             Seeded(dataset, picker.seed, take),
+            lambda: picker.steps,
             0,
             1,
             picker.seed,
@@ -137,9 +156,21 @@ class MemoryFeed:
         )
 
     def epoch(self, epoch: int, first_step: int = 0, *, shadows: Shadows) -> Iterator[MicroBatch]:
+        return self._read(epoch, self._picker.slots(first_step, shadows=shadows))
+
+    def evaluation(self, *, shadows: Shadows) -> Iterator[MicroBatch]:
+        return self._read(0, self._picker.slots_of_evaluation(shadows=shadows))
+
+    def micro_batches(self, first_step: int = 0, *, shadows: Shadows) -> int | None:
+        return self._picker.micro_batches(first_step, shadows=shadows)
+
+    def micro_batches_of_evaluation(self, *, shadows: Shadows) -> int | None:
+        return self._picker.micro_batches_of_evaluation(shadows=shadows)
+
+    def _read(self, epoch: int, slots: Slots) -> Iterator[MicroBatch]:
         picker, take, pin = self._picker, self._columns.take, self._pin
         rows = self._columns.arranged(order_of(picker.length, picker.seed, epoch, shuffle=picker.shuffle))
-        for slot in picker.slots(first_step, shadows=shadows):
+        for slot in slots():
             data = take(rows[slot.start : slot.stop])
             yield slot.filled(_pinned(data) if pin else data)
 
@@ -162,18 +193,19 @@ class SampleFeed:
         self._pass: Any = None
         self.plan = picker.plan
         self.length: int | None = picker.length
-        self.steps_per_epoch: int | None = picker.plan.steps(picker.length, drop_last=picker.drop_last)
+        self.steps_per_epoch: int | None = picker.steps
         self.notes: tuple[str, ...] = ()
-        seeded, collate = Seeded(dataset, picker.seed), collate_fn or default_collate
+        samples, collate = Seeded(dataset, picker.seed), collate_fn or default_collate
 
         def read(picks: Picks) -> Any:
-            data = collate(seeded.__getitems__(picks))
+            data = collate(samples.__getitems__(picks))
             return _pinned(data) if pin_memory else data
 
         # Without loader processes, what `DataLoader` does around each micro-batch costs more than reading it.
-        self._read: Callable[[Picks], Any] | None = None if workers else read
+        self._read_here: Callable[[Picks], Any] | None = None if workers else read
         self.loader = open_loader(
-            seeded,
+            samples,
+            lambda: picker.steps,
             workers,
             len(picker.plan.run(picker.rank)),
             picker.seed,
@@ -184,14 +216,24 @@ class SampleFeed:
         )
 
     def epoch(self, epoch: int, first_step: int = 0, *, shadows: Shadows) -> Iterator[MicroBatch]:
-        picker = self._picker
-        slots = picker.slots(first_step, shadows=shadows)
-        picker.aim(epoch, first_step, shadows=shadows)
-        if self._read is not None:
-            batches = map(self._read, picker)
+        return self._read(epoch, self._picker.slots(first_step, shadows=shadows))
+
+    def evaluation(self, *, shadows: Shadows) -> Iterator[MicroBatch]:
+        return self._read(0, self._picker.slots_of_evaluation(shadows=shadows))
+
+    def micro_batches(self, first_step: int = 0, *, shadows: Shadows) -> int | None:
+        return self._picker.micro_batches(first_step, shadows=shadows)
+
+    def micro_batches_of_evaluation(self, *, shadows: Shadows) -> int | None:
+        return self._picker.micro_batches_of_evaluation(shadows=shadows)
+
+    def _read(self, epoch: int, slots: Slots) -> Iterator[MicroBatch]:
+        self._picker.aim(epoch, slots)
+        if self._read_here is not None:
+            batches = map(self._read_here, self._picker)
         else:
             batches = self._pass = begin_pass(self.loader)
-        for slot, data in zip(slots, batches, strict=True):
+        for slot, data in zip(slots(), batches, strict=True):
             yield slot.filled(data)
 
     def close(self) -> None:
@@ -214,6 +256,7 @@ class StreamFeed:
         agree: Agree,
         pin_memory: bool,
     ) -> None:
+        self._dataset = dataset
         self._reader = reader
         self._rank = rank
         self._seed = seed
@@ -245,6 +288,20 @@ class StreamFeed:
             step += 1
         self._close_pass()
 
+    def evaluation(self, *, shadows: Shadows) -> Iterator[MicroBatch]:
+        return self.epoch(0, shadows=shadows)
+
+    def micro_batches(self, first_step: int = 0, *, shadows: Shadows) -> int | None:
+        samples = _told_length(self._dataset)
+        if samples is None:
+            return None
+        full, rest = divmod(samples, self.plan.global_batch)
+        tail = 0 if self._drop_last else min(rest, self.plan.micro_batches)
+        return run_length(self.plan, self._rank, full, tail, first_step=first_step, shadows=shadows)
+
+    def micro_batches_of_evaluation(self, *, shadows: Shadows) -> int | None:
+        return self.micro_batches(shadows=shadows)
+
     def close(self) -> None:
         self._close_pass()
         end_passes(self.loader)
@@ -262,18 +319,25 @@ class StreamFeed:
             data = [*found.batches[:1] * before, *found.batches]
         for number, (index, batch) in enumerate(zip(mine, data, strict=True)):
             last, shadow = number == len(mine) - 1, number < before
-            yield MicroBatch(batch, index, len(sizes), sizes[index], samples, last, shadow)
+            yield MicroBatch(batch, step, index, len(sizes), sizes[index], samples, last, shadow)
 
     def _agreed(self, found: Found, epoch: int, step: int) -> int:
         """Samples of the step over all ranks, if all found what belongs to them. All ranks call it."""
         everyone = self._agree([found.mark, *found.counts])
         counts = [number for numbers in everyone for number in numbers[1:]]
         samples = sum(counts)
-        if len({numbers[0] for numbers in everyone}) > 1 or counts != sizes_of(self.plan, samples):
+        place, kind = f"in step {step} of epoch {epoch}", type(self._dataset).__name__
+        if counts != sizes_of(self.plan, samples):
             raise DataError(
-                f"the ranks read different streams: in step {step} of epoch {epoch} their micro-batches hold {counts} "
-                "samples, or they begin differently; give every rank the whole stream in the same order (no division "
-                "by rank in the data set), or give the data set a method stride(start, step)"
+                f"the ranks read different streams: {place} their micro-batches hold {counts} samples; {kind} must "
+                "give every rank the whole stream in the same order (no division by rank in the data set), or have a "
+                "method stride(start, step)"
+            )
+        if len({numbers[0] for numbers in everyone}) > 1:
+            raise DataError(
+                f"the ranks read different streams: {place} {kind} gives them different samples; if it shuffles by "
+                "itself, give it a seed, such as shuffle(..., seed=0); if it is divided by rank, leave that out: every "
+                "rank is to be given the whole stream in the same order"
             )
         if samples == 0 and step == 0:
             raise DataError(
@@ -285,6 +349,7 @@ class StreamFeed:
     def _open(self, dataset: Any, workers: int) -> DataLoader[Any]:
         return open_loader(
             dataset,
+            self._steps,
             workers,
             1,
             self._seed,
@@ -292,6 +357,16 @@ class StreamFeed:
             collate_fn=_as_it_is,
             pin_memory=self._pin,
         )
+
+    def _steps(self) -> int:
+        samples = _told_length(self._dataset)
+        if samples is None:
+            raise TypeError(
+                f"len(loader): how many steps an epoch has is known at its end only, as {type(self._dataset).__name__} "
+                "can only be iterated and does not know its length; give it a method __len__, or write the number of "
+                "steps yourself"
+            )
+        return self.plan.steps(samples, drop_last=self._drop_last)
 
     def _close_pass(self) -> None:
         if self._pass is not None:
@@ -323,7 +398,15 @@ def _is_stream(dataset: Any) -> bool:
 
 def _reader_of(dataset: Any, plan: BatchPlan, rank: int, seed: int, collate: Callable[[list[Any]], Any]) -> Reader:
     kind = Strided if callable(getattr(dataset, "stride", None)) else OnePass
-    return kind(dataset, plan, rank, seed, collate)
+    return kind(dataset, plan, rank, seed, seeded(collate, seed))
+
+
+def _told_length(dataset: Any) -> int | None:
+    """The length that a stream says it has, if it says one."""
+    try:
+        return len(dataset) if isinstance(dataset, Sized) else None
+    except (TypeError, NotImplementedError):  # such as a chain of streams of which one does not know
+        return None
 
 
 def _length_of(dataset: Any) -> int:

@@ -3,7 +3,8 @@
     order of epoch 3      | 7 2 9 0 4 1 | 8 5 3 6 |        global_batch 6, micro_batch 2
     step                  |      0      |    1    |
     micro-batch           | 0    1    2 | 0     1 |        the last step is short, not padded
-    rank of 3             | 0    1    2 | 1     2 |        rank 0's run is empty there: it may compute a shadow
+    rank of 3, training   | 0    1    2 | 1     2 |        rank 0's run is empty there: it may compute a shadow
+    rank of 3, evaluation | 0    1    1 | 2     2 |        no step to finish together: one block of the pass each
 
 All ranks draw the same order, so none has to be told.
 """
@@ -31,6 +32,7 @@ class MicroBatch:
     """The samples of one forward and backward, and where in the step they stand."""
 
     data: Any  #: what the loop gets, such as ``(images, labels)``
+    step: int  #: within the epoch, from 0
     index: int  #: of the micro-batch in its step, from 0
     of: int  #: micro-batches of that step, over all ranks
     samples: int  #: samples in it
@@ -43,6 +45,7 @@ class MicroBatch:
 class Slot:
     """The place of one micro-batch: positions ``[start, stop)`` in the epoch's order of samples."""
 
+    step: int
     index: int
     of: int
     start: int
@@ -53,7 +56,8 @@ class Slot:
 
     def filled(self, data: Any) -> MicroBatch:
         """The micro-batch that holds ``data``."""
-        return MicroBatch(data, self.index, self.of, self.stop - self.start, self.step_samples, self.last, self.shadow)
+        samples = self.stop - self.start
+        return MicroBatch(data, self.step, self.index, self.of, samples, self.step_samples, self.last, self.shadow)
 
 
 def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> Tensor | range:
@@ -88,14 +92,35 @@ def slots_of(
 def slots_of_step(plan: BatchPlan, rank: int, step: int, samples: int, shadows: Shadows) -> Iterator[Slot]:
     """This rank's run of the micro-batches of one step of ``samples``, after its shadows."""
     of = -(-samples // plan.micro_batch)
-    begin = step * plan.global_batch
     run = plan.run(rank, of)
     before = shadows_of(plan, rank, of, shadows)
     for number, index in enumerate([of - 1] * before + [*run]):
-        start = index * plan.micro_batch
-        stop = min(start + plan.micro_batch, samples)
         last = number == before + len(run) - 1
-        yield Slot(index, of, begin + start, begin + stop, samples, last, number < before)
+        yield _slot(plan, step, samples, index, last=last, shadow=number < before)
+
+
+def slots_of_evaluation(
+    plan: BatchPlan, rank: int, length: int, *, drop_last: bool, shadows: Shadows
+) -> Iterator[Slot]:
+    """This rank's block of the epoch's micro-batches, those of all steps end to end.
+
+    The blocks of all ranks, one after another, are the whole pass in its order, also where some are empty. Shadows are
+    as in a step that holds all these micro-batches.
+    """
+    of = evaluation_length(plan, length, drop_last=drop_last)
+    before = shadows_of(plan, rank, of, shadows)
+    numbers = [of - 1] * before + [*plan.run(rank, of)]
+    for place, number in enumerate(numbers):
+        step, index = divmod(number, plan.micro_batches)
+        samples = min(plan.global_batch, length - step * plan.global_batch)
+        last = place == len(numbers) - 1 or numbers[place + 1] // plan.micro_batches != step
+        yield _slot(plan, step, samples, index, last=last, shadow=place < before)
+
+
+def evaluation_length(plan: BatchPlan, length: int, *, drop_last: bool) -> int:
+    """Micro-batches of a whole pass, over all ranks."""
+    full, rest = divmod(length, plan.global_batch)
+    return full * plan.micro_batches + (0 if drop_last else len(plan.sizes(rest)))
 
 
 def shadows_of(plan: BatchPlan, rank: int, micro_batches: int, shadows: Shadows) -> int:
@@ -106,12 +131,23 @@ def shadows_of(plan: BatchPlan, rank: int, micro_batches: int, shadows: Shadows)
     return int(shadows == "one" and not mine and micro_batches > 0)
 
 
-def run_length(plan: BatchPlan, rank: int, length: int, *, drop_last: bool, first_step: int, shadows: Shadows) -> int:
-    """How many micro-batches `slots_of` gives, in no time at all."""
-    full, rest = divmod(length, plan.global_batch)
-    tail = 0
-    if rest and not drop_last:
-        tail = sum(1 for _ in slots_of_step(plan, rank, 0, rest, shadows))
-    steps = plan.steps(length, drop_last=drop_last)
-    each = len(plan.run(rank)) + shadows_of(plan, rank, plan.micro_batches, shadows)
-    return max(0, full - first_step) * each + (tail if first_step < steps else 0)
+def _slot(plan: BatchPlan, step: int, samples: int, index: int, *, last: bool, shadow: bool) -> Slot:
+    """The place of micro-batch ``index`` of a step of ``samples``."""
+    begin = step * plan.global_batch
+    start = index * plan.micro_batch
+    stop = min(start + plan.micro_batch, samples)
+    return Slot(step, index, -(-samples // plan.micro_batch), begin + start, begin + stop, samples, last, shadow)
+
+
+def turns_of(plan: BatchPlan, rank: int, micro_batches: int, shadows: Shadows) -> int:
+    """How many micro-batches ``rank`` computes of so many, its shadows among them."""
+    return len(plan.run(rank, micro_batches)) + shadows_of(plan, rank, micro_batches, shadows)
+
+
+def run_length(plan: BatchPlan, rank: int, full: int, tail: int, *, first_step: int, shadows: Shadows) -> int:
+    """How many micro-batches ``rank`` computes from ``first_step`` on, its shadows among them.
+
+    The epoch is one of ``full`` steps, and of one more if that holds ``tail`` micro-batches.
+    """
+    whole = max(0, full - first_step) * turns_of(plan, rank, plan.micro_batches, shadows)
+    return whole + (turns_of(plan, rank, tail, shadows) if first_step <= full else 0)

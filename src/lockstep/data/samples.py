@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset, Sampler, Subset
 
 from lockstep.batch import BatchPlan
-from lockstep.data.order import Shadows, Slot, order_of, run_length, slots_of
+from lockstep.data.order import (
+    Shadows,
+    Slot,
+    evaluation_length,
+    order_of,
+    run_length,
+    slots_of,
+    slots_of_evaluation,
+    turns_of,
+)
 from lockstep.randomness import seed_generators, seed_of
 
 #: What travels to a loader process for each micro-batch. The epoch goes with the indices, so that a process that
 #: lives longer than an epoch and reads ahead always knows which epoch it reads for.
 Picks = tuple[int, list[int]]
+
+
+Slots = Callable[[], Iterator[Slot]]
 
 
 class Picker(Sampler[Picks]):
@@ -26,33 +39,46 @@ class Picker(Sampler[Picks]):
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
-        self.aim(0, 0, shadows="none")
+        self.steps = plan.steps(length, drop_last=drop_last)
+        self.aim(0, self.slots(0, shadows="none"))
 
-    def aim(self, epoch: int, first_step: int, *, shadows: Shadows) -> None:
-        """The next pass over it reads ``epoch`` from ``first_step`` on; passes already begun stay as they are."""
+    def aim(self, epoch: int, slots: Slots) -> None:
+        """The next pass over it reads ``slots`` of ``epoch``; passes already begun stay as they are."""
         self.epoch = epoch
-        self.first_step = first_step
-        self.shadows = shadows
+        self.aimed_at = slots
 
-    def slots(self, first_step: int, *, shadows: Shadows) -> Iterator[Slot]:
+    def slots(self, first_step: int, *, shadows: Shadows) -> Slots:
         """The places of this rank's micro-batches in any epoch, from ``first_step`` on."""
-        return slots_of(
-            self.plan, self.rank, self.length, drop_last=self.drop_last, first_step=first_step, shadows=shadows
-        )
-
-    def __len__(self) -> int:
-        return run_length(
+        return partial(
+            slots_of,
             self.plan,
             self.rank,
             self.length,
             drop_last=self.drop_last,
-            first_step=self.first_step,
-            shadows=self.shadows,
+            first_step=first_step,
+            shadows=shadows,
         )
+
+    def slots_of_evaluation(self, *, shadows: Shadows) -> Slots:
+        """The places of this rank's micro-batches in an evaluation."""
+        return partial(
+            slots_of_evaluation, self.plan, self.rank, self.length, drop_last=self.drop_last, shadows=shadows
+        )
+
+    def micro_batches(self, first_step: int, *, shadows: Shadows) -> int:
+        """How many `slots` gives."""
+        full, rest = divmod(self.length, self.plan.global_batch)
+        tail = 0 if self.drop_last else len(self.plan.sizes(rest))
+        return run_length(self.plan, self.rank, full, tail, first_step=first_step, shadows=shadows)
+
+    def micro_batches_of_evaluation(self, *, shadows: Shadows) -> int:
+        """How many `slots_of_evaluation` gives."""
+        of = evaluation_length(self.plan, self.length, drop_last=self.drop_last)
+        return turns_of(self.plan, self.rank, of, shadows)
 
     def __iter__(self) -> Iterator[Picks]:
         # A generator begun here, not a generator function: the aim is read now, not when the first item is asked for.
-        slots = self.slots(self.first_step, shadows=self.shadows)
+        slots = self.aimed_at()
         order = order_of(self.length, self.seed, self.epoch, shuffle=self.shuffle)
         epoch = self.epoch
         return ((epoch, _indices(order[slot.start : slot.stop])) for slot in slots)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
@@ -24,10 +25,14 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lockstep.batch import BatchPlan
+from lockstep.data.single_process_view import single_process_view
 from lockstep.errors import DataError
 from lockstep.randomness import seed_generators, seed_of
 
-Collate = Callable[[list[Any]], Any]
+Collate = Callable[[list[Any], int, int, int], Any]
+"""A batch of samples that are in an epoch, a step, and a micro-batch of it."""
+
+_LOOKED_AT = 1024  # elements of an array or a text that count for its checksum, evenly spread
 
 
 class Found(NamedTuple):
@@ -36,7 +41,7 @@ class Found(NamedTuple):
     counts: list[int]  #: samples of each
     batches: list[Any]  #: the data of those that hold any
     heads: list[Any]  #: in a step with fewer samples than micro-batches, each sample as a micro-batch, if known here
-    mark: int  #: a checksum of the first sample, for a stream that all ranks read; else 0
+    mark: int  #: a checksum of the step's first sample, for a stream that all ranks read; else 0
 
 
 class Reader(Protocol):
@@ -61,19 +66,25 @@ class Strided:
 
     def steps(self, epoch: int, first_step: int) -> Iterator[Found]:
         """One open stride for each micro-batch of the run."""
-        _tell_epoch(self._dataset, epoch)
-        streams = [self._open(epoch, first_step, m) for m in self._run]
-        while True:
-            groups = [list(islice(stream, self._plan.micro_batch)) for stream in streams]
-            counts = [len(group) for group in groups]
-            yield Found(counts, [self._collate(group) for group in groups if group], [], 0)
+        with single_process_view():
+            _tell_epoch(self._dataset, epoch)
+            streams = [self._open(epoch, first_step, m) for m in self._run]
+        for step in count(first_step):
+            with single_process_view():
+                groups = [list(islice(stream, self._plan.micro_batch)) for stream in streams]
+                counts = [len(group) for group in groups]
+                batches = [
+                    self._collate(group, epoch, step, m) for m, group in zip(self._run, groups, strict=True) if group
+                ]
+            yield Found(counts, batches, [], 0)
             if min(counts) < self._plan.micro_batch:
                 return
 
     def heads(self, epoch: int, step: int, found: Found, wanted: Sequence[int]) -> list[Any]:
         """Opens the stride of each once more, in this process."""
-        _tell_epoch(self._dataset, epoch)
-        return [self._collate([next(self._open(epoch, step, m))]) for m in wanted]
+        with single_process_view():
+            _tell_epoch(self._dataset, epoch)
+            return [self._collate([next(self._open(epoch, step, m))], epoch, step, m) for m in wanted]
 
     def _open(self, epoch: int, step: int, index: int) -> Iterator[Any]:
         start, stride = step * self._plan.global_batch + index, self._plan.micro_batches
@@ -93,32 +104,39 @@ class OnePass:
 
     def steps(self, epoch: int, first_step: int) -> Iterator[Found]:
         """One pass from the beginning of the stream."""
-        _tell_epoch(self._dataset, epoch)
-        # Also what the data set draws while it begins, or for samples of other ranks, such as the shuffling of a
-        # buffer, must be drawn alike on every rank: so each sample is seeded, whoever keeps it.
-        seed_generators(seed_of(self._seed, "stream", epoch))
-        stream = _seeded(iter(self._dataset), self._seed, epoch, count())
-        m = self._plan.micro_batches
-        for _ in islice(stream, first_step * self._plan.global_batch):
-            pass
-        mark = True
-        while True:
-            groups: list[list[Any]] = [[] for _ in self._run]
-            first: list[Any] = []  # one sample of each micro-batch: all there are, in a step too short for the ranks
-            samples = 0
-            for sample in islice(stream, self._plan.global_batch):
-                index = samples % m
-                if samples < m:
-                    first.append(sample)
-                if index in self._run:
-                    groups[index - self._run.start].append(sample)
-                samples += 1
-            heads = [self._collate([sample]) for sample in first] if samples < m else []
-            batches = [self._collate(group) for group in groups if group]
-            yield Found([len(group) for group in groups], batches, heads, checksum(first[:1]) if mark else 0)
-            mark = False
+        with single_process_view():
+            _tell_epoch(self._dataset, epoch)
+            # Also what the data set draws while it begins, or for samples of other ranks, such as the shuffling of a
+            # buffer, must be drawn alike on every rank: so each sample is seeded, whoever keeps it.
+            seed_generators(seed_of(self._seed, "stream", epoch))
+            stream = _seeded(iter(self._dataset), self._seed, epoch, count())
+            for _ in islice(stream, first_step * self._plan.global_batch):
+                pass
+        for step in count(first_step):
+            with single_process_view():
+                found, samples = self._find(stream, epoch, step)
+            yield found
             if samples < self._plan.global_batch:
                 return
+
+    def _find(self, stream: Iterator[Any], epoch: int, step: int) -> tuple[Found, int]:
+        """The next step of ``stream``, and how many samples it holds over all ranks."""
+        m = self._plan.micro_batches
+        groups: list[list[Any]] = [[] for _ in self._run]
+        first: list[Any] = []  # one sample of each micro-batch: all there are, in a step too short for the ranks
+        samples = 0
+        for sample in islice(stream, self._plan.global_batch):
+            index = samples % m
+            if samples < m:
+                first.append(sample)
+            if index in self._run:
+                groups[index - self._run.start].append(sample)
+            samples += 1
+        mark = checksum(first[:1])  # before the user's function, which may change what it is given
+        short = first if samples < m else []
+        heads = [self._collate([sample], epoch, step, index) for index, sample in enumerate(short)]
+        batches = [self._collate(group, epoch, step, i) for i, group in zip(self._run, groups, strict=True) if group]
+        return Found([len(group) for group in groups], batches, heads, mark), samples
 
     def heads(self, epoch: int, step: int, found: Found, wanted: Sequence[int]) -> list[Any]:
         """Every rank has seen them all."""
@@ -152,6 +170,14 @@ class Steps(IterableDataset[Found]):
         return self.reader.steps(self.epoch, self.first_step)
 
 
+def seeded(collate: Callable[[list[Any]], Any], seed: int) -> Collate:
+    """``collate`` under generators that depend on (seed, epoch, step, micro-batch) and on nothing else.
+
+    A rank collates several micro-batches one after another, of which another rank may do each by itself.
+    """
+    return partial(_collate, collate, seed)
+
+
 def sizes_of(plan: BatchPlan, samples: int) -> list[int]:
     """Samples of each micro-batch, empty ones too, in a step of ``samples`` of a stream."""
     m = plan.micro_batches
@@ -159,20 +185,27 @@ def sizes_of(plan: BatchPlan, samples: int) -> list[int]:
 
 
 def checksum(sample: Any) -> int:
-    """Equal for equal samples in every process; parts that are neither numbers, arrays, text nor nests count not."""
+    """Equal for equal samples in every process, and hardly ever for others; some microseconds, whatever their size.
+
+    Parts that are neither numbers, arrays, text nor nests of them count not.
+    """
     return _checksum(sample, 1)
 
 
 def _checksum(value: Any, so_far: int) -> int:
     match value:
         case torch.Tensor():
-            plain = value.detach().cpu().contiguous().reshape(-1)
+            plain = value.detach().reshape(-1)[:: _spread(value.numel())].cpu().contiguous()
             return zlib.crc32(plain.view(torch.uint8).numpy().tobytes(), so_far)
+        case np.ndarray() if value.dtype.hasobject:  # its bytes are addresses
+            return _checksum(value.reshape(-1)[:: _spread(value.size)].tolist(), so_far)
         case np.ndarray():
-            return zlib.crc32(value.tobytes(), so_far)
+            return zlib.crc32(value.reshape(-1)[:: _spread(value.size)].tobytes(), so_far)
         case bytes():
-            return zlib.crc32(value, so_far)
-        case None | bool() | int() | float() | str() | np.generic():
+            return zlib.crc32(value[:: _spread(len(value))], so_far)
+        case str():
+            return zlib.crc32(value[:: _spread(len(value))].encode(errors="surrogatepass"), so_far)
+        case None | bool() | int() | float() | np.generic():
             return zlib.crc32(str(value).encode(), so_far)
         case Mapping():
             for key, part in value.items():
@@ -182,8 +215,21 @@ def _checksum(value: Any, so_far: int) -> int:
             for part in value:
                 so_far = _checksum(part, so_far)
             return so_far
+        case _ if hasattr(type(value), "__array_interface__"):  # such as an image of Pillow's
+            return _checksum(np.asarray(value), so_far)
         case _:
             return so_far
+
+
+def _spread(length: int) -> int:
+    return -(-length // _LOOKED_AT) or 1
+
+
+def _collate(
+    collate: Callable[[list[Any]], Any], seed: int, samples: list[Any], epoch: int, step: int, index: int
+) -> Any:
+    seed_generators(seed_of(seed, "collate", epoch, step, index))
+    return collate(samples)
 
 
 def _seeded(stream: Iterator[Any], seed: int, epoch: int, numbers: Iterator[int]) -> Iterator[Any]:

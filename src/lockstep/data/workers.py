@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -30,6 +31,21 @@ _LOOK_EVERY_S = 1.0
 _loaders: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 _passes: weakref.WeakSet[Any] = weakref.WeakSet()
 _processes: set[Any] = set()  #: workers of all passes, also of those that are no more: a stuck one may still run
+
+
+class Loader(DataLoader[Any]):
+    """torch's, but its length is the number of optimizer steps of an epoch: the same on any number of ranks.
+
+    A loop over it gives this rank's micro-batches, of which each rank may have another number. A schedule is made for
+    steps.
+    """
+
+    def __init__(self, dataset: Dataset[Any], steps: Callable[[], int], **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self._steps = steps
+
+    def __len__(self) -> int:
+        return self._steps()
 
 
 def begin_worker(worker_id: int) -> None:
@@ -53,15 +69,18 @@ def choose_prefetch(run: int, workers: int) -> int:
     return max(2, -(-2 * run // workers))
 
 
-def open_loader(dataset: Dataset[Any], workers: int, run: int, seed: int, **options: Any) -> DataLoader[Any]:
+def open_loader(
+    dataset: Dataset[Any], steps: Callable[[], int], workers: int, run: int, seed: int, **options: Any
+) -> DataLoader[Any]:
     """A loader of ``dataset`` with ``workers`` processes, for a rank with ``run`` micro-batches a step.
 
-    Its passes do not move the global generators of this process, as torch's own would.
+    Its length is what ``steps`` says when it is asked for. Its passes do not move the global generators of this
+    process, as torch's own would.
     """
     if workers:
         options |= {"prefetch_factor": choose_prefetch(run, workers), "worker_init_fn": begin_worker}
     generator = torch.Generator().manual_seed(seed_of(seed, "loader"))
-    loader: DataLoader[Any] = DataLoader(dataset, num_workers=workers, generator=generator, **options)
+    loader = Loader(dataset, steps, num_workers=workers, generator=generator, **options)
     _loaders.add(loader)
     return loader
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from lockstep.errors import LaunchError
-from lockstep.launch.causes import Ending, block, diagnose, told_traceback
+from lockstep.launch.causes import Ending, block, diagnose, has_failed, not_saved, told_traceback
 from lockstep.launch.council import How, Minutes, Plan, Word, abandon, decide, missing, opened
 from lockstep.launch.crew import Crew, told_by
 from lockstep.launch.job import note_generation, shown
@@ -210,13 +210,13 @@ class Agent:
         return EXIT_FAILED
 
     def _tell(self, endings: Sequence[Ending], ranks: int) -> Sequence[Word]:
+        def log(rank: int) -> str:
+            return shown(self._job.log(rank))
+
+        if not any(map(has_failed, endings)):
+            return [("fail", not_saved(endings, ranks=ranks, log=log, again=self._job.to_resume))]
         diagnosis = diagnose(endings)
-        told = block(
-            diagnosis,
-            ranks=ranks,
-            log=lambda rank: shown(self._job.log(rank)),
-            shown=shown,
-        )
+        told = block(diagnosis, ranks=ranks, log=log, shown=shown)
         trace = told_traceback(diagnosis.cause)
         traced: list[Word] = [("say", trace)] if trace else []
         return [*traced, ("fail", told)]

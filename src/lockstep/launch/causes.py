@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lockstep.launch.failure import HANG, Failure, aborted_by_watchdog
 from lockstep.watch import named
-from lockstep.world import EXIT_FAILED, EXIT_KILLED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE
+from lockstep.world import EXIT_FAILED, EXIT_KILLED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE
 
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TRACEBACK_LINES = 40
@@ -39,8 +39,8 @@ class Ending:
 
     @property
     def well(self) -> bool:
-        """It was done, or stopped with a checkpoint."""
-        return self.status in (EXIT_OK, EXIT_STOPPED)
+        """It was done, saved or not, or stopped with a checkpoint: it did not fail."""
+        return self.status in (EXIT_OK, EXIT_NOT_SAVED, EXIT_STOPPED)
 
     @property
     def collateral(self) -> bool:
@@ -122,8 +122,8 @@ def exit_code(endings: Sequence[Ending], *, stopped_by: int | None) -> int:
     codes = {ending.status for ending in endings}
     if codes == {EXIT_OK}:
         return EXIT_OK
-    if codes <= {EXIT_OK, EXIT_STOPPED}:
-        return EXIT_STOPPED
+    if all(ending.well for ending in endings):
+        return EXIT_NOT_SAVED if EXIT_NOT_SAVED in codes else EXIT_STOPPED
     failed = [ending for ending in endings if has_failed(ending)]
     # A scheduler that stops us may send its signal to every process of the job.
     own = [ending for ending in failed if not ending.collateral and -ending.status not in _ASKED]
@@ -165,6 +165,28 @@ def block(diagnosis: Diagnosis, *, ranks: int, log: Callable[[int], str], shown:
     if cause.collateral:
         lines.append("  no rank reports a cause of its own; see the logs of those that are not named above")
     lines.append(f"  full log: {log(cause.rank)}{'; the other ranks beside it' if ranks > 1 else ''}")
+    return "\n".join(lines)
+
+
+def not_saved(endings: Sequence[Ending], *, ranks: int, log: Callable[[int], str], again: str) -> str:
+    """The last words on the screen for a run that trained to the end and left with `EXIT_NOT_SAVED`.
+
+    Args:
+        endings: of its ranks.
+        ranks: of the world.
+        log: names a rank's log.
+        again: the command that goes on from the last checkpoint.
+    """
+    left = sorted((e for e in endings if e.status == EXIT_NOT_SAVED), key=lambda ending: ending.rank)
+    # `Run` notes on its SystemExit what is missing; the record of that may be what did not fit on the disk, too.
+    notes = [ending.failure.message.partition("\n")[2] for ending in left if ending.failure]
+    why = next((note for note in notes if note), "").splitlines() or left[0].log_tail.splitlines()[-_TAIL_LINES:]
+    lines = [
+        "not saved: the run is trained to its end, but its last checkpoint is missing",
+        *(f"    {line}" for line in why),
+        f"  to go on: {again}",
+        f"  full log: {log(left[0].rank)}{'; the other ranks beside it' if ranks > 1 else ''}",
+    ]
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ from typing import Literal, Self
 
 from lockstep.launch.causes import Ending, exit_code, has_failed
 from lockstep.watch import named
-from lockstep.world import EXIT_FAILED, EXIT_KILLED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT
+from lockstep.world import EXIT_FAILED, EXIT_KILLED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT
 
 _FIRST_WORD_S = 3.0  #: of waiting, until it is said who is waited for; then at twice the time, and so on
 _BACK_OFF_S = (1.0, 60.0)  #: pause after the first change of nodes, doubled with each up to the second
@@ -33,7 +33,7 @@ Manner = Literal["say", "fail"]
 Word = tuple[Manner, str]
 """What every agent shows: by the way, or as the last block of a generation that failed."""
 Tell = Callable[[Sequence[Ending], int], Sequence[Word]]
-"""What to show of a generation with these endings that failed, and of so many ranks."""
+"""What to show of a generation with these endings that failed or could not save, and of so many ranks."""
 
 
 class How(IntEnum):
@@ -301,10 +301,12 @@ def _judge(
     failed = [ending for ending in endings if has_failed(ending)]
     if minutes.lost and not any(not ending.collateral for ending in failed):
         return _after_a_loss(minutes, asked, rules, now_s)
-    if minutes.growing and asked is None and not failed and {ending.status for ending in endings} != {EXIT_OK}:
+    at_its_end = {ending.status for ending in endings} <= {EXIT_OK, EXIT_NOT_SAVED}
+    if minutes.growing and asked is None and not failed and not at_its_end:
         return _again(minutes, rules, now_s, changes=1)
     code = exit_code(endings, stopped_by=asked)
-    if failed and code not in (EXIT_OK, EXIT_STOPPED) and (asked is None or code != 128 + asked):
+    ends_badly = failed and code not in (EXIT_OK, EXIT_STOPPED) and (asked is None or code != 128 + asked)
+    if ends_badly or code == EXIT_NOT_SAVED:
         minutes = _say(minutes, *tell(endings, plan.ranks))
     # A usage error is the same again the next time.
     spent = minutes.failures >= rules.max_restarts or any(seat.line.final for seat in seats)

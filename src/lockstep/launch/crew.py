@@ -27,7 +27,7 @@ from lockstep.launch.screen import Screen, Tail
 from lockstep.launch.vigil import Vigil
 from lockstep.report import RanksFile, RankStatus, StatusFile, lateness
 from lockstep.watch import Waiting
-from lockstep.world import World
+from lockstep.world import EXIT_OK, EXIT_STOPPED, World
 
 _TAIL_BYTES = 4096
 _RANKS_EVERY_S = 1.0
@@ -194,7 +194,7 @@ class Crew:
         return replace(
             ending,
             failure=failure,
-            log_tail="" if ending.well else _end_of(log, self._starts_at[ending.rank]),
+            log_tail="" if ending.status in (EXIT_OK, EXIT_STOPPED) else _end_of(log, self._starts_at[ending.rank]),
             memory=self._memory.reason(ending.rank) if killed and not ending.ended_by_us else "",
         )
 

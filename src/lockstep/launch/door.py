@@ -33,7 +33,7 @@ from lockstep.launch.vigil import Vigil
 from lockstep.report import StatusFile
 from lockstep.settings import parse
 from lockstep.watch import FaultPlan, Patience
-from lockstep.world import ENDS_AT, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, FAULT_NOTES, FAULTS
+from lockstep.world import ENDS_AT, EXIT_FAILED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, FAULT_NOTES, FAULTS
 
 T = TypeVar("T")
 
@@ -148,7 +148,8 @@ def launch(
 
     Raises:
         SettingError: for what cannot be done.
-        LaunchError: if a rank failed; the message names the rank and its error. Also where CUDA is in use already.
+        LaunchError: if a rank failed; the message names the rank and its error. If the run trained to its end and could
+            not save that; the message says why, and the last good step. Also where CUDA is in use already.
         KeyboardInterrupt: if the run was interrupted.
     """
     if not hasattr(os, "fork"):
@@ -235,7 +236,7 @@ def _work(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
             agent = Agent(joined, Crew(job, nursery, screen, vigil), screen, stops)
             code = _judged(job, screen, agent.run())
             if code not in (EXIT_OK, EXIT_STOPPED) and (status := StatusFile.read(job.status)) is not None:
-                StatusFile(job.status).write(replace(status, state="failed"))
+                StatusFile(job.status).write(replace(status, state="unsaved" if code == EXIT_NOT_SAVED else "failed"))
             return code, agent.last_words
 
 

@@ -38,6 +38,7 @@ from lockstep.world import (
     CHANNEL,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_NOT_SAVED,
     EXIT_OK,
     EXIT_STOPPED,
     EXIT_USAGE,
@@ -94,8 +95,8 @@ def run_program(program: Program) -> NoReturn:
         failed = False
     except SystemExit as ending:
         code = _exit_code(ending)
-        failed = code not in (EXIT_OK, EXIT_STOPPED)
-        if failed:
+        failed = code not in (EXIT_OK, EXIT_NOT_SAVED, EXIT_STOPPED)
+        if failed or code == EXIT_NOT_SAVED:
             _leave_record(ending)
     except KeyboardInterrupt as error:
         # Whoever interrupts a run does not ask why it ends.

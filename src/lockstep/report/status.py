@@ -11,7 +11,7 @@ from typing import Literal, Self, TypeVar
 from lockstep.report.words import count, duration
 
 T = TypeVar("T")
-State = Literal["training", "evaluating", "saving", "done", "stopped", "failed"]
+State = Literal["training", "evaluating", "saving", "done", "unsaved", "stopped", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Status:
     @property
     def ended(self) -> bool:
         """No step will follow in this generation."""
-        return self.state in ("done", "stopped", "failed")
+        return self.state in ("done", "unsaved", "stopped", "failed")
 
     def words(self) -> dict[str, str]:
         """Short ASCII words for a person, by what they tell; what is not known is left out."""

@@ -31,6 +31,11 @@ class Decision:
     save: bool = False
     stop: str | None = None  #: why
 
+    @property
+    def saves(self) -> bool:
+        """Whether a checkpoint is saved: also before a stop."""
+        return self.save or self.stop is not None
+
 
 NOTHING: Final = Decision()
 

@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint import Checkpoints, Outcome
 from lockstep.errors import CheckpointError, SettingError
+from lockstep.run.identity import differences
 from lockstep.run.wishes import EndOfJob
-from lockstep.world import EXIT_STOPPED, FRESH, RESUME
+from lockstep.world import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME
 
 Say = Callable[[str], None]
 Identity = Mapping[str, Any]
@@ -28,7 +29,7 @@ class Keeper(Protocol):
         ...
 
     def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
-        """Now that all of it is known: what differs from the run that was resumed is said, or refused."""
+        """What differs from the run that was resumed is said, or refused; of those parts that ``identity`` names."""
         ...
 
     def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
@@ -37,6 +38,10 @@ class Keeper(Protocol):
 
     def committed_step(self) -> int | None:
         """The newest step that is safe on disk. Cheap: for every step."""
+        ...
+
+    def protect_newest(self) -> None:
+        """The newest checkpoint, and the one being written, are kept beside those that are kept anyway. Cheap."""
         ...
 
     def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
@@ -50,8 +55,20 @@ class Keeper(Protocol):
         """The last save has ended."""
         ...
 
+    def has(self, step: int) -> bool:
+        """After `close`: nothing is missing of what was to be saved of a run that ends after ``step``."""
+        ...
+
+    def leave_without(self, step: int) -> NoReturn:
+        """Leave the process with code 74, for this keeper has not ``step``."""
+        ...
+
     def abandon(self) -> None:
         """A rank failed: nobody waits for the others' parts any more. Each rank by itself."""
+        ...
+
+    def release(self) -> None:
+        """Last of all: another run may have the directory. Each rank by itself."""
         ...
 
 
@@ -74,14 +91,28 @@ class Nowhere:
         """None."""
         return None
 
+    def protect_newest(self) -> None:
+        """There is none."""
+
     def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
         """Never asked: signals do what they do without Lockstep."""
 
     def close(self) -> None:
         """Nothing is open."""
 
+    def has(self, step: int) -> bool:
+        """Nothing was to be saved."""
+        return True
+
+    def leave_without(self, step: int) -> NoReturn:
+        """Never asked: nothing is missing."""
+        raise AssertionError("nothing was to be saved")
+
     def abandon(self) -> None:
         """Nothing is open."""
+
+    def release(self) -> None:
+        """Nothing is held."""
 
 
 class InDirectory:
@@ -93,6 +124,7 @@ class InDirectory:
         self._end: Final = end  # told how long a save takes
         self._began_s: float | None = None  # the save whose end was not seen yet
         self._resumed: Identity | None = None
+        self._ended: Outcome | None = None  # how the last save ended
         self.saved_step: int | None = None
 
     def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
@@ -123,10 +155,11 @@ class InDirectory:
         """See `Keeper.compare`.
 
         Raises:
-            CheckpointError: if the steps would hold other samples than those of the run that saved.
+            CheckpointError: if the steps would hold other samples than those of the run that saved, or an optimizer is
+                of another class.
         """
-        before, self._resumed = self._resumed or identity, None
-        if before["sizes"] not in (None, identity["sizes"]):
+        before = self._resumed or identity
+        if "sizes" in identity and before["sizes"] not in (None, identity["sizes"]):
             (was_global, was_micro), (global_batch, micro_batch) = before["sizes"], identity["sizes"]
             raise CheckpointError(
                 f"the checkpoint was trained with global_batch={was_global}, micro_batch={was_micro}, and this script "
@@ -139,9 +172,8 @@ class InDirectory:
                 f"has {identity['samples']}: what is left of the epoch would not be what was left then. Give the data "
                 "set of before, or begin anew with --fresh"
             )
-        for name, value in identity.items():
-            if before[name] != value and name != "sizes":
-                self._say(f"resumed with {name}={value}, saved with {before[name]}: the bits differ from here on")
+        for words in differences(before, identity):
+            self._say(words)
 
     def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
         """See `Keeper.save`."""
@@ -156,6 +188,10 @@ class InDirectory:
         if self._began_s is not None and self._checkpoints.last_committed_step == self.saved_step:
             self._end.save_s, self._began_s = time.monotonic() - self._began_s, None
         return self._checkpoints.last_committed_step
+
+    def protect_newest(self) -> None:
+        """See `Keeper.protect_newest`."""
+        self._checkpoints.protect_newest()
 
     def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
         """See `Keeper.stop`.
@@ -173,8 +209,35 @@ class InDirectory:
 
     def close(self) -> None:
         """See `Keeper.close`."""
-        self._checkpoints.close()
+        self._ended = self._checkpoints.close()
+
+    def has(self, step: int) -> bool:
+        """See `Keeper.has`."""
+        return self._checkpoints.last_committed_step == step
+
+    def leave_without(self, step: int) -> NoReturn:
+        """See `Keeper.leave_without`. The leader says what is missing, and a note on the exception does.
+
+        Raises:
+            SystemExit: with code 74.
+        """
+        root, good = self._checkpoints.root, self._checkpoints.last_committed_step
+        why_not = self._ended.why_not if self._ended else "no save was begun"
+        rest = (
+            "There is no checkpoint at all: mend that, or give another directory, and run it again"
+            if good is None
+            else f"The last good one is of step {good}: mend that, then run it again with --resume to go on from there"
+        )
+        missing = f"trained to step {step}, which no checkpoint in {root} holds: {why_not}. {rest}"
+        self._say(f"NOT SAVED: {missing}")
+        ending = SystemExit(EXIT_NOT_SAVED)
+        ending.add_note(missing)
+        raise ending
 
     def abandon(self) -> None:
         """See `Keeper.abandon`."""
         self._checkpoints.abandon()
+
+    def release(self) -> None:
+        """See `Keeper.release`."""
+        self._checkpoints.release()

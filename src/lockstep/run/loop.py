@@ -7,40 +7,49 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep.batch import BatchPlan
 from lockstep.checkpoint import Checkpoints
-from lockstep.collectives import Group, open_group
+from lockstep.collectives import Group, elsewhere, open_group, owned
 from lockstep.data import Feed, MicroBatch, Shadows, choose_workers, is_in_memory, open_feed
 from lockstep.errors import DataError, LockstepError, SettingError, UsageError
 from lockstep.progress import Progress
 from lockstep.randomness import seed_generators, seed_of
 from lockstep.report import Record
 from lockstep.run.agenda import Agenda, Decision
+from lockstep.run.carry import Carry
+from lockstep.run.divergence import DivergenceCheck
+from lockstep.run.finite import FiniteChecks
+from lockstep.run.identity import arguments_of, code_of_user, compare_ranks, optimizers_of
 from lockstep.run.keeping import InDirectory, Keeper, Nowhere
 from lockstep.run.last_words import leave_for_torchrun, leave_quietly
 from lockstep.run.measures import Measures
 from lockstep.run.memory import Peak, add_advice, free_bytes, staying_bytes, wanted_bytes
+from lockstep.run.micro_batches import MicroBatches
 from lockstep.run.precision import Precision
+from lockstep.run.registration import check_model, check_optimizer, check_scheduler
 from lockstep.run.state import State, Stateful
 from lockstep.run.stepping import Count, Loss, Optimizers, Stepper, Work
 from lockstep.run.telling import Scale, Teller
 from lockstep.run.wishes import EndOfJob, Wishes
 from lockstep.settings import Settings, Told
 from lockstep.strategies import (
+    ChecksOptimizers,
     Pipelines,
+    Serves,
     Strategy,
     Terms,
     open_strategy,
-    parameters_of,
+    same,
     spans_gpus,
     split,
     synchronize_batchnorm,
@@ -78,6 +87,10 @@ class Run:
         threads: CPU threads per rank; the bits depend on it. None: one on a CPU, else this rank's part of the CPUs.
         workers: loader processes per rank. None: chosen.
         bucket_mb: MiB of gradients exchanged at once. None: chosen.
+        on_nan: what a loss or a gradient that is not finite leads to: ``stop`` ends the run with `NonFiniteError`
+            before the parameters take it; ``warn`` says it and keeps the checkpoint from before it; ``ignore``.
+        check_every: steps between two comparisons of what ranks hold, beside those at saves and at the first step of
+            each pass.
         peer_timeout_s: how long a collective waits for the other ranks.
         rehearse: for a try with fewer GPUs than the real thing has: ranks may share one (slowly, through the CPU), and
             CPU threads stand in for them where a strategy needs some.
@@ -102,6 +115,8 @@ class Run:
         threads: int | None = None,
         workers: int | None = None,
         bucket_mb: float | None = None,
+        on_nan: Literal["stop", "warn", "ignore"] = _DEFAULTS.on_nan,
+        check_every: int = _DEFAULTS.check_every,
         peer_timeout_s: float = _DEFAULTS.peer_timeout_s,
         rehearse: bool = False,
     ) -> None:
@@ -119,6 +134,8 @@ class Run:
             "threads": threads,
             "workers": workers,
             "bucket_mb": bucket_mb,
+            "on_nan": on_nan,
+            "check_every": check_every,
             "peer_timeout_s": peer_timeout_s,
             "rehearse": rehearse,
         }
@@ -155,7 +172,13 @@ class Run:
         self._strategy: Final[Strategy] = self._open_strategy(told.strategy, terms)
         self._share: Final = self._strategy.share
         self._state: Final = State()
-        self._stepper: Final = Stepper(self._group, self._strategy, self._precision, self._state, told.clip_norm)
+        self._finite: Final = FiniteChecks(told.on_nan, self._group.rank, self._warn_of_nan, self._last_good)
+        self._stepper: Final = Stepper(
+            self._group, self._strategy, self._precision, self._state, told.clip_norm, self._finite
+        )
+        self._divergence: Final = DivergenceCheck(self._group)
+        self._warnings: list[str] = []  # of this rank, which the leader is to say
+        self._carry: Final = Carry(self._group, self._run_of, served=self._share.replicas != self._group.size)
         self._directory: Final = self._world.run_dir or told.checkpoint
         self._keeper: Final[Keeper] = self._open_keeper(told, self._world.run_dir)
         self._wishes: Final = Wishes(Path(self._directory or ".", STOP_FILE), self._end_of_job)
@@ -165,7 +188,6 @@ class Run:
         self.progress = Progress()  #: where the run is; changes after each step
         self.metrics: dict[str, float] = {}  #: the means of the last `train`, and of each `evaluate` since
         self._feeds: Final[dict[int, Feed]] = {}
-        self._trainable: Final[set[nn.Parameter]] = set()
         self._measures: Final = {"train": Measures(), "evaluate": Measures()}
         self._where: Literal["outside", "train", "evaluate"] = "outside"
         self._samples_here = 0  # of the micro-batch in the user's hands; 0 for one that counts for nothing
@@ -174,6 +196,12 @@ class Run:
         self._began = False
         self._in_epochs = False
         self._passes = 0  # of `train` since the epoch began
+        self._evaluations = 0  # since the last step
+        self._step_to_end = 0  # a step whose loop was left before its body had ended; 0: none
+        self._said_put_back = False  # of buffers that moved in an evaluation
+        self._script: dict[str, Any] = {}  # code, arguments and optimizers, as the run began
+        self._steps_here = 0  # done by this process
+        self._resumed_within: dict[str, Any] | None = None  # the checkpoint of a resume within an epoch, until `train`
         self._leader_firsts = 0
         self._record: Record | None = None
         seed_generators(seed_of(told.seed, "init"))
@@ -207,6 +235,15 @@ class Run:
         return self._samples_here > 0
 
     @property
+    def carry(self) -> Carry:
+        """What the script carries from step to step, such as a hidden state: a dict for the micro-batch in hand.
+
+        It belongs to the micro-batch's place in the step, not to the rank: what was put in comes back at the same place
+        in the next step, on any number of ranks, and is saved. ``run.carry.get("hidden")`` is None the first time.
+        """
+        return self._carry
+
+    @property
     def world(self) -> World:
         """This rank's place, and the launcher that told it."""
         return self._world
@@ -220,6 +257,8 @@ class Run:
     def model(self, model: nn.Module, *, find_unused_parameters: bool = False, static_graph: bool = False) -> nn.Module:
         """``model`` on this rank's device, equal on all ranks and kept so; call what comes back. All ranks.
 
+        Under ``ddp`` and ``zero`` that is ``model`` itself.
+
         Args:
             model: with its parameters; their device is changed in place, but for a model that lies on several GPUs,
                 the rank's own among them: its forward pass moves what it needs.
@@ -229,18 +268,17 @@ class Run:
 
         Raises:
             MismatchError: if ranks made different models.
+            UsageError: for a model that cannot be trained, by the name of what is in the way.
         """
         self._before_training("model")
         told = self.settings.values
+        check_model(model, self._state)
         if not (spans_gpus(model) or isinstance(self._strategy, Pipelines)):
             model = model.to(self.device)
         if told.sync_batchnorm and self.world_size > 1:
             model = synchronize_batchnorm(model, self._group)
         adopted = self._strategy.adopt(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
-        self._state.models.append(model)
-        self._state.adopted.append(adopted)
-        self._state.parameters.append(tuple(model.parameters()))
-        self._trainable.update(p for p in model.parameters() if p.requires_grad)
+        self._state.add_model(model, adopted)
         if told.compile:
             adopted.compile()
         return adopted
@@ -249,22 +287,19 @@ class Run:
         """``optimizer`` itself, from now on stepped by `step` and saved.
 
         Raises:
-            UsageError: if it was made for parameters of no model that `model` was given.
+            UsageError: if it was made for parameters of no model that `model` was given, or cannot step here.
         """
         self._before_training("optimizer")
-        parameters = parameters_of(optimizer)
-        strangers = [p for p in parameters if p.requires_grad and p not in self._trainable]
-        if strangers:
-            raise UsageError(
-                f"{type(optimizer).__name__} holds {len(strangers)} of {len(parameters)} parameters that belong to no "
-                "model of this run; make it after `model = run.model(model)`, from model.parameters()"
-            )
+        check_optimizer(optimizer, self._state)
+        if isinstance(self._strategy, ChecksOptimizers):
+            self._strategy.check_optimizer(optimizer)
         self._state.optimizers.append(optimizer)
         return optimizer
 
     def scheduler(self, scheduler: T) -> T:
         """``scheduler`` itself, from now on stepped once after each step of its optimizer, and saved."""
         self._before_training("scheduler")
+        check_scheduler(scheduler)
         optimizer = getattr(scheduler, "optimizer", None)
         if not any(optimizer is o for o in self._state.optimizers):
             raise UsageError(
@@ -348,15 +383,18 @@ class Run:
         self._begin()
         self._scale.epochs = epochs
         self._in_epochs = True
+        seed = self.settings.values.seed
         while self.progress.epoch < epochs:
             self._passes = 0
+            seed_generators(seed_of(seed, "epoch", self.progress.epoch))
             yield self.progress.epoch
+            self._end_step()
             self.progress = self.progress.after_epoch()
             self._do(self._agenda.after_epoch(self.progress.epoch))
         self._in_epochs = False
         self._strategy.settle()
 
-    def train(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def train(self, loader: DataLoader[Any]) -> MicroBatches:
         """This rank's micro-batches of the current epoch, on its device, each to be given to `step`. All ranks.
 
         Models are in training mode. Before each micro-batch the random generators are seeded for it, so dropout does
@@ -364,9 +402,15 @@ class Run:
         Whoever leaves the loop by ``break`` does so on all ranks after the same step; then `metrics` stays as it was.
         A rank that serves others gets no micro-batch, and goes on after the loop when they do.
 
+        Its length is this rank's number of micro-batches; that of ``loader`` is the number of steps of an epoch.
+
         Raises:
             UsageError: if a micro-batch went by without `step`, or for a second pass in one epoch.
         """
+        first_step = self.progress.epoch_step
+        return MicroBatches(self._train(loader), lambda: self._length_of(loader, "train", first_step))
+
+    def _train(self, loader: DataLoader[Any]) -> Generator[Any]:
         self._begin()
         feed = self._feed_of(loader, "train")
         if self._passes:
@@ -375,30 +419,42 @@ class Run:
                 if self._in_epochs
                 else "a second run.train(...) outside of epochs: write `for epoch in run.epochs(n):` around it"
             )
+        self._end_step()
         self._passes += 1
         self._set_plan(feed)
+        if self._resumed_within is not None:
+            self._restore(self._resumed_within)
+            self._resumed_within = None
         if not self.progress.epoch_step:
             self._measures["train"] = Measures()  # what an epoch that was left by `break` measured is not this one's
         # A checkpoint or the script may have filled buffers since, such as with what was trained elsewhere.
         self._strategy.rebase()
+        self._stepper.new_pass()
         for model in self._state.models:
-            model.train()
-        seed, stepper, progress = self.settings.values.seed, self._stepper, self.progress
+            if not model.training:
+                model.train()
+        told, stepper, progress = self.settings.values, self._stepper, self.progress
         self._where = "train"
         self._pulse.enter("data")
+        first = self._steps_here
         try:
             if self._share.replica is None:
                 self._serve(feed)
-            shadows: Shadows = "even" if self._strategy.meets_in_forward else "one" if self.world_size > 1 else "none"
-            for micro in self._mine(feed, progress.epoch, progress.epoch_step, shadows):
+            shadows = self._shadows("train")
+            for micro in self._mine(feed.epoch(progress.epoch, progress.epoch_step, shadows=shadows)):
                 data = _moved(micro.data, self.device)
                 self._samples_here = 0 if micro.shadow or not self._share.counts else micro.samples
-                work = stepper.begin(micro)
-                seed_generators(seed_of(seed, "step", self.progress.step, micro.index))
+                compares = self._steps_here < 2 or self._steps_here % told.check_every == 0
+                work = stepper.begin(micro, self.progress.step, compare=compares)
+                self._carry.micro_batch_begins(micro)
+                seed_generators(seed_of(told.seed, "step", self.progress.step, micro.index))
                 self._pulse.enter("forward")
                 with self._precision.forward():
                     yield data
-                self._end(work)
+                if stepper.end(work):
+                    self._count_step(work)
+                    self._carry.step_is_done()
+                    self._end_step(first=first)
                 self._pulse.enter("data")
             whole = stepper.part(whole=True)
         except GeneratorExit:
@@ -410,30 +466,42 @@ class Run:
         if whole:
             # Nothing was measured where a checkpoint was taken between the epoch's last step and its end.
             self.metrics = self._measures["train"].reduce(self._group) or self.metrics
+            self._say_warnings()
 
-    def backward(self, loss: Loss, *data: Any, count: Count = None, optimizer: Optimizers = None) -> None:
+    def backward(self, loss: Loss, *data: Any, count: Count = None, optimizer: Optimizers = None) -> bool:
         """The first half of `step`: after the step's last micro-batch, ``.grad`` holds the global batch's gradient.
 
         Still to be unscaled and clipped, which `update` does. All ranks.
+
+        Returns:
+            Whether this was this rank's last micro-batch of the step, so that ``.grad`` is there.
         """
         for value, items in self._stepper.backward(loss, data, count, optimizer):
             self._loss = value
             if self._share.counts:
                 self._measures["train"].add_mean("loss", value, items)
+        return self._stepper.work is not None and self._stepper.work.turn.last
 
-    def update(self, optimizer: Optimizers = None) -> None:
+    def update(self, optimizer: Optimizers = None) -> bool:
         """The second half of `step`: on the step's last micro-batch unscale, clip and update; before that, nothing.
 
-        Where a run has several optimizers that step apart, they all step at the end of the loop's body: no loss sees
-        what another one of the same step has changed.
-        """
-        if self._stepper.update(optimizer) and self._stepper.work is not None:
-            self._end(self._stepper.work)
+        Where a run has several optimizers that step apart, they all step when each of them has had its loss, or at the
+        end of the loop's body: no loss sees what another one of the same step has changed.
 
-    def step(self, loss: Loss, *data: Any, count: Count = None, optimizer: Optimizers = None) -> None:
-        """Train on one micro-batch: backward; on the step's last one also reduce, clip, update, and maybe save.
+        Returns:
+            Whether the step is done, see `step`.
+        """
+        done = self._stepper.update(optimizer)
+        if done and self._stepper.work is not None:
+            self._count_step(self._stepper.work)
+        return done
+
+    def step(self, loss: Loss, *data: Any, count: Count = None, optimizer: Optimizers = None) -> bool:
+        """Train on one micro-batch: backward; on the step's last one also reduce, clip, update, and step schedulers.
 
         The gradient is that of the mean over the global batch: each micro-batch weighs what it holds. All ranks.
+
+        A step ends where the loop's body ends: a checkpoint is saved, and a stop obeyed, after all that the body does.
 
         Args:
             loss: the mean over the micro-batch's items, a tensor of no dimension; or a function that gives it, as in
@@ -444,38 +512,53 @@ class Run:
             count: how many items the mean is over, such as tokens; a number or a tensor. None: the samples.
             optimizer: whose parameters the loss is for, where the run has several; several share one backward pass.
 
+        Returns:
+            Whether the step is done on this rank: parameters, buffers and schedulers are those of the next one. True
+            once a step on any number of ranks, so ``if run.step(loss): ema.update_parameters(model)`` is right on all.
+            With several optimizers it is the call after which each of them has had its loss; where one of them is left
+            out of a step, none, and the step is done at the end of the body.
+
         Raises:
-            UsageError: outside of `train`, for a loss that is none, or a model that was called past its wrapper.
+            UsageError: outside of `train`, for a loss that is none, or what would tell how many ranks there are.
+            NonFiniteError: for a loss or gradient that is not finite, if the run is to stop then.
             PeerLost: if another rank is gone.
-            SystemExit: with code 75, on all ranks at the same step, when a stop was asked for and a checkpoint saved.
         """
         self.backward(loss, *data, count=count, optimizer=optimizer)
-        self.update(optimizer)
+        return self.update(optimizer)
 
-    def evaluate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def evaluate(self, loader: DataLoader[Any]) -> MicroBatches:
         """This rank's micro-batches of a data set of which each sample comes once, over all ranks. All ranks.
 
         Models are in evaluation mode and gradients are off. At the end, `metrics` holds what was measured, added to
         the means of the training before it.
+
+        Each rank gets one block of the data, in the order of ranks: what each appends to a list and `gather` brings
+        together is in the data set's order, without ``shuffle``. Not so for a data set that can only be iterated. Its
+        length is this rank's number of micro-batches.
         """
+        return MicroBatches(self._evaluate(loader), lambda: self._length_of(loader, "evaluate"))
+
+    def _evaluate(self, loader: DataLoader[Any]) -> Generator[Any]:
         self._begin()
         feed = self._feed_of(loader, "evaluate")
-        training = [m.training for m in self._state.models]
+        self._end_step()
+        modes = [(module, module.training) for model in self._state.models for module in model.modules()]
         for model in self._state.models:
             model.eval()
         self._measures["evaluate"] = Measures()
         self._where = "evaluate"
         self._pulse.enter("evaluate")
         self._show("evaluating")
-        seed = self.settings.values.seed
-        meets = self._strategy.meets_in_forward
+        key = (self.settings.values.seed, "evaluate", self.progress.step, self._evaluations)
+        self._evaluations += 1
+        shadows = self._shadows("evaluate")
         # Ranks that tell each other something on the way leave together or not at all.
-        may_hurry = feed.length is not None and not meets and not isinstance(self._strategy, Pipelines)
+        may_hurry = feed.length is not None and shadows != "even" and not isinstance(self._strategy, Pipelines)
         try:
-            with self._strategy.evaluating():
-                for micro in self._mine(feed, 0, 0, "even" if meets else "none"):
+            with self._strategy.evaluating(), self._buffers_put_back():
+                for micro in self._mine(feed.evaluation(shadows=shadows)):
                     self._samples_here = 0 if micro.shadow or not self._share.counts else micro.samples
-                    seed_generators(seed_of(seed, "evaluate", self.progress.step, micro.index))
+                    seed_generators(seed_of(*key, micro.step, micro.index))
                     self._pulse.enter("evaluate")
                     with torch.no_grad(), self._precision.forward():
                         yield _moved(micro.data, self.device)
@@ -484,24 +567,39 @@ class Run:
         finally:
             self._where = "outside"
             self._pulse.enter("script")
-            for model, was in zip(self._state.models, training, strict=True):
-                model.train(was)
+            for module, training in modes:
+                module.training = training
+            self._draw_alike()
         if self._directory:
             self._do(self._agenda.after_evaluation())
         self.metrics = self.metrics | self._measures["evaluate"].reduce(self._group)
         self._show("training")
 
-    def measure(self, **values: object) -> None:
+    def measure(self, *, count: Count = None, **values: object) -> None:
         """Add to the means over all samples: one number per sample, or one number for the micro-batch. No waiting.
 
         Inside `train` or `evaluate`; at their end `metrics` holds the means, the same bits for any number of ranks.
+
+        Args:
+            count: of how many items a value that is one number is the mean, such as tokens. None: of the samples.
+            values: by the names that they will have in `metrics`. ``loss`` is what `step` measures in `train`.
+
+        Raises:
+            UsageError: outside of both, for a value that is no number, or a name that is taken.
         """
         if self._where == "outside":
             raise UsageError("run.measure(...) outside of run.train(...) and run.evaluate(...): there are no samples")
+        if self._where == "train" and "loss" in values:
+            raise UsageError(
+                "run.measure(loss=...) in run.train(...): run.step(loss) measures its loss under that name; give "
+                "yours another, such as run.measure(my_loss=...)"
+            )
+        if count is not None and not values:
+            raise UsageError("run.measure(count=...) says how many items a value is the mean of; name the value, too")
         if not self._samples_here:
             return
         for name, value in values.items():
-            self._measures[self._where].add(name, value, self._samples_here)
+            self._measures[self._where].add(name, value, self._samples_here, count)
 
     def log(self, **values: object) -> dict[str, object]:
         """Write ``values`` and `metrics` to the run's record, and tell the user; the leader does, others return.
@@ -509,7 +607,8 @@ class Run:
         No collective: what it writes has been reduced. Also under ``if run.leads``.
         """
         everything: dict[str, object] = {**values, **self.metrics} | values
-        if self.leads:
+        # What stands between the beginning of an epoch and its training runs again after a resume within the epoch.
+        if self.leads and self._resumed_within is None:
             if self._record is not None:
                 self._record.write(self.progress.step, self.progress.epoch, everything)
             words = (f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in everything.items())
@@ -519,7 +618,7 @@ class Run:
     # ---- between ranks ------------------------------------------------------------------------------------------
 
     def sum(self, value: T) -> T:
-        """The sum of each rank's ``value``, a number or a tensor. All ranks."""
+        """The sum of each rank's ``value``, a number or a tensor; that of truth values is a count. All ranks."""
         return self._reduce(value, "sum")
 
     def mean(self, value: T) -> T:
@@ -567,9 +666,14 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Save what is not saved yet, wait for the last checkpoint, close the line. All ranks."""
+        """Save what is not saved yet, wait for the last checkpoint, close the line. All ranks.
+
+        Raises:
+            SystemExit: with code 74, on all ranks, if checkpoints were asked for and the last step is in none.
+        """
         atexit.unregister(self._left_open)
         self._stepper.work = None
+        self._stepper.checks.close()
         self._pulse.enter("exit")
         # sys.exit() without a complaint is an end like any other.
         ends_well = kind is None or (isinstance(error, SystemExit) and not error.code)
@@ -587,6 +691,7 @@ class Run:
             self._teller.close()
             if self._record is not None:
                 self._record.close()
+            self._keeper.release()
             # After an error, a GPU may wait for what never comes.
             if kind is None or kind is SystemExit or self.device.type == "cpu":
                 try:
@@ -604,10 +709,18 @@ class Run:
 
     def _finish(self) -> None:
         if self._began:
+            self._end_step()
             self._save()
+            if not self._directory:
+                self._compare_ranks()
+            self._say_warnings()
         self._keeper.close()
-        self._show("done")
+        missing = self._began and not self._keeper.has(self.progress.step)
+        self._show("unsaved" if missing else "done")
         self._part()
+        if missing:
+            self._teller.close()  # what is missing is the last line
+            self._keeper.leave_without(self.progress.step)
 
     def _part_stopped(self) -> None:
         self._show("stopped")
@@ -663,6 +776,13 @@ class Run:
             checkpoints = Checkpoints(
                 Path(root), self._group, keep=told.keep, say=self.say, peer_timeout_s=told.peer_timeout_s
             )
+            try:
+                # A run directory names a launcher's job: only one launcher at a time works in it.
+                checkpoints.claim(run_dir or "", self._world.generation)
+            except SettingError:
+                self._strategy.close()
+                self._group.close()  # the process may open a run in another directory
+                raise
             return InDirectory(checkpoints, self.say, self._end_of_job)
         if os.environ.get(RESUME) == "1" or told.save_every is not None:
             raise SettingError(
@@ -675,33 +795,48 @@ class Run:
         assert self._plan is not None  # the strategy reduces nothing outside of `train`
         return self._plan.run(rank, micro_batches)
 
-    def _mine(self, feed: Feed, epoch: int, first_step: int, shadows: Shadows) -> Iterator[MicroBatch]:
-        """This rank's micro-batches; a rank that serves others has none."""
-        return iter(()) if self._share.replica is None else feed.epoch(epoch, first_step, shadows=shadows)
+    def _shadows(self, where: str) -> Shadows:
+        if self._strategy.meets_in_forward:
+            return "even"
+        return "one" if where == "train" and self.world_size > 1 else "none"
+
+    def _mine(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """This rank's ``micro_batches``; a rank that serves others has none."""
+        return iter(()) if self._share.replica is None else micro_batches
+
+    def _length_of(self, loader: DataLoader[Any], where: str, first_step: int = 0) -> int | None:
+        """How many micro-batches a pass hands out here; None for a stream that does not know its length."""
+        feed = self._known(loader, where)
+        if self._share.replica is None:
+            return 0
+        if where == "train":
+            return feed.micro_batches(first_step, shadows=self._shadows(where))
+        return feed.micro_batches_of_evaluation(shadows=self._shadows(where))
 
     def _serve(self, feed: Feed) -> None:
         """The rest of the epoch's steps, or those that the others make; for a rank without micro-batches of its own."""
         assert feed.length is not None
-        plan, steps = feed.plan, feed.steps_per_epoch or 0
+        plan, steps, first = feed.plan, feed.steps_per_epoch or 0, self._steps_here
         for step in range(self.progress.epoch_step, steps):
             samples = min(plan.global_batch, feed.length - step * plan.global_batch)
-            micro = MicroBatch(None, 0, len(plan.sizes(samples)), 0, samples, last=True, shadow=True)
-            work = self._stepper.begin(micro)
+            micro = MicroBatch(None, step, 0, len(plan.sizes(samples)), 0, samples, last=True, shadow=True)
+            work = self._stepper.begin(micro, self.progress.step, compare=False)
             if not self._stepper.serve(work):
                 break
-            self._end(work)
+            self._stepper.end(work)
+            self._count_step(work)
+            self._end_step(first=first)
 
     def _set_plan(self, feed: Feed) -> None:
-        if self._plan == feed.plan:
-            return
-        if self._plan is not None:
+        if self._plan not in (None, feed.plan):
             raise UsageError(f"run.train(...) with two plans: {self._plan} before, {feed.plan} now; keep to one")
         if self.settings.values.sync_batchnorm and self.world_size > 1:
             _refuse_uneven(feed, self.world_size)
-        self._plan = feed.plan
+        is_first, self._plan = self._plan is None, feed.plan
         self._scale.steps_per_epoch, self._scale.samples_per_epoch = feed.steps_per_epoch, feed.length
-        self.say(str(feed.plan))
-        self._keeper.compare(self._identity(), mid_epoch=self.progress.epoch_step > 0)
+        if is_first:
+            self.say(str(feed.plan))
+            self._keeper.compare(self._data_identity(), mid_epoch=self.progress.epoch_step > 0)
 
     def _before_training(self, what: str) -> None:
         if self._began:
@@ -710,6 +845,9 @@ class Run:
     def _feed_of(self, loader: DataLoader[Any], where: str) -> Feed:
         if self._where != "outside":
             raise UsageError(f"run.{where}(...) inside of run.{self._where}(...): finish that loop first")
+        return self._known(loader, where)
+
+    def _known(self, loader: DataLoader[Any], where: str) -> Feed:
         feed = self._feeds.get(id(loader))
         if feed is None:
             raise UsageError(
@@ -724,19 +862,26 @@ class Run:
         if not self._state.models:
             raise UsageError("no model yet: call `model = run.model(model)` before the loop")
         self._began = True
-        told = self.settings.values
+        self._script = {
+            "code": code_of_user(),
+            "arguments": arguments_of(sys.argv[1:]),
+            "optimizers": optimizers_of(self._state.optimizers),
+        }
+        compare_ranks(self._group, self._script)
         restarted = self._world.generation > 0
         tree = self._keeper.resume(
             asked=restarted or os.environ.get(RESUME) == "1", fresh=os.environ.get(FRESH) == "1" and not restarted
         )
         if tree is not None:
-            self._state.load(tree, self._strategy)
-            saved_by, state = tree.get("strategy", ("", {}))
-            self._strategy.load_state(state if saved_by == split(told.strategy)[0] else {})
-            self._precision.load_state_dict(tree["scaler"])
-            self._measures["train"].load(tree["measures"], self._group)
+            self._keeper.compare(self._script, mid_epoch=False)
+            if changed := self._restore(tree):
+                self.say(
+                    f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} "
+                    "learned, or did not, when the checkpoint was saved, and the script has it otherwise: the "
+                    "checkpoint holds"
+                )
             self.progress = Progress.from_dict(tree["progress"])
-            self.metrics = dict(tree.get("metrics", {}))
+            self._resumed_within = tree if self.progress.epoch_step else None
         if self.leads and self._directory:
             self._record = Record(Path(self._directory, "metrics.jsonl"), step=self.progress.step, say=self.say)
         if self._directory:
@@ -745,24 +890,97 @@ class Run:
                 self._wishes.listen()
             self._agenda.open()
 
-    def _end(self, work: Work) -> None:
-        """The user is done with the micro-batch in hand, and perhaps with the step."""
-        if not work.ended and self._stepper.end(work):
-            self.progress = self.progress.after_step(work.micro.step_samples)
-            self._pulse.reach(self.progress.step)
-            self._do(self._agenda.after_step(self.progress.step))
-            self._teller.step(self.progress, self._scale, self._loss, self._keeper.committed_step)
+    def _restore(self, tree: dict[str, Any]) -> list[str]:
+        """Put back what a checkpoint holds, but for the position; see `State.load`."""
+        changed = self._state.load(tree, self._strategy)
+        saved_by, state = tree.get("strategy", ("", {}))
+        self._strategy.load_state(state if saved_by == split(self.settings.values.strategy)[0] else {})
+        self._precision.load_state_dict(tree["scaler"])
+        self._measures["train"].load(tree["measures"], self._group)
+        self._carry.load(tree["carry"])
+        self.metrics = dict(tree.get("metrics", {}))
+        return changed
+
+    def _count_step(self, work: Work) -> None:
+        """A step is done; its end comes when the body of the loop is over. Once for each step."""
+        if self._step_to_end:
+            return
+        self.progress = self.progress.after_step(work.micro.step_samples)
+        self._step_to_end = self.progress.step
+        self._steps_here += 1
+        self._evaluations = 0
+        # In what is left of the body ranks stand at different micro-batches, and are to draw alike.
+        self._draw_alike()
+        self._pulse.reach(self.progress.step)
+
+    def _end_step(self, *, first: int | None = None) -> None:
+        """The body in which a step was done is over: what belongs to the step's end comes now. All ranks.
+
+        Args:
+            first: how many steps this process had done when the pass began; ranks are compared after its first one.
+        """
+        step, self._step_to_end = self._step_to_end, 0
+        if not step:
+            return
+        self._finite.step_ended()
+        decision = self._agenda.after_step(step)
+        is_first = first is not None and self._steps_here == first + 1
+        if (is_first or self._steps_here % self.settings.values.check_every == 0) and not decision.saves:
+            self._compare_ranks()
+        self._do(decision)
+        self._teller.step(self.progress, self._scale, self._loss, self._keeper.committed_step)
 
     def _leave(self) -> None:
-        """The loop of `train` is left: at its end, by ``break``, or by an error that `__exit__` has seen."""
+        """The loop of `train` is left: at its end, by ``break``, or by an error that `__exit__` has seen.
+
+        By ``break`` it may be left within the body in which a step was done. Its end comes later, where an error or a
+        stop can be raised: here, Python would only print it.
+        """
         work, self._where = self._stepper.work, "outside"
         self._pulse.enter("script")
-        if work is not None and work.due:
-            self._end(work)
+        if work is not None and work.turn.last and work.due and not work.ended:
+            self._stepper.end(work)
+            self._count_step(work)
+            self._carry.step_is_done()
         self._stepper.leave()
+        self._carry.forget_step()
+        self._draw_alike()
+
+    def _draw_alike(self) -> None:
+        """Random numbers that the script draws from here on are the same on all ranks."""
+        seed_generators(seed_of(self.settings.values.seed, "outside", self.progress.step, self._evaluations))
+
+    @contextlib.contextmanager
+    def _buffers_put_back(self) -> Iterator[None]:
+        """Inside, models may move their buffers, on each rank otherwise; then they are what they were."""
+        held = [
+            (module, name, buffer, None if buffer is None else buffer.detach().clone())
+            for model in self._state.models
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+        try:
+            yield
+        finally:
+            moved = []
+            for module, name, buffer, before in held:
+                now = module._buffers.get(name)
+                if now is buffer and (now is None or before is None or same(now, before)):
+                    continue
+                moved.append(f"{name} of {type(module).__name__}")
+                module._buffers[name] = buffer
+                if buffer is not None and before is not None:
+                    with torch.no_grad():
+                        buffer.copy_(before)
+            if moved and not self._said_put_back:
+                self._said_put_back = True
+                self.say(
+                    f"run.evaluate(...): the model changed {', '.join(moved[:3])} in evaluation, on each rank by its "
+                    "own samples; they are put back to what they were"
+                )
 
     def _do(self, decision: Decision) -> None:
-        if decision.save or decision.stop:
+        if decision.saves:
             self._save()
         if decision.stop:
             try:
@@ -773,34 +991,85 @@ class Run:
 
     def _save(self) -> None:
         before = self._pulse.enter("save")
-        self._keeper.save(self._tree, self.progress.step, self._identity())
+        self._say_warnings()
+        self._keeper.save(self._compared_tree, self.progress.step, self._identity())
         self._agenda.saved()
         self._pulse.enter(before)
 
+    def _compared_tree(self) -> dict[str, Any]:
+        tree = self._tree()
+        self._divergence.compare(tree, self.progress.step)
+        return tree
+
+    def _compare_ranks(self) -> None:
+        """Ranks that should hold the same do, or the run ends here. All ranks."""
+        if self._share.in_step and self.world_size > 1:
+            self._divergence.compare(self._objects(), self.progress.step)
+
     def _tree(self) -> dict[str, Any]:
-        return self._state.tree(self._strategy) | {
+        return self._objects() | {
             "strategy": (split(self.settings.values.strategy)[0], self._strategy.state()),
             "progress": self.progress.as_dict(),
             "scaler": self._precision.state_dict(),
             "measures": self._measures["train"].state(self._group),
             "metrics": self.metrics,
+            "carry": self._carry.state(),
         }
 
+    def _objects(self) -> dict[str, Any]:
+        """The state of models, optimizers, schedulers and of what is kept. All ranks."""
+        tree = self._state.tree(self._strategy)
+        if isinstance(self._strategy, Serves):
+            # On ranks that serve, the script's own objects have not moved.
+            outline = self._group.broadcast_object(elsewhere(tree["kept"]), "what is kept")
+            tree["kept"] = owned(tree["kept"]) if self.leads else outline
+        if isinstance(self._strategy, Pipelines):
+            moved = self._group.gather_objects([*tree["transient"][0]], "buffers that are in no state_dict")
+            for name in sorted({name for names in moved for name in names}):
+                raise UsageError(
+                    f"strategy pipeline: forward passes move the buffer {name}, which has persistent=False, and only "
+                    "the ranks of its stage know it; register it with persistent=True"
+                )
+        return tree
+
     def _identity(self) -> dict[str, Any]:
-        """What the bits depend on, beside the data and the code."""
+        """What the bits depend on, as far as it can be known."""
+        return self._script | self._data_identity()
+
+    def _data_identity(self) -> dict[str, Any]:
         told, on_cpu = self.settings.values, self.device.type == "cpu"
         return {
             "sizes": [self._plan.global_batch, self._plan.micro_batch] if self._plan else None,
             "samples": self._scale.samples_per_epoch,
+            "lengths": [feed.length for feed in self._feeds.values()],
             "seed": told.seed,
             "reduction": told.reduction,
             "precision": told.precision,
+            "clip_norm": told.clip_norm,
+            "compile": told.compile,
             "threads": self._threads,
             "device": "cpu" if on_cpu else torch.cuda.get_device_name(self.device),
             "torch": torch.__version__,
         }
 
-    def _show(self, state: Literal["training", "evaluating", "saving", "done", "stopped"]) -> None:
+    def _last_good(self) -> int | None:
+        return self._keeper.committed_step()
+
+    def _warn_of_nan(self, words: str) -> None:
+        self._keeper.protect_newest()
+        if self.leads:
+            self.say(words)
+        else:
+            self._warnings.append(words)
+
+    def _say_warnings(self) -> None:
+        """What other ranks have found out is said by the leader. All ranks."""
+        if self.settings.values.on_nan == "warn":
+            warnings, self._warnings = self._warnings, []
+            for words in (w for told in self._group.gather_objects(warnings, "warnings") for w in told):
+                self.say(words)
+
+    def _show(self, state: Literal["training", "evaluating", "saving", "done", "unsaved", "stopped"]) -> None:
         self._teller.show(state, self.progress, self._scale, self._loss, self._keeper.committed_step)
 
     def _reduce(self, value: T, what: str) -> T:
@@ -809,7 +1078,10 @@ class Run:
             shapes = self._group.gather_objects((tuple(value.shape), str(value.dtype)), place)
             if len(set(shapes)) > 1:
                 raise UsageError(f"{place}: ranks give tensors of different shape or type: {shapes}")
-            return cast(T, self._group.sum_tensor(value, place))
+            is_whole = not (value.is_floating_point() or value.is_complex())
+            return cast(T, self._group.sum_tensor(value.long() if is_whole else value, place))
+        if isinstance(value, np.generic):
+            value = value.item()  # a small integer type of NumPy's would wrap around
         return cast(T, sum(self._group.gather_objects(value, place)))
 
 

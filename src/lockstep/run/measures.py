@@ -59,9 +59,14 @@ class Measures:
         """``value`` (no dimension) is the mean over ``count`` items. Does not wait for the device."""
         self._of(name).add(value, count, count)
 
-    def add(self, name: str, value: object, samples: int) -> None:
-        """Measure ``value``: one number for each sample, or one number that holds for all ``samples``."""
+    def add(self, name: str, value: object, samples: int, count: int | torch.Tensor | None = None) -> None:
+        """Measure ``value``: one number for each sample, or the mean of ``count`` items; None: of all ``samples``."""
         if isinstance(value, torch.Tensor) and value.dim():
+            if count is not None:
+                raise UsageError(
+                    f"measure({name}=tensor of shape {tuple(value.shape)}, count=...): count is for one number that is "
+                    "the mean of so many items; leave it out, or give the mean"
+                )
             value = value.detach()
             whole = value.dtype in (torch.float16, torch.bfloat16, torch.float32)
             total = value.sum(dtype=torch.float64 if whole else None)
@@ -74,7 +79,7 @@ class Measures:
                 number = torch.empty(0)
             if number.dim():
                 raise UsageError(f"measure({name}={value!r}): give a tensor with one number per sample, or one number")
-            self.add_mean(name, number, samples)
+            self.add_mean(name, number, samples if count is None else count)
 
     def reduce(self, group: Group) -> dict[str, float]:
         """The mean of each measure over all ranks, and empty from here on. All ranks.

@@ -67,6 +67,16 @@ class Precision:
         for optimizer in optimizers:
             self._scaler.step(optimizer)
 
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled, and steps with gradients that are not finite skipped."""
+        return self._scaler.is_enabled()
+
+    @property
+    def loss_scale(self) -> float:
+        """By what losses are multiplied before their backward passes; waits for the GPU."""
+        return self._scaler.get_scale()
+
     def stepped(self) -> bool:
         """Once after all optimizers' steps: the scale is adapted. Whether they were really made."""
         if not self._scaler.is_enabled():

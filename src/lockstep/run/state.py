@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.strategies import Strategy
+from lockstep.run.divergence import checksum
+from lockstep.strategies import Strategy, sparse_parameters
 
 
 class Stateful(Protocol):
@@ -32,9 +33,39 @@ class State:
         self.adopted: list[nn.Module] = []  # what is called in place of each
         # Of each, as they were when it was adopted: a forward pass may leave gathered ones in place of divided ones.
         self.parameters: list[tuple[nn.Parameter, ...]] = []
+        self.known_parameters: set[nn.Parameter] = set()  # of models, now or before
+        self.sparse: set[nn.Parameter] = set()  # those whose gradients are sparse
+        self.buffers: list[tuple[str, torch.Tensor]] = []  # of all models, with their names
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.kept: dict[str, Stateful] = {}
+        # Of each model, checksums of the buffers that are in no state_dict, as they were when it was registered.
+        self._transient: list[dict[str, int]] = []
+
+    def add_model(self, model: nn.Module, adopted: nn.Module) -> None:
+        """``model`` is trained; ``adopted`` is called in its place."""
+        self.models.append(model)
+        self.adopted.append(adopted)
+        self.parameters.append(tuple(model.parameters()))
+        self.known_parameters.update(model.parameters())
+        self.sparse |= sparse_parameters(model).keys()
+        self.buffers += model.named_buffers()
+        self._transient.append({name: int(checksum(b)) for name, b in transient_buffers(model).items()})
+
+    def rescan(self) -> None:
+        """Modules may have been replaced or added since: which parameters and buffers the models have now."""
+        self.parameters = [tuple(model.parameters()) for model in self.models]
+        self.known_parameters.update(p for parameters in self.parameters for p in parameters)
+        self.sparse = {p for model in self.models for p in sparse_parameters(model)}
+        self.buffers = [named for model in self.models for named in model.named_buffers()]
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The name of ``parameter`` in its model."""
+        for model in self.models:
+            for name, known in model.named_parameters():
+                if known is parameter:
+                    return name
+        return f"a parameter of shape {tuple(parameter.shape)}"
 
     def keep(self, name: str, value: object) -> None:
         """Save ``value`` under ``name``.
@@ -55,13 +86,24 @@ class State:
         """The state of every object, of whole models, whatever the strategy. All ranks."""
         return {
             "models": [strategy.holding.model_state(m) for m in self.models],
+            "learn": [{name: p.requires_grad for name, p in m.named_parameters()} for m in self.models],
+            "transient": [self._moved_transient(number) for number in range(len(self.models))],
             "optimizers": [strategy.holding.optimizer_state(o) for o in self.optimizers],
             "schedulers": [s.state_dict() for s in self.schedulers],
             "kept": {name: value.state_dict() for name, value in self.kept.items()},
         }
 
-    def load(self, tree: Mapping[str, Any], strategy: Strategy) -> None:
+    def _moved_transient(self, number: int) -> dict[str, torch.Tensor]:
+        """What forward passes have changed of a model's buffers that are in no state_dict."""
+        known = self._transient[number]
+        now = transient_buffers(self.models[number])
+        return {name: b.detach() for name, b in now.items() if int(checksum(b)) != known.get(name)}
+
+    def load(self, tree: Mapping[str, Any], strategy: Strategy) -> list[str]:
         """Put `tree` back. All ranks.
+
+        Returns:
+            The parameters that learn, or do not, as they did when it was saved and not as the script has just said.
 
         Raises:
             CheckpointError: if the script made other objects than the one that saved, or one of them does not fit.
@@ -76,6 +118,17 @@ class State:
             )
         for name, value in self.kept.items():
             _load_one(f"keep({name}=...)", value, tree["kept"][name], _load)
+        changed = []
+        for model, transient, learn in zip(self.models, tree["transient"], tree["learn"], strict=True):
+            buffers = transient_buffers(model)
+            with torch.no_grad():
+                for name, value in transient.items():
+                    buffers[name].copy_(value)
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad != learn.get(name, parameter.requires_grad):
+                    parameter.requires_grad_(learn[name])
+                    changed.append(name)
+        return changed
 
 
 def _load_all(kind: str, here: list[Any], saved: list[Any], load: Callable[[Any, Any], None]) -> None:
@@ -103,3 +156,9 @@ def _load(value: Stateful, state: Any) -> None:
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
+
+
+def transient_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of ``model`` that are in no state_dict: those with ``persistent=False``."""
+    persistent = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in persistent and buffer.numel()}

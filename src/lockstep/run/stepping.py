@@ -1,10 +1,12 @@
 """From the losses of a step's micro-batches to one update: the order of events within a step.
 
 micro-batch 0 .. n-1   backward                    gradients are folded along the tree
+                       buffers                     once every optimizer had its loss, or the body is over
 micro-batch n          backward, reduction         .grad holds the sum over all ranks' micro-batches
                        [division by the counts]
-                       unscale, clip, update       each optimizer, once the user is done with the micro-batch
+                       unscale, clip, update       each optimizer, once every one had its loss, or the body is over
                        buffers, schedulers         once all optimizers have stepped: the step is done
+                       the rest of the body        such as an average of the weights; then the step ends, and is saved
 
 Optimizers step together, at the end: were a GAN's discriminator updated before the generator's loss is computed, the
 losses of each rank's last micro-batch would see other parameters than those before it, and the sum would tell how many
@@ -20,10 +22,24 @@ import torch
 
 from lockstep.collectives import Group
 from lockstep.data import MicroBatch
-from lockstep.errors import UsageError
+from lockstep.errors import MismatchError, UsageError
+from lockstep.run.body_checks import BodyChecks
+from lockstep.run.divergence import checksum
+from lockstep.run.finite import FiniteChecks
 from lockstep.run.precision import Precision
 from lockstep.run.state import State
-from lockstep.strategies import Pipelines, Serves, Strategy, Target, Task, Turn, is_loss, parameters_of
+from lockstep.strategies import (
+    Pipelines,
+    Serves,
+    Strategy,
+    Target,
+    Task,
+    Turn,
+    can_take_up,
+    is_loss,
+    parameters_of,
+    take_up,
+)
 from lockstep.watch import pulse
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -36,50 +52,77 @@ Known = list[tuple[torch.Tensor, int | torch.Tensor]]
 class Work:
     """The micro-batch in the user's hands."""
 
-    __slots__ = ("due", "ended", "micro", "reached", "turn")
+    __slots__ = ("due", "ended", "finished", "micro", "reached", "turn")
 
     def __init__(self, micro: MicroBatch) -> None:
         self.micro: Final = micro
         self.turn: Final = Turn(micro.index, micro.of, micro.last, micro.shadow, micro.samples, micro.step_samples)
         self.reached: set[Target] = set()  # by backward passes since it was handed out
         self.due: dict[Target, tuple[torch.optim.Optimizer, ...]] = {}  # who steps at its end
-        self.ended = False
+        self.finished = False  # all that is to learn from it was learnt
+        self.ended = False  # ... and the user is done with it
+
+    @property
+    def complete(self) -> bool:
+        """Whether the step that it is the last one of is done."""
+        return self.finished and self.turn.last
 
 
 class Stepper:
     """Turns losses into updates, for every optimizer of a run."""
 
     def __init__(
-        self, group: Group, strategy: Strategy, precision: Precision, state: State, clip_norm: float | None
+        self,
+        group: Group,
+        strategy: Strategy,
+        precision: Precision,
+        state: State,
+        clip_norm: float | None,
+        finite: FiniteChecks,
     ) -> None:
         self._group: Final = group
         self._strategy: Final = strategy
         self._precision: Final = precision
         self._state: Final = state
         self._clip_norm: Final = clip_norm
+        self._finite: Final = finite
+        self.checks: Final = BodyChecks(state)
         self._pulse: Final = pulse()
         self._targets: Final[dict[tuple[int, ...], Target]] = {}
         self._counts: Final[dict[Target, int | torch.Tensor]] = {}
+        self._begun: Final[dict[Target, bool]] = {}  # targets with a loss in this step, and whether it has counts
+        self._suspect: set[tuple[int, ...]] = set()  # targets to be made anew, by their keys
         self._items: Final[dict[int, int | torch.Tensor]] = {}  # of micro-batches whose loss is not known yet
         self._weights: Final[dict[tuple[float, torch.dtype, torch.device], torch.Tensor]] = {}
         # Like the weights of losses that are not known yet; rounded later, they are what the others are.
         self._widest: Final = torch.empty((), dtype=torch.float64, device=group.device)
+        self._step = 0
         self.work: Work | None = None
 
-    def begin(self, micro: MicroBatch) -> Work:
-        """``micro`` is handed to the user."""
+    def begin(self, micro: MicroBatch, step: int, *, compare: bool) -> Work:
+        """``micro`` is handed to the user, after ``step`` steps; with ``compare``, what costs more is checked, too."""
         self.work = work = Work(micro)
+        self._step = step
         self._strategy.begin(work.turn)
+        self.checks.body_begins(compare=compare)
+        self.checks.run_steps = False
         return work
 
     def backward(self, loss: Loss, data: tuple[Any, ...], count: Count, optimizer: Optimizers) -> Known:
         """See `Run.backward`. The losses that have become known by it."""
         work = self._at_work("backward")
-        target, micro = self._target(optimizer), work.micro
+        if work.finished:
+            raise UsageError(
+                "a run.step(loss) after all optimizers had theirs in this micro-batch: add the losses up and call it "
+                "once, or give each its own with run.step(loss, optimizer=...)"
+            )
+        micro = work.micro
+        target = self._target(optimizer)
         if any(not target.places.keys().isdisjoint(other.places) for other in work.reached):
             raise UsageError(
                 "a second run.step(loss) for the same parameters in one micro-batch: add the losses up and call it once"
             )
+        self._check_first(target, work, counts=count is not None)
         task = self._task(loss, data, target) if callable(loss) else None
         pipelines = self._strategy if task is not None and isinstance(self._strategy, Pipelines) else None
         if task is not None and pipelines is None:
@@ -87,9 +130,11 @@ class Stepper:
                 loss = task()
         if pipelines is None and not is_loss(loss):
             raise UsageError(
-                f"step({loss!r:.60}): the loss must be a tensor of no dimension that depends on the model's "
+                f"step({_told(loss)}): the loss must be a tensor of no dimension that depends on the model's "
                 "parameters; reduce it with .mean(), and do not detach it"
             )
+        if isinstance(loss, torch.Tensor) and not self._precision.scales:
+            self._finite.loss(loss, self._step, work.turn)
         work.reached.add(target)
         self._pulse.enter("reduction" if work.turn.last and self._group.size > 1 else "backward")
         if count is not None and not micro.shadow:
@@ -101,7 +146,10 @@ class Stepper:
         if pipelines is not None and task is not None:
             self._items[micro.index] = items
             weight = self._weight(share, self._widest) if weighs else None
-            known = [(value, self._items[m]) for m, value in pipelines.compute(task, weight, target, work.turn)]
+            losses = pipelines.compute(task, weight, target, work.turn)
+            for value in () if self._precision.scales else (value for _, value in losses):
+                self._finite.loss(value, self._step, work.turn)
+            known = [(value, self._items[m]) for m, value in losses]
         else:
             assert isinstance(loss, torch.Tensor)
             with self._precision.backward():
@@ -111,7 +159,7 @@ class Stepper:
             known = [] if micro.shadow else [(loss, items)]
         if work.turn.last:
             self._items.clear()
-            if count is not None:
+            if self._begun[target]:
                 self._divide_by_counts(target, micro.step_samples)
         return [(value.detach(), items) for value, items in known]
 
@@ -132,50 +180,78 @@ class Stepper:
         return self._strategy.part(whole=whole) if isinstance(self._strategy, Serves) else whole
 
     def update(self, optimizer: Optimizers) -> bool:
-        """See `Run.update`. Whether no other optimizer of the run can follow in this step, so it may end."""
+        """See `Run.update`. Whether the step is done by it."""
         work = self._at_work("update")
-        if not work.turn.last:
-            return False
+        if work.finished:
+            raise UsageError("a second run.update() in one micro-batch: call it once for each run.backward(loss)")
         if not work.reached:
             raise UsageError("run.update() before run.backward(loss): there is no gradient yet")
-        target = self._target(optimizer)
-        work.due[target] = self._named(optimizer)
-        return target.everything
+        optimizers = self._named(optimizer)
+        target = self._targets.get(tuple(map(id, optimizers)))
+        work.due[self._target(optimizer) if target not in self._begun else target] = optimizers
+        due = {id(optimizer) for optimizers in work.due.values() for optimizer in optimizers}
+        if len(due) == len(self._state.optimizers):
+            self._finish(work)
+        return work.complete
 
     def end(self, work: Work) -> bool:
-        """The user is done with the micro-batch. Whether the whole step is done; its schedulers have stepped, too."""
-        if not work.reached:
-            raise UsageError(
-                "a micro-batch went by without run.step(loss); call it once for each, also where there is nothing to "
-                "learn (a loss of zero times the model's output will do)"
-            )
+        """The user is done with the micro-batch. Whether a step was done with it."""
         work.ended = True
+        if not work.finished:
+            if not work.reached:
+                raise UsageError(
+                    "a micro-batch went by without run.step(loss), which takes the place of loss.backward(), "
+                    "optimizer.step() and optimizer.zero_grad(); call it once for each, also where there is nothing to "
+                    "learn (a loss of zero times the model's output will do)"
+                )
+            if not work.due:
+                raise UsageError("a micro-batch went by without run.update(): call it after each run.backward(loss)")
+            self._finish(work)
+        self.checks.buffers_stayed()
         if not work.turn.last:
+            self.checks.body_ended(work.turn.index, work.turn.of)
+        return work.complete
+
+    def _finish(self, work: Work) -> None:
+        """All losses of the micro-batch are there; after the last one of a step, so is the step."""
+        work.finished = True
+        if work.turn.last:
+            self._complete(work)
+        else:
             self._strategy.end(work.turn)
-            return False
-        if not work.due:
-            raise UsageError("a step ended without run.update(): call it after each run.backward(loss)")
+        self.checks.forward_is_over()
+
+    def _complete(self, work: Work) -> None:
         if work.due.keys() != work.reached:
             _refuse_forgotten(work)
         self._pulse.enter("update")
+        self.checks.run_steps = True
         for target, optimizers in work.due.items():
+            if not self._precision.scales:
+                self._finite.gradients(target.parameters, self._state.name_of, self._step)
             self._precision.step(optimizers, target, self._strategy, self._clip_norm)
             for parameter in target.parameters:
                 parameter.grad = None
         self._strategy.end(work.turn)
-        if self._precision.stepped():
+        if not self._precision.stepped():
+            self._finite.loss_scale(self._precision.loss_scale, self._step)
+        else:
             stepped = {id(optimizer) for optimizers in work.due.values() for optimizer in optimizers}
             for scheduler in self._state.schedulers:
                 if id(scheduler.optimizer) in stepped:
                     scheduler.step()
-        return True
+        self.checks.run_steps = False
+        self.checks.step_is_due()
+        self._begun.clear()
 
     def leave(self) -> None:
         """The loop over micro-batches is left; a step that is not done is forgotten."""
         work, self.work = self.work, None
-        if work is not None and not (work.ended and work.turn.last):
+        self.checks.run_steps = True
+        if work is not None and not work.complete:
             self._counts.clear()
             self._items.clear()
+            self._begun.clear()
             self._strategy.abandon()
             for model in self._state.models:
                 model.zero_grad(set_to_none=True)
@@ -211,27 +287,105 @@ class Stepper:
             raise UsageError("step(optimizer=...): give what run.optimizer(...) returned")
         return named
 
+    def new_pass(self) -> None:
+        """Before the first micro-batch: modules may have been replaced or added since the last one."""
+        if can_take_up(self._strategy):
+            self._state.rescan()
+            self._suspect = set(self._targets)
+
     def _target(self, optimizer: Optimizers) -> Target:
+        """The parameters that ``optimizer`` holds and that learn now."""
         optimizers = self._named(optimizer)
         key = tuple(map(id, optimizers))
         target = self._targets.get(key)
-        if target is None:
-            target = self._targets[key] = self._make_target(optimizers)
-        return target
+        if target is not None and key not in self._suspect and _is_current(target, optimizers):
+            return target
+        self._suspect.discard(key)
+        found = self._make_target(optimizers)
+        if target is not None and list(map(id, found.parameters)) != list(map(id, target.parameters)):
+            if target in self._begun:
+                raise UsageError(
+                    "which parameters learn has changed between two micro-batches of a step, so ranks would differ: "
+                    "freeze, unfreeze and add parameters alike in each micro-batch of a step, or where run.step(loss) "
+                    "has returned True"
+                )
+            self._take_up(target, found)
+        self._targets[key] = found
+        return found
+
+    def _take_up(self, before: Target, now: Target) -> None:
+        """Other parameters learn from this step on. All ranks, at the same step."""
+        known = {id(p) for p in before.candidates}
+        mine = [
+            (self._state.name_of(p), tuple(p.shape), None if id(p) in known else int(checksum(p)))
+            for p in now.parameters
+        ]
+        for rank, theirs in enumerate(self._group.gather_objects(mine, "which parameters learn")):
+            odd = sorted({name for name, *_ in set(mine) ^ set(theirs)})
+            if odd:
+                raise MismatchError(
+                    f"from step {self._step + 1} on other parameters learn, and not the same on all ranks: {odd[0]}"
+                    f"{f' and {len(odd) - 1} more' if len(odd) > 1 else ''} is another one on rank {rank} than on rank "
+                    f"{self._group.rank}. Freeze, unfreeze and add alike on all ranks, and make new parameters outside "
+                    "of the loop over micro-batches, where all ranks draw the same random numbers"
+                )
+        take_up(self._strategy, now)
 
     def _make_target(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> Target:
-        if len(optimizers) == len(self._state.optimizers):
-            trained = [p for parameters in self._state.parameters for p in parameters if p.requires_grad]
-            return Target(tuple(dict.fromkeys(trained)), everything=True)
-        mine = dict.fromkeys(p for o in optimizers for p in parameters_of(o) if p.requires_grad)
-        for model, parameters in zip(self._state.models, self._state.parameters, strict=True):
-            inside = [p in mine for p in parameters if p.requires_grad]
-            if any(inside) and not all(inside):
+        """What ``optimizers`` may learn, and of that what learns now."""
+        held = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+        everything = len(optimizers) == len(self._state.optimizers)
+        if can_take_up(self._strategy) and not self._state.known_parameters.issuperset(held):
+            self._state.rescan()
+        models = self._state.parameters
+        strangers = [p for p in held if p.requires_grad and p not in self._state.known_parameters]
+        if strangers:
+            raise UsageError(
+                f"{len(strangers)} of {len(held)} parameters that are to learn belong to no model of this run, the "
+                f"first of shape {tuple(strangers[0].shape)}: make them part of what run.model(...) was given"
+            )
+        inside = dict.fromkeys(p for parameters in models for p in parameters)
+        candidates = [*inside] if everything else [p for p in held if p in inside]
+        if not everything:
+            mine = set(held)
+            for model, parameters in zip(self._state.models, models, strict=True):
+                its = [p in mine for p in parameters if p.requires_grad]
+                if any(its) and not all(its):
+                    raise UsageError(
+                        f"{type(model).__name__} is shared by optimizers that step apart; give each a model of its "
+                        "own, or let them share the backward pass: run.step(loss, optimizer=[first, second])"
+                    )
+        learn = [p.requires_grad for p in candidates]
+        learning = tuple(p for p, learns in zip(candidates, learn, strict=True) if learns)
+        return Target(
+            learning,
+            everything=everything,
+            sparse=frozenset(p for p in learning if p in self._state.sparse),
+            candidates=tuple(candidates),
+            learn=learn,
+            held=len(held),
+        )
+
+    def _check_first(self, target: Target, work: Work, *, counts: bool) -> None:
+        """Before a backward pass for ``target``."""
+        if not self._begun and work.turn.of > 1:
+            self.checks.first_backward()
+        elif self._begun:
+            self.checks.same_options(self._step)
+        if target not in self._begun:
+            there = [self._state.name_of(p) for p in target.parameters if p.grad is not None]
+            if there:
                 raise UsageError(
-                    f"{type(model).__name__} is shared by optimizers that step apart; give each a model of its own, or "
-                    "let them share the backward pass: run.step(loss, optimizer=[first, second])"
+                    f"{len(there)} parameters had a gradient before the step's first run.step(loss), such as "
+                    f"{', '.join(there[:3])}: run.step(loss) takes the place of loss.backward(); clear what was there "
+                    "before training with optimizer.zero_grad()"
                 )
-        return Target(tuple(mine), everything=False)
+            self._begun[target] = counts
+        elif self._begun[target] != counts and not work.turn.shadow:
+            raise UsageError(
+                "run.step(loss, count=...) for some micro-batches of a step and run.step(loss) for others, so there is "
+                "no one mean: give the count for each, a 0 where a micro-batch holds no item"
+            )
 
     def _divide_by_counts(self, target: Target, step_samples: int) -> None:
         """From the sum over the items per sample to the mean over all items of the step."""
@@ -260,6 +414,18 @@ class Stepper:
             )
         inputs, targets = (part if isinstance(part, tuple) else (part,) for part in data)
         return Task(models[0], loss, inputs, targets, self._precision.scale)
+
+
+def _is_current(target: Target, optimizers: tuple[torch.optim.Optimizer, ...]) -> bool:
+    """Whether ``target`` is what ``optimizers`` hold and what of it learns now."""
+    held = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+    return held == target.held and target.learn == [p.requires_grad for p in target.candidates]
+
+
+def _told(loss: object) -> str:
+    if isinstance(loss, torch.Tensor):
+        return f"tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+    return f"{loss!r:.60}"
 
 
 def _refuse_forgotten(work: Work) -> None:

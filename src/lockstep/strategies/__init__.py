@@ -13,13 +13,26 @@ import importlib
 
 from lockstep.errors import SettingError
 from lockstep.strategies.batchnorm import synchronize_batchnorm
+from lockstep.strategies.buffers import same
 from lockstep.strategies.gradients import Target, Task, Turn, is_loss, parameters_of
 from lockstep.strategies.placement import spans_gpus
-from lockstep.strategies.protocol import Holding, Pipelines, Serves, Share, Strategy, Terms
+from lockstep.strategies.protocol import (
+    ChecksOptimizers,
+    Holding,
+    Pipelines,
+    Serves,
+    Share,
+    Strategy,
+    Terms,
+    can_take_up,
+    take_up,
+)
+from lockstep.strategies.sparse import sparse_parameters
 from lockstep.strategies.spec import options_of, split
 
 __all__ = [
     "STRATEGIES",
+    "ChecksOptimizers",
     "Holding",
     "Pipelines",
     "Serves",
@@ -29,12 +42,16 @@ __all__ = [
     "Task",
     "Terms",
     "Turn",
+    "can_take_up",
     "is_loss",
     "open_strategy",
     "parameters_of",
+    "same",
     "spans_gpus",
+    "sparse_parameters",
     "split",
     "synchronize_batchnorm",
+    "take_up",
 ]
 
 #: The words that `open_strategy` knows, each with its file. Loaded when asked for: some bring much of torch with them.

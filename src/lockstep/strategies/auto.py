@@ -24,7 +24,7 @@ from lockstep.collectives import Group
 from lockstep.errors import UsageError
 from lockstep.strategies import data_parallel, zero
 from lockstep.strategies.gradients import Target, Turn
-from lockstep.strategies.protocol import Holding, Share, Strategy, Terms
+from lockstep.strategies.protocol import ChecksOptimizers, Holding, Share, Strategy, Terms, can_take_up, take_up
 from lockstep.strategies.sharded import fully_sharded
 
 _MIB = 1 << 20
@@ -165,6 +165,20 @@ class Auto:
     def meets_in_forward(self) -> bool:
         """See `Strategy.meets_in_forward`."""
         return self._strategy.meets_in_forward
+
+    @property
+    def takes_up(self) -> bool:
+        """See `TakesUp.takes_up`."""
+        return can_take_up(self._strategy)
+
+    def take_up(self, target: Target) -> None:
+        """See `TakesUp.take_up`."""
+        take_up(self._strategy, target)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `ChecksOptimizers.check_optimizer`."""
+        if isinstance(self._strategy, ChecksOptimizers):
+            self._strategy.check_optimizer(optimizer)
 
     def begin(self, turn: Turn) -> None:
         """See `Strategy.begin`."""

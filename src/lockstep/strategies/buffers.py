@@ -4,22 +4,33 @@
     base ──► forward of micro-batch 1 ──► b1     new base = base + mean over the step of (bm - base),
     base ──► ...                                 summed along the tree
 
-So they do not depend on which rank computed what, and no rank's statistics overwrite those of the others. Integer
-buffers, such as the count of batches, take the value after one micro-batch: one step counts once.
+So they do not depend on which rank computed what, and no rank's statistics overwrite those of the others.
+
+Whole numbers, such as the count of batches, take the value after one micro-batch: one step counts once. Where the data
+decides whether a BatchNorm is called, its count takes the greatest value; any other buffer of whole numbers that
+micro-batches of one step change differently is refused, for no value would be right.
+
+How it is found out which buffers move: by `Tensor._version` after each micro-batch, which costs little, and by value in
+the first steps and now and then. A change through ``.data`` or by a kernel leaves no trace in the version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lockstep.collectives import Exchange, Fold
+from lockstep.collectives import Exchange, Fold, Group
 from lockstep.errors import UsageError
 from lockstep.strategies.gradients import Turn
+
+#: By value, buffers are compared in this many first steps, and then once in so many; always, if they are small.
+_FIRST_STEPS = 2
+_EVERY_STEPS = 500
+_SMALL_BYTES = 1 << 18  # on a CPU: about 10 us
 
 
 class Buffers:
@@ -27,44 +38,53 @@ class Buffers:
 
     Args:
         exchange: sums what the replicas have.
-        agree: raises if ranks differ.
+        group: the replicas.
         device: where sums are made, for buffers on several GPUs of a rank; None: where the buffers are.
     """
 
-    def __init__(
-        self, exchange: Exchange, agree: Callable[[str, object], None], device: torch.device | None = None
-    ) -> None:
+    def __init__(self, exchange: Exchange, group: Group, device: torch.device | None = None) -> None:
         self._device: Final = device
         self._exchange: Final = exchange
-        self._agree: Final = agree
+        self._group: Final = group
+        self._models: Final[list[nn.Module]] = []
         self._all: list[torch.Tensor] = []
         self._homes: list[tuple[nn.Module, str]] = []  # whose buffer each is, and its name there
+        self._none: list[tuple[nn.Module, str]] = []  # buffers that were registered as None
         self._base: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self._always: Final[set[int]] = set()  # places of the buffers that any forward pass may change unseen
+        self._norms: set[int] = set()  # places of those of normalisation layers
+        self._small = False
+        self._has_holes = False  # whether some base is not finite, such as a least value that begins at infinity
         self._moving: tuple[int, ...] = ()  # places of the buffers that are kept in step, as far as this rank knows
         self._agreed: tuple[int, ...] = ()  # the same, as all ranks have said
         self._fold: Fold[torch.Tensor] | None = None
+        self._counts: _Counts | None = None
+        self._steps = 0
 
     def adopt(self, model: nn.Module) -> None:
         """Keep the buffers of ``model`` in step from now on."""
-        # torch's normalisation kernels change running statistics without a trace in `Tensor._version`.
-        silent = {id(b) for m in model.modules() if isinstance(m, _NormBase) for b in m.buffers()}
-        for path, buffer in model.named_buffers():
-            if id(buffer) in silent:
-                self._always.add(len(self._all))
-            owner, _, name = path.rpartition(".")
-            self._homes.append((model.get_submodule(owner), name))
-            self._all.append(buffer)
-        self._moving = self._agreed = tuple(sorted(self._always.union(self._agreed)))
-        self.rebase()
+        self._models.append(model)
+        self._survey()
 
     def rebase(self) -> None:
-        """What the buffers hold now is the base of the next step."""
-        self._bring_home()
-        self._base = [b.detach().clone() for b in self._all]
-        self._versions = [b._version for b in self._all]
-        self._fold = None
+        """What the buffers hold now is the base of the next step; buffers that are new are kept in step, too."""
+        if self._strangers():
+            self._survey()
+        else:
+            self._bring_home()
+            self._begin()
+
+    def check_known(self) -> None:
+        """Nothing, if the models have the buffers that they had when the loop over micro-batches began.
+
+        Raises:
+            UsageError: if not: what the first micro-batch found in a new one is not known any more.
+        """
+        if strangers := self._strangers():
+            raise UsageError(
+                f"buffers were added to the model or taken away within a step ({', '.join(sorted(strangers))}); "
+                "change modules that have buffers before run.train(...) or after it"
+            )
 
     def lend(self) -> None:
         """The next forward pass changes copies, which `settle` brings home.
@@ -76,12 +96,18 @@ class Buffers:
             owner._buffers[name] = self._all[i].clone()
 
     def settle(self, turn: Turn) -> None:
-        """After ``turn`` the base is back; after the rank's last one, moved by the step's mean. All ranks, then."""
+        """After ``turn`` the base is back; after the rank's last one, moved by the step's mean. All ranks, then.
+
+        Raises:
+            UsageError: for a buffer that has no one value after a step, by name.
+        """
+        if not (self._all or self._none):
+            return
         self._find_moving()
         # Not before the last turn: ranks have different numbers of turns, and others may wait in the reduction.
-        if turn.last and self._moving != self._agreed:
-            self._agreed = self._moving
-            self._agree("which buffers the forward pass changes", self._agreed)
+        if turn.last:
+            self._agree()
+            self._steps += 1
         if not self._moving:
             return
         with torch.no_grad():
@@ -90,9 +116,49 @@ class Buffers:
 
     def restore(self) -> None:
         """The base is back, and what was gathered in this step is forgotten."""
-        self._fold = None
+        self._fold = self._counts = None
         self._find_moving()
         self._put_back()
+
+    def _registered(self) -> Iterator[tuple[nn.Module, str, torch.Tensor | None]]:
+        """Each buffer once, with a module that holds it and its name there."""
+        seen: set[int] = set()
+        for module in dict.fromkeys(m for model in self._models for m in model.modules()):
+            for name, buffer in module._buffers.items():
+                if buffer is None or id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield module, name, buffer
+
+    def _strangers(self) -> set[str]:
+        """The names of buffers that came or went since the last `_survey`."""
+        known = {(id(m), name) for m, name in (*self._homes, *self._none)}
+        return {name for _, name in known ^ {(id(m), name) for m, name, _ in self._registered()}}
+
+    def _survey(self) -> None:
+        """Find all buffers of the models as they are now; those that were known to move still do."""
+        moving = {(id(self._homes[i][0]), self._homes[i][1]) for i in self._agreed}
+        registered = list(self._registered())
+        self._none = [(module, name) for module, name, buffer in registered if buffer is None]
+        there = [(module, name, buffer) for module, name, buffer in registered if buffer is not None]
+        self._homes = [(module, name) for module, name, _ in there]
+        self._all = [buffer for *_, buffer in there]
+        # torch's normalisation kernels change running statistics without a trace in `Tensor._version`.
+        self._norms = {i for i, (module, _) in enumerate(self._homes) if isinstance(module, _NormBase)}
+        known = {i for i, (module, name) in enumerate(self._homes) if (id(module), name) in moving}
+        self._moving = self._agreed = tuple(sorted(known | self._norms))
+        quiet = [b for i, b in enumerate(self._all) if i not in self._moving]
+        self._small = (
+            all(b.device.type == "cpu" for b in quiet)
+            and sum(b.numel() * b.element_size() for b in quiet) <= _SMALL_BYTES
+        )
+        self._steps = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._base = [b.detach().clone() for b in self._all]
+        self._versions = [b._version for b in self._all]
+        self._has_holes = not all(bool(b.isfinite().all()) for b in self._base if _has_mean(b))
+        self._fold = self._counts = None
 
     def _bring_home(self) -> None:
         """What was assigned, as by ``self.mean = 0.9 * self.mean + ...``, goes into the tensor that is kept in step."""
@@ -109,12 +175,42 @@ class Buffers:
             with torch.no_grad():
                 buffer.copy_(held)
             owner._buffers[name] = buffer
+        for owner, name in self._none:
+            if (held := owner._buffers.get(name)) is not None:
+                raise UsageError(
+                    f"the buffer {name} of {type(owner).__name__} was None when run.model(...) was called and is a "
+                    f"tensor of shape {tuple(held.shape)} now: it would be another one on each rank. Register it with "
+                    "zeros of that shape, or hold what need not be in step in a plain attribute"
+                )
 
     def _find_moving(self) -> None:
         self._bring_home()
         changed = {i for i, b in enumerate(self._all) if b._version != self._versions[i]}
+        if self._looks:
+            quiet = [i for i in range(len(self._all)) if i not in changed and i not in self._moving]
+            silent = {i for i in quiet if not same(self._all[i], self._base[i])}
+            if silent and not self._small and self._steps >= _FIRST_STEPS:
+                raise UsageError(
+                    f"{self._named(silent)} began to change through .data or by a kernel after the first steps, which "
+                    "leaves no trace: change it in place, as in self.mean.mul_(0.9)"
+                )
+            changed |= silent
         if not changed.issubset(self._moving):
             self._moving = tuple(sorted(changed.union(self._moving)))
+
+    @property
+    def _looks(self) -> bool:
+        """Whether buffers are compared by value in this step."""
+        return self._small or self._steps < _FIRST_STEPS or self._steps % _EVERY_STEPS == 0
+
+    def _agree(self) -> None:
+        """All ranks keep the same buffers in step. All ranks, in the first steps and when one has found another."""
+        if self._steps < _FIRST_STEPS:
+            told = self._group.gather_objects(self._moving, "which buffers the forward pass changes")
+            self._moving = self._agreed = tuple(sorted(set().union(*told)))
+        elif self._moving != self._agreed:
+            self._agreed = self._moving
+            self._group.check_equal("which buffers the forward pass changes", self._agreed)
 
     def _put_back(self) -> None:
         if not self._moving:
@@ -125,24 +221,130 @@ class Buffers:
             self._versions[i] = self._all[i]._version
 
     def _gather(self, turn: Turn) -> None:
-        real = [i for i in self._moving if self._all[i].is_floating_point()]
-        if real and not turn.shadow:
-            moved = torch._foreach_sub([self._all[i] for i in real], [self._base[i] for i in real])
+        real = [i for i in self._moving if _has_mean(self._all[i])]
+        whole = [i for i in self._moving if not _has_mean(self._all[i])]
+        if whole and self._counts is None:
+            self._counts = _Counts(self._group)
+        if not turn.shadow:
             if self._fold is None:
                 self._fold = Fold(turn.of, lambda left, right: left.add_(right))
-            self._fold.push((turn.index, turn.index + 1), self._end_to_end(moved))
-        if real and turn.last:
-            sums = self._fold.sums if self._fold is not None else []
-            out = sums[-1] if sums else self._end_to_end([self._base[i] for i in real])
-            self._exchange.begin(out, sums, turn.of)
-            self._exchange.finish()
-            bases = [self._base[i] for i in real]
-            pieces = out.div_(turn.of).split([b.numel() for b in bases])
-            torch._foreach_add_(bases, [p.view_as(b).to(b.device) for p, b in zip(pieces, bases, strict=True)])
-            self._fold = None
+            self._fold.push((turn.index, turn.index + 1), self._end_to_end(self._moves(real)))
+            if self._counts is not None:
+                self._counts.add(torch.cat([_move(self._all[i], self._base[i]) for i in whole]))
         if turn.last:
-            for i in set(self._moving).difference(real):
-                self._base[i].copy_(self._all[i])
+            self._move_base(real, whole, turn.of)
+            self._fold = self._counts = None
+
+    def _moves(self, places: Sequence[int]) -> list[torch.Tensor]:
+        """How far this micro-batch has moved each from its base; from zero, where the base is not finite."""
+        here, base = [self._all[i] for i in places], [self._base[i] for i in places]
+        if self._has_holes:
+            return [torch.where(b.isfinite(), h - b, h) for h, b in zip(here, base, strict=True)]
+        return list(torch._foreach_sub(here, base)) if here else []
+
+    def _move_base(self, real: Sequence[int], whole: Sequence[int], of: int) -> None:
+        """The base moves by the mean over all ranks' micro-batches; whole numbers by what one of them has added."""
+        sums = self._fold.sums if self._fold is not None else []
+        bases = [self._base[i] for i in real]
+        like = self._end_to_end(bases)
+        if self._counts is not None:
+            # Behind the moves of one of this rank's nodes: what it has counted, in a row of its own.
+            row = self._counts.row(sum(self._all[i].numel() for i in whole)).to(like)
+            rows = [row, *(torch.zeros_like(row) for _ in sums[1:])]
+            sums = [torch.cat([moves, counts]) for moves, counts in zip(sums, rows, strict=False)]
+            like = torch.cat([like, row])
+        out = sums[-1] if sums else like
+        self._exchange.begin(out, sums, of)
+        self._exchange.finish()
+        if bases:
+            self._add_mean(bases, out, of)
+        if self._counts is not None:
+            rest = sum(b.numel() * (2 if b.is_complex() else 1) for b in bases)
+            self._add_counts(whole, *self._counts.agreed(out[rest:]))
+
+    def _add_mean(self, bases: list[torch.Tensor], sums: torch.Tensor, of: int) -> None:
+        if self._has_holes:
+            for base in bases:
+                base.masked_fill_(~base.isfinite(), 0)
+        reals = [torch.view_as_real(b) if b.is_complex() else b for b in bases]
+        sizes = [b.numel() for b in reals]
+        pieces = sums[: sum(sizes)].div_(of).split(sizes)
+        torch._foreach_add_(reals, [p.view_as(b).to(b.device) for p, b in zip(pieces, reals, strict=True)])
+        if self._has_holes:
+            self._has_holes = not all(bool(b.isfinite().all()) for b in bases)
+
+    def _add_counts(self, places: Sequence[int], low: torch.Tensor, high: torch.Tensor) -> None:
+        sizes = [self._all[i].numel() for i in places]
+        for i, *flats in zip(places, low.split(sizes), high.split(sizes), strict=True):
+            here, base = self._all[i], self._base[i]
+            least, most = (flat.view(base.shape).to(base.device) for flat in flats)
+            if i not in self._norms and (self._looks or base.device.type == "cpu") and bool((least != most).any()):
+                raise UsageError(
+                    f"{self._named([i])} counts what the data holds: the micro-batches of one step changed it by "
+                    f"{least.min():g} to {most.max():g}, and after a step there is one value for all. Count in "
+                    "run.measure(...), in floating point (which becomes the mean), or alike in each forward pass"
+                )
+            moved = base.long() + most.long()
+            if self._counts is not None and self._counts.low is not None:
+                # Where all agree it is what this rank has, whose digits a float may not hold.
+                moved = torch.where(least == most, here.long(), moved)
+            base.copy_(moved)
+
+    def _named(self, places: Sequence[int] | set[int]) -> str:
+        names = [f"{name} of {type(owner).__name__}" for owner, name in (self._homes[i] for i in sorted(places))]
+        return f"the buffer{'s' if len(names) > 1 else ''} {', '.join(names[:5])}"
 
     def _end_to_end(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([tensor.reshape(-1).to(self._device or tensor.device) for tensor in tensors])
+        """In one dimension, complex numbers as two reals, each number of at least four bytes."""
+        flats = [(torch.view_as_real(t) if t.is_complex() else t).reshape(-1) for t in tensors]
+        whole = torch.zeros(0, dtype=torch.float32, device=self._device)
+        return torch.cat([whole, *(flat.to(self._device or flat.device) for flat in flats)])
+
+
+class _Counts:
+    """The least and the greatest move of whole numbers over a rank's micro-batches of a step, and over all ranks'.
+
+    rank 0   | 1 low high |            |            |
+    rank 1   |            | 1 low high |            |     each rank adds a row with its own part filled;
+    rank 2   |            |            | 0          |     a 1 tells that it had a micro-batch
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._rank, self._size = group.rank, group.size
+        self.low: torch.Tensor | None = None
+        self.high: torch.Tensor | None = None
+
+    def add(self, move: torch.Tensor) -> None:
+        """One micro-batch has moved them so."""
+        self.low = move if self.low is None else torch.minimum(self.low, move)
+        self.high = move if self.high is None else torch.maximum(self.high, move)
+
+    def row(self, numbers: int) -> torch.Tensor:
+        """What this rank tells the others of so many numbers, of one dimension."""
+        row = torch.zeros(self._size, 1 + 2 * numbers, dtype=torch.float64)
+        if self.low is not None and self.high is not None:
+            row = row.to(self.low.device)
+            row[self._rank] = torch.cat([self.low.new_ones(1), self.low, self.high])
+        return row.view(-1)
+
+    def agreed(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The least and the greatest of each over all ranks, from the sum of their rows."""
+        table = rows.view(self._size, -1)
+        told = table[:, 0] > 0
+        numbers = (table.shape[1] - 1) // 2
+        inf = torch.full_like(table[:, :1], torch.inf)
+        low = torch.where(told[:, None], table[:, 1 : 1 + numbers], inf).amin(0)
+        return low, torch.where(told[:, None], table[:, 1 + numbers :], -inf).amax(0)
+
+
+def _has_mean(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _move(buffer: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    return (buffer.long() - base.long()).double().reshape(-1)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they hold the same values, and are not a number in the same places. Waits for the GPU."""
+    return torch.equal(one, other) or bool(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))

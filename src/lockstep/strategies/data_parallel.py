@@ -1,4 +1,4 @@
-"""Replicas on many ranks, wrapped in torch's DistributedDataParallel; its buckets are summed along the tree.
+"""Replicas on many ranks, reduced by torch's DistributedDataParallel; its buckets are summed along the tree.
 
 Gradients become ready last layer first; DDP gathers them into buckets, and each is exchanged while the backward pass
 goes on::
@@ -6,6 +6,9 @@ goes on::
     backward     |g3|g2|g1|g0|
     buckets           [g3 g2][g1 g0]
     exchange          [  bucket 0  ][  bucket 1  ]
+
+The user calls the model itself: of DDP only the hooks on gradients are used, and they are told by `backward` when to
+work. So the model is what it is on one rank, and DDP can be made anew when other parameters learn.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
@@ -13,7 +16,7 @@ goes on::
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -23,17 +26,18 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket  # what torch.distributed hands on, with types
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.collectives import Group, Runs, naming_lost_peers, open_exchange
+from lockstep.collectives import FastExchange, Group, Runs, naming_lost_peers, open_exchange
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.compress import Cast, Compression, Uncompressed
-from lockstep.strategies.gradients import Pending, Target, Turn, divide_by_counts, total_count
+from lockstep.strategies.gradients import Pending, Target, Turn, divide_by_counts, rows_of, total_count
 from lockstep.strategies.holding import Whole
-from lockstep.strategies.module_states import verify_module_states
+from lockstep.strategies.module_states import sync_module_states, verify_module_states
 from lockstep.strategies.placement import check_reached, spans_gpus
 from lockstep.strategies.powersgd import PowerSGD
 from lockstep.strategies.protocol import Share, Strategy, Terms
 from lockstep.strategies.replicate import Replicate
+from lockstep.strategies.sparse import no_rows, sparse_again, sparse_parameters
 
 Sum = torch.futures.Future[torch.Tensor]
 
@@ -98,6 +102,20 @@ def open_strategy(terms: Terms, options: Options) -> Strategy:
     )
 
 
+@dataclass(slots=True, eq=False)
+class _Model:
+    """A model, and what reduces the gradients of that part of it which learns now."""
+
+    module: nn.Module
+    find_unused_parameters: bool
+    static_graph: bool
+    spans_gpus: bool
+    process_group: Any  #: of DDP; None: the default one
+    learning: tuple[nn.Parameter, ...] = ()  #: those whose gradients DDP waits for
+    ddp: DistributedDataParallel | None = None  #: None where nothing learns
+    unlearnt: bool = False  #: whether its graph is static, and its first step is to come
+
+
 class _Handed(NamedTuple):
     """A bucket, as DDP handed it over."""
 
@@ -119,6 +137,7 @@ class DataParallel:
     """
 
     meets_in_forward: Final = False
+    takes_up: Final = True
 
     def __init__(
         self,
@@ -136,28 +155,23 @@ class DataParallel:
         self._bucket_mb: Final = bucket_mb or _BUCKET_MB[group.device.type]
         self._exchange: Final = open_exchange(group, runs)
         self._compression: Final = compression or Uncompressed(group)
-        self._buffers: Final = Buffers(self._exchange, group.check_equal, group.device)
-        self._models: list[DistributedDataParallel] = []
-        self._unlearnt: set[int] = set()  # models with a static graph before their first step, by their numbers
+        self._buffers: Final = Buffers(self._exchange, group, group.device)
+        self._fast: Final = FastExchange(group)  # of what DDP does not reduce
+        self._models: list[_Model] = []
         self._names: dict[int, str] = {}  # of the parameters that DDP waits for
         self._held = contextlib.ExitStack()
         self._in_step = False
         self._pending: dict[Target, Pending] = {}
         self._awaited: dict[Target, int] = {}  # how many parameters DDP waits for in a target's backward pass
-        self._learning: dict[Target, dict[int, DistributedDataParallel]] = {}  # the models of a target
+        self._reached: dict[Target, dict[int, _Model]] = {}  # the models of a target, by their numbers
         self._now: tuple[Pending, Turn]  # within the backward pass of a rank's last turn
         self._handed: list[_Handed] = []  # buckets of this backward pass
         self._away: list[tuple[torch.Tensor, torch.Tensor]] = []  # buckets of other GPUs, and their sums on this one
         self._waiting: dict[tuple[int, int], Callable[[], None]] | None = None  # sums to begin after it, if they must
 
     def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """``model`` wrapped in DDP, with rank 0's parameters and buffers on every rank. All ranks."""
+        """``model`` itself, with rank 0's parameters and buffers on every rank. All ranks."""
         verify_module_states(self._group, model)
-        self._buffers.adopt(model)
-        trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-        if not trainable:
-            return model
-        find_unused_parameters &= not static_graph  # they are found once
         spans = spans_gpus(model)
         check_reached(model, self._group.device)
         if spans and not self._exact:
@@ -165,47 +179,76 @@ class DataParallel:
                 f"{type(model).__name__} lies on several GPUs of each rank, and then gradients are summed exactly; "
                 "leave out reduction=fast and compress="
             )
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=[self._group.device] if self._group.device.type == "cuda" and not spans else None,
+        self._compression.adopt(model)
+        find_unused_parameters &= not static_graph  # they are found once
+        # DDP tells the ranks which parameters were used, whenever a model is through: in which order, that depends
+        # on the loss, of which a model may be no part on one rank. So it has a line of its own for that. NCCL's
+        # lines are for one GPU of each rank; gloo takes what lies on any.
+        process_group = (
+            self._group.line(backend="gloo")
+            if spans
+            else self._group.line()
+            if find_unused_parameters
+            else self._group.lines
+        )
+        self._models.append(_Model(model, find_unused_parameters, static_graph, spans, process_group))
+        if not spans:
+            sync_module_states(self._group, model)
+        self._reduce(len(self._models) - 1, _learning(model), init_sync=spans)
+        self._buffers.adopt(model)
+        return model
+
+    def take_up(self, target: Target) -> None:
+        """See `TakesUp.take_up`."""
+        self._buffers.check_known()
+        for number, model in enumerate(self._models):
+            learning = [p for p in target.dense if p in set(model.module.parameters())]
+            if learning and {id(p) for p in learning} != {id(p) for p in model.learning}:
+                self._reduce(number, _learning(model.module), init_sync=False)
+        self._awaited.clear()
+        self._reached.clear()
+
+    def _reduce(self, number: int, learning: Sequence[nn.Parameter], *, init_sync: bool) -> None:
+        """From now on DDP waits for the gradients of ``learning`` in a model. All ranks."""
+        model = self._models[number]
+        for parameter in model.learning:
+            self._names.pop(id(parameter), None)
+        model.learning = tuple(learning)
+        # The old one takes its hooks from the parameters; before the new one adds its own.
+        model.ddp = None
+        if not learning:
+            return
+        sparse = list(sparse_parameters(model.module).values())
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model.module, sparse)
+        on_one_gpu = self._group.device.type == "cuda" and not model.spans_gpus
+        model.ddp = DistributedDataParallel(
+            model.module,
+            device_ids=[self._group.device] if on_one_gpu else None,
             **_BUFFERS_ARE_OURS,
+            init_sync=init_sync,
             bucket_cap_mb=self._bucket_mb,
             gradient_as_bucket_view=True,
-            find_unused_parameters=find_unused_parameters,
-            # DDP tells the ranks which parameters were used, whenever a model is through: in which order, that depends
-            # on the loss, of which a model may be no part on one rank. So it has a line of its own for that. NCCL's
-            # lines are for one GPU of each rank; gloo takes what lies on any.
-            process_group=(
-                self._group.line(backend="gloo")
-                if spans
-                else self._group.line()
-                if find_unused_parameters
-                else self._group.lines
-            ),
+            find_unused_parameters=model.find_unused_parameters,
+            process_group=model.process_group,
         )
-        if static_graph:
-            self._unlearnt.add(len(self._models))
-        wrapped.register_comm_hook(len(self._models), self._hand_over)
-        if not find_unused_parameters:
-            self._names |= trainable
-        self._buffers.rebase()  # DDP has given every rank the buffers of rank 0
-        self._models.append(wrapped)
-        self._compression.adopt(model)
-        _forbid_bypass(model, wrapped)
-        return wrapped
+        model.ddp.register_comm_hook(number, self._hand_over)
+        model.unlearnt = model.static_graph
+        if not model.find_unused_parameters:
+            names = {p: name for name, p in model.module.named_parameters()}
+            self._names |= {id(p): names[p] for p in learning}
 
     def begin(self, turn: Turn) -> None:
         """See `Strategy.begin`."""
+        reducing = [model.ddp for model in self._models if model.ddp is not None]
         if not self._in_step:
             # DDP lays out its buckets anew after the first step, in which all ranks meet. Left to the forward pass, one
             # rank could be there for the second model while another one already reduces the first.
             self._in_step = True
-            for model in self._models:
-                model.reducer._rebuild_buckets()
-        # DDP would make ready for the exchange in each forward pass, and be surprised later where no backward pass
-        # follows, as when a GAN's generator learns through its discriminator. So only `backward` makes it ready.
-        for model in self._models:
-            self._held.enter_context(model.no_sync())
+            for ddp in reducing:
+                ddp.reducer._rebuild_buckets()
+        for ddp in reducing:
+            # torch.compile cuts what it compiles in here at the borders of buckets.
+            self._held.enter_context(ddp._inside_ddp_forward())
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor | None, target: Target, turn: Turn) -> None:
         """See `Strategy.backward`."""
@@ -221,24 +264,30 @@ class DataParallel:
         self._now, self._handed = (pending, turn), []
         # Which of several models comes first depends on the loss, which may differ between ranks; sums must not.
         self._waiting = {} if len(models) > 1 and any(m.find_unused_parameters for m in models.values()) else None
-        for number, model in models.items():
-            if number in self._unlearnt:
+        for model in models.values():
+            assert model.ddp is not None
+            if model.unlearnt:
                 # From here on, for DDP counts how often each gradient comes in the first step; with earlier turns, it
                 # would wait for too many later.
-                model._set_static_graph()
-                model._static_graph_delay_allreduce_enqueued = True  # it would hand over after each first turn
+                model.ddp._set_static_graph()
             if model.find_unused_parameters:
-                pending.fill_up(model.parameters())
-            # Torch has no public name for this but the forward pass, see `begin`.
-            model.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
+                pending.fill_up(model.learning)
+            # Torch has no public name for this but DDP's forward pass. That would make ready for the exchange in each
+            # pass, and be surprised later where no backward pass follows, as when a GAN's generator learns through its
+            # discriminator.
+            model.ddp.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
         with naming_lost_peers("the reduction of gradients"):
             target.backward(loss, weight)
             self._hand_over_rest(models)
             self._check_handed(target)
             for _, begin in sorted((self._waiting or {}).items()):
                 begin()
+            tables = self._begin_sparse(target, pending, turn)
             self._exchange.finish()
             self._compression.finish()
+            self._fast.finish()
+        for parameter, table in tables:
+            parameter.grad = sparse_again(table.view(len(parameter), -1), parameter)
         while self._away:
             home, total = self._away.pop()
             home.copy_(total)
@@ -293,22 +342,37 @@ class DataParallel:
         self._exchange.close()
         self._compression.close()
 
-    def _models_of(self, target: Target) -> dict[int, DistributedDataParallel]:
-        """The models that ``target`` is about, by their numbers."""
-        if target not in self._learning:
-            self._learning[target] = {
+    def _models_of(self, target: Target) -> dict[int, _Model]:
+        """The models that ``target`` is about and DDP reduces, by their numbers."""
+        if target not in self._reached:
+            self._reached[target] = {
                 number: model
                 for number, model in enumerate(self._models)
-                if any(id(p) in target.places for p in model.parameters())
+                if model.ddp is not None and any(id(p) in target.places for p in model.learning)
             }
-        return self._learning[target]
+        return self._reached[target]
+
+    def _begin_sparse(self, target: Target, pending: Pending, turn: Turn) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Begin the sums of what DDP does not reduce; where each is to arrive, as `sparse_again` takes it."""
+        arriving = []
+        for parameter in (p for p in target.parameters if p in target.sparse):
+            if self._exact:
+                table = no_rows(parameter).view(-1)
+                self._exchange.begin(table, pending.rows(turn, parameter), turn.of)
+            else:
+                table = (no_rows(parameter) if turn.shadow else rows_of(parameter)).view(-1)
+                self._fast.begin(table)
+            arriving.append((parameter, table))
+        return arriving
 
     # DDP is told that each bucket is done at once. Its buckets are what `.grad` shows, so the sums need not be handed
     # back to it: they only have to be there when `backward` returns.
 
     def _hand_over(self, model: int, bucket: GradBucket) -> Sum:
         pending, turn = self._now
-        flat, parameters, gradients = bucket.buffer(), bucket.parameters(), bucket.gradients()
+        flat, parameters = bucket.buffer(), bucket.parameters()
+        # Those of a bucket have the strides of dense rows, whatever lies there: `.grad` has those of the parameter.
+        gradients = [g if p.grad is None else p.grad for p, g in zip(parameters, bucket.gradients(), strict=True)]
         if self._exact:
             partials = [] if turn.shadow else pending.partials(turn, parameters, gradients, flat)
             # The sum arrives in the same memory, and in a tensor of its own that counts its own changes.
@@ -329,7 +393,7 @@ class DataParallel:
         self._handed.append(_Handed(model, flat, flat._version, parameters))
         return _done(flat)
 
-    def _hand_over_rest(self, models: Mapping[int, DistributedDataParallel]) -> None:
+    def _hand_over_rest(self, models: Mapping[int, _Model]) -> None:
         """Models of which nothing was handed over, though other ranks may wait for it.
 
         No parameter had a part in this rank's loss, so DDP was never called; or it is a static graph's first step, in
@@ -337,9 +401,9 @@ class DataParallel:
         """
         begun = {handed.model for handed in self._handed}
         for number, model in models.items():
-            if number in self._unlearnt or (model.find_unused_parameters and number not in begun):
-                model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
-            self._unlearnt.discard(number)
+            if model.ddp is not None and (model.unlearnt or (model.find_unused_parameters and number not in begun)):
+                model.ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+            model.unlearnt = False
 
     def _check_handed(self, target: Target) -> None:
         awaited = self._awaited.get(target)
@@ -369,25 +433,7 @@ def _done(flat: torch.Tensor) -> Sum:
     return future
 
 
-def _forbid_bypass(model: nn.Module, wrapped: DistributedDataParallel) -> None:
-    """Calling ``model`` instead of ``wrapped`` in training raises: its gradients would not be summed as planned."""
-    inside = False
-
-    def enter(*_: object) -> None:
-        nonlocal inside
-        inside = True
-
-    def leave(*_: object) -> None:
-        nonlocal inside
-        inside = False
-
-    def check(*_: object) -> None:
-        if not inside and torch.is_grad_enabled() and model.training:
-            raise UsageError(
-                f"{type(model).__name__} was called past its wrapper, so ranks would drift apart; "
-                "call what run.model(...) returned"
-            )
-
-    wrapped.register_forward_pre_hook(enter)
-    wrapped.register_forward_hook(leave, always_call=True)
-    model.register_forward_pre_hook(check)
+def _learning(model: nn.Module) -> tuple[nn.Parameter, ...]:
+    """The parameters of ``model`` that learn now and whose gradients are dense, in order."""
+    sparse = sparse_parameters(model)
+    return tuple(p for p in model.parameters() if p.requires_grad and p not in sparse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.collectives import Fold, Group
 from lockstep.errors import UsageError
+from lockstep.strategies.sparse import dense_rows, no_rows, sparse_again
 
 Tensors = list[torch.Tensor]
 
@@ -48,10 +49,19 @@ class Target:
 
     parameters: tuple[nn.Parameter, ...]
     everything: bool  #: whether these are all that any backward pass is for
+    sparse: frozenset[nn.Parameter] = frozenset()  #: those whose gradients are sparse
+    candidates: tuple[nn.Parameter, ...] = ()  #: those that may learn, also those that are frozen now
+    learn: list[bool] = field(default_factory=list)  #: of the candidates, which of them learn
+    held: int = 0  #: how many parameters its optimizers hold
     places: dict[int, int] = field(init=False, repr=False)  #: where in `parameters` each one is, by its id
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "places", {id(p): i for i, p in enumerate(self.parameters)})
+
+    @property
+    def dense(self) -> list[nn.Parameter]:
+        """Those whose gradients are dense, in order."""
+        return [p for p in self.parameters if p not in self.sparse] if self.sparse else list(self.parameters)
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor | None) -> None:
         """Add the gradients of ``weight * loss``, or of ``loss``, to ``.grad`` of the parameters, and of no others."""
@@ -67,6 +77,7 @@ class Pending:
 
     def __init__(self, target: Target, micro_batches: int) -> None:
         self._parameters: Final = target.parameters
+        self._sparse: Final = target.sparse
         self._fold: Final = Fold[Tensors](micro_batches, add_to_left)
         self._micro_batches: Final = micro_batches
         self._places: Final = target.places
@@ -74,7 +85,7 @@ class Pending:
 
     def take(self, turn: Turn) -> None:
         """Fold in the gradients of ``turn`` and leave ``.grad`` empty."""
-        self._fold.push((turn.index, turn.index + 1), take_gradients(self._parameters, self._used))
+        self._fold.push((turn.index, turn.index + 1), take_gradients(self._parameters, self._used, self._sparse))
 
     def give(self) -> None:
         """Put the sum over the whole step into ``.grad``; for a rank that computed all of it.
@@ -83,7 +94,10 @@ class Pending:
         """
         (total,) = self._fold.sums
         for place, (parameter, gradient) in enumerate(zip(self._parameters, total, strict=True)):
-            parameter.grad = gradient if place in self._used else None
+            if place not in self._used:
+                parameter.grad = None
+            else:
+                parameter.grad = sparse_again(gradient, parameter) if parameter in self._sparse else gradient
 
     def fill_up(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before the last turn: those which had a part in an earlier turn have a gradient, if only of nothing."""
@@ -99,7 +113,7 @@ class Pending:
         Args:
             turn: the last one.
             parameters: some of the target's.
-            gradients: their gradients of ``turn``, views of ``flat``.
+            gradients: their gradients of ``turn``, views of ``flat``, each with the strides of its parameter.
             flat: one-dimensional; becomes the last of the sums.
 
         Returns:
@@ -117,6 +131,19 @@ class Pending:
         here.push((turn.index, turn.index + 1), gradients)
         return [*(_laid_out(sums, gradients, flat) for sums in here.sums[:-1]), flat]
 
+    def rows(self, turn: Turn, parameter: nn.Parameter) -> list[torch.Tensor]:
+        """This rank's sums for one parameter with sparse gradients, whose ``.grad`` is that of ``turn``, the last one.
+
+        Returns:
+            One dense tensor of one dimension for each of the rank's nodes; what `sparse_again` takes, as rows.
+        """
+        here = Fold[torch.Tensor](self._micro_batches, lambda left, right: left.add_(right))
+        here.nodes = list(self._fold.nodes)
+        here.sums = [sums[self._places[id(parameter)]] for sums in self._fold.sums]
+        if not turn.shadow:
+            here.push((turn.index, turn.index + 1), rows_of(parameter))
+        return [sums.view(-1) for sums in here.sums]
+
 
 def is_loss(value: object) -> bool:
     """Whether a backward pass can begin at ``value``: a tensor of no dimension that depends on what is trained."""
@@ -128,23 +155,41 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def take_gradients(parameters: Iterable[torch.Tensor], used: set[int]) -> Tensors:
+def take_gradients(
+    parameters: Iterable[torch.Tensor], used: set[int], sparse: Collection[torch.Tensor] = ()
+) -> Tensors:
     """The gradients of ``parameters``, whose ``.grad`` is left empty; nothing for those that have none.
 
     Args:
         parameters: in a fixed order.
         used: the places of those that have a gradient are added to it: they had a part in the loss.
+        sparse: those whose gradients are sparse, and are given as dense rows.
+
+    Raises:
+        UsageError: for a sparse gradient of another one.
     """
     gradients = []
     for place, parameter in enumerate(parameters):
         gradient = parameter.grad
-        if gradient is None:
-            gradient = nothing_like(parameter)
-        else:
+        if gradient is not None:
             used.add(place)
-            parameter.grad = None
+        if sparse and parameter in sparse:
+            gradient = rows_of(parameter)
+        elif gradient is None:
+            gradient = nothing_like(parameter)
+        elif gradient.layout is not torch.strided:
+            raise UsageError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and it belongs to no "
+                "nn.Embedding(sparse=True): use that module, or a loss that gives dense gradients"
+            )
+        parameter.grad = None
         gradients.append(gradient)
     return gradients
+
+
+def rows_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The sparse gradient of ``parameter`` as dense rows, see `dense_rows`; without a row, if it has none."""
+    return no_rows(parameter) if parameter.grad is None else dense_rows(parameter.grad)
 
 
 def divide_by_counts(target: Target, samples: int, counted: int) -> None:

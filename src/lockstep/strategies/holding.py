@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lockstep.collectives import Group, Part
+from lockstep.collectives import Group, Part, elsewhere, owned
 from lockstep.errors import UsageError
 from lockstep.strategies.gradients import parameters_of
 from lockstep.strategies.norm import norm_of_rows, row_squares
@@ -179,7 +179,7 @@ class _Place:
     @property
     def squares(self) -> torch.dtype:
         """Of which type they are."""
-        return torch.promote_types(self.dtype, torch.float32)
+        return torch.promote_types(self.dtype.to_real(), torch.float32)
 
     def part_of(self, tensor: torch.Tensor | None, group: Group) -> torch.Tensor | Part:
         """What this rank saves of it, if it holds ``tensor``."""
@@ -218,14 +218,14 @@ class States:
             for place, values in state["state"].items()
             if isinstance(place, int) and self._ranks_of(parameters[place])[0] == self._group.rank
         }
-        outlines = {place: _mapped(values, _outline) for place, values in mine.items()}
+        outlines = {place: elsewhere(values) for place, values in mine.items()}
         told = repr(outlines)
         if self._changed(optimizer, state["param_groups"], changed=told != self._told.get(optimizer)):
             everywhere = self._group.gather_objects(outlines, "which states the optimizer has")
             self._known[optimizer] = {place: said for one in everywhere for place, said in one.items()}
             self._told[optimizer] = told
         states = {place: self._known[optimizer][place] for place in sorted(self._known[optimizer])}
-        states |= {place: _mapped(values, Part.whole) for place, values in mine.items()}
+        states |= {place: owned(values) for place, values in mine.items()}
         states |= {key: value for key, value in state["state"].items() if not isinstance(key, int)}
         return state | {"state": states}
 
@@ -251,18 +251,3 @@ class States:
                     "--strategy ddp; else set them alike on all ranks"
                 )
         return any(one for one, _ in said)
-
-
-def _outline(tensor: torch.Tensor) -> Part:
-    return Part.elsewhere(tuple(tensor.shape), tensor.dtype)
-
-
-def _mapped(value: Any, change: Callable[[torch.Tensor], Part]) -> Any:
-    """``value``, nested dicts, lists and tuples, with each tensor changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return type(value)({key: _mapped(inner, change) for key, inner in value.items()})
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(inner, change) for inner in value)
-    return value

@@ -22,9 +22,15 @@ import torch
 def row_squares(gradient: torch.Tensor) -> torch.Tensor:
     """The sum of squares of each row along the first dimension; float32, or float64 for a gradient of that type.
 
-    One row for a gradient of no dimension.
+    One row for a gradient of no dimension. Of a complex number it is that of its two parts.
     """
-    rows = gradient.detach().reshape(*gradient.shape[:1] or (1,), math.prod(gradient.shape[1:]))
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    shape = gradient.shape
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    rows = gradient.reshape(*shape[:1] or (1,), math.prod(gradient.shape[1 if shape else 0 :]))
     squares = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     return _halved(squares.square_())
 

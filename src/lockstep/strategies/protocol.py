@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.collectives import Group, Runs
-from lockstep.errors import SettingError
+from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.gradients import Target, Task, Turn
 
 
@@ -51,6 +51,7 @@ class Share:
     replica: int | None  #: whose micro-batches this rank goes through; None: of none, it serves the others
     replicas: int  #: how many there are
     counts: bool = True  #: whether what is measured here counts; on one rank of each replica
+    in_step: bool = True  #: whether replicas are equal, bit for bit, after each step
 
 
 class Holding(Protocol):
@@ -220,3 +221,55 @@ class Serves(Protocol):
             PeerLost: where this rank serves, if the others did not leave the loop after the same step.
         """
         ...
+
+
+@runtime_checkable
+class TakesUp(Protocol):
+    """A strategy under which other parameters may learn than those which did when it saw the model."""
+
+    @property
+    def takes_up(self) -> bool:
+        """Whether it is so for these models."""
+        ...
+
+    def take_up(self, target: Target) -> None:
+        """Before a step's first backward pass for ``target``: its parameters learn now, and no others of its models.
+
+        All ranks, with equal values in the parameters that are new.
+
+        Raises:
+            UsageError: if something was added that cannot be taken up within a step.
+        """
+        ...
+
+
+@runtime_checkable
+class ChecksOptimizers(Protocol):
+    """A strategy under which some optimizers cannot step."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing, if it can.
+
+        Raises:
+            UsageError: if it cannot, with what to use instead.
+        """
+        ...
+
+
+def can_take_up(strategy: Strategy) -> bool:
+    """Whether `take_up` may succeed; then a model's own parameters are what learns."""
+    return isinstance(strategy, TakesUp) and strategy.takes_up
+
+
+def take_up(strategy: Strategy, target: Target) -> None:
+    """`TakesUp.take_up`, if ``strategy`` can.
+
+    Raises:
+        UsageError: if it cannot.
+    """
+    if not (isinstance(strategy, TakesUp) and strategy.takes_up):
+        raise UsageError(
+            f"other parameters learn than when run.model(...) was called, and {type(strategy).__name__} divides a "
+            "model as it is then: freeze, unfreeze and add parameters before run.model(...), or use ddp or zero"
+        )
+    strategy.take_up(target)

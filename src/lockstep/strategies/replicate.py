@@ -48,6 +48,7 @@ class Replicate:
 
     share: Final = Share(0, 1)
     meets_in_forward: Final = False
+    takes_up: Final = True
 
     def __init__(
         self, group: Group, runs: Runs, *, exact: bool, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
@@ -56,13 +57,17 @@ class Replicate:
         self.holding: Final = Whole()
         self._group: Final = group
         self._exact: Final = exact
-        self._buffers: Final = Buffers(open_exchange(group, runs), group.check_equal, group.device)
+        self._buffers: Final = Buffers(open_exchange(group, runs), group, group.device)
         self._pending: dict[Target, Pending] = {}
 
     def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself, or wrapped."""
         self._buffers.adopt(model)
         return self._wrap(model)
+
+    def take_up(self, target: Target) -> None:
+        """See `TakesUp.take_up`."""
+        self._buffers.check_known()
 
     def begin(self, turn: Turn) -> None:
         """Nothing has to be prepared."""

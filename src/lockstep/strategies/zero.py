@@ -11,7 +11,7 @@ where ddp takes 16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -50,6 +50,7 @@ class Zero:
     """
 
     meets_in_forward: Final = False
+    takes_up: Final = True
 
     def __init__(self, group: Group, replicas: DataParallel, spread: Spread) -> None:
         self.share: Final = Share(group.rank, group.size)
@@ -63,11 +64,19 @@ class Zero:
 
     def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """As ``ddp`` does, and from now on each parameter has an owner. All ranks."""
-        wrapped = self._replicas.adopt(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
-        new = [p for p in model.parameters() if p.requires_grad and id(p) not in self._owners]
+        adopted = self._replicas.adopt(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
+        self._share_out([p for p in model.parameters() if p.requires_grad])
+        return adopted
+
+    def take_up(self, target: Target) -> None:
+        """See `TakesUp.take_up`. What learns anew gets an owner; what does not learn any more keeps its own."""
+        self._replicas.take_up(target)
+        self._share_out(target.parameters)
+
+    def _share_out(self, parameters: Sequence[nn.Parameter]) -> None:
+        new = [p for p in parameters if id(p) not in self._owners]
         owners, self._loads = owners_of([p.numel() * p.element_size() for p in new], self._loads)
         self._owners.update(zip(map(id, new), owners, strict=True))
-        return wrapped
 
     def begin(self, turn: Turn) -> None:
         """See `Strategy.begin`."""

@@ -35,8 +35,10 @@ _AROUND = ("/torch/_ops.py", "/torch/distributed/c10d_logger.py")
 
 def is_users(file: str) -> bool:
     """Whether ``file`` is neither Python's, an installed package's nor ours."""
-    # Python itself calls what dataclasses and the like have made of text <string>.
-    return not file.startswith(("<frozen", "<string>", *_INSTALLED))
+    # Python itself calls what dataclasses and the like have made of text <string>. Packages may be installed for
+    # another Python, too, whose directories a .pth file or a virtual environment adds.
+    installed = file.startswith(("<frozen", "<string>", *_INSTALLED))
+    return not (installed or "/site-packages/" in file or "/dist-packages/" in file)
 
 
 def look(innermost: FrameType) -> tuple[Place, str, bool]:

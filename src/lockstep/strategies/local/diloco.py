@@ -184,7 +184,7 @@ class DiLoCo:
 
     def __init__(self, terms: Terms, options: Options) -> None:
         group = terms.group
-        self.share: Final = Share(group.rank, group.size)
+        self.share: Final = Share(group.rank, group.size, in_step=group.size == 1)
         self._options: Final = options
         self._say: Final = terms.say
         self._ranks: Final = group.size

@@ -31,7 +31,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.errors import SettingError
@@ -84,7 +83,7 @@ class LocalSgd:
 
     def __init__(self, terms: Terms, options: Options) -> None:
         group = terms.group
-        self.share: Final = Share(group.rank, group.size)
+        self.share: Final = Share(group.rank, group.size, in_step=group.size == 1)
         self._options: Final = options
         self._say: Final = terms.say
         self._ranks: Final = group.size
@@ -97,8 +96,6 @@ class LocalSgd:
         self._ddp: Final = (
             DataParallel(group, terms.runs, exact=terms.exact, bucket_mb=terms.bucket_mb) if self._warmup else None
         )
-        self._wrapped: Final[list[DistributedDataParallel]] = []
-        self._silenced = contextlib.ExitStack()  # holds DDP's wrappers from exchanging anything
         self._replicas: Final = Replicas(self._all)
         self.holding: Final = HoldsMean(self._replicas)
         self._stepping: Final[list[torch.optim.Optimizer]] = []  # whose moments are averaged
@@ -108,15 +105,12 @@ class LocalSgd:
         self._steps = 0  # made with this strategy
 
     def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """``model`` itself; wrapped in DDP, if it is to warm up. All ranks."""
+        """``model`` itself. All ranks."""
         self._replicas.adopt(model)
         self._local.adopt(model)
-        if self._ddp is None:
-            return model
-        wrapped = self._ddp.adopt(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
-        if isinstance(wrapped, DistributedDataParallel):
-            self._wrapped.append(wrapped)
-        return wrapped
+        if self._ddp is not None:
+            self._ddp.adopt(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
+        return model
 
     def begin(self, turn: Turn) -> None:
         """See `Strategy.begin`."""
@@ -209,9 +203,7 @@ class LocalSgd:
         return self._ddp if self._steps < self._warmup else None
 
     def _leave_ddp(self) -> None:
-        """From now on a call of DDP's wrapper is one of the model alone."""
-        for wrapped in self._wrapped:
-            self._silenced.enter_context(wrapped.no_sync())
+        """From now on ranks step by themselves."""
         self._replicas.met()
         self._local.rebase()
 

@@ -47,6 +47,7 @@ from lockstep.strategies.pipelined.stage import (
 )
 from lockstep.strategies.protocol import Share, Strategy, Terms
 from lockstep.strategies.replicate import Replicate
+from lockstep.strategies.sparse import refuse_sparse
 
 T = TypeVar("T")
 
@@ -191,6 +192,7 @@ class Pipeline:
             raise UsageError("strategy=pipeline: run.model(...) was called twice, and it trains one model; use ddp")
         if normalises_over_ranks(model):
             raise SettingError("strategy=pipeline: SyncBatchNorm would wait for ranks of other stages; leave it out")
+        refuse_sparse(model, "pipeline")
         self._find_unused = find_unused_parameters
         sync_module_states(self._terms.group, model)
         cuts, ranks, rank = self._cuts(model), self._lane.size, self._lane.rank
@@ -200,7 +202,7 @@ class Pipeline:
         _keep(model, {name for name, owner in rank_of.items() if owner == rank}, self._terms.group.device)
         for number in range(rank, len(cuts) + 1, ranks):
             training, evaluation = (fx.GraphModule(model, mode[number].graph) for mode in modes)
-            buffers = Buffers(self._exchange, self._twins.check_equal)
+            buffers = Buffers(self._exchange, self._twins)
             buffers.adopt(training)
             self._stages.append(
                 Stage(

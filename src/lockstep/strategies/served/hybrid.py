@@ -55,6 +55,7 @@ from lockstep.strategies.served.lots import Lot, Sums, lots_of, set_gradients
 from lockstep.strategies.served.parameter_server import WITHOUT_GRADIENTS
 from lockstep.strategies.served.servers import Line, Round, Staff
 from lockstep.strategies.served.stock import Stock, Tended
+from lockstep.strategies.sparse import sparse_parameters
 
 Table = nn.Embedding | nn.EmbeddingBag
 _LOOK_UP, _BACKWARD = "a look-up of embeddings", "the backward pass"
@@ -221,7 +222,7 @@ class Hybrid:
         self.holding: Final = Tended(self._owned, self._norm, self._owned.load_model)
         self._among: Final = group.part(staff.servers if self._serves else staff.workers)
         self._exchange: Final = open_exchange(self._among, terms.runs)
-        self._buffers: Final = Buffers(self._exchange, self._among.check_equal)
+        self._buffers: Final = Buffers(self._exchange, self._among)
         self._context: Final = contextlib.ExitStack()
         self._context_id: int | None = None  # within a turn
         self._lots: dict[Target, list[Lot]] = {}  # of the dense part
@@ -243,6 +244,12 @@ class Hybrid:
         new = [table for table in tables.values() if table.weight not in self._homes]
         owners, self._loads = owners_of([t.weight.numel() * t.weight.element_size() for t in new], self._loads)
         self._homes.update((t.weight, self._staff.servers[o]) for t, o in zip(new, owners, strict=True))
+        for parameter, name in sparse_parameters(model).items():
+            if parameter not in self._homes:
+                raise UsageError(
+                    f"{name} has sparse=True and is not served, and workers sum dense gradients among themselves; "
+                    "leave sparse=True out, or let served=... name it, too"
+                )
         self._stock.adopt(model, lambda tensor: self._homes.get(tensor, 0))
         tensors = model.state_dict(keep_vars=True)
         self._owned.adopt(model, lambda name: self._holders_of(tensors[name]))

@@ -15,7 +15,6 @@ from typing import Final
 import torch
 
 from lockstep.collectives import Fold, Node
-from lockstep.errors import UsageError
 from lockstep.strategies.gradients import Turn, add_to_left, take_gradients
 
 Tensors = Sequence[torch.Tensor]
@@ -67,20 +66,11 @@ class Sums:
         self.samples = 0  # of the micro-batches so far
 
     def take(self, turn: Turn) -> None:
-        """Add the gradients of ``turn``, and leave ``.grad`` empty.
-
-        Raises:
-            UsageError: for a sparse gradient.
-        """
+        """Add the gradients of ``turn``, and leave ``.grad`` empty."""
         if not turn.shadow:
             flats = []
             for lot, used in zip(self._lots, self._used, strict=True):
                 gradients = take_gradients(lot.tensors, used)
-                if any(g.layout is not torch.strided for g in gradients):
-                    raise UsageError(
-                        "a gradient is sparse, as of nn.Embedding(sparse=True), and this strategy adds dense ones; say "
-                        "sparse=False, or let strategy hybrid serve the embedding"
-                    )
                 flats.append(lot.pack(gradients))
             self.samples += turn.samples
             self._add(turn.index, flats)

@@ -48,6 +48,7 @@ from lockstep.strategies.replicate import Replicate
 from lockstep.strategies.served.lots import Lot, Sums, lots_of, set_gradients
 from lockstep.strategies.served.servers import Answer, Letter, Line, Parting, Round, Staff, named, strayed
 from lockstep.strategies.served.stock import PULL, Stock, Tended
+from lockstep.strategies.sparse import refuse_sparse
 
 WITHOUT_GRADIENTS: Final = "the loss scale is adapted where gradients are, and workers have none"
 
@@ -125,6 +126,7 @@ class Shop:
 
     def adopt(self, model: nn.Module) -> None:
         """``model`` is divided among the servers, about equally in bytes, and is what it is on rank 0. All ranks."""
+        refuse_sparse(model, "parameter-server")
         servers = self.staff.servers
         new = [p for p in model.parameters() if p.requires_grad and p not in self._owners]
         owners, self._loads = owners_of([p.numel() * p.element_size() for p in new], self._loads)
@@ -187,7 +189,7 @@ class Rounds:
         self.holding: Final = Tended(self._shop.owned, self._norm, Whole().load_model)
         self._among: Final = self._shop.among
         self._exchange: Final = open_exchange(self._among, terms.runs)
-        self._buffers: Final = Buffers(self._exchange, self._among.check_equal)
+        self._buffers: Final = Buffers(self._exchange, self._among)
         self._step = 0
         self._sums: Sums | None = None
         self._round: Final = Round(self._shop.line, staff)
@@ -316,7 +318,7 @@ class Hogwild:
         self._shop: Final = Shop(terms, staff)
         self._group: Final = terms.group
         self._staleness: Final = staleness
-        self.share: Final = self._shop.share
+        self.share: Final = replace(self._shop.share, in_step=False)
         # Copies, too, begin as what was saved.
         self.holding: Final = Tended(self._shop.owned, self._norm, Whole().load_model, self._meet)
         self._buffers: Final[list[torch.Tensor]] = []

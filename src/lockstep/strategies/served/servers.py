@@ -31,7 +31,7 @@ from torch.distributed import rpc
 
 from lockstep.collectives import Group, tells_of_lost_peer
 from lockstep.errors import PeerLost, SettingError, WorldError
-from lockstep.world import EXIT_STOPPED
+from lockstep.world import EXIT_NOT_SAVED, EXIT_STOPPED
 
 Answer = torch.futures.Future[Any]
 Read = Callable[[Any], Any]
@@ -162,7 +162,8 @@ class Line:
             return
         error = sys.exception()
         # Who fails goes down alone; those who wait for it are told by the end of the connection.
-        together = error is None or (isinstance(error, SystemExit) and error.code in (None, 0, EXIT_STOPPED))
+        by_agreement = (None, 0, EXIT_NOT_SAVED, EXIT_STOPPED)
+        together = error is None or (isinstance(error, SystemExit) and error.code in by_agreement)
         if together:
             with self._lock:
                 self._closing = True

@@ -48,6 +48,7 @@ from lockstep.strategies.replicate import Replicate
 from lockstep.strategies.sharded.shards import Shards
 from lockstep.strategies.sharded.units import AllUsed, Gradients, InUnits, Learner, RunningSum, Sums, Unit, Watched
 from lockstep.strategies.sharded.wrapping import blocks_of, recompute
+from lockstep.strategies.sparse import refuse_sparse
 
 _MIXED: Final = {"none": None, "bf16": torch.bfloat16}
 
@@ -106,7 +107,7 @@ class FullySharded:
             self._units if group.size > 1 else Replicate(group, terms.runs, exact=terms.exact)
         )
         self._exchange: Final = open_exchange(group, terms.runs)
-        self._buffers: Final = Buffers(self._exchange, group.check_equal)
+        self._buffers: Final = Buffers(self._exchange, group)
         # One rank alone has nothing to gather, but bf16 copies of its parameters.
         divides = group.size > 1 or options.mixed != "none"
         # On a line of its own, so that blocks are gathered while others are scattered.
@@ -127,6 +128,7 @@ class FullySharded:
             MismatchError: if ranks made different models.
             UsageError: for a parameter that cannot be divided.
         """
+        refuse_sparse(model, "fsdp")
         sync_module_states(self._group, model)
         blocks = blocks_of(model, self._options.wrap)
         if self._options.checkpoint_activations:
@@ -180,6 +182,15 @@ class FullySharded:
         self._roots.append(block)
         if any(p.requires_grad for p in model.parameters()):
             self._units.add(Learner(model, units, Watched(model, self._group) if watch else AllUsed()))
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `ChecksOptimizers.check_optimizer`."""
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if fused and self._mesh is not None and self._group.device.type == "cpu":
+            raise UsageError(
+                f"{type(optimizer).__name__}(fused=True): torch's fused kernels on CPUs know no divided tensors; leave "
+                "fused=True out, or use ddp or zero"
+            )
 
     def begin(self, turn: Turn) -> None:
         """Nothing has to be prepared."""

@@ -1,0 +1,180 @@
+"""One root, one run: a lock on a file in the root, held for as long as a run works there.
+
+It is a POSIX record lock, which belongs to a process: a loader process that is forked does not hold it, so it is free
+as soon as its holder is gone, however that ended. (A flock belongs to the open file, which such a process inherits and
+may keep after its rank.) The price: closing any other descriptor of the file drops the lock, so a process that holds it
+never opens the file again. Runs of one process see each other in a table instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from lockstep.checkpoint.commit import make_directories
+from lockstep.checkpoint.disk import LOCAL
+from lockstep.errors import SettingError
+
+#: Its name in a root. It stays there: removing it would let two runs lock two files of that name.
+LOCK_FILE = ".run-lock"
+#: How long a holder that is on its way out may take.
+_PATIENCE_S = 10.0
+_LOOK_EVERY_S = 0.05
+
+_table = threading.Lock()
+_held_here: dict[tuple[int, int], int] = {}  #: device and inode of locked files: the process that holds them
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who works in a root; what the lock file says to others."""
+
+    host: str
+    process: int
+    job: str = ""  #: names a launcher's job, beyond doubt; "" without one
+    generation: int = 0  #: of that job
+
+    @classmethod
+    def here(cls, job: str = "", generation: int = 0) -> Self:
+        """This process."""
+        return cls(socket.gethostname(), os.getpid(), job, generation)
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """What ``path`` says; None while its holder has not said it, or where that could not be written."""
+        try:
+            return cls(**json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+    def is_before(self, other: Holder) -> bool:
+        """Whether it is of an earlier generation of the same job: its launcher has ended it, or is about to."""
+        return self.job == other.job != "" and self.generation < other.generation
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it ran on this host and has ended. What is left of it lets the lock go in a moment."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            stat = Path(f"/proc/{self.process}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return True
+        return stat.rpartition(")")[2].split()[0] in "ZX"
+
+
+def lock_root(
+    root: Path,
+    me: Holder,
+    say: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> contextlib.ExitStack:
+    """Make ``root`` this run's own, until what is returned is closed or this process ends.
+
+    Waits up to 10 s for a holder that is on its way out. Where there is nothing to lock, such as in a root that cannot
+    be made, or no lock to be had, nothing is held.
+
+    Raises:
+        SettingError: if another run works there, of this process or another one.
+    """
+    path = root / LOCK_FILE
+    with _table:
+        if _holds(path):
+            raise SettingError(
+                f"checkpoint={str(root)!r} is in use by another Run of this process ({me}): close that one first, by "
+                "`with lockstep.Run(...) as run:`, or give each a directory of its own"
+            )
+        try:
+            make_directories(root, LOCAL)
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            return contextlib.ExitStack()  # a save there will say why it fails
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, file)
+            if not _lock(file, path, me, say, clock, sleep):
+                return contextlib.ExitStack()
+            undo.pop_all()
+        return _hold(file, me)
+
+
+def _holds(path: Path) -> bool:
+    """Whether this process holds the lock on ``path``; asked without opening it."""
+    try:
+        return _held_here.get(_key(os.stat(path))) == os.getpid()
+    except OSError:
+        return False
+
+
+def _lock(
+    file: int,
+    path: Path,
+    me: Holder,
+    say: Callable[[str], None],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> bool:
+    """Lock ``file``; False where it has to be done without."""
+    deadline_s = clock() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                say(f"{path} cannot be locked ({error.strerror}): see to it that no other run works in this directory")
+                return False
+        holder = Holder.read(path)
+        leaves = holder is None or holder.is_gone or holder.is_before(me)
+        if not leaves or clock() > deadline_s:
+            break
+        sleep(_LOOK_EVERY_S)
+    if holder is not None and holder.is_before(me):
+        # Its node may have died with the lock on a file server. The launcher knows that generation to be over.
+        say(f"{path} is still locked by generation {holder.generation} of this job ({holder}): going on without a lock")
+        return False
+    who = holder or "a process that does not say its name"
+    raise SettingError(
+        f"checkpoint={str(path.parent)!r} is in use by another run, {who}: two runs in one directory would remove "
+        "each other's checkpoints. Wait for it or stop it, or give another directory; if that process is surely gone, "
+        f"remove {path}"
+    )
+
+
+def _hold(file: int, me: Holder) -> contextlib.ExitStack:
+    key = _key(os.fstat(file))
+    _held_here[key] = me.process
+    with contextlib.suppress(OSError):  # on a full disk the lock is without a name
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(asdict(me)).encode(), 0)
+    held = contextlib.ExitStack()
+    held.callback(_let_go, file, key, me.process)
+    return held
+
+
+def _let_go(file: int, key: tuple[int, int], process: int) -> None:
+    if os.getpid() != process:
+        return  # a copy of the holder, which goes on
+    with _table:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file, 0)
+        os.close(file)
+        del _held_here[key]
+
+
+def _key(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino

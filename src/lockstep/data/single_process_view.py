@@ -1,0 +1,45 @@
+"""What a stream sees of the world while it is read: one process that reads everything.
+
+Streams look around to divide themselves: ``datasets`` and ``webdataset`` ask torch which loader process they are in, or
+the environment which rank, and give, or shuffle, each its own part. How a stream is divided is decided by its reader,
+so here every process looks to it like the only one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.utils.data._utils import worker
+
+#: What launchers, and webdataset for its loader processes, tell each process of its place.
+_ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "GROUP_RANK": "0",
+    "NODE_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "WORKER": "0",
+    "NUM_WORKERS": "1",
+}
+
+
+@contextmanager
+def single_process_view() -> Iterator[None]:
+    """Within, this process seems to be the only rank and no loader process; afterwards all is as it was.
+
+    The environment's variables are the process's own: no other thread may read them, or enter here, meanwhile. Those
+    that are not set stay so. About 15 us.
+    """
+    place, environment = worker._worker_info, os.environ
+    hidden = {name: environment[name] for name in _ALONE if name in environment}
+    worker._worker_info = None
+    environment.update({name: _ALONE[name] for name in hidden})
+    try:
+        yield
+    finally:
+        environment.update(hidden)
+        worker._worker_info = place

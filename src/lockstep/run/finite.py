@@ -1,0 +1,139 @@
+"""Losses and gradients that are not finite: said at once, and by default the end of the run.
+
+On a CPU a loss is looked at before its backward pass, and a step's gradient before the update, so the parameters are
+still good. A GPU is not waited for: it is asked for flags, which are looked at one step later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lockstep.errors import NonFiniteError
+from lockstep.strategies import Turn
+
+OnNan = Literal["stop", "warn", "ignore"]
+_LEAST_SCALE = 1.0  # of fp16's losses: sixteen skipped steps below the first one
+
+
+class FiniteChecks:
+    """Of one rank.
+
+    Args:
+        on_nan: stop: raise; warn: say it, once for each kind; ignore: look at nothing.
+        rank: this one.
+        warn: says a line for this rank, and sees to it that checkpoints from before it are kept.
+        last_good: tells which checkpoint was committed last.
+    """
+
+    def __init__(
+        self, on_nan: OnNan, rank: int, warn: Callable[[str], None], last_good: Callable[[], int | None]
+    ) -> None:
+        self._on_nan: Final = on_nan
+        self._rank: Final = rank
+        self._warn: Final = warn
+        self._last_good: Final = last_good
+        self._said: set[str] = set()
+        self._flags: list[tuple[torch.Tensor, str, str]] = []  # of this step, on the GPU: what is not finite
+        self._asked: tuple[torch.Tensor, list[tuple[str, str]], torch.cuda.Event] | None = None  # of the step before
+
+    def loss(self, loss: torch.Tensor, step: int, turn: Turn) -> None:
+        """A loss of no dimension is known, in the step after ``step`` steps.
+
+        Raises:
+            NonFiniteError: if it is not finite and the run is to stop.
+        """
+        if self._on_nan == "ignore" or turn.shadow:
+            return
+        where = f"at step {step + 1} on rank {self._rank}, micro-batch {turn.index} of {turn.of}"
+        if loss.device.type != "cpu":
+            self._flags.append((~loss.detach().isfinite(), "loss", f"the loss is not finite {where}"))
+        elif not math.isfinite(value := float(loss.detach())):
+            self._found("loss", f"the loss is {value:g} {where}")
+
+    def gradients(self, parameters: Sequence[nn.Parameter], name_of: Callable[[nn.Parameter], str], step: int) -> None:
+        """The gradient of the step after ``step`` steps is summed; this rank's part of it.
+
+        Raises:
+            NonFiniteError: if it is not finite and the run is to stop.
+        """
+        if self._on_nan == "ignore":
+            return
+        there = [(p, values) for p in parameters if (values := _values(p)) is not None]
+        if not there:
+            return
+        # The sum of numbers one of which is not finite is not finite, and takes one pass over them.
+        sums = torch.stack([values.sum(dtype=_wide(values)).abs().float() for _, values in there])
+        words = f"at step {step + 1}, summed over all ranks, on rank {self._rank}"
+        if sums.device.type != "cpu":
+            self._flags.append((~sums.sum().isfinite(), "gradient", f"the gradient is not finite {words}"))
+        elif not math.isfinite(float(sums.sum())):
+            odd = [name_of(p) for p, values in there if not bool(values.isfinite().all())]
+            if odd:
+                more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+                self._found("gradient", f"the gradient of {', '.join(odd[:3])}{more} is not finite {words}")
+
+    def loss_scale(self, scale: float, step: int) -> None:
+        """In fp16, after a step that was skipped: what is left of the loss scale.
+
+        Raises:
+            NonFiniteError: if it is so small that fp16 cannot be the reason, and the run is to stop.
+        """
+        if self._on_nan != "ignore" and scale < _LEAST_SCALE:
+            self._found(
+                "scale",
+                f"the loss scale fell to {scale:g} at step {step + 1}, for so many steps had gradients that are not "
+                "finite and were skipped",
+            )
+
+    def step_ended(self) -> None:
+        """What the GPU has found out since the step before is looked at, and asked for this one.
+
+        Raises:
+            NonFiniteError: if something was not finite and the run is to stop.
+        """
+        asked, self._asked = self._asked, None
+        if self._flags:
+            flags = torch.stack([flag for flag, _, _ in self._flags])
+            event = torch.cuda.Event()
+            here = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True).copy_(flags, non_blocking=True)
+            event.record()
+            self._asked = here, [(kind, words) for _, kind, words in self._flags], event
+            self._flags = []
+        if asked is not None:
+            here, found, event = asked
+            event.synchronize()
+            for flag, (kind, words) in zip(here.tolist(), found, strict=True):
+                if flag:
+                    self._found(kind, words)
+
+    def _found(self, kind: str, words: str) -> None:
+        if self._on_nan == "warn":
+            if kind not in self._said:
+                self._said.add(kind)
+                self._warn(f"{words}; training goes on, as on_nan='warn' says")
+            return
+        good = self._last_good()
+        saved = "no checkpoint was saved before" if good is None else f"the last checkpoint is that of step {good}"
+        raise NonFiniteError(
+            f"{words}; {saved}. Look at the data and the learning rate, or go on all the same with "
+            "Run(on_nan='warn') or 'ignore'"
+        )
+
+
+def _values(parameter: nn.Parameter) -> torch.Tensor | None:
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()
+    if gradient is None:
+        return None
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _wide(values: torch.Tensor) -> torch.dtype | None:
+    return torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None

@@ -1,0 +1,95 @@
+"""What cannot be trained alike on any number of ranks is refused where it is registered, with what to write instead."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from lockstep.errors import UsageError
+from lockstep.run.state import State
+from lockstep.strategies import parameters_of
+
+
+def check_model(model: nn.Module, state: State) -> None:
+    """Nothing, if ``model`` can be trained beside those that ``state`` holds.
+
+    Raises:
+        UsageError: for a model that was given before, shares parameters with another one, is not initialised, or has
+            a parameter that no optimizer can change in place.
+    """
+    if any(model is known for known in (*state.models, *state.adopted)):
+        raise UsageError(
+            f"run.model({type(model).__name__}) a second time: one call for each model, and what it returned is called "
+            "from then on"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise UsageError(
+                f"{name} of {type(model).__name__} is lazy and has no shape yet: pass a batch through the model before "
+                "run.model(model), as in model(torch.zeros(1, 3, 32, 32)), or give the sizes when you make the module"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter in state.known_parameters:
+            raise UsageError(
+                f"{name} of {type(model).__name__} belongs to another model of this run, too, where it is "
+                f"{state.name_of(parameter)}: give run.model(...) one module that holds both, such as nn.ModuleDict"
+            )
+        if parameter.requires_grad and _overlaps_itself(parameter):
+            raise UsageError(
+                f"{name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}: several of its elements "
+                "are one place in memory, as after expand(), and no optimizer can change them; use .clone() or "
+                ".contiguous()"
+            )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Nothing, if a run can step ``optimizer``.
+
+    Raises:
+        UsageError: for one that is known, needs a closure, or holds parameters that belong to no model of the run.
+    """
+    if any(optimizer is known for known in state.optimizers):
+        raise UsageError(f"run.optimizer({type(optimizer).__name__}) a second time: one call for each optimizer")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise UsageError(
+            f"{type(optimizer).__name__} computes the loss several times in a step, through a closure, and a run gives "
+            "it one gradient: use an optimizer that steps once, such as torch.optim.AdamW or SGD"
+        )
+    parameters = parameters_of(optimizer)
+    strangers = [p for p in parameters if p not in state.known_parameters]
+    if strangers:
+        raise UsageError(
+            f"{type(optimizer).__name__} holds {len(strangers)} of {len(parameters)} parameters that belong to no "
+            "model of this run; make it after `model = run.model(model)`, from model.parameters()"
+        )
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Nothing, if ``scheduler`` can be stepped once after each step.
+
+    Raises:
+        UsageError: for one that wants to be told something, such as a metric.
+    """
+    step = inspect.signature(type(scheduler).step)
+    wanted = [
+        name
+        for name, parameter in list(step.parameters.items())[1:]
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+    if wanted:
+        name = type(scheduler).__name__
+        raise UsageError(
+            f"{name}.step({', '.join(wanted)}) is to be told {' and '.join(wanted)}, and a run steps schedulers after "
+            f"each step by itself: write run.keep(scheduler=scheduler) in place of run.scheduler(...), and "
+            "scheduler.step(run.metrics['accuracy']) after run.evaluate(...), with the metric that you measure"
+        )
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
