@@ -11,7 +11,7 @@ down here once more, from their definition, and nothing is imported from the pac
     gradient        the sum over micro-batches, each weighted with its part of the step's items, along the tree that
                     splits at midpoints
     buffers         every micro-batch begins with those of before the step; then they move by the mean of the moves,
-                    and whole numbers to the greatest one
+                    and whole numbers to the greatest one. An evaluation leaves them as they are
     optimizers      step once, at the step's end: no loss of a step sees what another one changed
     metrics         the loss is weighted by items, what is measured by samples
 """
@@ -181,6 +181,17 @@ def along_the_tree(values: list[Tensor]) -> Tensor:
     return along_the_tree(values[:middle]) + along_the_tree(values[middle:])
 
 
+def buffers_of(models: list[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
+    """Whose each is, its name there, and what it holds: the forward pass may put another tensor in its place."""
+    modules = dict.fromkeys(module for model in models for module in model.modules())
+    return [(owner, name, held.clone()) for owner in modules for name, held in owner.named_buffers(recurse=False)]
+
+
+def put_back(base: list[tuple[nn.Module, str, Tensor]]) -> None:
+    for owner, name, before in base:
+        setattr(owner, name, before.clone())
+
+
 def numbers_of(tensor: Tensor) -> Tensor:
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
@@ -218,13 +229,12 @@ def _trainable(optimizers: list[torch.optim.Optimizer]) -> list[nn.Parameter]:
 def _gradients(training, models, optimizers, picks, where, data, scale, measures, trained):
     """For each loss of the step the gradient of each parameter; the buffers are moved, too."""
     epoch, step = where
-    base = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
+    base = buffers_of(models)
     groups = _groups(training, optimizers)
     moved, known = [], [[] for _ in groups]  # for each loss what every micro-batch found: its items, and gradients
     for index, indices in enumerate(picks):
         batch = _fetch(data, indices, seed_of(training.seed, "samples", epoch, int(indices[0])))
-        for buffer, before in base:
-            buffer.copy_(before)
+        put_back(base)
         seed_everything(seed_of(training.seed, "step", step, index))
         told = []
         with _forward(training):
@@ -240,7 +250,7 @@ def _gradients(training, models, optimizers, picks, where, data, scale, measures
                     measures.add(name, float(torch.as_tensor(value).detach()) * count, count)
                 told.append(part.told)
         trained.told.append(told)
-        moved.append([buffer.clone() for buffer, _ in base])
+        moved.append([getattr(owner, name).clone() for owner, name, _ in base])
     with torch.no_grad():
         _move_buffers(base, moved)
         return [_weighed(found, scale) for found in known]
@@ -267,12 +277,12 @@ def _weighed(found: list[tuple[int, float, dict[nn.Parameter, Tensor]]], scale: 
 
 
 def _move_buffers(base, moved) -> None:
-    for place, (buffer, before) in enumerate(base):
+    for place, (owner, name, before) in enumerate(base):
         after = [of_one[place] for of_one in moved]
-        if buffer.is_floating_point() or buffer.is_complex():
-            buffer.copy_(before + along_the_tree([value - before for value in after]) / len(after))
+        if before.is_floating_point() or before.is_complex():
+            setattr(owner, name, before + along_the_tree([value - before for value in after]) / len(after))
         else:
-            buffer.copy_(torch.stack(after).amax(0))
+            setattr(owner, name, torch.stack(after).amax(0))
 
 
 def _update(training: Training, optimizers: list[torch.optim.Optimizer], gradients: dict[nn.Parameter, Tensor]) -> None:
@@ -303,14 +313,16 @@ def _forward(training: Training) -> contextlib.AbstractContextManager[Any]:
 
 def _evaluated(training: Training, models: list[nn.Module], trained: Trained) -> dict[str, float]:
     data, measures, outputs = training.held_out(), Measures(), []
-    was_training = [model.training for model in models]
+    was_training, base = [model.training for model in models], buffers_of(models)
     for model in models:
         model.eval()
     for indices in torch.arange(len(data[0])).split(training.micro_batch):
+        put_back(base)
         with torch.no_grad(), _forward(training):
             seen = training.predict(models, _fetch(data, indices, 0))
         outputs.append(seen.outputs)
         measures.measure(seen.measured, len(indices))
+    put_back(base)
     trained.predictions.append(torch.cat(outputs))
     for model, was in zip(models, was_training, strict=True):
         model.train(was)

@@ -24,7 +24,7 @@ class Manner:
     checkpoint: str | None = None
     save_every: str | None = None
     leave: str | None = None  #: how it ends before its end: "break", "stop" (the STOP file) or "kill"; None: not at all
-    leave_after: int = 0  #: in the body in which so many steps were made
+    leave_after: int = 0  #: once so many steps were made, or it was asked for a stop then
     naive_ema: bool = False  #: updated in every body
 
 
@@ -68,6 +68,8 @@ def train(training: Training, manner: Manner = Manner()) -> Trained:
                 training.arrange(own, optimizers, run.progress.step)
             for batch in run.train(batches):
                 step, notes, counts = run.progress.step, [], run.counts
+                if manner.leave == "stop" and step == manner.leave_after and run.leads:
+                    Path(manner.checkpoint, STOP_FILE).touch()
                 done = False
                 for part, optimizer in zip(training.learn(models, batch), _named(training, optimizers), strict=True):
                     run.measure(**part.measured)
@@ -127,8 +129,6 @@ def _step(run: Run, training: Training, part: Any, optimizer: Any, optimizers: l
 
 def _leaves(run: Run, manner: Manner) -> bool:
     """Whether the loop is to be left now; the other ways come by themselves."""
-    if manner.leave == "stop" and run.leads:
-        Path(manner.checkpoint, STOP_FILE).touch()
     if manner.leave == "kill" and run.rank == run.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return manner.leave == "break"

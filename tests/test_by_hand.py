@@ -296,7 +296,6 @@ CASES = {
     "together": plain(optimizers=matrices_and_others, together=True, clip_norm=0.5),
     "measures": plain(learn=measuring),
     "evaluated": plain(held_out=lambda: vectors(19), predict=predict),
-    "evaluated after each step": plain(held_out=lambda: vectors(19), predict=predict, evaluates="steps"),
     "clamped": plain(clamp=0.01),
     "unfreezes": plain(models=body_frozen, optimizers=all_parameters, arrange=unfreezes),
     "freezes": plain(optimizers=all_parameters, arrange=freezes),

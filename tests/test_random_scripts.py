@@ -5,13 +5,13 @@ killed, too, and all ways in which the law was broken are told at the end, each 
 """
 
 import collections
+import functools
 import os
+from random import Random, SystemRandom
 
-import hypothesis
 import pytest
-from hypothesis import HealthCheck, Phase
 
-from random_scripts import Broken, Worlds, judge, recipes, simplest
+from random_scripts import Broken, Recipe, Worlds, judge, random_recipe, simplest
 
 USUAL = 30
 SCRIPTS = int(os.environ.get("LOCKSTEP_RANDOM_SCRIPTS", USUAL))
@@ -19,40 +19,36 @@ CAMPAIGN = SCRIPTS != USUAL
 SIMPLIFIED = 3  # scripts that broke the law in the same words; more tell nothing new
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own Adagrad
 @pytest.mark.timeout(90 + 5 * SCRIPTS)
 def test_every_world_trains_the_same_or_the_script_is_refused():
     tally: collections.Counter[str] = collections.Counter()
+    first: dict[str, Recipe] = {}  # that came to a verdict
     broken: dict[tuple[str, str], str] = {}  # by how, and the simplest script
     with Worlds() as worlds:
 
-        def breaks(recipe, words):
+        def breaks(words, recipe):
             try:
                 judge(recipe, worlds)
             except Broken as error:
                 return error.args[0] == words
             return False
 
-        @hypothesis.settings(
-            max_examples=SCRIPTS,
-            derandomize=not CAMPAIGN,
-            database=None,
-            phases=[Phase.generate],  # `simplest` is quicker than to shrink
-            suppress_health_check=list(HealthCheck),
-        )
-        @hypothesis.given(recipes(kills=CAMPAIGN))
-        def look(recipe):
+        # Not by hypothesis: of its first thirty recipes nine came twice, and one field in two kept its first value.
+        random = Random(SystemRandom().getrandbits(64) if CAMPAIGN else 0)
+        for _ in range(SCRIPTS):
+            recipe = random_recipe(random, kills=CAMPAIGN)
             try:
                 verdict = judge(recipe, worlds)
             except Broken as error:
                 words, details = error.args
                 tally[f"broken: {words}"] += 1
                 if tally[f"broken: {words}"] <= SIMPLIFIED:
-                    broken[words, str(simplest(recipe, lambda simpler: breaks(simpler, words)))] = details
+                    broken[words, str(simplest(recipe, functools.partial(breaks, words)))] = details
             else:
                 tally[verdict] += 1
-
-        look()
-    told = "\n".join(f"{n:5} {what}" for what, n in tally.most_common())
+                first.setdefault(verdict, recipe)
+    told = "\n".join(f"{n:5} {what}, such as {first.get(what)}" for what, n in tally.most_common())
     print(told)
     ways = "\n".join(f"\n{words}\n{recipe}\n{details}" for (words, recipe), details in broken.items())
     assert not broken, f"{told}\n{ways}"
