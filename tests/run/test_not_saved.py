@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,17 @@ def train(directory, *, spoil_at=None, spoil=None, finish=lambda: None, **settin
             for (x,) in run.train(batches):
                 run.step(model(x).mean())
                 if run.progress.step == spoil_at:
+                    if "save_every" in settings:
+                        wait_for_a_checkpoint(directory)
                     spoil()
         finish()
     return "done"
+
+
+def wait_for_a_checkpoint(directory):
+    deadline = time.monotonic() + 30
+    while not list_checkpoints(Path(directory)) and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 def small_files():

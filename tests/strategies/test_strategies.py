@@ -1,5 +1,6 @@
 """What strategies promise beside the bits, which tests/test_transparency.py sees to."""
 
+import copy
 import gc
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.batch import BatchPlan
 from lockstep.collectives import alone
@@ -116,7 +116,7 @@ def begins_as_rank_0():
     with Run() as run:
         torch.manual_seed(run.rank)
         model = run.model(nn.Linear(2, 2))
-        assert isinstance(model, DistributedDataParallel)
+        assert type(model) is nn.Linear
         return state_hash(model)
 
 
@@ -165,20 +165,16 @@ def other_model():
         return told(MismatchError, run.model, nn.Linear(2, 2 + run.rank // 2))
 
 
-def bypassed():
+def the_users_own():
+    """What comes back is the module that was given: methods, names and copies are those of one rank."""
     with Run() as run:
-        net = nn.Linear(2, 2)
+        net = nn.Sequential(nn.Linear(2, 2))
         model = run.model(net)
-        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        batches = run.loader(torch.ones(8, 2), global_batch=8, micro_batch=2)
-        for batch in run.train(batches):
-            message = told(UsageError, net, batch)
-            with torch.no_grad():
-                net(batch)  # as to look at something
-            run.step(model(batch).mean())
-        net.eval()
-        net(torch.ones(1, 2))
-        return message
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        train(run, model, torch.ones(8, 2))
+        assert model is net
+        assert sorted(model.state_dict()) == ["0.bias", "0.weight"]
+        return state_hash(copy.deepcopy(model)), state_hash(model), model[0].in_features, int(averaged.n_averaged)
 
 
 class Forgetful(nn.Module):
@@ -265,7 +261,7 @@ def test_on_three_ranks():
         buffers_in_step,
         buffers_assigned_and_filled,
         other_model,
-        bypassed,
+        the_users_own,
         nothing_to_train,
         unused,
         accumulates,
@@ -275,6 +271,9 @@ def test_on_three_ranks():
     )
     results = dict(zip(cases, on_world(3, [(case,) for case in cases]), strict=True))
     assert len(set(results[begins_as_rank_0])) == 1
+    assert len(set(results[the_users_own])) == 1
+    copied, trained, *rest = results[the_users_own][0]
+    assert (copied, rest) == (trained, [2, 0])
     assert set(results[buffers_in_step]) == {(results[buffers_in_step][0][0], 2)}
     assert results[buffers_assigned_and_filled] == [buffers_assigned_and_filled()] * 3
     assert results[buffers_assigned_and_filled][0][1:] == ([35.5, 36.0], [1.0, 2.0])  # 64 / 2 + the mean / 2
@@ -285,7 +284,6 @@ def test_on_three_ranks():
     assert results[forgets_what_it_has_summed] == [[1, 0, 1, 0]] * 3
     for says, case in [
         ("the model's parameters and buffers differs between ranks: rank 2: ", other_model),
-        ("Linear was called past its wrapper, so ranks would drift apart; call what run.model(...) returned", bypassed),
         ("2 of 4 parameters had no part in the loss: forgotten.weight, forgotten.bias. ", unused),
         ("strategy='none' is for one rank, and there are 3; use 'ddp' or start one rank", none_on_many),
     ]:

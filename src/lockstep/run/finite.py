@@ -12,10 +12,9 @@ from typing import Final, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.errors import NonFiniteError
-from lockstep.strategies import Turn
+from lockstep.strategies import Turn, gradient_here
 
 OnNan = Literal["stop", "warn", "ignore"]
 _LEAST_SCALE = 1.0  # of fp16's losses: sixteen skipped steps below the first one
@@ -64,7 +63,7 @@ class FiniteChecks:
         """
         if self._on_nan == "ignore":
             return
-        there = [(p, values) for p in parameters if (values := _values(p)) is not None]
+        there = [(p, values) for p in parameters if (values := gradient_here(p)) is not None]
         if not there:
             return
         # The sum of numbers one of which is not finite is not finite, and takes one pass over them.
@@ -124,15 +123,6 @@ class FiniteChecks:
             f"{words}; {saved}. Look at the data and the learning rate, or go on all the same with "
             "Run(on_nan='warn') or 'ignore'"
         )
-
-
-def _values(parameter: nn.Parameter) -> torch.Tensor | None:
-    gradient = parameter.grad
-    if isinstance(gradient, DTensor):
-        gradient = gradient.to_local()
-    if gradient is None:
-        return None
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _wide(values: torch.Tensor) -> torch.dtype | None:

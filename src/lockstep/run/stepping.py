@@ -111,14 +111,9 @@ class Stepper:
     def backward(self, loss: Loss, data: tuple[Any, ...], count: Count, optimizer: Optimizers) -> Known:
         """See `Run.backward`. The losses that have become known by it."""
         work = self._at_work("backward")
-        if work.finished:
-            raise UsageError(
-                "a run.step(loss) after all optimizers had theirs in this micro-batch: add the losses up and call it "
-                "once, or give each its own with run.step(loss, optimizer=...)"
-            )
         micro = work.micro
         target = self._target(optimizer)
-        if any(not target.places.keys().isdisjoint(other.places) for other in work.reached):
+        if work.finished or any(not target.places.keys().isdisjoint(other.places) for other in work.reached):
             raise UsageError(
                 "a second run.step(loss) for the same parameters in one micro-batch: add the losses up and call it once"
             )

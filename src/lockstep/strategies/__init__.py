@@ -14,7 +14,7 @@ import importlib
 from lockstep.errors import SettingError
 from lockstep.strategies.batchnorm import synchronize_batchnorm
 from lockstep.strategies.buffers import same
-from lockstep.strategies.gradients import Target, Task, Turn, is_loss, parameters_of
+from lockstep.strategies.gradients import Target, Task, Turn, gradient_here, is_loss, parameters_of
 from lockstep.strategies.placement import spans_gpus
 from lockstep.strategies.protocol import (
     ChecksOptimizers,
@@ -43,6 +43,7 @@ __all__ = [
     "Terms",
     "Turn",
     "can_take_up",
+    "gradient_here",
     "is_loss",
     "open_strategy",
     "parameters_of",

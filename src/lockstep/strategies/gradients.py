@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.collectives import Fold, Group
 from lockstep.errors import UsageError
@@ -185,6 +186,16 @@ def take_gradients(
         parameter.grad = None
         gradients.append(gradient)
     return gradients
+
+
+def gradient_here(parameter: nn.Parameter) -> torch.Tensor | None:
+    """What this rank holds of the gradient of ``parameter``: its rows, or the values of a sparse one."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()
+    if gradient is None:
+        return None
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def rows_of(parameter: torch.Tensor) -> torch.Tensor:
