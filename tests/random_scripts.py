@@ -228,16 +228,16 @@ class Net(nn.Module):
         return self._odd(self.out(h - self._buffer(h.detach())))
 
     def _odd(self, o: torch.Tensor) -> torch.Tensor:
-        for name in self.recipe.odd:
+        for name in filter(self.recipe.odd.__contains__, ODD):  # a set has another order in each process
             p = getattr(self, f"odd_{name}")
             if name == "transposed":
-                o = o + (o @ p.t()).tanh().mean(1, keepdim=True)
+                o = o * (1 + (o @ p.t()).tanh().mean(1, keepdim=True))
             elif name == "empty":
                 o = o + p.sum()
             elif name == "complex":
                 o = o + (o.to(torch.complex64) * p).abs()
             elif name == "scalar":
-                o = o * (1 + p)  # added to all, it would change nothing
+                o = o * (1 + p)  # added to all of a row, it would change nothing
             else:
                 o = (o + p).to(o.dtype)
         return o
@@ -445,7 +445,7 @@ class World:
                     answers[missing[end]] = ("died", "its process is gone")
             if any(kind not in ("done", "left") for kind, _ in answers.values()):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-        if any(kind not in ("done", "left") for kind, _ in answers.values()):
+        if any(kind in ("broke", "hung", "died") for kind, _ in answers.values()):
             self.close()  # the next script is not to suffer for it
         return [answers[rank] for rank in range(self.size)]
 
