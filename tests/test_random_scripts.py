@@ -5,6 +5,7 @@ killed, too, and all ways in which the law was broken are told at the end, each 
 """
 
 import collections
+import faulthandler
 import functools
 import os
 from random import Random, SystemRandom
@@ -22,6 +23,8 @@ SIMPLIFIED = 3  # scripts that broke the law in the same words; more tell nothin
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own Adagrad
 @pytest.mark.timeout(90 + 5 * SCRIPTS)
 def test_every_world_trains_the_same_or_the_script_is_refused():
+    if CAMPAIGN:
+        faulthandler.cancel_dump_traceback_later()  # which would end a test of more than five minutes
     tally: collections.Counter[str] = collections.Counter()
     first: dict[str, Recipe] = {}  # that came to a verdict
     broken: dict[tuple[str, str], str] = {}  # by how, and the simplest script
@@ -44,7 +47,9 @@ def test_every_world_trains_the_same_or_the_script_is_refused():
                 words, details = error.args
                 tally[f"broken: {words}"] += 1
                 if tally[f"broken: {words}"] <= SIMPLIFIED:
-                    broken[words, str(simplest(recipe, functools.partial(breaks, words)))] = details
+                    found = str(simplest(recipe, functools.partial(breaks, words)))
+                    broken[words, found] = details
+                    print(f"{words}\n    {found}", flush=True)
             else:
                 tally[verdict] += 1
                 first.setdefault(verdict, recipe)
