@@ -70,7 +70,7 @@ class Training:
     optimizers: Callable[[list[nn.Module]], list[torch.optim.Optimizer]] = plain_sgd
     schedulers: Callable[[list[torch.optim.Optimizer], int], list[Any]] = _no_schedulers  #: told the steps of an epoch
     together: bool = False  #: the optimizers share one loss
-    global_batch: int = 8
+    global_batch: int = 12
     micro_batch: int = 2
     epochs: int = 2
     seed: int = 3
