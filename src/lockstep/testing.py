@@ -150,7 +150,7 @@ def _feed(update: Callable[[bytes], None], value: Any) -> None:
     # Each part begins with its kind and length, so that no two states are spelt alike.
     if isinstance(value, torch.Tensor):
         update(f"tensor {value.dtype} {tuple(value.shape)}:".encode())
-        update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        update(value.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, Mapping):
         update(f"dict {len(value)}:".encode())
         for key in sorted(value, key=repr):

@@ -67,7 +67,7 @@ class DivergenceCheck:
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """A whole number, of no dimension, on the tensor's device: equal for equal bits; one pass over it."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
     words = flat[: flat.numel() // 8 * 8].view(torch.int64)

@@ -18,8 +18,8 @@ def check_model(model: nn.Module, state: State) -> None:
     """Nothing, if ``model`` can be trained beside those that ``state`` holds.
 
     Raises:
-        UsageError: for a model that was given before, shares parameters with another one, is not initialised, or has
-            a parameter that no optimizer can change in place.
+        UsageError: for a model that was given before, shares parameters with another one, is not initialised, has a
+            conjugated view, or a parameter that no optimizer can change in place.
     """
     if any(model is known for known in (*state.models, *state.adopted)):
         raise UsageError(
@@ -31,6 +31,11 @@ def check_model(model: nn.Module, state: State) -> None:
             raise UsageError(
                 f"{name} of {type(model).__name__} is lazy and has no shape yet: pass a batch through the model before "
                 "run.model(model), as in model(torch.zeros(1, 3, 32, 32)), or give the sizes when you make the module"
+            )
+        if tensor.is_conj():
+            raise UsageError(
+                f"{name} of {type(model).__name__} is a conjugated view of what lies in memory, as after conj(), and "
+                "what moves it between ranks would take it for what lies there; use .conj().resolve_conj()"
             )
     for name, parameter in model.named_parameters():
         if parameter in state.known_parameters:

@@ -184,7 +184,7 @@ def take_gradients(
                 "nn.Embedding(sparse=True): use that module, or a loss that gives dense gradients"
             )
         parameter.grad = None
-        gradients.append(gradient)
+        gradients.append(gradient.resolve_conj())  # of what was conjugated on the way, which cannot be added to
     return gradients
 
 
