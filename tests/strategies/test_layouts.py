@@ -1,4 +1,4 @@
-"""Gradients of parameters in every layout and of every type are those of plain torch, and equal in bits on any world."""
+"""Gradients of parameters in every layout and of every type are those of plain torch, and the same on any world."""
 
 import functools
 from collections.abc import Callable
