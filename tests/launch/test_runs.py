@@ -239,11 +239,7 @@ def test_a_rank_that_does_not_end_is_killed_after_the_grace(workshop):
     [
         ("sys.exit()", 0, ""),
         ("sys.exit(75)", 75, "stopped with a complete checkpoint"),
-        (
-            "sys.exit(74)",
-            74,
-            "✗ not saved: the run is trained to its end, but its last checkpoint is missing\n    begins",
-        ),
+        ("sys.exit(74)", 74, "its end, but its last checkpoint is missing\n    begins\n  to go on: lockstep run"),
         ("sys.exit(3)", 1, "✗ run failed: all 2 ranks (host {host}) left with exit code 3\n    at train.py:7\n"),
         ("sys.exit(2)", 2, "left with exit code 2"),
         ("sys.exit('no data')", 1, "left with exit code 1\n    no data\n    at train.py:7"),
