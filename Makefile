@@ -1,6 +1,8 @@
 # make train   train the handwritten digits on this machine, with a progress view and checkpoints; again: continue
 # make test    check the style and run the whole test suite
 # make test-clusters   real jobs in a Slurm and a Grid Engine of our own, where these are installed (docs/clusters.md)
+# make campaign   a thousand random training scripts on every world, beside plain torch (about half an hour)
+# make mutants    plant errors in the code and see which test notices each (about an hour)
 # make lint    only the style: ruff and mypy
 # make clean   remove what was installed and cached; runs stay
 #
@@ -15,7 +17,7 @@ RUN_DIR ?= runs/digits
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 RANKS ?= $(if $(filter-out 0,$(GPUS)),gpu,2)
 
-.PHONY: train test test-clusters lint clean
+.PHONY: train test test-clusters campaign mutants lint clean
 .DEFAULT_GOAL := test
 
 train: .venv/.ready
@@ -28,6 +30,12 @@ test: lint
 
 test-clusters: .venv/.ready
 	@$(BIN)/python -m pytest -q -rs tests/clusters
+
+campaign: .venv/.ready
+	@LOCKSTEP_RANDOM_SCRIPTS=1000 $(BIN)/python -m pytest -q -p no:randomly --timeout 7200 tests/test_random_scripts.py
+
+mutants: .venv/.ready
+	@$(BIN)/python tests/mutants.py
 
 lint: .venv/.ready
 	@echo "ruff, mypy"

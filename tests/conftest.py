@@ -47,6 +47,7 @@ GRACE_S = 10.0  #: for what a test has told to end but did not wait for
 #: pytest 9.2 does not hear them.
 TOGETHER = (
     "tests/strategies/test_zero.py",
+    "tests/test_by_hand.py",
     "tests/test_recipes.py::test_vision_transformer_learns_under_every_strategy",
     "tests/test_transparency.py",
 )

@@ -389,6 +389,7 @@ class StrategyLaws:
     #: The names of the laws.
     ALL: ClassVar[tuple[str, ...]] = (
         "equals_the_reference",
+        "equals_plain_torch",
         "resumes_exactly",
         "moves_between_worlds",
         "moves_between_strategies",
@@ -403,6 +404,17 @@ class StrategyLaws:
         for lesson in (self._lesson(optimizer="sgd"), self._lesson(optimizer="adamw")):
             for world in self.worlds:
                 self._near(self._taught(lesson, world), lesson, f"on {world} ranks, {lesson.optimizer}")
+
+    def equals_plain_torch(self) -> None:
+        """Not only like another world: like a loop of plain torch on one process, but for rounding."""
+        lesson, world = self._lesson(), self.worlds[0]
+        (plain,) = run_ranks(_learn_plainly, 1, lesson, timeout_s=_LAW_S)
+        found = _flat(self._taught(lesson, world), lesson)
+        if self.bits:
+            away = float((found - plain).abs().max())
+            assert away <= _ROUNDING, f"{self.strategy} on {world} ranks: {away:.3g} away from plain torch"
+        else:
+            self._not_far(found, plain, lesson, f"on {world} ranks, from plain torch")
 
     def resumes_exactly(self) -> None:
         """Left after some steps, within an epoch, and started again: as if it had not been left."""
@@ -468,11 +480,14 @@ class StrategyLaws:
         if self.bits:
             assert state_hash(found) == state_hash(reference), f"{self.strategy} {when}: other bits than one rank"
             return
-        begin, end, here = (_flat(state, lesson) for state in (_reference(replace(lesson, epochs=0)), reference, found))
+        self._not_far(_flat(found, lesson), _flat(reference, lesson), lesson, f"{when}, from one rank")
+
+    def _not_far(self, here: torch.Tensor, end: torch.Tensor, lesson: _Lesson, when: str) -> None:
+        begin = _flat(_reference(replace(lesson, strategy="none", epochs=0)), lesson)
         away = float((here - end).norm() / (end - begin).norm())
-        assert away <= self.tolerance, f"{self.strategy} {when}: {away:.3g} away from one rank, over {self.tolerance:g}"
+        assert away <= self.tolerance, f"{self.strategy} {when}: {away:.3g} away, over {self.tolerance:g}"
         along = float((here - begin) @ (end - begin) / (here - begin).norm() / (end - begin).norm())
-        assert along >= _ALONG, f"{self.strategy} {when}: went elsewhere than one rank, by a cosine of {along:.2g}"
+        assert along >= _ALONG, f"{self.strategy} {when}: went elsewhere, by a cosine of {along:.2g}"
 
     def _taught(self, lesson: _Lesson, world: int, place: Path | None = None) -> dict[str, Any]:
         """The state at the end of training; resumed, if ``place`` holds some of it."""
@@ -502,8 +517,10 @@ class StrategyLaws:
 
 
 _LAW_S = 60.0
+_ROUNDING = 1e-6  # of parameters of about 1, in float32
 _ALONG = 0.5  # the cosine of 60 degrees; an unrelated way of as many parameters has one of 0 +- 0.04
 _SAMPLES, _HELD_OUT, _EPOCHS, _STEPS = 40, 23, 2, 6
+_SEED, _GLOBAL_BATCH, _MICRO_BATCH = 3, 16, 4
 
 
 class _Left(Exception):
@@ -541,13 +558,43 @@ def _pupil(lesson: _Lesson) -> nn.Sequential:
     )
 
 
-def _learn(lesson: _Lesson) -> dict[str, float]:
+def _lines() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is learned: words, labels and weights."""
     random = torch.Generator().manual_seed(5)
     words, labels = (torch.randint(k, n, generator=random) for k, n in ((9, (_SAMPLES, 3)), (5, (_SAMPLES,))))
-    weights = torch.randint(1, 9, (_SAMPLES,), generator=random)
+    return words, labels, torch.randint(1, 9, (_SAMPLES,), generator=random)
+
+
+def _learn_plainly(lesson: _Lesson) -> torch.Tensor:
+    """The parameters after what `_learn` trains, without `Run` and what it is made of, in one long vector."""
+
+    def seed(*key: object) -> int:
+        digest = hashlib.blake2b("/".join(map(repr, key)).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") // 2
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(seed(_SEED, "init"))
+    model, (words, labels, _) = _pupil(lesson).to(device), _lines()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    step = 0
+    for epoch in range(lesson.epochs):
+        order = torch.randperm(_SAMPLES, generator=torch.Generator().manual_seed(seed(_SEED, "order", epoch)))
+        for rows in order.split(_GLOBAL_BATCH):
+            for index, mine in enumerate(rows.split(_MICRO_BATCH)):
+                torch.manual_seed(seed(_SEED, "step", step, index))
+                loss = nn.functional.cross_entropy(model(words[mine].to(device)), labels[mine].to(device))
+                (loss * (len(mine) / len(rows))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+    return torch.cat([p.detach().cpu().double().reshape(-1) for p in model.parameters()])
+
+
+def _learn(lesson: _Lesson) -> dict[str, float]:
+    words, labels, weights = _lines()
     make = torch.optim.AdamW if lesson.optimizer == "adamw" else partial(torch.optim.SGD, momentum=0.9)
     with Run(
-        seed=3,
+        seed=_SEED,
         strategy=lesson.strategy,
         checkpoint=lesson.place,
         save_every="2 steps" if lesson.leave_after else None,
@@ -557,7 +604,9 @@ def _learn(lesson: _Lesson) -> dict[str, float]:
     ) as run:
         model = run.model(_pupil(lesson))
         run.optimizer(make(model.parameters(), lr=0.05))
-        batches = run.loader(TensorDataset(words, labels, weights), global_batch=16, micro_batch=4)
+        batches = run.loader(
+            TensorDataset(words, labels, weights), global_batch=_GLOBAL_BATCH, micro_batch=_MICRO_BATCH
+        )
         if lesson.leave_after:
             _leaving(run, lesson)
         for _ in run.epochs(lesson.epochs):

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from pathlib import Path
 
@@ -128,6 +129,40 @@ def test_two_ranks_write_one_checkpoint_and_what_fails_on_one_fails_on_both(tmp_
     assert set(verify(tmp_path / "step-00000001").files) == {"part-00000.bin"}
     newest = one.newest()
     assert same(one.load(newest), state(4) | {"clock": 0})
+
+
+class Waits(LocalDisk):
+    """Commits when a file is there."""
+
+    def __init__(self, sign):
+        self.sign = sign
+
+    def rename(self, old, new):
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.sign.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        super().rename(old, new)
+
+
+def one_hears_nothing(group, root, said, tell):
+    sign = root.with_name("rank 1 has given up")
+    disk, patience_s = (LocalDisk(), 2.0) if group.rank else (Waits(sign), DEADLINE_S)
+    saves = Checkpoints(root, group, keep=1, say=said.append, disk=disk, peer_timeout_s=patience_s)
+    saves.save(state(1), 1, {})
+    if group.rank:
+        saves.settle()
+        tell(("before", saves.last_committed_step))
+        sign.touch()
+    tell(("ended", saves.close()))
+    tell(("committed", saves.last_committed_step))
+
+
+def test_in_the_end_all_know_what_the_leader_knows(tmp_path):
+    sent = two_ranks(one_hears_nothing, tmp_path / "root")
+    assert sent[1]["before"] is None, "rank 1 must have given up"
+    for told in sent:
+        assert (told["ended"].step, told["ended"].committed, told["committed"]) == (1, True, 1)
 
 
 def one_dies(group, root, said, tell):

@@ -136,9 +136,22 @@ def web_dataset(shards, **seed):
     return webdataset.WebDataset(shards, shardshuffle=False).shuffle(12, **seed).decode().to_tuple("cls")
 
 
-@pytest.fixture(params=["datasets", "webdataset"])
+def det_shuffled(shards, **seed):
+    """Counts by itself how often it was begun, and shuffles otherwise each time."""
+    return (
+        webdataset.WebDataset(shards, shardshuffle=False)
+        .compose(webdataset.detshuffle(12, **seed))
+        .decode()
+        .to_tuple("cls")
+    )
+
+
+MAKERS = {"webdataset": web_dataset, "detshuffle": det_shuffled}
+
+
+@pytest.fixture(params=["datasets", *MAKERS])
 def make(request, tmp_path):
-    yield hugging_face if request.param == "datasets" else partial(web_dataset, write_shards(tmp_path))
+    yield hugging_face if request.param == "datasets" else partial(MAKERS[request.param], write_shards(tmp_path))
     gc.collect()  # files that webdataset left open: no later test is to be blamed for them
 
 
@@ -147,9 +160,12 @@ def numbers(samples):
 
 
 def by_hand(stream, epoch):
-    """{(step, micro-batch): its numbers}, of a plain loop over ``stream``."""
+    """{(step, micro-batch): its numbers}, of a plain loop over a new ``stream``."""
     if hasattr(stream, "set_epoch"):
         stream.set_epoch(epoch)
+    else:
+        for _ in range(epoch):
+            numbers(stream)
     table = {}
     for place, number in enumerate(numbers(stream)):
         step, within = divmod(place, SIZES[0])
@@ -166,7 +182,7 @@ def read(stream, world, **options):
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_package_shuffles_alike_on_any_world_and_in_any_process(monkeypatch, make, epoch, workers):
     stream = make(seed=1)
-    expected = by_hand(stream, epoch)
+    expected = by_hand(make(seed=1), epoch)
     assert len(expected) > 20
     # Told to one process alone, `webdataset` refuses it, unless it is told how to divide by node.
     monkeypatch.setenv("RANK", "1")
@@ -226,6 +242,7 @@ def test_training_on_a_package_is_the_same_on_any_number_of_ranks_and_after_a_re
     assert end == model
 
 
+@pytest.mark.parametrize("make", ["datasets", "webdataset"], indirect=True)
 def test_what_shuffles_without_a_seed_is_refused_on_several_ranks(make):
     (results,) = on_ranks(2, [(train, make, {}, 0)])
     for told in results:

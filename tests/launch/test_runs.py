@@ -239,7 +239,7 @@ def test_a_rank_that_does_not_end_is_killed_after_the_grace(workshop):
     [
         ("sys.exit()", 0, ""),
         ("sys.exit(75)", 75, "stopped with a complete checkpoint"),
-        ("sys.exit(74)", 74, "✗ not saved: the run is trained to its end, but its last checkpoint is missing\n"),
+        ("sys.exit(74)", 74, "its end, but its last checkpoint is missing\n    begins\n  to go on: lockstep run"),
         ("sys.exit(3)", 1, "✗ run failed: all 2 ranks (host {host}) left with exit code 3\n    at train.py:7\n"),
         ("sys.exit(2)", 2, "left with exit code 2"),
         ("sys.exit('no data')", 1, "left with exit code 1\n    no data\n    at train.py:7"),
@@ -331,14 +331,17 @@ def test_a_module_and_a_directory_run_as_python_would(workshop):
     assert workshop.run("--start", "plain", "pack", "x").out == "__main__ __main__ ['x']\n"
 
 
-def test_what_a_script_leaves_to_its_end_is_done(workshop):
+@pytest.mark.parametrize("code", [0, 74, 75])
+def test_what_a_script_leaves_to_its_end_is_done(workshop, code):
     script = workshop.script("""
         import atexit, sys, threading, time
         sys.stdout.write("unfinished")
         atexit.register(lambda: print(" at exit", sys.modules["__main__"].__file__[-8:]))
         threading.Thread(target=lambda: (time.sleep(0.2), sys.stdout.write(" thread"))).start()
+        sys.exit(int(sys.argv[1]))
     """)
-    assert workshop.run("--start", "plain", script).out == "unfinished thread at exit train.py\n"
+    ended = workshop.run("--start", "plain", script, code)
+    assert (ended.code, ended.out) == (code, "unfinished thread at exit train.py\n")
 
 
 def test_a_closed_pipe_does_not_end_the_run(workshop):

@@ -111,15 +111,25 @@ class Commons:
         self._peers: Final = _connect(group)
 
     def share(self, size: int) -> mmap.mmap:
-        """New memory of at least ``size`` bytes, which rank 0 gets and hands to the others. All ranks."""
+        """New memory of at least ``size`` bytes, which rank 0 gets and hands to the others. All ranks.
+
+        Raises:
+            PeerLost: naming a rank that is gone.
+        """
         size = -(-size // _PAGE) * _PAGE
         if self._rank == 0:
             memory = os.memfd_create("lockstep-sums", os.MFD_CLOEXEC)
             os.ftruncate(memory, size)
-            for peer in self._peers.values():
-                socket.send_fds(peer, [_HERE], [memory])
+            for rank, peer in self._peers.items():
+                try:
+                    socket.send_fds(peer, [_HERE], [memory])
+                except OSError as error:
+                    raise PeerLost(f"rank {rank} left during {self._what} ({error})") from error
         else:
-            heard, descriptors, _, _ = socket.recv_fds(self._peers[0], 1, 1)
+            try:
+                heard, descriptors, _, _ = socket.recv_fds(self._peers[0], 1, 1)
+            except OSError as error:
+                raise PeerLost(f"no word from rank 0 during {self._what} ({error})") from error
             if not heard:
                 raise PeerLost(f"rank 0 left during {self._what}")
             (memory,) = descriptors

@@ -4,6 +4,7 @@
     memory    tensors in memory: whole micro-batches by index
     samples   data sets with an index: sample by sample, in loader processes
     stream    data sets that can only be iterated
+    single_process_view   what such a data set sees of ranks and loader processes: none but itself
     workers   loader processes that end with their rank, and not before it
     feed      the door: `open_feed` chooses one of the three
 

@@ -246,6 +246,18 @@ def _tell_epoch(dataset: Any, epoch: int) -> None:
     set_epoch = getattr(dataset, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
+    for stage in _stages_of_webdataset(dataset):
+        # It would count the passes begun in this process: in a loader process, or after a resume, they are others.
+        if isinstance(getattr(stage, "epoch", None), int):
+            stage.epoch = epoch - 1
+
+
+def _stages_of_webdataset(dataset: Any) -> Iterator[Any]:
+    pipeline = getattr(dataset, "pipeline", None)
+    for stage in pipeline if isinstance(pipeline, list) else ():
+        if type(stage).__module__.startswith("webdataset."):
+            yield stage
+            yield from _stages_of_webdataset(stage)
 
 
 def refuse_unequal(plan: BatchPlan) -> None:

@@ -208,7 +208,9 @@ class Crew:
         # In this order: what was in the log before there was a record is not the traceback, which follows the record.
         up_to = self._tail.size()
         failure = Failure.read(self._job.failure(self._generation, 0))
-        text = self._tail.read(min(up_to, failure.log_bytes) if failure else up_to)
+        if failure is not None and failure.kind != "SystemExit":  # which prints none
+            up_to = min(up_to, failure.log_bytes)
+        text = self._tail.read(up_to)
         self._screen.leader(text)
         self._screen.begun(self._tail.begun())
         if (status := StatusFile.read(self._job.status)) is not None:

@@ -28,6 +28,7 @@ from lockstep.report import Record
 from lockstep.run.agenda import Agenda, Decision
 from lockstep.run.carry import Carry
 from lockstep.run.divergence import DivergenceCheck
+from lockstep.run.evaluation_buffers import EvaluationBuffers
 from lockstep.run.finite import FiniteChecks
 from lockstep.run.identity import arguments_of, code_of_user, compare_ranks, optimizers_of
 from lockstep.run.keeping import InDirectory, Keeper, Nowhere
@@ -49,7 +50,6 @@ from lockstep.strategies import (
     Strategy,
     Terms,
     open_strategy,
-    same,
     spans_gpus,
     split,
     synchronize_batchnorm,
@@ -555,13 +555,16 @@ class Run:
         # Ranks that tell each other something on the way leave together or not at all.
         may_hurry = feed.length is not None and shadows != "even" and not isinstance(self._strategy, Pipelines)
         try:
-            with self._strategy.evaluating(), self._buffers_put_back():
+            with self._strategy.evaluating(), contextlib.ExitStack() as at_end:
+                buffers = EvaluationBuffers(self._state.models)
+                at_end.callback(self._say_put_back, buffers)
                 for micro in self._mine(feed.evaluation(shadows=shadows)):
                     self._samples_here = 0 if micro.shadow or not self._share.counts else micro.samples
                     seed_generators(seed_of(*key, micro.step, micro.index))
                     self._pulse.enter("evaluate")
                     with torch.no_grad(), self._precision.forward():
                         yield _moved(micro.data, self.device)
+                    buffers.put_back()
                     if may_hurry and self._agenda.in_a_hurry():
                         break
         finally:
@@ -950,34 +953,14 @@ class Run:
         """Random numbers that the script draws from here on are the same on all ranks."""
         seed_generators(seed_of(self.settings.values.seed, "outside", self.progress.step, self._evaluations))
 
-    @contextlib.contextmanager
-    def _buffers_put_back(self) -> Iterator[None]:
-        """Inside, models may move their buffers, on each rank otherwise; then they are what they were."""
-        held = [
-            (module, name, buffer, None if buffer is None else buffer.detach().clone())
-            for model in self._state.models
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-        ]
-        try:
-            yield
-        finally:
-            moved = []
-            for module, name, buffer, before in held:
-                now = module._buffers.get(name)
-                if now is buffer and (now is None or before is None or same(now, before)):
-                    continue
-                moved.append(f"{name} of {type(module).__name__}")
-                module._buffers[name] = buffer
-                if buffer is not None and before is not None:
-                    with torch.no_grad():
-                        buffer.copy_(before)
-            if moved and not self._said_put_back:
-                self._said_put_back = True
-                self.say(
-                    f"run.evaluate(...): the model changed {', '.join(moved[:3])} in evaluation, on each rank by its "
-                    "own samples; they are put back to what they were"
-                )
+    def _say_put_back(self, buffers: EvaluationBuffers) -> None:
+        buffers.put_back(by_value=True)
+        if buffers.moved and not self._said_put_back:
+            self._said_put_back = True
+            self.say(
+                f"run.evaluate(...): the model changes {', '.join(sorted(buffers.moved)[:3])} in evaluation, by "
+                "whatever samples a rank has; put back after each micro-batch"
+            )
 
     def _do(self, decision: Decision) -> None:
         if decision.saves:

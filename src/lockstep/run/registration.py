@@ -65,6 +65,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
             f"{type(optimizer).__name__} computes the loss several times in a step, through a closure, and a run gives "
             "it one gradient: use an optimizer that steps once, such as torch.optim.AdamW or SGD"
         )
+    _refuse_sparse_momentum(optimizer, state)
     parameters = parameters_of(optimizer)
     strangers = [p for p in parameters if p not in state.known_parameters]
     if strangers:
@@ -72,6 +73,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
             f"{type(optimizer).__name__} holds {len(strangers)} of {len(parameters)} parameters that belong to no "
             "model of this run; make it after `model = run.model(model)`, from model.parameters()"
         )
+
+
+def _refuse_sparse_momentum(optimizer: torch.optim.Optimizer, state: State) -> None:
+    for group in optimizer.param_groups:
+        sparse = [p for p in group["params"] if p in state.sparse]
+        if sparse and group.get("momentum") and not isinstance(optimizer, torch.optim.SparseAdam):
+            raise UsageError(
+                f"{type(optimizer).__name__}(momentum={group['momentum']}) would remember sparse tensors of "
+                f"{state.name_of(sparse[0])}, which has sparse=True, and no checkpoint holds those: use SparseAdam, "
+                "momentum=0, or leave sparse=True out"
+            )
 
 
 def check_scheduler(scheduler: Any) -> None:

@@ -34,6 +34,7 @@ class State:
         # Of each, as they were when it was adopted: a forward pass may leave gathered ones in place of divided ones.
         self.parameters: list[tuple[nn.Parameter, ...]] = []
         self.known_parameters: set[nn.Parameter] = set()  # of models, now or before
+        self.learning: frozenset[nn.Parameter] = frozenset()  # those that learnt when their model was registered
         self.sparse: set[nn.Parameter] = set()  # those whose gradients are sparse
         self.buffers: list[tuple[str, torch.Tensor]] = []  # of all models, with their names
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -48,6 +49,7 @@ class State:
         self.adopted.append(adopted)
         self.parameters.append(tuple(model.parameters()))
         self.known_parameters.update(model.parameters())
+        self.learning |= {p for p in model.parameters() if p.requires_grad}
         self.sparse |= sparse_parameters(model).keys()
         self.buffers += model.named_buffers()
         self._transient.append({name: int(checksum(b)) for name, b in transient_buffers(model).items()})

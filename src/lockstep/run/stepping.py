@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from lockstep.collectives import Group
 from lockstep.data import MicroBatch
@@ -297,23 +298,22 @@ class Stepper:
             return target
         self._suspect.discard(key)
         found = self._make_target(optimizers)
-        if target is not None and list(map(id, found.parameters)) != list(map(id, target.parameters)):
+        before = self._state.learning if target is None else frozenset(target.parameters)
+        if before.intersection(found.candidates) != set(found.parameters):
             if target in self._begun:
                 raise UsageError(
                     "which parameters learn has changed between two micro-batches of a step, so ranks would differ: "
                     "freeze, unfreeze and add parameters alike in each micro-batch of a step, or where run.step(loss) "
                     "has returned True"
                 )
-            self._take_up(target, found)
+            self._take_up(found, before)
         self._targets[key] = found
         return found
 
-    def _take_up(self, before: Target, now: Target) -> None:
-        """Other parameters learn from this step on. All ranks, at the same step."""
-        known = {id(p) for p in before.candidates}
+    def _take_up(self, now: Target, before: frozenset[nn.Parameter]) -> None:
+        """Other parameters learn from this step on than did ``before``. All ranks, at the same step."""
         mine = [
-            (self._state.name_of(p), tuple(p.shape), None if id(p) in known else int(checksum(p)))
-            for p in now.parameters
+            (self._state.name_of(p), tuple(p.shape), None if p in before else int(checksum(p))) for p in now.parameters
         ]
         for rank, theirs in enumerate(self._group.gather_objects(mine, "which parameters learn")):
             odd = sorted({name for name, *_ in set(mine) ^ set(theirs)})

@@ -30,7 +30,7 @@ from lockstep.collectives import FastExchange, Group, Runs, naming_lost_peers, o
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.compress import Cast, Compression, Uncompressed
-from lockstep.strategies.gradients import Pending, Target, Turn, divide_by_counts, rows_of, total_count
+from lockstep.strategies.gradients import Pending, Target, Turn, as_real, divide_by_counts, rows_of, total_count
 from lockstep.strategies.holding import Whole
 from lockstep.strategies.module_states import sync_module_states, verify_module_states
 from lockstep.strategies.placement import check_reached, spans_gpus
@@ -371,8 +371,7 @@ class DataParallel:
     def _hand_over(self, model: int, bucket: GradBucket) -> Sum:
         pending, turn = self._now
         flat, parameters = bucket.buffer(), bucket.parameters()
-        # Those of a bucket have the strides of dense rows, whatever lies there: `.grad` has those of the parameter.
-        gradients = [g if p.grad is None else p.grad for p, g in zip(parameters, bucket.gradients(), strict=True)]
+        gradients = _views_of(flat, parameters)
         if self._exact:
             partials = [] if turn.shadow else pending.partials(turn, parameters, gradients, flat)
             # The sum arrives in the same memory, and in a tensor of its own that counts its own changes.
@@ -431,6 +430,19 @@ def _done(flat: torch.Tensor) -> Sum:
     future = Sum()
     future.set_result(flat)
     return future
+
+
+def _views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of ``parameters`` in the bucket ``flat``, complex ones as pairs of reals, as a bucket has them.
+
+    `GradBucket.gradients` tells them with the strides of dense rows, whatever lies there; ``.grad`` has the
+    parameter's.
+    """
+    pieces = flat.split([2 * p.numel() if p.is_complex() else p.numel() for p in parameters])
+    return [
+        piece.view(as_real(p.detach()).shape) if p.grad is None else as_real(p.grad)
+        for p, piece in zip(parameters, pieces, strict=True)
+    ]
 
 
 def _learning(model: nn.Module) -> tuple[nn.Parameter, ...]:

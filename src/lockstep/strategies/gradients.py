@@ -114,7 +114,8 @@ class Pending:
         Args:
             turn: the last one.
             parameters: some of the target's.
-            gradients: their gradients of ``turn``, views of ``flat``, each with the strides of its parameter.
+            gradients: their gradients of ``turn``, views of ``flat``, each with the strides of its parameter; complex
+                ones as pairs of reals.
             flat: one-dimensional; becomes the last of the sums.
 
         Returns:
@@ -128,7 +129,7 @@ class Pending:
         places = [self._places[id(p)] for p in parameters]
         here = Fold[Tensors](self._micro_batches, _add_to_right)
         here.nodes = list(self._fold.nodes)
-        here.sums = [[sums[i] for i in places] for sums in self._fold.sums]
+        here.sums = [[as_real(sums[i]) for i in places] for sums in self._fold.sums]
         here.push((turn.index, turn.index + 1), gradients)
         return [*(_laid_out(sums, gradients, flat) for sums in here.sums[:-1]), flat]
 
@@ -186,6 +187,11 @@ def take_gradients(
         parameter.grad = None
         gradients.append(gradient.resolve_conj())  # of what was conjugated on the way, which cannot be added to
     return gradients
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself, or a view of a complex one with a last dimension for the two parts of each number."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def gradient_here(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -81,6 +81,11 @@ class Replicate:
             self._pending[target].take(turn)
             if turn.last:
                 self._pending.pop(target).give()
+        else:
+            for parameter in target.sparse:
+                if parameter.grad is not None:
+                    # As a sum over ranks is: clipping before two entries of a row are added rounds otherwise.
+                    parameter.grad = parameter.grad.coalesce()
 
     def divide(self, target: Target, samples: int, counted: int) -> None:
         """See `Strategy.divide`."""

@@ -65,7 +65,12 @@ class Zero:
     def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """As ``ddp`` does, and from now on each parameter has an owner. All ranks."""
         adopted = self._replicas.adopt(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
+        # What is frozen has an owner, too, to whom its state belongs if it learns later, also after a resume.
+        frozen = [p for p in model.parameters() if not p.requires_grad]
         self._share_out([p for p in model.parameters() if p.requires_grad])
+        loads, self._loads = self._loads, [0] * len(self._loads)
+        self._share_out(frozen)
+        self._loads = loads
         return adopted
 
     def take_up(self, target: Target) -> None:

@@ -1,0 +1,549 @@
+"""One-line errors planted in the parts that carry the promise, and which tests catch each: ``make mutants``.
+
+    source ──► copy with one error ──► the tests that should notice, stopped at the first that does ──► a line
+
+    .venv/bin/python tests/mutants.py               all of them
+    .venv/bin/python tests/mutants.py buffers norm  those whose name has one of these words
+
+A mutant that no test notices is a hole in the suite, or changes nothing that anybody could see; docs/notebook.md says
+of each survivor which. `tests/test_mutants.py` sees to it that every line named here is still in the source.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "lockstep"
+AT_ONCE = 2
+LIMIT_S = 600
+
+HAND = "tests/test_by_hand.py"
+BUFFERS = "tests/strategies/test_buffers.py"
+LAYOUTS = "tests/strategies/test_layouts.py"
+STRATEGIES = "tests/strategies/test_strategies.py"
+LEARNS = "tests/run/test_what_learns.py"
+CARRY = "tests/run/test_carry.py"
+STEP = "tests/run/test_end_of_step.py"
+DIVERGENCE = "tests/run/test_divergence.py"
+IDENTITY = "tests/run/test_identity.py"
+FINITE = "tests/run/test_finite.py"
+REGISTRATION = "tests/run/test_registration.py"
+RANDOMNESS = "tests/run/test_randomness.py"
+LOOP = "tests/run/test_loop.py"
+GUARDS = "tests/run/test_guards.py"
+WORLDS = "tests/test_transparency.py"
+MEAN = "tests/test_mean_gradient.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One error: in ``file``, where ``old`` stands once, ``new`` stands instead."""
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Such as ``run/loop.py: after_step(1) for after_step(...)``."""
+        return f"{self.file}: {_short(self.new)}   for   {_short(self.old)}"
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:70]
+
+
+def mutant(file: str, old: str, new: str, *tests: str) -> Mutant:
+    """A `Mutant`."""
+    return Mutant(file, old, new, tests)
+
+
+MUTANTS = [
+    # ---- the tree, and who computes what
+    mutant(
+        "collectives/tree.py",
+        "        middle = (first + end) // 2\n        return within(",
+        "        middle = first + 1\n        return within(",
+        "tests/collectives",
+    ),
+    mutant(
+        "collectives/tree.py",
+        "if above is None or parent_of(self._micro_batches, left) != above:",
+        "if above is None:",
+        "tests/collectives",
+    ),
+    mutant(
+        "collectives/exchange.py",
+        "return fold(route.micro_batches, route.all_nodes, pieces, lambda left, right: left.add_(right))",
+        "return torch.stack(list(pieces)).sum(0)",
+        "tests/collectives",
+        WORLDS,
+    ),
+    mutant(
+        "collectives/route.py",
+        "size == 2 and all(len(nodes) == 1",
+        "size > 1 and all(len(nodes) == 1",
+        "tests/collectives",
+    ),
+    mutant(
+        "batch.py",
+        "return range(m * rank // self.world_size, m",
+        "return range(-(-m * rank // self.world_size), m",
+        "tests/test_batch.py",
+    ),
+    mutant(
+        "batch.py",
+        "(self.micro_batch,) * full + ((rest,) if rest else ())",
+        "(self.micro_batch,) * full",
+        "tests/test_batch.py",
+    ),
+    mutant(
+        "batch.py",
+        "return samples // self.global_batch if drop_last else",
+        "return samples // self.global_batch if not drop_last else",
+        "tests/test_batch.py",
+    ),
+    mutant("data/order.py", 'seed_of(seed, "order", epoch)', 'seed_of(seed, "order")', "tests/data", HAND),
+    mutant(
+        "data/order.py",
+        "stop = min(start + plan.micro_batch, samples)",
+        "stop = start + plan.micro_batch",
+        "tests/data",
+    ),
+    mutant(
+        "data/order.py",
+        "step, index = divmod(number, plan.micro_batches)",
+        "step, index = number // plan.micro_batches, 0",
+        "tests/data",
+        HAND,
+    ),
+    mutant(
+        "data/order.py",
+        "return -(-micro_batches // plan.world_size) - mine",
+        "return micro_batches // plan.world_size - mine",
+        "tests/data",
+    ),
+    mutant(
+        "data/samples.py",
+        'seed_of(self.seed, "samples", epoch, indices[0])',
+        'seed_of(self.seed, "samples", indices[0])',
+        "tests/data",
+        HAND,
+    ),
+    mutant(
+        "data/samples.py",
+        'seed_of(self.seed, "samples", epoch, indices[0])',
+        'seed_of(self.seed, "samples", epoch)',
+        "tests/data",
+        HAND,
+    ),
+    mutant(
+        "data/stream.py",
+        'seed_of(seed, "collate", epoch, step, index)',
+        'seed_of(seed, "collate", epoch, step)',
+        "tests/data",
+    ),
+    mutant("data/stream.py", 'seed_of(seed, "sample", epoch, number)', 'seed_of(seed, "sample", number)', "tests/data"),
+    mutant("data/stream.py", "mark = checksum(first[:1])", "mark = 0", "tests/data"),
+    # ---- gradients
+    mutant(
+        "strategies/data_parallel.py",
+        "gradients = [g if p.grad is None else p.grad for p, g in zip(parameters, bucket.gradients(), strict=True)]",
+        "gradients = list(bucket.gradients())",
+        LAYOUTS,
+        HAND,
+    ),
+    mutant(
+        "strategies/data_parallel.py",
+        "partials = [] if turn.shadow else pending.partials(",
+        "partials = pending.partials(",
+        HAND,
+        WORLDS,
+    ),
+    mutant(
+        "strategies/data_parallel.py", "self._reduce(number, _learning(model.module), init_sync=False)", "pass", LEARNS
+    ),
+    mutant(
+        "strategies/gradients.py",
+        "parameter.grad = None\n        gradients.append(gradient)",
+        "gradients.append(gradient)",
+        HAND,
+        LAYOUTS,
+    ),
+    mutant(
+        "strategies/gradients.py",
+        "torch._foreach_mul_(gradients, samples / counted)",
+        "torch._foreach_mul_(gradients, 1.0)",
+        MEAN,
+        HAND,
+    ),
+    mutant(
+        "strategies/sparse.py",
+        "table[gradient.indices()[0]] = torch.cat([values, values.new_ones(len(values), 1)], 1)",
+        "table[gradient.indices()[0]] = torch.cat([values, values.new_zeros(len(values), 1)], 1)",
+        LAYOUTS,
+    ),
+    mutant(
+        "strategies/sparse.py",
+        "    gradient = gradient.coalesce()\n    values",
+        "    gradient = gradient._coalesced_(True)\n    values",
+        LAYOUTS,
+    ),
+    mutant(
+        "strategies/zero.py",
+        "if self._owner_of(parameter) != self._rank:",
+        "if False:",
+        "tests/strategies/test_zero.py",
+    ),
+    mutant("strategies/zero.py", "self._share_out(target.parameters)", "pass", LEARNS),
+    mutant(
+        "strategies/norm.py",
+        "gradient = torch.view_as_real(gradient.resolve_conj())",
+        "gradient = gradient.real",
+        LAYOUTS,
+        HAND,
+    ),
+    mutant(
+        "strategies/norm.py",
+        "table[:, : width - kept] += table[:, kept:width]",
+        "table[:, : width - kept] = table[:, kept:width]",
+        "tests/strategies/test_norm.py",
+    ),
+    # ---- buffers
+    mutant(
+        "strategies/buffers.py",
+        "pieces = sums[: sum(sizes)].div_(of).split(sizes)",
+        "pieces = sums[: sum(sizes)].split(sizes)",
+        BUFFERS,
+        HAND,
+    ),
+    mutant(
+        "strategies/buffers.py",
+        'gathered in this step is forgotten."""\n        self._fold = self._counts = None\n',
+        'gathered in this step is forgotten."""\n',
+        STRATEGIES,
+        LOOP,
+        BUFFERS,
+    ),
+    mutant(
+        "strategies/buffers.py",
+        "        with torch.no_grad():\n            self._gather(turn)\n        self._put_back()",
+        "        with torch.no_grad():\n            self._gather(turn)",
+        STRATEGIES,
+        BUFFERS,
+    ),
+    mutant("strategies/buffers.py", "if self._looks:\n            quiet", "if False:\n            quiet", BUFFERS),
+    mutant(
+        "strategies/buffers.py",
+        "return buffer.is_floating_point() or buffer.is_complex()",
+        "return buffer.is_floating_point()",
+        BUFFERS,
+    ),
+    mutant(
+        "strategies/buffers.py",
+        "return low, torch.where(told[:, None], table[:, 1 + numbers :], -inf).amax(0)",
+        "return low, low",
+        BUFFERS,
+    ),
+    mutant("strategies/buffers.py", "if i not in self._norms and (self._looks", "if False and (self._looks", BUFFERS),
+    mutant("strategies/buffers.py", "base.masked_fill_(~base.isfinite(), 0)", "pass", BUFFERS),
+    mutant("run/state.py", "buffers[name].copy_(value)", "pass", BUFFERS),
+    mutant("run/state.py", "parameter.requires_grad_(learn[name])", "pass", LEARNS),
+    # ---- the order of a step
+    mutant(
+        "run/stepping.py",
+        "items = micro.samples if count is None else count",
+        "items = 1 if count is None else count",
+        HAND,
+        MEAN,
+    ),
+    mutant("run/stepping.py", "known = [] if micro.shadow else [(loss, items)]", "known = [(loss, items)]", HAND, LOOP),
+    mutant("run/stepping.py", "if not self._precision.stepped():", "if False:", HAND, FINITE),
+    mutant(
+        "run/stepping.py",
+        "        self._strategy.end(work.turn)\n        if not self._precision",
+        "        if not self._precision",
+        STEP,
+        HAND,
+        WORLDS,
+    ),
+    mutant("run/stepping.py", "if id(scheduler.optimizer) in stepped:", "if True:", LOOP, HAND, "tests/run"),
+    mutant(
+        "run/stepping.py",
+        "            self._counts.clear()\n            self._items.clear()\n            self._begun.clear()\n"
+        "            self._strategy.abandon()",
+        "            self._items.clear()\n            self._begun.clear()\n            self._strategy.abandon()",
+        LOOP,
+        STEP,
+        MEAN,
+    ),
+    mutant("run/stepping.py", "if len(due) == len(self._state.optimizers):", "if due:", STEP, WORLDS),
+    mutant(
+        "run/stepping.py",
+        "there = [self._state.name_of(p) for p in target.parameters if p.grad is not None]",
+        "there = []",
+        LEARNS,
+    ),
+    mutant(
+        "run/stepping.py",
+        "elif self._begun[target] != counts and not work.turn.shadow:",
+        "elif False:",
+        GUARDS,
+        "tests/run",
+    ),
+    mutant(
+        "run/body_checks.py",
+        "        now = self._options_now()\n        if now == self._options:",
+        "        now = self._options_now()\n        if True:",
+        LEARNS,
+    ),
+    mutant("run/body_checks.py", "if self.run_steps:\n            return", "if True:\n            return", LEARNS),
+    mutant("run/body_checks.py", "if _mark(self._state.kept[name]) != mark:", "if False:", STEP),
+    mutant(
+        "run/body_checks.py",
+        '            if was != now:\n                raise UsageError(\n                    f"the buffer',
+        '            if False:\n                raise UsageError(\n                    f"the buffer',
+        "tests/run",
+        BUFFERS,
+    ),
+    mutant("run/precision.py", "return self._scaler.get_scale() >= before", "return True", HAND),
+    mutant(
+        "run/precision.py", "nn.utils.clip_grads_with_norm_(target.parameters, clip_norm, norm)", "pass", HAND, MEAN
+    ),
+    mutant(
+        "run/precision.py",
+        "            self._scaler.load_state_dict(state)",
+        "            pass",
+        "tests/run",
+        "tests/test_faults.py",
+    ),
+    # ---- metrics
+    mutant(
+        "run/measures.py",
+        "self.units += numerator * int(weight) <<",
+        "self.units += numerator <<",
+        HAND,
+        "tests/run/test_measures.py",
+    ),
+    mutant(
+        "run/measures.py",
+        "self.add_mean(name, number, samples if count is None else count)",
+        "self.add_mean(name, number, samples)",
+        HAND,
+        "tests/run/test_measures.py",
+        LOOP,
+    ),
+    mutant("run/measures.py", "            else:\n                self.odd += value", "", "tests/run/test_measures.py"),
+    mutant("run/loop.py", 'self._measures["train"].load(tree["measures"], self._group)', "pass", STEP, WORLDS),
+    mutant("run/loop.py", 'self.metrics = dict(tree.get("metrics", {}))', "pass", STEP, LOOP, "tests/test_faults.py"),
+    mutant(
+        "run/loop.py",
+        "is_whole = not (value.is_floating_point() or value.is_complex())",
+        "is_whole = False",
+        "tests/run",
+    ),
+    # ---- randomness
+    mutant(
+        "run/loop.py",
+        'seed_of(told.seed, "step", self.progress.step, micro.index)',
+        'seed_of(told.seed, "step", micro.index)',
+        HAND,
+    ),
+    mutant(
+        "run/loop.py",
+        'seed_of(told.seed, "step", self.progress.step, micro.index)',
+        'seed_of(told.seed, "step", self.progress.step)',
+        HAND,
+    ),
+    mutant(
+        "run/loop.py",
+        "seed_generators(seed_of(*key, micro.step, micro.index))",
+        "seed_generators(seed_of(*key, micro.index))",
+        RANDOMNESS,
+        HAND,
+    ),
+    mutant("run/loop.py", "        self._evaluations += 1\n", "        pass\n", RANDOMNESS),
+    mutant(
+        "run/loop.py",
+        '(self.settings.values.seed, "evaluate", self.progress.step, self._evaluations)',
+        '(self.settings.values.seed, "evaluate", 0, self._evaluations)',
+        RANDOMNESS,
+        HAND,
+    ),
+    mutant(
+        "run/loop.py",
+        "        self._carry.forget_step()\n        self._draw_alike()",
+        "        self._carry.forget_step()",
+        RANDOMNESS,
+    ),
+    mutant(
+        "run/loop.py", "        self._draw_alike()\n        self._pulse.reach", "        self._pulse.reach", RANDOMNESS
+    ),
+    # ---- the end of a step, and a resume
+    mutant(
+        "run/loop.py",
+        "            if not model.training:\n                model.train()",
+        "            model.train()",
+        RANDOMNESS,
+    ),
+    mutant(
+        "run/loop.py",
+        "                    with torch.no_grad():\n                        buffer.copy_(before)",
+        "                    pass",
+        BUFFERS,
+    ),
+    mutant("run/loop.py", "            self._restore(self._resumed_within)\n", "", STEP),
+    mutant(
+        "run/loop.py",
+        "self._resumed_within = tree if self.progress.epoch_step else None",
+        "self._resumed_within = tree",
+        STEP,
+        LOOP,
+    ),
+    mutant("run/loop.py", "if self.leads and self._resumed_within is None:", "if self.leads:", STEP),
+    mutant(
+        "run/loop.py", "        self._end_step()\n        self._passes += 1", "        self._passes += 1", STEP, LOOP
+    ),
+    mutant(
+        "progress.py",
+        "replace(self, epoch=self.epoch + 1, epoch_step=0)",
+        "replace(self, epoch=self.epoch + 1)",
+        "tests/test_progress.py",
+        HAND,
+    ),
+    mutant("progress.py", "self.samples + samples", "self.samples + 1", "tests/test_progress.py", LOOP),
+    mutant("run/carry.py", "self._places |= self._written", "pass", CARRY),
+    mutant("run/carry.py", "if self._used and micro.of != self._of:", "if False:", CARRY),
+    mutant(
+        "run/carry.py", "run = self._runs(self._group.rank, of) if everything else range(0)", "run = range(of)", CARRY
+    ),
+    # ---- ranks that differ, what is not finite, who the run is
+    mutant(
+        "run/loop.py",
+        "        self._divergence.compare(tree, self.progress.step)\n        return tree",
+        "        return tree",
+        DIVERGENCE,
+    ),
+    mutant(
+        "run/loop.py", "is_first = first is not None and self._steps_here == first + 1", "is_first = False", DIVERGENCE
+    ),
+    mutant(
+        "run/divergence.py",
+        "return torch.arange(1, 2 * words.numel() + 1, 2, device=words.device)",
+        "return torch.ones_like(words)",
+        DIVERGENCE,
+    ),
+    mutant(
+        "run/finite.py",
+        "elif not math.isfinite(value := float(loss.detach())):",
+        "elif math.isnan(value := float(loss.detach())):",
+        FINITE,
+    ),
+    mutant("run/finite.py", 'if self._on_nan == "ignore" or turn.shadow:', 'if self._on_nan == "ignore":', FINITE),
+    mutant("run/finite.py", "elif not math.isfinite(float(sums.sum())):", "elif False:", FINITE),
+    mutant(
+        "run/identity.py",
+        "return [name for name, digest in now.items() if before.get(name, digest) != digest]",
+        "return []",
+        IDENTITY,
+    ),
+    mutant("run/identity.py", "        if was != kind:", "        if False:", IDENTITY),
+    mutant("run/registration.py", "        if parameter in state.known_parameters:", "        if False:", REGISTRATION),
+    # ---- checkpoints
+    mutant(
+        "checkpoint/commit.py",
+        "    disk.sync_directory(scratch)\n    disk.rename(scratch, place.path)",
+        "    disk.rename(scratch, place.path)",
+        "tests/checkpoint",
+    ),
+    mutant(
+        "checkpoint/commit.py",
+        "    disk.rename(scratch, place.path)\n    disk.sync_directory(root)",
+        "    disk.rename(scratch, place.path)",
+        "tests/checkpoint",
+    ),
+    mutant("checkpoint/commit.py", "        disk.sync(file)\n    finally:", "    finally:", "tests/checkpoint"),
+    mutant("checkpoint/commit.py", "    if found != piece.crc32:", "    if False:", "tests/checkpoint"),
+    mutant(
+        "checkpoint/saving.py", "if self._disk.size(save.scratch / name) != length:", "if False:", "tests/checkpoint"
+    ),
+    mutant(
+        "run/agenda.py",
+        'return Decision(every is not None and every.unit == "epoch" and epochs % int(every.every) == 0)',
+        'return Decision(every is not None and every.unit == "epoch")',
+        LOOP,
+    ),
+    mutant("run/agenda.py", "            self._appointment.met()\n", "", "tests/run/test_stops.py"),
+]
+
+
+def main(words: list[str]) -> int:
+    """Plant each error whose name has one of ``words``, and say which test noticed."""
+    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    caught = 0
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for number, (mutant, noticed, took_s) in enumerate(pool.map(_try, chosen), 1):
+            caught += noticed != ""
+            print(f"{number:3} {took_s:5.0f} s  {mutant.name}\n             {noticed or 'SURVIVED'}", flush=True)
+    print(f"{caught} of {len(chosen)} caught ({100 * caught / max(1, len(chosen)):.0f} %)")
+    return 0 if caught >= 0.95 * len(chosen) else 1
+
+
+def planted(mutant: Mutant, place: Path) -> None:
+    """A copy of the package at ``place``, with the error in it."""
+    shutil.copytree(SOURCE, place, ignore=shutil.ignore_patterns("__pycache__"))
+    file = place / mutant.file
+    file.write_text(broken(mutant, file.read_text()))
+
+
+def broken(mutant: Mutant, text: str) -> str:
+    """``text`` with the error in it.
+
+    Raises:
+        ValueError: if the place is not there, or there several times.
+    """
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.name}: the line stands {text.count(mutant.old)} times in {mutant.file}")
+    return text.replace(mutant.old, mutant.new)
+
+
+def _try(mutant: Mutant) -> tuple[Mutant, str, float]:
+    """Which test noticed; empty if none did."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="lockstep-mutant-") as directory:
+        planted(mutant, Path(directory, "lockstep"))
+        for tests in mutant.tests:
+            noticed = _noticed(tests, directory)
+            if noticed:
+                return mutant, noticed, time.monotonic() - began
+    return mutant, "", time.monotonic() - began
+
+
+def _noticed(tests: str, directory: str) -> str:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", tests]
+    env = {**os.environ, "PYTHONPATH": directory, "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"{tests}: did not end in {LIMIT_S} s"
+    if ended.returncode == 4:  # a file of tests that is not there would look like one that noticed
+        raise ValueError(f"pytest {tests}: {ended.stderr}")
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
+    if ended.returncode in (0, 5):
+        return ""
+    return found[1] if found else f"{tests}: pytest ended with {ended.returncode}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
