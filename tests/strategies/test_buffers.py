@@ -14,8 +14,8 @@ from lockstep.strategies import buffers
 from lockstep.testing import state_hash
 from worlds import on_world
 
-# 6 micro-batches in a step: of 3 ranks the second holds two parts of the tree, to be summed elsewhere. The third and last
-# step holds 2 + 1 samples, so that of 4 ranks two have no micro-batch.
+# 6 micro-batches in a step: the second of 3 ranks holds two parts of the tree. The last step holds 2 + 1 samples, so that
+# of 4 ranks two have no micro-batch.
 SIZES = {"global_batch": 12, "micro_batch": 2}
 X = torch.randn(27, 3, generator=torch.Generator().manual_seed(5))
 LARGE = 70_000  # float32s, which are more than 256 KiB
@@ -413,14 +413,14 @@ class LateAndSilent(Model):
 
     def move(self, x):
         self.count += 1
-        if self.count > 3:
+        if self.count > 6:
             self.mean.data.add_(x.mean())
 
 
 class LateInSight(LateAndSilent):
     def move(self, x):
         self.count += 1
-        if self.count > 3:
+        if self.count > 6:
             self.mean.add_(x.mean())
 
 
@@ -462,7 +462,10 @@ SAYS = {
 @pytest.mark.parametrize("world", [1, 3])
 def test_what_has_no_one_value_after_a_step_is_refused_by_name(world):
     for kind, ranks in zip(SAYS, on_world(world, [(refused, kind) for kind in SAYS]), strict=True):
-        for message in ranks:
+        # A rank that is told so at once may be gone before another one has left the exchange.
+        said = [message for message in ranks if "lockstep.errors.PeerLost" not in message]
+        assert said, kind
+        for message in said:
             assert message.startswith(SAYS[kind]), f"{kind}: {message}"
 
 

@@ -17,6 +17,7 @@ module's buffer moves, those of its name in modules of its class are taken to: t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
@@ -119,7 +120,8 @@ class Buffers:
     def restore(self) -> None:
         """The base is back, and what was gathered in this step is forgotten."""
         self._fold = self._counts = None
-        self._find_moving()
+        with contextlib.suppress(UsageError):  # who gave the step up was told, or will be at the next one
+            self._find_moving()
         self._put_back()
 
     def _registered(self) -> Iterator[tuple[nn.Module, str, torch.Tensor | None]]:
