@@ -6,6 +6,7 @@ still good. A GPU is not waited for: it is asked for flags, which are looked at 
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
@@ -63,16 +64,17 @@ class FiniteChecks:
         """
         if self._on_nan == "ignore":
             return
-        there = [(p, values) for p in parameters if (values := gradient_here(p)) is not None]
-        if not there:
+        # The sum of numbers one of which is not finite is not finite, and takes one pass over them. Where the sum is too
+        # large for its type, the numbers themselves are asked.
+        sums = [values.sum() for p in parameters if (values := gradient_here(p)) is not None]
+        if not sums:
             return
-        # The sum of numbers one of which is not finite is not finite, and takes one pass over them.
-        sums = torch.stack([values.sum(dtype=_wide(values)).abs().float() for _, values in there])
         words = f"at step {step + 1}, summed over all ranks, on rank {self._rank}"
-        if sums.device.type != "cpu":
-            self._flags.append((~sums.sum().isfinite(), "gradient", f"the gradient is not finite {words}"))
-        elif not math.isfinite(float(sums.sum())):
-            odd = [name_of(p) for p, values in there if not bool(values.isfinite().all())]
+        if sums[0].device.type != "cpu":
+            total = torch.stack([each.abs().float() for each in sums]).sum()
+            self._flags.append((~total.isfinite(), "gradient", f"the gradient is not finite {words}"))
+        elif not cmath.isfinite(sum(each.item() for each in sums)):
+            odd = [name_of(p) for p in parameters if (v := gradient_here(p)) is not None and not v.isfinite().all()]
             if odd:
                 more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
                 self._found("gradient", f"the gradient of {', '.join(odd[:3])}{more} is not finite {words}")
@@ -123,7 +125,3 @@ class FiniteChecks:
             f"{words}; {saved}. Look at the data and the learning rate, or go on all the same with "
             "Run(on_nan='warn') or 'ignore'"
         )
-
-
-def _wide(values: torch.Tensor) -> torch.dtype | None:
-    return torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None

@@ -163,4 +163,6 @@ def _names(names: Iterable[str]) -> str:
 def transient_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers of ``model`` that are in no state_dict: those with ``persistent=False``."""
     persistent = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in persistent and buffer.numel()}
+    return {
+        name: buffer for name, buffer in model.named_buffers() if id(buffer) not in persistent and not buffer.is_meta
+    }
