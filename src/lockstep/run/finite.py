@@ -50,11 +50,15 @@ class FiniteChecks:
         """
         if self._on_nan == "ignore" or turn.shadow:
             return
+        on_cpu = loss.device.type == "cpu"
+        value = loss.item() if on_cpu else math.nan
+        if math.isfinite(value):
+            return
         where = f"at step {step + 1} on rank {self._rank}, micro-batch {turn.index} of {turn.of}"
-        if loss.device.type != "cpu":
-            self._flags.append((~loss.detach().isfinite(), "loss", f"the loss is not finite {where}"))
-        elif not math.isfinite(value := float(loss.detach())):
+        if on_cpu:
             self._found("loss", f"the loss is {value:g} {where}")
+        else:
+            self._flags.append((~loss.detach().isfinite(), "loss", f"the loss is not finite {where}"))
 
     def gradients(self, parameters: Sequence[nn.Parameter], name_of: Callable[[nn.Parameter], str], step: int) -> None:
         """The gradient of the step after ``step`` steps is summed; this rank's part of it.
@@ -64,8 +68,8 @@ class FiniteChecks:
         """
         if self._on_nan == "ignore":
             return
-        # The sum of numbers one of which is not finite is not finite, and takes one pass over them. Where the sum is too
-        # large for its type, the numbers themselves are asked.
+        # The sum of numbers one of which is not finite is not finite, and takes one pass over them. Where the sum is
+        # too large for its type, the numbers themselves are asked.
         sums = [values.sum() for p in parameters if (values := gradient_here(p)) is not None]
         if not sums:
             return
