@@ -941,7 +941,7 @@ class Run:
         """
         work, self._where = self._stepper.work, "outside"
         self._pulse.enter("script")
-        if work is not None and work.turn.last and work.due and not work.ended:
+        if work is not None and work.complete and not work.ended:
             self._stepper.end(work)
             self._count_step(work)
             self._carry.step_is_done()

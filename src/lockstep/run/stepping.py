@@ -53,7 +53,7 @@ Known = list[tuple[torch.Tensor, int | torch.Tensor]]
 class Work:
     """The micro-batch in the user's hands."""
 
-    __slots__ = ("due", "ended", "finished", "micro", "reached", "turn")
+    __slots__ = ("broken", "due", "ended", "finished", "micro", "reached", "turn")
 
     def __init__(self, micro: MicroBatch) -> None:
         self.micro: Final = micro
@@ -62,11 +62,12 @@ class Work:
         self.due: dict[Target, tuple[torch.optim.Optimizer, ...]] = {}  # who steps at its end
         self.finished = False  # all that is to learn from it was learnt
         self.ended = False  # ... and the user is done with it
+        self.broken = False  # an error came out of what was to be done with it
 
     @property
     def complete(self) -> bool:
         """Whether the step that it is the last one of is done."""
-        return self.finished and self.turn.last
+        return self.finished and self.turn.last and not self.broken
 
 
 class Stepper:
@@ -210,12 +211,13 @@ class Stepper:
 
     def _finish(self, work: Work) -> None:
         """All losses of the micro-batch are there; after the last one of a step, so is the step."""
-        work.finished = True
+        work.finished = work.broken = True
         if work.turn.last:
             self._complete(work)
         else:
             self._strategy.end(work.turn)
         self.checks.forward_is_over()
+        work.broken = False
 
     def _complete(self, work: Work) -> None:
         if work.due.keys() != work.reached:

@@ -11,12 +11,14 @@ decides whether a BatchNorm is called, its count takes the greatest value; any o
 micro-batches of one step change differently is refused, for no value would be right.
 
 How it is found out which buffers move: by `Tensor._version` after each micro-batch, which costs little, and by value in
-the first steps and now and then. A change through ``.data`` or by a kernel leaves no trace in the version.
+the first steps and now and then. A change through ``.data`` or by a kernel leaves no trace in the version. Where one
+module's buffer moves, those of its name in modules of its class are taken to: the data may choose among experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -24,13 +26,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.collectives import Exchange, Fold, Group
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.strategies.gradients import Turn
 
 #: By value, buffers are compared in this many first steps, and then once in so many; always, if they are small.
 _FIRST_STEPS = 2
 _EVERY_STEPS = 500
 _SMALL_BYTES = 1 << 18  # on a CPU: about 10 us
+_BITS = 22  # of a part of a whole number, which a float32 holds
+_PART = (1 << _BITS) - 1
 
 
 class Buffers:
@@ -53,6 +57,8 @@ class Buffers:
         self._base: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._norms: set[int] = set()  # places of those of normalisation layers
+        self._kin: dict[tuple[type[nn.Module], str], list[int]] = {}  # places of those of one class and name
+        self._sum_type = torch.float32
         self._small = False
         self._has_holes = False  # whether some base is not finite, such as a least value that begins at infinity
         self._moving: tuple[int, ...] = ()  # places of the buffers that are kept in step, as far as this rank knows
@@ -80,11 +86,7 @@ class Buffers:
         Raises:
             UsageError: if not: what the first micro-batch found in a new one is not known any more.
         """
-        if strangers := self._strangers():
-            raise UsageError(
-                f"buffers were added to the model or taken away within a step ({', '.join(sorted(strangers))}); "
-                "change modules that have buffers before run.train(...) or after it"
-            )
+        _refuse_strangers(self._strangers())
 
     def lend(self) -> None:
         """The next forward pass changes copies, which `settle` brings home.
@@ -102,14 +104,15 @@ class Buffers:
             UsageError: for a buffer that has no one value after a step, by name.
         """
         if not (self._all or self._none):
+            if turn.last and self._looks_around:
+                self.check_known()
+            self._steps += turn.last
             return
         self._find_moving()
         # Not before the last turn: ranks have different numbers of turns, and others may wait in the reduction.
         if turn.last:
             self._agree()
             self._steps += 1
-        if not self._moving:
-            return
         with torch.no_grad():
             self._gather(turn)
         self._put_back()
@@ -117,7 +120,8 @@ class Buffers:
     def restore(self) -> None:
         """The base is back, and what was gathered in this step is forgotten."""
         self._fold = self._counts = None
-        self._find_moving()
+        with contextlib.suppress(UsageError):  # who gave the step up was told, or will be at the next one
+            self._find_moving()
         self._put_back()
 
     def _registered(self) -> Iterator[tuple[nn.Module, str, torch.Tensor | None]]:
@@ -144,6 +148,12 @@ class Buffers:
         self._all = [buffer for *_, buffer in there]
         # torch's normalisation kernels change running statistics without a trace in `Tensor._version`.
         self._norms = {i for i, (module, _) in enumerate(self._homes) if isinstance(module, _NormBase)}
+        self._kin = {}
+        for i, (module, name) in enumerate(self._homes):
+            self._kin.setdefault((type(module), name), []).append(i)
+        # Of one type whatever moves, for which of them do may be found out within a step, after the first additions.
+        is_wide = any(b.dtype in (torch.float64, torch.complex128) for b in self._all)
+        self._sum_type = torch.float64 if is_wide else torch.float32
         known = {i for i, (module, name) in enumerate(self._homes) if (id(module), name) in moving}
         self._moving = self._agreed = tuple(sorted(known | self._norms))
         quiet = [b for i, b in enumerate(self._all) if i not in self._moving]
@@ -196,21 +206,56 @@ class Buffers:
                 )
             changed |= silent
         if not changed.issubset(self._moving):
-            self._moving = tuple(sorted(changed.union(self._moving)))
+            self._grow({kin for i in changed for kin in self._kin[type(self._homes[i][0]), self._homes[i][1]]})
+
+    def _grow(self, places: Iterable[int]) -> None:
+        """These move, too. In the earlier micro-batches of this step they did not."""
+        before, self._moving = self._moving, tuple(sorted({*places, *self._moving}))
+        if self._moving == before or self._fold is None or not self._fold.nodes:
+            return
+        known = [i for i in before if _has_mean(self._all[i])]
+        here = [i for i in self._moving if _has_mean(self._all[i])]
+        sizes = [self._base[i].numel() * (2 if self._base[i].is_complex() else 1) for i in known]
+        bases = [self._base[i] for i in here]
+        stayed = {i: self._end_to_end([move]) for i, move in zip(here, self._moves(bases, bases), strict=True)}
+        for number, sums in enumerate(self._fold.sums):
+            pieces = stayed | dict(zip(known, sums.split(sizes), strict=True))
+            self._fold.sums[number] = self._end_to_end([pieces[i] for i in here])
+        known, here = ([i for i in some if not _has_mean(self._all[i])] for some in (before, self._moving))
+        if here:
+            self._counts = self._counts or _Counts(self._group)
+            self._counts.widen(known, here, [self._base[i] for i in here])
+
+    @property
+    def _looks_around(self) -> bool:
+        """Whether this step is one of the first, or one of those now and then."""
+        return self._steps < _FIRST_STEPS or self._steps % _EVERY_STEPS == 0
 
     @property
     def _looks(self) -> bool:
         """Whether buffers are compared by value in this step."""
-        return self._small or self._steps < _FIRST_STEPS or self._steps % _EVERY_STEPS == 0
+        return self._small or self._looks_around
 
     def _agree(self) -> None:
         """All ranks keep the same buffers in step. All ranks, in the first steps and when one has found another."""
         if self._steps < _FIRST_STEPS:
-            told = self._group.gather_objects(self._moving, "which buffers the forward pass changes")
-            self._moving = self._agreed = tuple(sorted(set().union(*told)))
-        elif self._moving != self._agreed:
+            mine = self._moving, self._strangers()
+            for moving, strangers in self._group.gather_objects(mine, "which buffers the forward pass changes"):
+                _refuse_strangers(strangers)
+                self._grow(moving)
             self._agreed = self._moving
-            self._group.check_equal("which buffers the forward pass changes", self._agreed)
+            return
+        if self._looks_around:
+            self.check_known()
+        if self._moving != self._agreed:
+            new, self._agreed = set(self._moving) - set(self._agreed), self._moving
+            try:
+                self._group.check_equal("which buffers the forward pass changes", self._agreed)
+            except LockstepError as error:
+                raise UsageError(
+                    f"{self._named(new)} changed for the first time after step {self._steps}, and not on all ranks: "
+                    "change it in each forward pass from the first one on, if by nothing, as in self.mean.add_(0)"
+                ) from error
 
     def _put_back(self) -> None:
         if not self._moving:
@@ -228,16 +273,17 @@ class Buffers:
         if not turn.shadow:
             if self._fold is None:
                 self._fold = Fold(turn.of, lambda left, right: left.add_(right))
-            self._fold.push((turn.index, turn.index + 1), self._end_to_end(self._moves(real)))
+            moves = self._moves([self._all[i] for i in real], [self._base[i] for i in real])
+            self._fold.push((turn.index, turn.index + 1), self._end_to_end(moves))
             if self._counts is not None:
                 self._counts.add(torch.cat([_move(self._all[i], self._base[i]) for i in whole]))
         if turn.last:
-            self._move_base(real, whole, turn.of)
+            if self._moving:
+                self._move_base(real, whole, turn.of)
             self._fold = self._counts = None
 
-    def _moves(self, places: Sequence[int]) -> list[torch.Tensor]:
+    def _moves(self, here: list[torch.Tensor], base: list[torch.Tensor]) -> list[torch.Tensor]:
         """How far this micro-batch has moved each from its base; from zero, where the base is not finite."""
-        here, base = [self._all[i] for i in places], [self._base[i] for i in places]
         if self._has_holes:
             return [torch.where(b.isfinite(), h - b, h) for h, b in zip(here, base, strict=True)]
         return list(torch._foreach_sub(here, base)) if here else []
@@ -276,28 +322,24 @@ class Buffers:
     def _add_counts(self, places: Sequence[int], low: torch.Tensor, high: torch.Tensor) -> None:
         sizes = [self._all[i].numel() for i in places]
         for i, *flats in zip(places, low.split(sizes), high.split(sizes), strict=True):
-            here, base = self._all[i], self._base[i]
+            base = self._base[i]
             least, most = (flat.view(base.shape).to(base.device) for flat in flats)
             if i not in self._norms and (self._looks or base.device.type == "cpu") and bool((least != most).any()):
                 raise UsageError(
                     f"{self._named([i])} counts what the data holds: the micro-batches of one step changed it by "
-                    f"{least.min():g} to {most.max():g}, and after a step there is one value for all. Count in "
+                    f"{least.min()} to {most.max()}, and after a step there is one value for all. Count in "
                     "run.measure(...), in floating point (which becomes the mean), or alike in each forward pass"
                 )
-            moved = base.long() + most.long()
-            if self._counts is not None and self._counts.low is not None:
-                # Where all agree it is what this rank has, whose digits a float may not hold.
-                moved = torch.where(least == most, here.long(), moved)
-            base.copy_(moved)
+            base.copy_(base.long() + most)
 
     def _named(self, places: Sequence[int] | set[int]) -> str:
         names = [f"{name} of {type(owner).__name__}" for owner, name in (self._homes[i] for i in sorted(places))]
         return f"the buffer{'s' if len(names) > 1 else ''} {', '.join(names[:5])}"
 
     def _end_to_end(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """In one dimension, complex numbers as two reals, each number of at least four bytes."""
+        """In one dimension, complex numbers as two reals, all of the type of sums."""
         flats = [(torch.view_as_real(t) if t.is_complex() else t).reshape(-1) for t in tensors]
-        whole = torch.zeros(0, dtype=torch.float32, device=self._device)
+        whole = torch.zeros(0, dtype=self._sum_type, device=self._device)
         return torch.cat([whole, *(flat.to(self._device or flat.device) for flat in flats)])
 
 
@@ -307,6 +349,8 @@ class _Counts:
     rank 0   | 1 low high |            |            |
     rank 1   |            | 1 low high |            |     each rank adds a row with its own part filled;
     rank 2   |            |            | 0          |     a 1 tells that it had a micro-batch
+
+    A row is summed as floats are, so each whole number is cut into three parts that any float holds.
     """
 
     def __init__(self, group: Group) -> None:
@@ -319,22 +363,43 @@ class _Counts:
         self.low = move if self.low is None else torch.minimum(self.low, move)
         self.high = move if self.high is None else torch.maximum(self.high, move)
 
+    def widen(self, known: Sequence[int], here: Sequence[int], like: Sequence[torch.Tensor]) -> None:
+        """There are moves of ``here``, like those, and not only of ``known``; until now the others did not move."""
+        stayed = {i: _move(one, one) for i, one in zip(here, like, strict=True)}
+        sizes = [stayed[i].numel() for i in known]
+
+        def widened(flat: torch.Tensor | None) -> torch.Tensor:
+            pieces = stayed if flat is None else stayed | dict(zip(known, flat.split(sizes), strict=True))
+            return torch.cat([pieces[i] for i in here])
+
+        self.low, self.high = widened(self.low), widened(self.high)
+
     def row(self, numbers: int) -> torch.Tensor:
         """What this rank tells the others of so many numbers, of one dimension."""
-        row = torch.zeros(self._size, 1 + 2 * numbers, dtype=torch.float64)
+        row = torch.zeros(self._size, 1 + 3 * 2 * numbers)
         if self.low is not None and self.high is not None:
             row = row.to(self.low.device)
-            row[self._rank] = torch.cat([self.low.new_ones(1), self.low, self.high])
+            ends = torch.cat([self.low, self.high])
+            parts = (ends & _PART, ends >> _BITS & _PART, ends >> 2 * _BITS)
+            row[self._rank] = torch.cat([ends.new_ones(1), *parts])
         return row.view(-1)
 
     def agreed(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the greatest of each over all ranks, from the sum of their rows."""
         table = rows.view(self._size, -1)
-        told = table[:, 0] > 0
-        numbers = (table.shape[1] - 1) // 2
-        inf = torch.full_like(table[:, :1], torch.inf)
-        low = torch.where(told[:, None], table[:, 1 : 1 + numbers], inf).amin(0)
-        return low, torch.where(told[:, None], table[:, 1 + numbers :], -inf).amax(0)
+        told = table[:, :1] > 0
+        low, middle, high = table[:, 1:].long().view(self._size, 3, -1).unbind(1)
+        least, most = (low + (middle << _BITS) + (high << 2 * _BITS)).chunk(2, 1)
+        bounds = torch.iinfo(torch.int64)
+        return torch.where(told, least, bounds.max).amin(0), torch.where(told, most, bounds.min).amax(0)
+
+
+def _refuse_strangers(names: set[str]) -> None:
+    if names:
+        raise UsageError(
+            f"buffers were added to the model or taken away within a step ({', '.join(sorted(names))}); change modules "
+            "that have buffers before run.train(...) or after it"
+        )
 
 
 def _has_mean(buffer: torch.Tensor) -> bool:
@@ -342,7 +407,7 @@ def _has_mean(buffer: torch.Tensor) -> bool:
 
 
 def _move(buffer: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    return (buffer.long() - base.long()).double().reshape(-1)
+    return (buffer.long() - base.long()).reshape(-1)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
