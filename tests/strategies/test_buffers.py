@@ -14,8 +14,8 @@ from lockstep.strategies import buffers
 from lockstep.testing import state_hash
 from worlds import on_world
 
-# 6 micro-batches in a step: the second of 3 ranks holds two parts of the tree. The last step holds 2 + 1 samples, so that
-# of 4 ranks two have no micro-batch.
+# 6 micro-batches in a step: the second of 3 ranks holds two parts of the tree. The last step holds 2 + 1 samples, so
+# that of 4 ranks two have no micro-batch.
 SIZES = {"global_batch": 12, "micro_batch": 2}
 X = torch.randn(27, 3, generator=torch.Generator().manual_seed(5))
 LARGE = 70_000  # float32s, which are more than 256 KiB

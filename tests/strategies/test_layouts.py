@@ -14,8 +14,8 @@ from lockstep.run import Run
 from lockstep.testing import state_hash
 from worlds import on_world
 
-# 6 micro-batches in a step: the second of 3 ranks holds two parts of the tree. The last step holds 2 + 1 samples, so that
-# of 4 ranks two have no micro-batch.
+# 6 micro-batches in a step: the second of 3 ranks holds two parts of the tree. The last step holds 2 + 1 samples, so
+# that of 4 ranks two have no micro-batch.
 SIZES = {"global_batch": 12, "micro_batch": 2}
 SAMPLES, BATCH = 27, 12
 
