@@ -1004,8 +1004,9 @@ class Run:
         tree = self._state.tree(self._strategy)
         if isinstance(self._strategy, Serves):
             # On ranks that serve, the script's own objects have not moved.
-            outline = self._group.broadcast_object(elsewhere(tree["kept"]), "what is kept")
-            tree["kept"] = owned(tree["kept"]) if self.leads else outline
+            kept = {name: tree[name] for name in ("kept", "kept_transient")}
+            outline = self._group.broadcast_object(elsewhere(kept), "what is kept")
+            tree |= owned(kept) if self.leads else outline
         if isinstance(self._strategy, Pipelines):
             moved = self._group.gather_objects([*tree["transient"][0]], "buffers that are in no state_dict")
             for name in sorted({name for names in moved for name in names}):
