@@ -3,18 +3,20 @@
     step of 4 micro-batches     1 rank: the body runs 4 times     3 ranks: once, once, twice     4 ranks: once each
 
 So whatever the body changes for the next step (a learning rate, an average of the weights, a count) it changes once a
-step: where `Run.step` returns True.
+step: where `Run.step` returns True. The same goes for parameters that it changes by itself, such as those of a teacher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.errors import UsageError
+from lockstep.run.divergence import checksum
 from lockstep.run.state import State, Stateful
 from lockstep.strategies import parameters_of
 
@@ -22,16 +24,19 @@ _ONCE = "write `if run.step(loss): ...`, which is true once a step on any number
 
 
 class BodyChecks:
-    """Of one run, on one rank; none of them waits for another rank or for a GPU.
+    """Of one run, on one rank; none of them waits for another rank, nor for a GPU but where bodies are compared.
 
     Args:
         state: what the run holds.
+        whole: whether this rank holds all parameters, which are then compared, too; asked in the loop.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, *, whole: Callable[[], bool]) -> None:
         self._state: Final = state
+        self._whole: Final = whole
         self._options: list[Any] = []  # of all optimizers at the step's first backward pass
         self._kept: dict[str, Any] | None = None  # marks of the kept objects, where they are compared in this body
+        self._values: dict[nn.Parameter, int] | None = None  # checksums of parameters, likewise
         self._buffers: list[int] = []
         self.run_steps = True  #: whether an optimizer may step now: outside of the loop, and where the run does it
         self._hook: Final = register_optimizer_step_pre_hook(self._see_step)
@@ -64,19 +69,38 @@ class BodyChecks:
                         )
 
     def body_begins(self, *, compare: bool) -> None:
-        """A micro-batch is handed out; with ``compare``, kept objects are compared at the end of the body."""
+        """A micro-batch is handed out; with ``compare``, what the body must not change is compared at its end."""
         self._kept = {name: _mark(value) for name, value in self._state.kept.items()} if compare else None
+        self._values = self._checksums() if compare and self._whole() else None
 
     def step_is_due(self) -> None:
-        """What is to come of the body may change kept objects: `Run.step` will return True."""
-        self._kept = None
+        """What is to come of the body may change kept objects and parameters: `Run.step` will return True."""
+        self._kept = self._values = None
+
+    def parameters_stayed(self, index: int, of: int) -> None:
+        """Nothing, if no parameter has changed since `body_begins`.
+
+        Raises:
+            UsageError: if one has.
+        """
+        if self._values is None:
+            return
+        now = self._checksums()
+        odd = [p for p, value in self._values.items() if now.get(p, value) != value]
+        if odd:
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            raise UsageError(
+                f"{self._state.name_of(odd[0])}{more} changed in the loop's body on micro-batch {index} of {of} of a "
+                f"step, so it would tell how many ranks there are: {_ONCE}"
+            )
 
     def body_ended(self, index: int, of: int) -> None:
         """The body is over, in which `Run.step` did not return True.
 
         Raises:
-            UsageError: if it changed a kept object.
+            UsageError: if it changed a kept object or a parameter.
         """
+        self.parameters_stayed(index, of)
         before, self._kept = self._kept, None
         for name, mark in (before or {}).items():
             if _mark(self._state.kept[name]) != mark:
@@ -102,6 +126,10 @@ class BodyChecks:
                     "mode: it would count on some ranks and not on others. Make that pass before run.step(...), or "
                     "between model.eval() and model.train()"
                 )
+
+    def _checksums(self) -> dict[nn.Parameter, int]:
+        parameters = [p for model in self._state.models for p in model.parameters()]
+        return {p: int(checksum(p)) for p in parameters}
 
     def _versions(self) -> list[int]:
         return [buffer._version for _, buffer in self._state.buffers]

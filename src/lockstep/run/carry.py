@@ -65,7 +65,8 @@ class Carry(MutableMapping[str, Any]):
         if micro.shadow:
             self._here = {}
         else:
-            self._here = self._written.setdefault(micro.index, dict(self._places.get(micro.index, {})))
+            # A copy, in which the body may change anything: the step may be given up.
+            self._here = self._written[micro.index] = _copied(self._places.get(micro.index, {}))
 
     def step_is_done(self) -> None:
         """What the bodies of the step have written is carried on."""
@@ -86,18 +87,15 @@ class Carry(MutableMapping[str, Any]):
         told = self._group.gather_objects(outlines, "what is carried")
         state = {place: held for one in told for place, held in one.items()}
         mine = {place: owned(held) for place, held in self._places.items()}
-        return {"of": self._of, "places": {str(place): (state | mine)[place] for place in sorted(state)}}
+        return {"places": {str(place): (state | mine)[place] for place in sorted(state)}}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, whose tensors are whole; each rank takes its places."""
+        """Go on from `state`, whose tensors are whole; the leader has all places, until the first step."""
         self._written, self._here = {}, None
-        self._used, self._of = bool(state), state.get("of", 0)
-        everything = {int(place): held for place, held in state.get("places", {}).items()}
-        self._places = self._mine(everything, self._of)
-        if self._group.rank == self._group.size - 1:
-            self._places |= {
-                place: self._here_on_device(held) for place, held in everything.items() if place >= self._of
-            }
+        self._used, self._of = bool(state), 0
+        self._places = {int(place): self._here_on_device(held) for place, held in state.get("places", {}).items()}
+        if not self._group.leads:
+            self._places = {}
 
     def _slot(self) -> dict[str, Any]:
         if self._served:
@@ -122,3 +120,8 @@ class Carry(MutableMapping[str, Any]):
     def _here_on_device(self, held: dict[str, Any]) -> dict[str, Any]:
         moved: dict[str, Any] = pytree.tree_map_only(torch.Tensor, lambda t: t.to(self._group.device), held)
         return moved
+
+
+def _copied(held: dict[str, Any]) -> dict[str, Any]:
+    copy: dict[str, Any] = pytree.tree_map_only(torch.Tensor, torch.clone, held)
+    return copy

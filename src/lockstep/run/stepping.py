@@ -88,7 +88,7 @@ class Stepper:
         self._state: Final = state
         self._clip_norm: Final = clip_norm
         self._finite: Final = finite
-        self.checks: Final = BodyChecks(state)
+        self.checks: Final = BodyChecks(state, whole=lambda: can_take_up(strategy))
         self._pulse: Final = pulse()
         self._targets: Final[dict[tuple[int, ...], Target]] = {}
         self._counts: Final[dict[Target, int | torch.Tensor]] = {}
@@ -212,6 +212,7 @@ class Stepper:
     def _finish(self, work: Work) -> None:
         """All losses of the micro-batch are there; after the last one of a step, so is the step."""
         work.finished = work.broken = True
+        self.checks.parameters_stayed(work.turn.index, work.turn.of)
         if work.turn.last:
             self._complete(work)
         else:
@@ -314,6 +315,8 @@ class Stepper:
 
     def _take_up(self, now: Target, before: frozenset[nn.Parameter]) -> None:
         """Other parameters learn from this step on than did ``before``. All ranks, at the same step."""
+        if not can_take_up(self._strategy):
+            take_up(self._strategy, now)  # refuses it, on this rank by itself: others may serve, and have no body
         mine = [
             (self._state.name_of(p), tuple(p.shape), None if p in before else int(checksum(p))) for p in now.parameters
         ]
