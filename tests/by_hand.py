@@ -316,7 +316,8 @@ def _evaluated(training: Training, models: list[nn.Module], trained: Trained) ->
     was_training, base = [model.training for model in models], buffers_of(models)
     for model in models:
         model.eval()
-    for indices in torch.arange(len(data[0])).split(training.micro_batch):
+    steps = torch.arange(len(data[0])).split(training.global_batch)
+    for indices in (part for step in steps for part in step.split(training.micro_batch)):
         put_back(base)
         with torch.no_grad(), _forward(training):
             seen = training.predict(models, _fetch(data, indices, 0))

@@ -336,7 +336,8 @@ def training_of(recipe: Recipe) -> Training:
         return [OneCycleLR(optimizers[0], 0.1, epochs=recipe.epochs, steps_per_epoch=steps, cycle_momentum=cycles)]
 
     def arrange(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], step: int) -> None:
-        if step < recipe.change_at:
+        steps = recipe.epochs * -(-recipe.samples // recipe.global_batch)
+        if not recipe.change_at <= step < steps:  # after the last step nothing learns any more
             return
         models[0].middle.requires_grad_(recipe.change != "freeze")
         if recipe.change == "add" and len(optimizers[-1].param_groups) == 1:

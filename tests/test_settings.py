@@ -56,6 +56,8 @@ GIVEN = {
     "threads": (2, "2"),
     "workers": (0, "0"),
     "bucket_mb": (8.0, "8"),
+    "on_nan": ("warn", "warn"),
+    "check_every": (100, "100"),
     "peer_timeout_s": (30.0, "30"),
 }
 

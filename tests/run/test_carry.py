@@ -13,9 +13,10 @@ from lockstep.run import Run
 from lockstep.testing import state_hash
 from worlds import on_world
 
-# 4 micro-batches in a step; the last step of an epoch holds 2 + 1 samples: its two places are of other ranks than in full
-# steps, and of 3 ranks one has none.
+# 4 micro-batches in a step; the last step of an epoch holds 2 + 1 samples: its two places are of other ranks than
+# before, and of 3 ranks one has none.
 SIZES = {"global_batch": 8, "micro_batch": 2}
+STEPS = 3  # of an epoch
 X = torch.randn(19, 3, generator=torch.Generator().manual_seed(5))
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lockstep.checkpoint import list_checkpoints
 from lockstep.collectives import alone
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.progress import Progress
 from lockstep.run import Run
 from lockstep.run.agenda import Agenda
@@ -348,6 +348,53 @@ def only_the_leader_logs(directory):
         return run.leads
 
 
+def summed_and_averaged():
+    """Sums and means of truth values and of small whole numbers, which would wrap around."""
+    with Run() as run:
+        small = 100
+        kinds = [
+            True,
+            torch.tensor(True),
+            torch.tensor([True, run.leads]),
+            torch.tensor([small], dtype=torch.int8),
+            torch.tensor(200, dtype=torch.uint8),
+            np.int8(small),
+            np.bool_(True),
+            np.uint16(60000),
+            np.array([small, -small], dtype=np.int8),
+            np.array([True, run.leads]),
+        ]
+        sums, means = [run.sum(kind) for kind in kinds], [run.mean(kind) for kind in kinds]
+        return [np.asarray(value).tolist() for value in sums], [np.asarray(value).tolist() for value in means]
+
+
+def weighed():
+    """Means by count, in training and in evaluation; the loss is one of them."""
+    with Run() as run:
+        model = run.model(nn.Linear(1, 1))
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+        tokens = torch.arange(1, 13.0).view(12, 1)  # sample i has i tokens, each of which is i
+        batches = run.loader(tokens, global_batch=6, micro_batch=1)
+        for _ in run.epochs(1):
+            for batch in run.train(batches):
+                count = int(batch.sum())
+                mean = (batch * batch).sum() / count
+                loss = ((model(batch) + batch) * batch).sum() / count  # the model gives 0
+                run.step(loss, count=count)
+                run.measure(mean=mean, count=count)
+                run.measure(mean_of_samples=batch.mean())
+                with pytest.raises(UsageError, match=r"run\.measure\(my_loss=\.\.\.\)"):
+                    run.measure(loss=loss)
+                with pytest.raises(UsageError, match=r"says how many items a value is the mean of; name the value"):
+                    run.measure(count=count)
+            trained = dict(run.metrics)
+            for batch in run.evaluate(batches):
+                run.measure(loss=(batch * batch).sum() / batch.sum(), count=batch.sum().long())
+        return trained, run.metrics["loss"]
+
+
 def test_on_any_world(tmp_path):
     results = {}
     for world in (1, 2, 4):
@@ -360,9 +407,11 @@ def test_on_any_world(tmp_path):
                 (passed_around,),
                 (downloaded, str(tmp_path / str(world))),
                 (only_the_leader_logs, str(tmp_path / str(world) / "run")),
+                (summed_and_averaged,),
+                (weighed,),
             ],
         )
-        means, broken, passed, first, leads = results[world]
+        means, broken, passed, first, leads, summed, by_count = results[world]
         assert means == [results[1][0][0]] * world
         assert broken == [results[1][1][0]] * world
         total = world * (world + 1) // 2
@@ -370,6 +419,15 @@ def test_on_any_world(tmp_path):
         assert passed == [(total, [world, total - world], mean, mean, list(range(world)), 0)] * world
         assert first == [True] + [False] * (world - 1)
         assert leads == [True] + [False] * (world - 1)
+        w = world
+        sums = [w, w, [w, 1], [100 * w], 200 * w, 100 * w, w, 60000 * w, [100 * w, -100 * w], [w, 1]]
+        shares = [1, 1, [1, 1 / w], [100], 200, 100, 1, 60000, [100, -100], [1, 1 / w]]
+        assert summed == [(sums, shares)] * w
+        per_token = 650 / 78  # sum of i * i, by tokens
+        assert by_count == [by_count[0]] * w == [results[1][6][0]] * w
+        trained, held_out = by_count[0]
+        assert trained == pytest.approx({"loss": per_token, "mean": per_token, "mean_of_samples": 6.5}, rel=1e-6)
+        assert held_out == pytest.approx(per_token, rel=1e-6)
         lines = (tmp_path / str(world) / "run" / "metrics.jsonl").read_text().splitlines()
         assert sum("loss" in json.loads(line) for line in lines) == 2
     values = (10.0 ** torch.linspace(-6, 6, 37)).tolist()

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from lockstep.collectives import alone
+from lockstep.errors import UsageError
 from lockstep.run.measures import Measures
 
 
-def mean(*values, samples=1):
+def mean(*values, samples=1, counts=None):
     measures = Measures()
-    for value in values:
-        measures.add("it", value, samples)
+    for value, count in zip(values, counts or [None] * len(values), strict=True):
+        measures.add("it", value, samples, count)
     return measures.reduce(alone())["it"]
 
 
@@ -42,3 +43,16 @@ def test_means_are_exact(values, expected):
 @pytest.mark.parametrize("values", [[math.nan, 1.0], [math.inf, -math.inf], [torch.tensor([math.nan, 1.0])]])
 def test_what_is_not_a_number_stays_so(values):
     assert math.isnan(mean(*values))
+
+
+def test_a_mean_weighs_what_it_is_the_mean_of():
+    assert mean(1.0, 4.0, samples=7) == 2.5
+    assert mean(1.0, 4.0, samples=7, counts=[2, 1]) == 2.0
+    assert mean(torch.tensor(1.0), torch.tensor(4.0), counts=[torch.tensor(2), torch.tensor(1)]) == 2.0
+    assert mean(0.5, math.nan, counts=[3, 0]) != mean(0.5, counts=[3]), "nan stays, also as the mean of nothing"
+    assert mean(0.5, 100.0, counts=[3, 0]) == 0.5
+
+
+def test_a_count_is_for_one_number():
+    with pytest.raises(UsageError, match=r"measure\(it=tensor of shape \(3,\), count=...\): count is for one number"):
+        mean(torch.ones(3), counts=[3])

@@ -253,7 +253,7 @@ def all_serve():
         (half, SettingError, "strategy parameter-server with precision='fp16': "),
         (all_serve, SettingError, "servers=2 of 2 ranks: "),
         (apart, UsageError, "servers make one update in each step, and this loss is for some of the parameters only"),
-        (sparse, UsageError, r"a gradient is sparse, as of nn.Embedding\(sparse=True\)"),
+        (sparse, UsageError, r"weight has sparse=True, and strategy parameter-server moves dense gradients"),
     ],
 )
 def test_what_cannot_be_served_is_refused(case, kind, says):

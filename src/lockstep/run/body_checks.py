@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.errors import UsageError
-from lockstep.run.divergence import checksum
+from lockstep.run.divergence import checksums, tensors_in
 from lockstep.run.state import State, Stateful
 from lockstep.strategies import parameters_of
 
@@ -129,7 +129,7 @@ class BodyChecks:
 
     def _checksums(self) -> dict[nn.Parameter, int]:
         parameters = [p for model in self._state.models for p in model.parameters()]
-        return {p: int(checksum(p)) for p in parameters}
+        return dict(zip(parameters, checksums(parameters), strict=True))
 
     def _versions(self) -> list[int]:
         return [buffer._version for _, buffer in self._state.buffers]
@@ -162,15 +162,16 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mark(value: Stateful) -> Any:
-    """Something that differs if ``value`` has been changed; without reading tensors."""
-    return _marks(value.state_dict())
+    """Something that differs if ``value`` has been changed, however it was done; waits for the GPU."""
+    state = value.state_dict()
+    return _without_tensors(state), checksums([tensor for _, tensor in tensors_in(state)])
 
 
-def _marks(value: Any) -> Any:
+def _without_tensors(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.data_ptr(), value._version, tuple(value.shape)
+        return str(value.dtype), tuple(value.shape)
     if isinstance(value, Mapping):
-        return {key: _marks(inner) for key, inner in value.items()}
+        return {key: _without_tensors(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_marks(inner) for inner in value]
+        return [_without_tensors(inner) for inner in value]
     return repr(value)

@@ -8,7 +8,8 @@ before each save, which is not made if they differ.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -16,7 +17,8 @@ import torch
 from lockstep.collectives import Group
 from lockstep.errors import MismatchError
 
-_WORDS = 1024  # in a row of a tensor's checksum
+_PIECE: Final = 1 << 20  # words of a GPU's tensor that are weighed at once
+_ODD: Final = -7046029254386353131  # any odd number without a pattern would do
 
 
 class DivergenceCheck:
@@ -40,13 +42,13 @@ class DivergenceCheck:
         """
         if self._group.size == 1:
             return
-        sums = {name: checksum(tensor) for name, tensor in tensors_in(state)}
-        names, values = list(sums), torch.stack(list(sums.values())).tolist() if sums else []
-        found = zlib.crc32(repr((names, values)).encode())
+        there = dict(tensors_in(state))
+        mine = dict(zip(there, checksums(list(there.values())), strict=True))
+        found = zlib.crc32(repr(sorted(mine.items())).encode())  # objects may tell of their parts in any order
         if len(set(self._group.gather_objects(found, "a checksum of all state"))) == 1:
             self._sound_at = step
             return
-        self._name_differences(dict(zip(names, values, strict=True)), step)
+        self._name_differences(mine, step)
 
     def _name_differences(self, mine: dict[str, int], step: int) -> None:
         told = self._group.gather_objects(mine, "checksums of all state")
@@ -56,8 +58,9 @@ class DivergenceCheck:
             common = max(values, key=values.count)
             if any(value != common for value in values):
                 differ[name] = [rank for rank, value in enumerate(values) if value != common]
-        first, ranks = next(iter(differ.items()), ("the names of what is saved", []))
-        more = f", and {len(differ) - 1} more tensors differ" if len(differ) > 1 else ""
+        first, ranks = next(iter(differ.items()))
+        others = len(differ) - 1
+        more = f", and {others} more tensor{'s differ' if others > 1 else ' differs'}" if others else ""
         raise MismatchError(
             f"ranks hold different values after step {step}: {first} on {_ranks(ranks)}{more}; they were equal after "
             f"step {self._sound_at}. Something changes them on each rank by itself, such as random numbers, the clock, "
@@ -66,16 +69,35 @@ class DivergenceCheck:
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A whole number, of no dimension, on the tensor's device: equal for equal bits; one pass over it."""
-    flat = tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
-    if flat.storage_offset() % 8:
+    """A whole number, of no dimension, on the tensor's device: equal for equal bits; one pass over it.
+
+    Another one where one bit differs, or where two places are exchanged.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return torch.tensor(zlib.crc32(flat.numpy().data)) if flat.device.type == "cpu" else weighed(flat)
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The `checksum` of each; waits once for each device."""
+    sums = [checksum(tensor) for tensor in tensors]
+    found = dict.fromkeys(range(len(sums)), 0)
+    for device in {one.device for one in sums}:
+        places = [place for place, one in enumerate(sums) if one.device == device]
+        found.update(zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True))
+    return list(found.values())
+
+
+def weighed(flat: torch.Tensor) -> torch.Tensor:
+    """The checksum of bytes where a CPU does not compute it."""
+    if flat.storage_offset() % 4:
         flat = flat.clone()
-    words = flat[: flat.numel() // 8 * 8].view(torch.int64)
-    whole = words[: words.numel() // _WORDS * _WORDS].view(-1, _WORDS).sum(1)
-    rest = torch.cat([words[words.numel() // _WORDS * _WORDS :], flat[flat.numel() // 8 * 8 :].long()])
-    # Odd weights that grow, so that what changes places is found; sums wrap around.
-    total = (whole * _weights(whole)).sum() * 31 + (rest * _weights(rest)).sum()
-    return total + flat.numel()
+    # Words of 32 bits in sums of 64: a word's highest bit must count however even the difference of two weights is.
+    words = flat[: flat.numel() // 4 * 4].view(torch.int32)
+    weights = _weights(flat.device)
+    total = torch.full((), flat.numel(), device=flat.device)
+    for piece in (*words.split(_PIECE), flat[words.numel() * 4 :]):
+        total = total * _ODD + (piece.long() * weights[: piece.numel()]).sum()
+    return total
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -90,8 +112,13 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
             yield from tensors_in(inner, f"{path}.{number}" if path else str(number))
 
 
-def _weights(words: torch.Tensor) -> torch.Tensor:
-    return torch.arange(1, 2 * words.numel() + 1, 2, device=words.device)
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd numbers without a pattern, else blocks that have changed places would cancel out."""
+    numbers = torch.arange(1, _PIECE + 1, device=device) * _ODD
+    for _ in range(2):
+        numbers = (numbers ^ (numbers >> 32)) * _ODD
+    return numbers | 1
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -22,7 +22,12 @@ class EvaluationBuffers:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = dict.fromkeys(module for model in models for module in model.modules())
-        self._homes = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
+        self._homes = [
+            (module, name, buffer)
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is None or not buffer.is_meta  # those of another rank's stage
+        ]
         self._before = [None if b is None else b.detach().clone() for _, _, b in self._homes]
         self._versions = [None if b is None else b._version for _, _, b in self._homes]
         held = [b for b in self._before if b is not None]

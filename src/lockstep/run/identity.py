@@ -17,7 +17,7 @@ from lockstep.errors import CheckpointError, MismatchError
 from lockstep.watch import is_users
 
 #: Options of scripts that old launchers give each rank its own of.
-_PER_RANK: Final = ("local_rank", "local-rank", "node_rank", "node-rank", "rank", "master_addr", "master_port")
+_PER_RANK: Final = ("local_rank", "node_rank", "rank", "master_addr", "master_port")
 
 
 def code_of_user(modules: Mapping[str, ModuleType] | None = None) -> dict[str, str]:
@@ -47,7 +47,7 @@ def arguments_of(argv: Sequence[str]) -> list[str]:
         name, equals, _ = argument.lstrip("-").partition("=")
         if skip:
             skip = False
-        elif argument.startswith("-") and name in _PER_RANK:
+        elif argument.startswith("-") and name.replace("-", "_") in _PER_RANK:
             skip = not equals
         else:
             kept.append(argument)
@@ -77,7 +77,7 @@ def compare_ranks(group: Group, script: Mapping[str, Any]) -> None:
                 f"rank {rank} runs another {', '.join(files[:5])} than rank 0: the files differ in content. Give every "
                 "node the same files"
             )
-        for name in theirs.keys() - {"code"}:
+        for name in sorted(theirs.keys() - {"code"}):
             if theirs[name] != first[name]:
                 raise MismatchError(
                     f"the {name} of the script differ: rank 0 has {first[name]!r:.300}, rank {rank} "
@@ -95,8 +95,19 @@ def _options(group: Mapping[str, Any]) -> dict[str, str]:
     for name, value in group.items():
         if name == "params":
             continue
-        options[name] = repr(value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value)
+        options[name] = _text(value)
     return options
+
+
+def _text(value: Any) -> str:
+    """``value`` in words that are the same in every process: without addresses and devices."""
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_text, value))})"
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return repr(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -147,7 +158,7 @@ def _say_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
             odd = [name for name in new if old.get(name, new[name]) != new[name]]
             said += [
                 f"{kind}: {name}={old[name]} of the checkpoint's run holds, not the {new[name]} of this script; to "
-                f"change it, set optimizer.param_groups[...][{name!r}] within run.epochs(...)"
+                f"change it, set optimizer.param_groups[...][{name!r}] where run.step(loss) has returned True"
                 for name in odd
             ]
     return said

@@ -178,6 +178,7 @@ class Run:
         )
         self._divergence: Final = DivergenceCheck(self._group)
         self._warnings: list[str] = []  # of this rank, which the leader is to say
+        self._protects = False  # whether checkpoints from before the first warning are kept
         self._carry: Final = Carry(self._group, self._run_of, served=self._share.replicas != self._group.size)
         self._directory: Final = self._world.run_dir or told.checkpoint
         self._keeper: Final[Keeper] = self._open_keeper(told, self._world.run_dir)
@@ -198,6 +199,7 @@ class Run:
         self._passes = 0  # of `train` since the epoch began
         self._evaluations = 0  # since the last step
         self._step_to_end = 0  # a step whose loop was left before its body had ended; 0: none
+        self._error_of_end: LockstepError | None = None  # met where a loop was left by `break`
         self._said_put_back = False  # of buffers that moved in an evaluation
         self._script: dict[str, Any] = {}  # code, arguments and optimizers, as the run began
         self._steps_here = 0  # done by this process
@@ -425,6 +427,7 @@ class Run:
         if self._resumed_within is not None:
             self._restore(self._resumed_within)
             self._resumed_within = None
+            self._evaluations = 0  # those which the epoch began with came before this step
         if not self.progress.epoch_step:
             self._measures["train"] = Measures()  # what an epoch that was left by `break` measured is not this one's
         # A checkpoint or the script may have filled buffers since, such as with what was trained elsewhere.
@@ -885,6 +888,7 @@ class Run:
                 )
             self.progress = Progress.from_dict(tree["progress"])
             self._resumed_within = tree if self.progress.epoch_step else None
+            self._evaluations = 0 if self._resumed_within else tree.get("evaluations", 0)
         if self.leads and self._directory:
             self._record = Record(Path(self._directory, "metrics.jsonl"), step=self.progress.step, say=self.say)
         if self._directory:
@@ -913,7 +917,7 @@ class Run:
         self._steps_here += 1
         self._evaluations = 0
         # In what is left of the body ranks stand at different micro-batches, and are to draw alike.
-        self._draw_alike()
+        self._draw_alike("body")
         self._pulse.reach(self.progress.step)
 
     def _end_step(self, *, first: int | None = None) -> None:
@@ -922,6 +926,9 @@ class Run:
         Args:
             first: how many steps this process had done when the pass began; ranks are compared after its first one.
         """
+        error, self._error_of_end = self._error_of_end, None
+        if error is not None:
+            raise error
         step, self._step_to_end = self._step_to_end, 0
         if not step:
             return
@@ -937,21 +944,25 @@ class Run:
         """The loop of `train` is left: at its end, by ``break``, or by an error that `__exit__` has seen.
 
         By ``break`` it may be left within the body in which a step was done. Its end comes later, where an error or a
-        stop can be raised: here, Python would only print it.
+        stop can be raised: here, Python would only print it. A step of which a loss is missing is forgotten: this may
+        be an error on this rank alone, where no other rank would come to meet it.
         """
         work, self._where = self._stepper.work, "outside"
         self._pulse.enter("script")
-        if work is not None and work.complete and not work.ended:
-            self._stepper.end(work)
-            self._count_step(work)
-            self._carry.step_is_done()
-        self._stepper.leave()
-        self._carry.forget_step()
-        self._draw_alike()
+        try:
+            if work is not None and work.complete and not work.ended:
+                self._stepper.end(work)
+                self._carry.step_is_done()
+        except LockstepError as error:
+            self._error_of_end = error
+        finally:
+            self._stepper.leave()
+            self._carry.forget_step()
+            self._draw_alike()
 
-    def _draw_alike(self) -> None:
+    def _draw_alike(self, where: Literal["body", "outside"] = "outside") -> None:
         """Random numbers that the script draws from here on are the same on all ranks."""
-        seed_generators(seed_of(self.settings.values.seed, "outside", self.progress.step, self._evaluations))
+        seed_generators(seed_of(self.settings.values.seed, where, self.progress.step, self._evaluations))
 
     def _say_put_back(self, buffers: EvaluationBuffers) -> None:
         buffers.put_back(by_value=True)
@@ -974,6 +985,7 @@ class Run:
 
     def _save(self) -> None:
         before = self._pulse.enter("save")
+        self._finite.settle()
         self._say_warnings()
         self._keeper.save(self._compared_tree, self.progress.step, self._identity())
         self._agenda.saved()
@@ -996,16 +1008,19 @@ class Run:
             "scaler": self._precision.state_dict(),
             "measures": self._measures["train"].state(self._group),
             "metrics": self.metrics,
+            "evaluations": self._evaluations,
             "carry": self._carry.state(),
         }
 
     def _objects(self) -> dict[str, Any]:
         """The state of models, optimizers, schedulers and of what is kept. All ranks."""
         tree = self._state.tree(self._strategy)
-        if isinstance(self._strategy, Serves):
-            # On ranks that serve, the script's own objects have not moved.
-            outline = self._group.broadcast_object(elsewhere(tree["kept"]), "what is kept")
-            tree["kept"] = owned(tree["kept"]) if self.leads else outline
+        if isinstance(self._strategy, Serves) or not self._share.in_step:
+            # On ranks that serve, the script's own objects have not moved; on ranks that step by themselves, each has
+            # moved otherwise. A checkpoint holds the leader's, not a mixture.
+            mine = {name: tree[name] for name in ("kept", "kept_transient", "transient")}
+            outline = self._group.broadcast_object(elsewhere(mine), "what is kept")
+            tree |= owned(mine) if self.leads else outline
         if isinstance(self._strategy, Pipelines):
             moved = self._group.gather_objects([*tree["transient"][0]], "buffers that are in no state_dict")
             for name in sorted({name for names in moved for name in names}):
@@ -1038,8 +1053,14 @@ class Run:
     def _last_good(self) -> int | None:
         return self._keeper.committed_step()
 
+    def _protect(self) -> None:
+        """Keep the checkpoints from before the first thing that was not finite; those after it are not better."""
+        if not self._protects:
+            self._protects = True
+            self._keeper.protect_newest()
+
     def _warn_of_nan(self, words: str) -> None:
-        self._keeper.protect_newest()
+        self._protect()
         if self.leads:
             self.say(words)
         else:
@@ -1049,7 +1070,10 @@ class Run:
         """What other ranks have found out is said by the leader. All ranks."""
         if self.settings.values.on_nan == "warn":
             warnings, self._warnings = self._warnings, []
-            for words in (w for told in self._group.gather_objects(warnings, "warnings") for w in told):
+            told = [words for rank in self._group.gather_objects(warnings, "warnings") for words in rank]
+            if told:
+                self._protect()  # on the leader, too, which removes older ones; no save came in between
+            for words in told:
                 self.say(words)
 
     def _show(self, state: Literal["training", "evaluating", "saving", "done", "unsaved", "stopped"]) -> None:
@@ -1063,8 +1087,11 @@ class Run:
                 raise UsageError(f"{place}: ranks give tensors of different shape or type: {shapes}")
             is_whole = not (value.is_floating_point() or value.is_complex())
             return cast(T, self._group.sum_tensor(value.long() if is_whole else value, place))
+        # Small integer types of NumPy's would wrap around.
         if isinstance(value, np.generic):
-            value = value.item()  # a small integer type of NumPy's would wrap around
+            value = value.item()
+        elif isinstance(value, np.ndarray) and value.dtype.kind in "bi":
+            value = cast(T, value.astype(np.int64))
         return cast(T, sum(self._group.gather_objects(value, place)))
 
 

@@ -18,8 +18,8 @@ def check_model(model: nn.Module, state: State) -> None:
     """Nothing, if ``model`` can be trained beside those that ``state`` holds.
 
     Raises:
-        UsageError: for a model that was given before, shares parameters with another one, is not initialised, has a
-            conjugated view, or a parameter that no optimizer can change in place.
+        UsageError: for a model that was given before, shares parameters with another one, is not initialised, or has
+            a parameter or buffer that nothing can be copied into.
     """
     if any(model is known for known in (*state.models, *state.adopted)):
         raise UsageError(
@@ -37,17 +37,17 @@ def check_model(model: nn.Module, state: State) -> None:
                 f"{name} of {type(model).__name__} is a conjugated view of what lies in memory, as after conj(), and "
                 "what moves it between ranks would take it for what lies there; use .conj().resolve_conj()"
             )
+        if _overlaps_itself(tensor):
+            raise UsageError(
+                f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: several of its elements are one "
+                "place in memory, as after expand(), and neither an optimizer nor a checkpoint can fill them; use "
+                ".clone() or .contiguous()"
+            )
     for name, parameter in model.named_parameters():
         if parameter in state.known_parameters:
             raise UsageError(
                 f"{name} of {type(model).__name__} belongs to another model of this run, too, where it is "
                 f"{state.name_of(parameter)}: give run.model(...) one module that holds both, such as nn.ModuleDict"
-            )
-        if parameter.requires_grad and _overlaps_itself(parameter):
-            raise UsageError(
-                f"{name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}: several of its elements "
-                "are one place in memory, as after expand(), and no optimizer can change them; use .clone() or "
-                ".contiguous()"
             )
 
 

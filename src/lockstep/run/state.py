@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -40,8 +40,8 @@ class State:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.kept: dict[str, Stateful] = {}
-        # Of each model, checksums of the buffers that are in no state_dict, as they were when it was registered.
-        self._transient: list[dict[str, int]] = []
+        self._transient: list[TransientBuffers] = []  # of each model
+        self._kept_transient: dict[str, TransientBuffers] = {}  # of each kept module
 
     def add_model(self, model: nn.Module, adopted: nn.Module) -> None:
         """``model`` is trained; ``adopted`` is called in its place."""
@@ -52,7 +52,7 @@ class State:
         self.learning |= {p for p in model.parameters() if p.requires_grad}
         self.sparse |= sparse_parameters(model).keys()
         self.buffers += model.named_buffers()
-        self._transient.append({name: int(checksum(b)) for name, b in transient_buffers(model).items()})
+        self._transient.append(TransientBuffers(model))
 
     def rescan(self) -> None:
         """Modules may have been replaced or added since: which parameters and buffers the models have now."""
@@ -83,23 +83,20 @@ class State:
                 "give the object both, or keep one that has"
             )
         self.kept[name] = value
+        if isinstance(value, nn.Module):
+            self._kept_transient[name] = TransientBuffers(value)
 
     def tree(self, strategy: Strategy) -> dict[str, Any]:
         """The state of every object, of whole models, whatever the strategy. All ranks."""
         return {
             "models": [strategy.holding.model_state(m) for m in self.models],
             "learn": [{name: p.requires_grad for name, p in m.named_parameters()} for m in self.models],
-            "transient": [self._moved_transient(number) for number in range(len(self.models))],
+            "transient": [buffers.state() for buffers in self._transient],
             "optimizers": [strategy.holding.optimizer_state(o) for o in self.optimizers],
             "schedulers": [s.state_dict() for s in self.schedulers],
             "kept": {name: value.state_dict() for name, value in self.kept.items()},
+            "kept_transient": {name: buffers.state() for name, buffers in self._kept_transient.items()},
         }
-
-    def _moved_transient(self, number: int) -> dict[str, torch.Tensor]:
-        """What forward passes have changed of a model's buffers that are in no state_dict."""
-        known = self._transient[number]
-        now = transient_buffers(self.models[number])
-        return {name: b.detach() for name, b in now.items() if int(checksum(b)) != known.get(name)}
 
     def load(self, tree: Mapping[str, Any], strategy: Strategy) -> list[str]:
         """Put `tree` back. All ranks.
@@ -120,12 +117,12 @@ class State:
             )
         for name, value in self.kept.items():
             _load_one(f"keep({name}=...)", value, tree["kept"][name], _load)
+        for buffers, state in zip(self._transient, tree["transient"], strict=True):
+            buffers.load(state)
+        for name, state in tree["kept_transient"].items():
+            self._kept_transient[name].load(state)
         changed = []
-        for model, transient, learn in zip(self.models, tree["transient"], tree["learn"], strict=True):
-            buffers = transient_buffers(model)
-            with torch.no_grad():
-                for name, value in transient.items():
-                    buffers[name].copy_(value)
+        for model, learn in zip(self.models, tree["learn"], strict=True):
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad != learn.get(name, parameter.requires_grad):
                     parameter.requires_grad_(learn[name])
@@ -160,7 +157,32 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
 
 
-def transient_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of ``model`` that are in no state_dict: those with ``persistent=False``."""
-    persistent = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in persistent and buffer.numel()}
+class TransientBuffers:
+    """The buffers of ``module`` that are in no state_dict, those with ``persistent=False``.
+
+    Most hold constants; a checkpoint takes those that have changed since the module was registered.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Final = module
+        self._before: Final = {name: int(checksum(buffer)) for name, buffer in self._buffers().items()}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Those that have changed, by name. Waits for the GPU."""
+        now = self._buffers()
+        return {name: b.detach() for name, b in now.items() if int(checksum(b)) != self._before.get(name)}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Put `state` back."""
+        buffers = self._buffers()
+        with torch.no_grad():
+            for name, value in state.items():
+                buffers[name].copy_(value)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        persistent = {id(tensor) for tensor in self._module.state_dict(keep_vars=True).values()}
+        return {
+            name: buffer
+            for name, buffer in self._module.named_buffers()
+            if id(buffer) not in persistent and not buffer.is_meta  # those of another rank's stage
+        }

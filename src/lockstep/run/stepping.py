@@ -53,7 +53,7 @@ Known = list[tuple[torch.Tensor, int | torch.Tensor]]
 class Work:
     """The micro-batch in the user's hands."""
 
-    __slots__ = ("broken", "due", "ended", "finished", "micro", "reached", "turn")
+    __slots__ = ("due", "ended", "failed", "finished", "micro", "reached", "turn")
 
     def __init__(self, micro: MicroBatch) -> None:
         self.micro: Final = micro
@@ -61,13 +61,13 @@ class Work:
         self.reached: set[Target] = set()  # by backward passes since it was handed out
         self.due: dict[Target, tuple[torch.optim.Optimizer, ...]] = {}  # who steps at its end
         self.finished = False  # all that is to learn from it was learnt
+        self.failed = False  # ... or an error came in between
         self.ended = False  # ... and the user is done with it
-        self.broken = False  # an error came out of what was to be done with it
 
     @property
     def complete(self) -> bool:
         """Whether the step that it is the last one of is done."""
-        return self.finished and self.turn.last and not self.broken
+        return self.finished and self.turn.last and not self.failed
 
 
 class Stepper:
@@ -130,8 +130,8 @@ class Stepper:
                 f"step({_told(loss)}): the loss must be a tensor of no dimension that depends on the model's "
                 "parameters; reduce it with .mean(), and do not detach it"
             )
-        if isinstance(loss, torch.Tensor) and not self._precision.scales:
-            self._finite.loss(loss, self._step, work.turn)
+        if isinstance(loss, torch.Tensor) and not self._precision.scales and not micro.shadow:
+            self._finite.loss(loss, self._step, micro.index, micro.of)
         work.reached.add(target)
         self._pulse.enter("reduction" if work.turn.last and self._group.size > 1 else "backward")
         if count is not None and not micro.shadow:
@@ -144,8 +144,8 @@ class Stepper:
             self._items[micro.index] = items
             weight = self._weight(share, self._widest) if weighs else None
             losses = pipelines.compute(task, weight, target, work.turn)
-            for value in () if self._precision.scales else (value for _, value in losses):
-                self._finite.loss(value, self._step, work.turn)
+            for index, value in () if self._precision.scales else losses:
+                self._finite.loss(value, self._step, index, micro.of)
             known = [(value, self._items[m]) for m, value in losses]
         else:
             assert isinstance(loss, torch.Tensor)
@@ -211,23 +211,23 @@ class Stepper:
 
     def _finish(self, work: Work) -> None:
         """All losses of the micro-batch are there; after the last one of a step, so is the step."""
-        work.finished = work.broken = True
+        work.finished = work.failed = True
         self.checks.parameters_stayed(work.turn.index, work.turn.of)
         if work.turn.last:
             self._complete(work)
         else:
             self._strategy.end(work.turn)
         self.checks.forward_is_over()
-        work.broken = False
+        work.failed = False
 
     def _complete(self, work: Work) -> None:
         if work.due.keys() != work.reached:
             _refuse_forgotten(work)
         self._pulse.enter("update")
         self.checks.run_steps = True
+        for target in () if self._precision.scales else work.due:  # all of them, before one takes a step
+            self._finite.gradients(target.parameters, self._state.name_of, self._step)
         for target, optimizers in work.due.items():
-            if not self._precision.scales:
-                self._finite.gradients(target.parameters, self._state.name_of, self._step)
             self._precision.step(optimizers, target, self._strategy, self._clip_norm)
             for parameter in target.parameters:
                 parameter.grad = None

@@ -19,6 +19,8 @@ from lockstep.world import STATUS, World
 # Often enough to look alive, seldom enough to cost nothing.
 _SHOW_EVERY_S = 0.25
 
+_ENDS: Final = ("done", "unsaved", "stopped")
+
 Ask = Callable[[], int | None]
 
 
@@ -68,8 +70,9 @@ class Teller:
         if not self._world.leads:
             return
         self._next_at = self._now() + _SHOW_EVERY_S
-        # The loss of the time before: by now the device has it, so reading it waits for nothing.
-        value, self._loss = self._loss, loss
+        # While a GPU computes, the loss of the time before: by now it is there, so reading it waits for nothing.
+        waits = loss is not None and loss.device.type != "cpu" and state not in _ENDS
+        value, self._loss = (self._loss if waits else loss), loss
         steps, left = None, None
         if scale.epochs is not None and scale.steps_per_epoch is not None:
             steps = scale.epochs * scale.steps_per_epoch

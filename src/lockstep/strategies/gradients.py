@@ -197,10 +197,10 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 def gradient_here(parameter: nn.Parameter) -> torch.Tensor | None:
     """What this rank holds of the gradient of ``parameter``: its rows, or the values of a sparse one."""
     gradient = parameter.grad
+    if gradient is None or (type(gradient) is torch.Tensor and not gradient.is_sparse):
+        return gradient
     if isinstance(gradient, DTensor):
         gradient = gradient.to_local()
-    if gradient is None:
-        return None
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 

@@ -1,0 +1,320 @@
+"""What the bits depend on is compared: between ranks, and with the run that is resumed."""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import runpy
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.errors import CheckpointError, MismatchError
+from lockstep.run import Run
+from lockstep.run.identity import arguments_of, changed_code, code_of_user, differences, optimizers_of
+from lockstep.testing import run_ranks
+from worlds import on_world
+
+X = torch.sin(torch.arange(64.0)).view(32, 2)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+
+
+# ---- what is known of a script ---------------------------------------------------------------------------------------
+
+
+def module(name, file):
+    made = ModuleType(name)
+    if file is not None:
+        made.__file__ = str(file)
+    return made
+
+
+def test_code_is_that_of_the_user_and_nobody_elses(tmp_path):
+    (tmp_path / "train.py").write_text("script")
+    (tmp_path / "nets.py").write_text("nets")
+    installed = tmp_path / "lib" / "site-packages" / "timm" / "models.py"
+    installed.parent.mkdir(parents=True)
+    installed.write_text("installed")
+    modules = {
+        "__main__": module("__main__", tmp_path / "train.py"),
+        "__mp_main__": module("__mp_main__", tmp_path / "train.py"),
+        "nets": module("nets", tmp_path / "nets.py"),
+        "timm.models": module("timm.models", installed),
+        "json": json,
+        "lockstep": lockstep,
+        "torch": torch,
+        "notebook": module("notebook", None),
+        "fast": module("fast", tmp_path / "fast.so"),
+        "gone": module("gone", tmp_path / "gone.py"),
+        "odd": module("odd", 3),
+    }
+    found = code_of_user(modules)
+    assert set(found) == {"script", "nets"}
+    (tmp_path / "nets.py").write_text("other nets")
+    assert changed_code(code_of_user(modules), found) == ["nets"]
+    assert changed_code({"new": "1"} | found, found) == [], "what only one has loaded is not compared"
+    assert code_of_user({"__main__": module("__main__", None)}) == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "kept"),
+    [
+        (["--lr=0.1", "data"], ["--lr=0.1", "data"]),
+        (["--local_rank=1", "--lr", "0.1"], ["--lr", "0.1"]),
+        (["--local-rank", "1", "--lr", "0.1"], ["--lr", "0.1"]),
+        (["--rank", "2", "rank"], ["rank"]),
+        (["--ranking=3"], ["--ranking=3"]),
+        (["--node_rank=1", "--master_addr", "host", "--master-port", "29500"], []),
+    ],
+)
+def test_arguments_that_differ_by_nature_are_left_out(argv, kept):
+    assert arguments_of(argv) == kept
+
+
+class Odd(torch.optim.SGD):
+    """With an option that prints itself by its address."""
+
+    def __init__(self, parameters, rule, **options):
+        super().__init__(parameters, **options)
+        for group in self.param_groups:
+            group["rule"] = rule
+
+
+def test_optimizers_are_told_by_class_and_plain_options():
+    weight = nn.Parameter(torch.ones(2))
+    ((kind, (group,)),) = optimizers_of([torch.optim.AdamW([weight], lr=torch.tensor(0.5), betas=(0.5, 0.9))])
+    assert kind == "AdamW"
+    assert (group["lr"], group["betas"], group["fused"]) == ("0.5", "(0.5, 0.9)", "None")
+    assert "params" not in group
+    rules = [optimizers_of([Odd([weight], rule, lr=0.1)]) for rule in (lambda x: x, lambda x: x, object(), object())]
+    assert rules[0] == rules[1], "an address is no difference"
+    assert rules[2] == rules[3]
+    assert rules[0] != rules[2]
+
+
+def test_what_differs_in_a_resumed_run_is_said_in_words():
+    before = {"seed": 0, "clip_norm": None, "lengths": [32, 8], "arguments": ["a"], "code": {"script": "1", "x": "1"}}
+    assert differences(before, before) == []
+    assert differences({}, before) == [], "what an older run did not know"
+    now = before | {"seed": 1, "clip_norm": 0.5, "lengths": [32, 9], "arguments": [], "code": {"script": "2", "y": "1"}}
+    seed, clip, length, arguments, code = differences(before, now)
+    assert seed == "resumed with seed=1, saved with 0: the bits differ from here on"
+    assert clip == "resumed with clip_norm=0.5, saved with None: the bits differ from here on"
+    assert length == "a data set has 9 samples, and had 8: the bits differ from here on"
+    assert arguments == "the script's arguments are '', and were 'a' when the checkpoint was saved"
+    assert "script" in code
+    assert differences(before | {"sizes": [8, 2]}, now | {"sizes": [4, 2]}) == differences(before, now)
+
+
+# ---- ranks that differ -----------------------------------------------------------------------------------------------
+
+
+SCRIPT = """
+import sys, torch, lockstep
+import nets
+
+with lockstep.Run(checkpoint="saved" if "save" in sys.argv else None) as run:
+    model = run.model(nets.make())
+    lr = 0.1 + (run.rank if "lr" in sys.argv else 0)
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=lr))
+    for _ in run.epochs(1):
+        for batch in run.train(run.loader(torch.ones(8, 2), global_batch=4, micro_batch=1)):
+            run.step(model(batch).mean())
+"""
+NETS = """
+import torch
+
+def make():
+    return torch.nn.Linear(2, 1)
+"""
+
+
+def copied(directory, edit=None):
+    directory.mkdir()
+    (directory / "train.py").write_text(SCRIPT)
+    (directory / "nets.py").write_text(NETS)
+    if edit:
+        with (directory / edit).open("a") as file:
+            file.write("# edited on one node\n")
+
+
+def as_script(directories, arguments):
+    """Runs this rank's own copy of the script as Python does; what it says, and the error that it ends with."""
+    rank = int(os.environ["RANK"])
+    os.chdir(directories[rank])
+    sys.argv = ["train.py", *(word.format(rank=rank) for word in arguments)]
+    sys.path.insert(0, directories[rank])
+    sys.modules.pop("nets", None)
+    importlib.invalidate_caches()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            runpy.run_path("train.py", run_name="__main__")
+        except MismatchError as error:
+            return said.getvalue(), str(error)
+        finally:
+            sys.path.remove(directories[rank])
+    return said.getvalue(), ""
+
+
+CASES = {
+    "script": ("train.py", (), "rank 1 runs another script than rank 0: the files differ in content. Give every node"),
+    "module": ("nets.py", (), "rank 1 runs another nets than rank 0: the files differ in content. Give every node"),
+    "arguments": (
+        None,
+        ["--width={rank}"],
+        "the arguments of the script differ: rank 0 has ['--width=0'], rank 1 ['--width=1']",
+    ),
+    "rank arguments": (None, ["--local_rank={rank}", "--node-rank", "{rank}", "--width=3"], ""),
+    "lr": (None, ["lr"], "the optimizers of the script differ: rank 0 has [['SGD'"),
+}
+
+
+def test_ranks_that_run_something_else_are_refused(tmp_path):
+    calls = []
+    for case, (edit, arguments, _) in CASES.items():
+        places = [tmp_path / f"{case} on node {rank}" for rank in range(2)]
+        for rank, place in enumerate(places):
+            copied(place, edit if rank else None)
+        calls.append((as_script, [str(place) for place in places], arguments))
+    for (*_, message), ranks in zip(CASES.values(), on_world(2, calls), strict=True):
+        for _, error in ranks:
+            assert error.startswith(message), error
+            assert bool(error) == bool(message), error
+        assert "4 samples/step" in ranks[0][0] or message
+
+
+# ---- runs that go on -------------------------------------------------------------------------------------------------
+
+
+def trained(directory, make=torch.optim.SGD, samples=32, until=3, **settings):
+    options = {name: settings.pop(name) for name in ("lr", "weight_decay", "schedule") if name in settings}
+    schedule = options.pop("schedule", False)
+    with Run(checkpoint=directory, **settings) as run:
+        model = run.model(nn.Linear(2, 1))
+        optimizer = run.optimizer(make(model.parameters(), **({"lr": 0.1} | options)))
+        if schedule:
+            run.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        for _ in run.epochs(2):
+            for batch in run.train(run.loader(X[:samples], global_batch=8, micro_batch=2)):
+                if run.step(model(batch).square().mean()) and run.progress.step == until:
+                    break
+            if run.progress.step == until:
+                break
+        return optimizer.param_groups[0]["lr"]
+
+
+@pytest.fixture
+def resumed(tmp_path, monkeypatch, capfd):
+    """Trains in part, and goes on with other settings; what is said of it, and the lr at the end."""
+
+    def resumed(first=None, **then):
+        trained(tmp_path, **(first or {}))
+        capfd.readouterr()
+        monkeypatch.setenv("LOCKSTEP_RESUME", "1")
+        lr = trained(tmp_path, **({"until": None} | then))
+        return capfd.readouterr().err, lr
+
+    return resumed
+
+
+def test_nothing_is_said_of_the_same_run(resumed):
+    said, lr = resumed({"schedule": True}, schedule=True)
+    assert "resumed at step 3" in said
+    assert lr == 0.1 * 0.5**8
+    for word in ("differ", "holds", "changed", "arguments"):
+        assert word not in said
+
+
+def test_another_learning_rate_is_said_with_which_one_holds(resumed):
+    said, lr = resumed(lr=0.01, weight_decay=0.5)
+    assert "SGD: lr=0.1 of the checkpoint's run holds, not the 0.01 of this script; to change it, set" in said
+    assert "SGD: weight_decay=0 of the checkpoint's run holds, not the 0.5 of this script" in said
+    assert lr == 0.1
+
+
+def test_a_clip_norm_and_a_seed_are_said(resumed):
+    said, _ = resumed({"seed": 1}, clip_norm=0.5)
+    assert "resumed with clip_norm=0.5, saved with None: the bits differ from here on" in said
+    assert "resumed with seed=0, saved with 1: the bits differ from here on" in said
+
+
+def test_other_arguments_are_said(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--width=8"])
+    trained(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--width=16", "--local_rank=1"])
+    monkeypatch.setenv("LOCKSTEP_RESUME", "1")
+    trained(tmp_path, until=None)
+    said = capfd.readouterr().err
+    assert "the script's arguments are '--width=16', and were '--width=8' when the checkpoint was saved" in said
+
+
+def test_another_length_of_the_data_is_refused_within_an_epoch(resumed):
+    with pytest.raises(CheckpointError, match="taken within an epoch of 32 samples, and this script's data set has 24"):
+        resumed(samples=24)
+
+
+def test_another_length_of_the_data_is_said_between_epochs(tmp_path, monkeypatch, capfd):
+    trained(tmp_path, until=None)
+    monkeypatch.setenv("LOCKSTEP_RESUME", "1")
+    with Run(checkpoint=tmp_path) as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in run.epochs(3):
+            for batch in run.train(run.loader(X[:24], global_batch=8, micro_batch=2)):
+                run.step(model(batch).square().mean())
+    assert "a data set has 24 samples, and had 32: the bits differ from here on" in capfd.readouterr().err
+
+
+def test_another_class_of_optimizer_is_refused(resumed):
+    with pytest.raises(CheckpointError, match=r"the checkpoint's optimizer is SGD, and this script's AdamW, which"):
+        resumed(make=torch.optim.AdamW)
+
+
+def test_a_script_that_was_changed_is_said(tmp_path):
+    place = tmp_path / "here"
+    copied(place)
+    run_ranks(as_script, 1, [str(place)], ["save"])
+    ((said, _),) = run_ranks(as_script, 1, [str(place)], ["save"], env={"LOCKSTEP_RESUME": "1"})
+    assert len(said.splitlines()) == 2, said  # where it was resumed, and that it is done
+    for file, name in (("nets.py", "nets"), ("train.py", "script")):
+        with (place / file).open("a") as script:
+            script.write("# edited since\n")
+        ((said, _),) = run_ranks(as_script, 1, [str(place)], ["save"], env={"LOCKSTEP_RESUME": "1"})
+        assert name in said.splitlines()[1], said
+
+
+def options_by_rank():
+    with Run() as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5 if run.rank == 2 else 0.9))
+        try:
+            next(iter(run.epochs(1)))
+        except MismatchError as error:
+            return str(error)
+    return ""
+
+
+def addresses_by_rank():
+    keep = [object() for _ in range(1 + 100 * int(os.environ["RANK"]))]
+    with Run() as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(Odd(model.parameters(), lambda x: keep, lr=0.1))
+        return next(iter(run.epochs(1)))
+
+
+def test_options_of_optimizers_that_differ_by_rank_are_refused():
+    options, addresses = on_world(3, [(options_by_rank,), (addresses_by_rank,)])
+    for message in options:
+        assert message.startswith("the optimizers of the script differ: rank 0 has [['SGD', [{")
+        assert "'momentum': '0.9'" in message.partition(", rank 2 ")[0]
+        assert "'momentum': '0.5'" in message.partition(", rank 2 ")[2]
+    assert addresses == [0, 0, 0]
