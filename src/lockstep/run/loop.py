@@ -1090,7 +1090,7 @@ class Run:
         # Small integer types of NumPy's would wrap around.
         if isinstance(value, np.generic):
             value = value.item()
-        elif isinstance(value, np.ndarray) and value.dtype.kind in "bi":
+        elif isinstance(value, np.ndarray) and value.dtype.kind in "biu" and value.itemsize < 8:
             value = cast(T, value.astype(np.int64))
         return cast(T, sum(self._group.gather_objects(value, place)))
 
