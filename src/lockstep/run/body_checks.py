@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.errors import UsageError
-from lockstep.run.divergence import checksum, checksums, tensors_in
+from lockstep.run.divergence import checksums, tensors_in
 from lockstep.run.state import State, Stateful
 from lockstep.strategies import parameters_of
 
@@ -129,7 +129,7 @@ class BodyChecks:
 
     def _checksums(self) -> dict[nn.Parameter, int]:
         parameters = [p for model in self._state.models for p in model.parameters()]
-        return {p: int(checksum(p)) for p in parameters}
+        return dict(zip(parameters, checksums(parameters), strict=True))
 
     def _versions(self) -> list[int]:
         return [buffer._version for _, buffer in self._state.buffers]
