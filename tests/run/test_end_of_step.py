@@ -487,3 +487,25 @@ def test_an_epoch_that_was_left_by_break_is_over_also_after_a_resume(tmp_path):
     run_each(limited_epochs, 2, str(tmp_path / "killed"), True)
     resumed = run_ranks(limited_epochs, 2, str(tmp_path / "killed"), env={RESUME: "1"})
     assert resumed == [whole] * 2
+
+
+def loaders_in_turn(directory, leave_after=None):
+    """Each epoch has a data set of its own length; the second is left within its epoch."""
+    data = torch.arange(32.0).view(16, 2) / 32
+    with Run(seed=1, checkpoint=directory) as run:
+        model = run.model(nn.Linear(2, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        loaders = [run.loader(part, global_batch=4, micro_batch=1) for part in (data, data[:9])]
+        for epoch in run.epochs(3):
+            for batch in run.train(loaders[epoch % 2]):
+                if run.step(model(batch).square().mean()) and run.progress.step == leave_after:
+                    return None
+        return run.progress, state_hash(model, optimizer), run.metrics
+
+
+@pytest.mark.parametrize(("leave_after", "before", "after"), [(2, 1, 3), (5, 3, 1), (6, 2, 4)])
+def test_loaders_of_different_length_in_turn_are_resumed(tmp_path, leave_after, before, after):
+    (whole,) = run_ranks(loaders_in_turn, 1, str(tmp_path / "whole"))
+    assert whole[0].step == 4 + 3 + 4
+    run_ranks(loaders_in_turn, before, str(tmp_path / "legs"), leave_after)
+    assert run_ranks(loaders_in_turn, after, str(tmp_path / "legs"), env={RESUME: "1"}) == [whole] * after

@@ -54,6 +54,13 @@ def test_an_update_where_the_gradient_is_there():
     assert run.progress.step == 2
 
 
+def test_a_count_for_some_micro_batches_of_a_step_only():
+    run, model, _, batches = opened()
+    with refused(r"count=\.\.\.\) for some micro-batches .* a 0 where a micro-batch holds no item"), run:
+        for number, batch in enumerate(run.train(batches)):
+            run.step(model(batch).mean(), count=(2 - number) or None)
+
+
 def test_two_steps_in_one_micro_batch():
     run, model, _, batches = opened()
     with refused(r"a second run\.step\(loss\) for the same parameters in one micro-batch: add the losses up"), run:
