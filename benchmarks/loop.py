@@ -3,6 +3,7 @@
 python benchmarks/loop.py
 python benchmarks/loop.py --ranks 1 --rounds 40 --json loop.json
 python benchmarks/loop.py --peers /path/to/python     that has accelerate, lightning and pytorch-ignite too
+python benchmarks/loop.py --comparing                 what it costs that ranks compare what they hold
 
 Every loop trains its own copy of the same model on the same samples, in the same processes. They take turns: a block
 is one pass over the data, a round is one block of each loop, in an order that changes from round to round. So what
@@ -31,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lockstep
+from lockstep.settings import Settings
 from ranks import start, told
 
 BATCH = 32  # samples of one rank's step
@@ -188,12 +190,12 @@ def _loader(run: lockstep.Run, data: TensorDataset) -> DataLoader[Any]:
 # What a rank does -----------------------------------------------------------------------------------------------------
 
 
-def measure(name: str, rounds: int, out: str) -> None:
+def measure(name: str, rounds: int, out: str, check_every: int = 500) -> None:
     """All loops in turn, on all ranks; the leader writes what it saw: for each loop, the step times of each round."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.manual_seed(0)
-    with lockstep.Run(seed=0) as run:
+    with lockstep.Run(seed=0, check_every=check_every) as run:
         samples = STEPS * BATCH * run.world_size
         data = PerSample(torch.randn(samples, 784), torch.randint(10, (samples,)))
         loops = hand_written(run, name, data) | lockstep_loops(run, name, data)
@@ -258,6 +260,28 @@ def table(ranks: int, model: str, rows: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def comparing(ranks: int, model: str, rounds: int, python: str) -> str:
+    """What one comparison of the ranks costs, and what that is of a step at the default cadence.
+
+    Two runs in turn, one that compares after each step and one that never does, three times.
+    """
+    costs_us, steps_us = [], []
+    for _ in range(3):
+        each, never = (
+            summary(start(__file__, ranks, {"name": model, "rounds": rounds, "check_every": every}, python))
+            for every in (1, 10**9)
+        )
+        loop = "lockstep, data in memory"
+        steps_us.append(never[loop]["p10_us"])
+        costs_us.append(each[loop]["p10_us"] - never[loop]["p10_us"])
+    cost, step = median(costs_us), median(steps_us)
+    cadence = Settings().check_every
+    return (
+        f"{model}, {ranks} rank{'s' if ranks > 1 else ''}: a comparison {cost:.0f} us ({min(costs_us):.0f} to "
+        f"{max(costs_us):.0f}), a step {step:.0f} us; every {cadence} steps {cost / cadence / step:.2%} of a step"
+    )
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -265,8 +289,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["linear", "mlp"], choices=["linear", "mlp"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--peers", metavar="PYTHON", default=sys.executable, help="the Python to run all of it with")
+    parser.add_argument("--comparing", action="store_true", help="measure what comparing the ranks costs instead")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     options = parser.parse_args()
+    if options.comparing:
+        for ranks in options.ranks:
+            for model in options.models:
+                print(comparing(ranks, model, options.rounds, options.peers), flush=True)
+        return
     found = []
     for ranks in options.ranks:
         for model in options.models:

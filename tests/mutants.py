@@ -159,7 +159,7 @@ MUTANTS = [
     # ---- gradients
     mutant(
         "strategies/data_parallel.py",
-        "gradients = [g if p.grad is None else p.grad for p, g in zip(parameters, bucket.gradients(), strict=True)]",
+        "gradients = _views_of(flat, parameters)",
         "gradients = list(bucket.gradients())",
         LAYOUTS,
         HAND,
@@ -176,8 +176,8 @@ MUTANTS = [
     ),
     mutant(
         "strategies/gradients.py",
-        "parameter.grad = None\n        gradients.append(gradient)",
-        "gradients.append(gradient)",
+        "parameter.grad = None\n        gradients.append(gradient.resolve_conj())",
+        "gradients.append(gradient.resolve_conj())",
         HAND,
         LAYOUTS,
     ),
@@ -252,8 +252,8 @@ MUTANTS = [
     ),
     mutant(
         "strategies/buffers.py",
-        "return low, torch.where(told[:, None], table[:, 1 + numbers :], -inf).amax(0)",
-        "return low, low",
+        "torch.where(told, most, bounds.min).amax(0)",
+        "torch.where(told, least, bounds.max).amin(0)",
         BUFFERS,
     ),
     mutant("strategies/buffers.py", "if i not in self._norms and (self._looks", "if False and (self._looks", BUFFERS),
@@ -383,13 +383,11 @@ MUTANTS = [
     ),
     mutant(
         "run/loop.py",
-        "        self._carry.forget_step()\n        self._draw_alike()",
-        "        self._carry.forget_step()",
+        "            self._carry.forget_step()\n            self._draw_alike()",
+        "            self._carry.forget_step()",
         RANDOMNESS,
     ),
-    mutant(
-        "run/loop.py", "        self._draw_alike()\n        self._pulse.reach", "        self._pulse.reach", RANDOMNESS
-    ),
+    mutant("run/loop.py", '        self._draw_alike("body")\n', "", RANDOMNESS),
     # ---- the end of a step, and a resume
     mutant(
         "run/loop.py",
@@ -398,12 +396,13 @@ MUTANTS = [
         RANDOMNESS,
     ),
     mutant(
-        "run/loop.py",
-        "                    with torch.no_grad():\n                        buffer.copy_(before)",
-        "                    pass",
+        "run/evaluation_buffers.py",
+        "                with torch.no_grad():\n                    buffer.copy_(before)",
+        "                pass",
         BUFFERS,
     ),
     mutant("run/loop.py", "            self._restore(self._resumed_within)\n", "", STEP),
+    mutant("run/loop.py", "            self._is_left = self._in_epochs\n", "", STEP),
     mutant(
         "run/loop.py",
         "self._resumed_within = tree if self.progress.epoch_step else None",
@@ -440,18 +439,20 @@ MUTANTS = [
     ),
     mutant(
         "run/divergence.py",
-        "return torch.arange(1, 2 * words.numel() + 1, 2, device=words.device)",
-        "return torch.ones_like(words)",
+        "    return numbers | 1",
+        "    return torch.ones_like(numbers)",
         DIVERGENCE,
     ),
     mutant(
         "run/finite.py",
-        "elif not math.isfinite(value := float(loss.detach())):",
-        "elif math.isnan(value := float(loss.detach())):",
+        "        if math.isfinite(value):",
+        "        if not math.isnan(value):",
         FINITE,
     ),
-    mutant("run/finite.py", 'if self._on_nan == "ignore" or turn.shadow:', 'if self._on_nan == "ignore":', FINITE),
-    mutant("run/finite.py", "elif not math.isfinite(float(sums.sum())):", "elif False:", FINITE),
+    mutant(
+        "run/stepping.py", "not self._precision.scales and not micro.shadow:", "not self._precision.scales:", FINITE
+    ),
+    mutant("run/finite.py", "elif not cmath.isfinite(sum(each.item() for each in sums)):", "elif False:", FINITE),
     mutant(
         "run/identity.py",
         "return [name for name, digest in now.items() if before.get(name, digest) != digest]",

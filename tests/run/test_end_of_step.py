@@ -3,6 +3,8 @@
 import copy
 import os
 import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from lockstep.errors import UsageError
 from lockstep.report import Record
 from lockstep.run import Run
 from lockstep.testing import run_each, run_ranks, state_hash
+from lockstep.world import RESUME
 from worlds import on_world
 
 X = torch.sin(torch.arange(76.0)).view(38, 2)
@@ -452,3 +455,57 @@ def test_what_an_epoch_begins_with_counts_once_however_often_it_is_resumed(tmp_p
     (found,) = run_ranks(with_a_beginning, 1, tmp_path / "killed", env={"LOCKSTEP_RESUME": "1"})
     assert found == expected
     assert lines(tmp_path / "killed") == lines(tmp_path / "undisturbed")
+
+
+def limited_epochs(directory, die_in_evaluation=False):
+    """Each epoch is left after two of its four steps, and evaluated; rank 0 may die in the first evaluation."""
+    with Run(seed=1, checkpoint=directory, save_every="1 step") as run:
+        model = run.model(nn.Linear(2, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        batches = run.loader(torch.arange(32.0).view(16, 2) / 32, global_batch=4, micro_batch=1)
+        for _ in run.epochs(2):
+            for batch in run.train(batches):
+                if run.step(model(batch).square().mean()) and run.progress.epoch_step == 2:
+                    break
+            for batch in run.evaluate(batches):
+                run.measure(output=model(batch).squeeze(1))
+                if die_in_evaluation and run.rank == 0:
+                    deadline = time.monotonic() + 60
+                    while not _has(2, directory) and time.monotonic() < deadline:
+                        time.sleep(0.005)
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return run.progress, state_hash(model, optimizer), run.metrics
+
+
+def _has(step, directory):
+    return any(one.step == step for one in list_checkpoints(Path(directory)))
+
+
+def test_an_epoch_that_was_left_by_break_is_over_also_after_a_resume(tmp_path):
+    (whole,) = run_ranks(limited_epochs, 1, str(tmp_path / "whole"))
+    assert whole[0].step == 4
+    run_each(limited_epochs, 2, str(tmp_path / "killed"), True)
+    resumed = run_ranks(limited_epochs, 2, str(tmp_path / "killed"), env={RESUME: "1"})
+    assert resumed == [whole] * 2
+
+
+def loaders_in_turn(directory, leave_after=None):
+    """Each epoch has a data set of its own length; the second is left within its epoch."""
+    data = torch.arange(32.0).view(16, 2) / 32
+    with Run(seed=1, checkpoint=directory) as run:
+        model = run.model(nn.Linear(2, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        loaders = [run.loader(part, global_batch=4, micro_batch=1) for part in (data, data[:9])]
+        for epoch in run.epochs(3):
+            for batch in run.train(loaders[epoch % 2]):
+                if run.step(model(batch).square().mean()) and run.progress.step == leave_after:
+                    return None
+        return run.progress, state_hash(model, optimizer), run.metrics
+
+
+@pytest.mark.parametrize(("leave_after", "before", "after"), [(2, 1, 3), (5, 3, 1), (6, 2, 4)])
+def test_loaders_of_different_length_in_turn_are_resumed(tmp_path, leave_after, before, after):
+    (whole,) = run_ranks(loaders_in_turn, 1, str(tmp_path / "whole"))
+    assert whole[0].step == 4 + 3 + 4
+    run_ranks(loaders_in_turn, before, str(tmp_path / "legs"), leave_after)
+    assert run_ranks(loaders_in_turn, after, str(tmp_path / "legs"), env={RESUME: "1"}) == [whole] * after

@@ -39,9 +39,26 @@ def test_a_forgotten_step():
 
 def test_a_forgotten_update():
     run, model, _, batches = opened()
-    with refused(r"a micro-batch went by without run\.update\(\)"), run:
+    with refused(r"a step ended without run\.update\(\)"), run:
         for batch in run.train(batches):
             run.backward(model(batch).mean())
+
+
+def test_an_update_where_the_gradient_is_there():
+    run, model, _, batches = opened()
+    with run:
+        for batch in run.train(batches):
+            if run.backward(model(batch).square().mean()):
+                assert all(p.grad is not None for p in model.parameters())
+                assert run.update()
+    assert run.progress.step == 2
+
+
+def test_a_count_for_some_micro_batches_of_a_step_only():
+    run, model, _, batches = opened()
+    with refused(r"count=\.\.\.\) for some micro-batches .* a 0 where a micro-batch holds no item"), run:
+        for number, batch in enumerate(run.train(batches)):
+            run.step(model(batch).mean(), count=(2 - number) or None)
 
 
 def test_two_steps_in_one_micro_batch():

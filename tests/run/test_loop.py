@@ -362,6 +362,7 @@ def summed_and_averaged():
             np.bool_(True),
             np.uint16(60000),
             np.array([small, -small], dtype=np.int8),
+            np.array([200], dtype=np.uint8),
             np.array([True, run.leads]),
         ]
         sums, means = [run.sum(kind) for kind in kinds], [run.mean(kind) for kind in kinds]
@@ -420,8 +421,8 @@ def test_on_any_world(tmp_path):
         assert first == [True] + [False] * (world - 1)
         assert leads == [True] + [False] * (world - 1)
         w = world
-        sums = [w, w, [w, 1], [100 * w], 200 * w, 100 * w, w, 60000 * w, [100 * w, -100 * w], [w, 1]]
-        shares = [1, 1, [1, 1 / w], [100], 200, 100, 1, 60000, [100, -100], [1, 1 / w]]
+        sums = [w, w, [w, 1], [100 * w], 200 * w, 100 * w, w, 60000 * w, [100 * w, -100 * w], [200 * w], [w, 1]]
+        shares = [1, 1, [1, 1 / w], [100], 200, 100, 1, 60000, [100, -100], [200], [1, 1 / w]]
         assert summed == [(sums, shares)] * w
         per_token = 650 / 78  # sum of i * i, by tokens
         assert by_count == [by_count[0]] * w == [results[1][6][0]] * w

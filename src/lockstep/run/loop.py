@@ -198,6 +198,7 @@ class Run:
         self._in_epochs = False
         self._passes = 0  # of `train` since the epoch began
         self._evaluations = 0  # since the last step
+        self._is_left = False  # whether the epoch's loop was left by `break`, and the script has not left `epochs`
         self._step_to_end = 0  # a step whose loop was left before its body had ended; 0: none
         self._error_of_end: LockstepError | None = None  # met where a loop was left by `break`
         self._said_put_back = False  # of buffers that moved in an evaluation
@@ -390,8 +391,9 @@ class Run:
             self._passes = 0
             seed_generators(seed_of(seed, "epoch", self.progress.epoch))
             yield self.progress.epoch
+            # A step whose loop was left by `break` ends in the next epoch: a resume does not go on in this one.
+            self.progress, self._is_left = self.progress.after_epoch(), False
             self._end_step()
-            self.progress = self.progress.after_epoch()
             self._do(self._agenda.after_epoch(self.progress.epoch))
         self._in_epochs = False
         self._strategy.settle()
@@ -428,6 +430,8 @@ class Run:
             self._restore(self._resumed_within)
             self._resumed_within = None
             self._evaluations = 0  # those which the epoch began with came before this step
+            if self._is_left:
+                return
         if not self.progress.epoch_step:
             self._measures["train"] = Measures()  # what an epoch that was left by `break` measured is not this one's
         # A checkpoint or the script may have filled buffers since, such as with what was trained elsewhere.
@@ -463,6 +467,7 @@ class Run:
         except GeneratorExit:
             if stepper.work is not None:  # else the run is closed
                 stepper.part(whole=False)
+            self._is_left = self._in_epochs
             raise
         finally:
             self._leave()
@@ -715,6 +720,7 @@ class Run:
 
     def _finish(self) -> None:
         if self._began:
+            self._is_left = False  # to be gone on with, if the script leaves `epochs` and the run in it
             self._end_step()
             self._save()
             if not self._directory:
@@ -889,6 +895,7 @@ class Run:
             self.progress = Progress.from_dict(tree["progress"])
             self._resumed_within = tree if self.progress.epoch_step else None
             self._evaluations = 0 if self._resumed_within else tree.get("evaluations", 0)
+            self._is_left = tree["is_left"]
         if self.leads and self._directory:
             self._record = Record(Path(self._directory, "metrics.jsonl"), step=self.progress.step, say=self.say)
         if self._directory:
@@ -1010,6 +1017,7 @@ class Run:
             "metrics": self.metrics,
             "evaluations": self._evaluations,
             "carry": self._carry.state(),
+            "is_left": self._is_left,
         }
 
     def _objects(self) -> dict[str, Any]:
@@ -1090,7 +1098,7 @@ class Run:
         # Small integer types of NumPy's would wrap around.
         if isinstance(value, np.generic):
             value = value.item()
-        elif isinstance(value, np.ndarray) and value.dtype.kind in "bi":
+        elif isinstance(value, np.ndarray) and value.dtype.kind in "biu" and value.itemsize < 8:
             value = cast(T, value.astype(np.int64))
         return cast(T, sum(self._group.gather_objects(value, place)))
 

@@ -201,8 +201,8 @@ class Stepper:
                     "optimizer.step() and optimizer.zero_grad(); call it once for each, also where there is nothing to "
                     "learn (a loss of zero times the model's output will do)"
                 )
-            if not work.due:
-                raise UsageError("a micro-batch went by without run.update(): call it after each run.backward(loss)")
+            if not work.due and work.turn.last:
+                raise UsageError("a step ended without run.update(): call it where run.backward(loss) returned True")
             self._finish(work)
         self.checks.buffers_stayed()
         if not work.turn.last:
