@@ -112,12 +112,13 @@ def _restore_torch(before: tuple[object, object, int] | None) -> list[str]:
 
 
 def _left_threads(before: set[threading.Thread]) -> list[str]:
-    # Threads of C++ that once called into Python appear as dummies and stay; they are not the test's.
+    # Threads of C++ that once called into Python appear as dummies and stay, and so does the one that tqdm starts with
+    # its first bar, wherever in torch that is; they are not the test's.
     def left() -> list[threading.Thread]:
         return [
             thread
             for thread in threading.enumerate()
-            if thread not in before and not isinstance(thread, threading._DummyThread)
+            if thread not in before and not isinstance(thread, threading._DummyThread) and thread.name != "tqdm_monitor"
         ]
 
     _until(lambda: not left())
