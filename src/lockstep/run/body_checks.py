@@ -122,9 +122,9 @@ class BodyChecks:
         for (name, _), was, now in zip(self._state.buffers, self._buffers, self._versions(), strict=False):
             if was != now:
                 raise UsageError(
-                    f"the buffer {name} moved after run.step(...) in the loop's body, by a forward pass in training "
-                    "mode: it would count on some ranks and not on others. Make that pass before run.step(...), or "
-                    "between model.eval() and model.train()"
+                    f"the buffer {name} moved after run.step(...) in the loop's body: what a forward pass in training "
+                    "mode does there would count on some ranks and not on others. Make that pass before run.step(...) "
+                    "or between model.eval() and model.train(), and set buffers by hand before run.train(...)"
                 )
 
     def _checksums(self) -> dict[nn.Parameter, int]:
