@@ -9,7 +9,6 @@ from feeds import feed_of, on_world, place_of
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.batch import BatchPlan
-from lockstep.data import open_feed
 
 SIZES = (8, 2)  # 4 micro-batches a step
 LENGTHS = (21, 18, 22)  # the last step holds: fewer samples than a rank's share, fewer than micro-batches, one short
@@ -84,8 +83,7 @@ class DrawsItself(IterableDataset):
 
 
 def test_what_a_stream_draws_differs_from_epoch_to_epoch():
-    plan = BatchPlan(8, 2, 1)
-    feed = open_feed(DrawsItself(), plan, 0, seed=1, shuffle=None, drop_last=False, workers=0, agree=lambda n: [n])
+    feed = feed_of(DrawsItself(), BatchPlan(8, 2, 1), agree=lambda counts: [counts])
     epochs = [torch.cat([micro.data for micro in feed.epoch(epoch, shadows="none")]) for epoch in (0, 1, 0)]
     assert torch.equal(epochs[0], epochs[2])
     assert not torch.isin(epochs[0], epochs[1]).any()

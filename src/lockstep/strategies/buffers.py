@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.collectives import Exchange, Fold, Group
 from lockstep.errors import LockstepError, UsageError
-from lockstep.strategies.gradients import Turn
+from lockstep.strategies.gradients import Turn, as_real
 
 #: By value, buffers are compared in this many first steps, and then once in so many; always, if they are small.
 _FIRST_STEPS = 2
@@ -215,7 +215,7 @@ class Buffers:
             return
         known = [i for i in before if _has_mean(self._all[i])]
         here = [i for i in self._moving if _has_mean(self._all[i])]
-        sizes = [self._base[i].numel() * (2 if self._base[i].is_complex() else 1) for i in known]
+        sizes = [as_real(self._base[i]).numel() for i in known]
         bases = [self._base[i] for i in here]
         stayed = {i: self._end_to_end([move]) for i, move in zip(here, self._moves(bases, bases), strict=True)}
         for number, sums in enumerate(self._fold.sums):
@@ -305,14 +305,14 @@ class Buffers:
         if bases:
             self._add_mean(bases, out, of)
         if self._counts is not None:
-            rest = sum(b.numel() * (2 if b.is_complex() else 1) for b in bases)
+            rest = sum(as_real(b).numel() for b in bases)
             self._add_counts(whole, *self._counts.agreed(out[rest:]))
 
     def _add_mean(self, bases: list[torch.Tensor], sums: torch.Tensor, of: int) -> None:
         if self._has_holes:
             for base in bases:
                 base.masked_fill_(~base.isfinite(), 0)
-        reals = [torch.view_as_real(b) if b.is_complex() else b for b in bases]
+        reals = [as_real(b) for b in bases]
         sizes = [b.numel() for b in reals]
         pieces = sums[: sum(sizes)].div_(of).split(sizes)
         torch._foreach_add_(reals, [p.view_as(b).to(b.device) for p, b in zip(pieces, reals, strict=True)])
@@ -338,7 +338,7 @@ class Buffers:
 
     def _end_to_end(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """In one dimension, complex numbers as two reals, all of the type of sums."""
-        flats = [(torch.view_as_real(t) if t.is_complex() else t).reshape(-1) for t in tensors]
+        flats = [as_real(t).reshape(-1) for t in tensors]
         whole = torch.zeros(0, dtype=self._sum_type, device=self._device)
         return torch.cat([whole, *(flat.to(self._device or flat.device) for flat in flats)])
 

@@ -202,7 +202,8 @@ class DataParallel:
         """See `TakesUp.take_up`."""
         self._buffers.check_known()
         for number, model in enumerate(self._models):
-            learning = [p for p in target.dense if p in set(model.module.parameters())]
+            inside = set(model.module.parameters())
+            learning = [p for p in target.dense if p in inside]
             if learning and {id(p) for p in learning} != {id(p) for p in model.learning}:
                 self._reduce(number, _learning(model.module), init_sync=False)
         self._awaited.clear()
