@@ -520,3 +520,23 @@ def test_what_the_script_unfroze_goes_on_unfrozen_after_a_resume(tmp_path, first
         assert state_hash(found[0]) == state_hash(expected)
         (line,) = found[1]
         assert line.startswith("body.weight, body.bias learned, or did not, when the checkpoint was saved")
+
+
+def test_two_optimizers_in_steps_of_one_micro_batch():
+    """Also in a last step of one, after a scheduler has changed what the step before began with."""
+    with Run(seed=3) as run:
+        models = [run.model(nn.Linear(2, 1)) for _ in range(2)]
+        optimizers = [run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+        for optimizer in optimizers:
+            run.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        for x in run.train(run.loader(torch.arange(18.0).view(9, 2) / 18, global_batch=4, micro_batch=2)):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                run.step(model(x).square().mean(), optimizer=optimizer)
+        assert run.progress.step == 3
+    with Run(seed=3) as run:
+        models = [run.model(nn.Linear(2, 1)) for _ in range(2)]
+        optimizers = [run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+        for x in run.train(run.loader(torch.ones(8, 2), global_batch=4, micro_batch=4)):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                run.step(model(x).square().mean(), optimizer=optimizer)
+        assert run.progress.step == 2

@@ -368,9 +368,9 @@ class Stepper:
 
     def _check_first(self, target: Target, work: Work, *, counts: bool) -> None:
         """Before a backward pass for ``target``."""
-        if not self._begun and work.turn.of > 1:
+        if not self._begun:
             self.checks.first_backward()
-        elif self._begun:
+        else:
             self.checks.same_options(self._step)
         if target not in self._begun:
             there = [self._state.name_of(p) for p in target.parameters if p.grad is not None]
