@@ -43,11 +43,13 @@ hypothesis.settings.load_profile("lockstep")
 GRACE_S = 10.0  #: for what a test has told to end but did not wait for
 
 
-#: Tests that share what they compute once, and so belong on one worker. The marks of pytest-xdist 3.8 say the same, and
-#: pytest 9.2 does not hear them.
+#: Tests that share what they compute once, and so belong on one worker, which takes them before all others. The marks
+#: of pytest-xdist 3.8 say the same, and pytest 9.2 does not hear them.
 TOGETHER = (
     "tests/strategies/test_zero.py",
     "tests/test_by_hand.py",
+    "tests/test_faults.py",
+    "tests/test_nodes.py",
     "tests/test_recipes.py::test_vision_transformer_learns_under_every_strategy",
     "tests/test_transparency.py",
 )

