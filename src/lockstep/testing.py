@@ -47,7 +47,10 @@ __all__ = ["FaultPlan", "Outcome", "StrategyLaws", "run_each", "run_ranks", "sta
 T = TypeVar("T")
 
 #: Loaded once for all ranks, if installed. Every optimizer loads `torch._dynamo`, which takes seconds.
-_PRELOAD = ("torch", "torch._dynamo", "lockstep.run", "hypothesis", "pytest")
+_PRELOAD = (
+    *("torch", "torch._dynamo", "hypothesis", "pytest", "lockstep.run", "lockstep.strategies.sharded.fully_sharded"),
+    *("lockstep.strategies.pipelined.pipeline", "lockstep.strategies.served.hybrid"),
+)
 #: How long ranks may go on after one of them failed: enough to be told that it is gone.
 _GRACE_S = 10.0
 #: How long a rank has at the deadline to write where it is.

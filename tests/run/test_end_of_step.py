@@ -188,7 +188,7 @@ def test_the_record_of_the_undisturbed_run_is_whole(undisturbed):
     assert sum("held" in row and "n" not in row for row in record) == 2
 
 
-@pytest.mark.parametrize(("step", "before", "after"), [(1, 1, 2), (2, 3, 1), (5, 2, 3), (6, 1, 2), (9, 2, 4)])
+@pytest.mark.parametrize(("step", "before", "after"), [(1, 1, 2), (5, 2, 3), (9, 3, 1)])
 def test_killed_in_the_body_after_a_step_and_resumed_nothing_is_missing(tmp_path, undisturbed, step, before, after):
     outcomes = run_each(trained, before, tmp_path, (before - 1, step))
     assert "killed by SIGKILL" in str(outcomes[before - 1].error), outcomes
@@ -447,7 +447,7 @@ def with_a_beginning(directory, kill=None):
         return state_hash(module, optimizer, scheduler), run.metrics, told[-1]
 
 
-@pytest.mark.parametrize(("step", "world"), [(3, 2), (6, 1), (8, 3), (11, 1)])
+@pytest.mark.parametrize(("step", "world"), [(3, 2), (8, 3)])
 def test_what_an_epoch_begins_with_counts_once_however_often_it_is_resumed(tmp_path, step, world):
     (expected,) = run_ranks(with_a_beginning, 1, tmp_path / "undisturbed")
     outcomes = run_each(with_a_beginning, world, tmp_path / "killed", step)
@@ -503,7 +503,7 @@ def loaders_in_turn(directory, leave_after=None):
         return run.progress, state_hash(model, optimizer), run.metrics
 
 
-@pytest.mark.parametrize(("leave_after", "before", "after"), [(2, 1, 3), (5, 3, 1), (6, 2, 4)])
+@pytest.mark.parametrize(("leave_after", "before", "after"), [(2, 1, 3), (6, 4, 2)])
 def test_loaders_of_different_length_in_turn_are_resumed(tmp_path, leave_after, before, after):
     (whole,) = run_ranks(loaders_in_turn, 1, str(tmp_path / "whole"))
     assert whole[0].step == 4 + 3 + 4

@@ -295,7 +295,7 @@ def unlike(name, tensors):
     return [n for n, there in alone(name).items() if state_hash(tensors[n]) != state_hash(there)]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_on_any_world_buffers_have_the_bits_of_one_rank(world):
     cases = [(name, "ddp") for name in CASES]
     if world == 3:

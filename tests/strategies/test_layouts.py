@@ -268,7 +268,7 @@ def check(name, found):
     assert state_hash(parameters) != state_hash(list(CASES[name].model().parameters())), "nothing was learned"
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_gradients_are_those_of_plain_torch_and_of_one_rank(world):
     cases = [(name, "ddp") for name in CASES]
     cases += [(name, "zero") for name in CASES if CASES[name].same_bits and world == 3]
