@@ -84,7 +84,7 @@ def ways(model: nn.Module, rank: int) -> dict[str, Callable[[Bucket], None]]:
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     state.iter = 2  # or it would begin with plain sums
     ours = PowerSGD(alone(next(model.parameters()).device), rank=rank, start=0, may_skip=False)
-    ours.adopt(model)
+    ours.setup_model(model)
 
     def torchs_hook(bucket: Bucket) -> None:
         powerSGD_hook.powerSGD_hook(state, bucket).wait()  # type: ignore[arg-type]

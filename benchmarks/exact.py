@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.batch import BatchPlan
 from lockstep.collectives import Group, open_group
-from lockstep.strategies import Target, Terms, Turn, open_strategy
+from lockstep.strategies import MicroBatchPosition, ParameterSet, StrategyContext, open_strategy
 from lockstep.world import World
 from ranks import start, told
 
@@ -67,21 +67,21 @@ def ddp(millions: float) -> Step:
 
 def lockstep_ddp(millions: float, group: Group, plan: BatchPlan, *, exact: bool) -> Step:
     """As `Run` does it with ``strategy="ddp"``."""
-    strategy = open_strategy("ddp", Terms(group, plan.run, exact=exact))
+    strategy = open_strategy("ddp", StrategyContext(group, plan.run, exact=exact))
     net = build(millions)
-    model, optimizer = strategy.adopt(net, find_unused_parameters=False), sgd(net)
-    target = Target(tuple(net.parameters()), everything=True)
+    model, optimizer = strategy.setup_model(net, find_unused_parameters=False), sgd(net)
+    target = ParameterSet(tuple(net.parameters()), everything=True)
     mine, weight = plan.run(group.rank), torch.tensor(1 / plan.micro_batches)
 
     def step(batches: list[tuple[Tensor, Tensor]]) -> None:
         for index, (inputs, labels) in zip(mine, batches, strict=True):
-            turn = Turn(index, plan.micro_batches, index == mine[-1])
-            strategy.begin(turn)
+            turn = MicroBatchPosition(index, plan.micro_batches, index == mine[-1])
+            strategy.begin_micro_batch(turn)
             strategy.backward(F.cross_entropy(model(inputs), labels), weight, target, turn)
             if turn.last:
                 optimizer.step()
                 optimizer.zero_grad()
-            strategy.end(turn)
+            strategy.end_micro_batch(turn)
 
     return step
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 import lockstep
 from hosts import Host, hosts
 from lockstep.collectives import open_group
+from lockstep.collectives.all_reduce import wait_all
 from lockstep.collectives.all_to_all import all_to_all
-from lockstep.collectives.exchange import wait_all
 from lockstep.world import World
 
 _PER_SECOND = {"mbit": 125e3, "gbit": 125e6}  # bytes, of the words that `tc` knows
@@ -34,7 +34,7 @@ def exchange(megabytes: float, rounds: int) -> dict[str, float]:
     """On a rank: the median milliseconds of each way. All ranks."""
     torch.set_num_threads(1)
     with closing(open_group(World.from_env(os.environ), torch.device("cpu"), 120)) as group:
-        line = group.line()
+        line = group.new_process_group()
         each = int(megabytes * 1e6) // 4 // group.size
         sizes = [each] * group.size
         sent, received = torch.zeros(each * group.size), torch.empty(each * group.size)

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.batch import BatchPlan
 from lockstep.checkpoint import Checkpoints
 from lockstep.collectives import Group, open_group
-from lockstep.strategies import Strategy, Target, Terms, Turn, open_strategy
+from lockstep.strategies import MicroBatchPosition, ParameterSet, Strategy, StrategyContext, open_strategy
 from lockstep.world import World
 from ranks import start, told
 
@@ -83,19 +83,22 @@ def by_hand(millions: float, group: Group, *, divided: bool) -> Way:
 
 def lockstep(word: str, millions: float, group: Group, plan: BatchPlan) -> Way:
     """As `Run` does it with this strategy."""
-    strategy: Strategy = open_strategy(word, Terms(group, plan.run))
+    strategy: Strategy = open_strategy(word, StrategyContext(group, plan.run))
     net = build(millions)
-    model, optimizer = strategy.adopt(net, find_unused_parameters=False), torch.optim.AdamW(net.parameters(), lr=RATE)
-    target = Target(tuple(net.parameters()), everything=True)
-    turn, weight = Turn(group.rank, group.size, True), torch.tensor(1 / group.size)
+    model, optimizer = (
+        strategy.setup_model(net, find_unused_parameters=False),
+        torch.optim.AdamW(net.parameters(), lr=RATE),
+    )
+    target = ParameterSet(tuple(net.parameters()), everything=True)
+    turn, weight = MicroBatchPosition(group.rank, group.size, True), torch.tensor(1 / group.size)
 
     def step(inputs: Tensor, labels: Tensor) -> None:
-        strategy.begin(turn)
+        strategy.begin_micro_batch(turn)
         strategy.backward(F.cross_entropy(model(inputs), labels), weight, target, turn)
-        strategy.own(target)
+        strategy.before_optimizer_step(target)
         optimizer.step()
         optimizer.zero_grad()
-        strategy.end(turn)
+        strategy.end_micro_batch(turn)
 
     saves: list[Checkpoints] = []
 
@@ -104,7 +107,7 @@ def lockstep(word: str, millions: float, group: Group, plan: BatchPlan) -> Way:
         saves[0].settle()
         group.barrier("the one before is saved")
         began = time.perf_counter()
-        saves[0].save(strategy.holding.optimizer_state(optimizer), len(list(place.iterdir())), {})
+        saves[0].save(strategy.state_layout.optimizer_state(optimizer), len(list(place.iterdir())), {})
         took = time.perf_counter() - began
         saves[0].settle()
         return took

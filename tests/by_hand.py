@@ -113,7 +113,7 @@ def train(training: Training) -> Trained:
     ema = AveragedModel(models[0], multi_avg_fn=get_ema_multi_avg_fn(0.9)) if training.ema else None
     step, scale = 0, FIRST_SCALE if training.precision == "fp16" else 1.0
     for epoch in range(training.epochs):
-        measures = Measures()
+        measures = MetricMeans()
         for model in models:
             model.train()
         generator = torch.Generator().manual_seed(seed_of(training.seed, "order", epoch))
@@ -196,7 +196,7 @@ def numbers_of(tensor: Tensor) -> Tensor:
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
-class Measures:
+class MetricMeans:
     """Means weighted by what they are of."""
 
     def __init__(self) -> None:
@@ -312,7 +312,7 @@ def _forward(training: Training) -> contextlib.AbstractContextManager[Any]:
 
 
 def _evaluated(training: Training, models: list[nn.Module], trained: Trained) -> dict[str, float]:
-    data, measures, outputs = training.held_out(), Measures(), []
+    data, measures, outputs = training.held_out(), MetricMeans(), []
     was_training, base = [model.training for model in models], buffers_of(models)
     for model in models:
         model.eval()

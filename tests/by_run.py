@@ -12,8 +12,8 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from by_hand import Trained, Training, look, state_of
+from lockstep.launch_contract import STOP_FILE
 from lockstep.run import Run
-from lockstep.world import STOP_FILE
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Tests go to whichever worker is free, those of `TOGETHER` as one."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class Together(LoadScopeScheduling):
+    class StoreAgreement(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return next((place for place in TOGETHER if nodeid.startswith(place)), nodeid)
 
-    return Together(config, log)
+    return StoreAgreement(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -36,10 +36,10 @@ CARRY = "tests/run/test_carry.py"
 STEP = "tests/run/test_end_of_step.py"
 DIVERGENCE = "tests/run/test_divergence.py"
 IDENTITY = "tests/run/test_identity.py"
-FINITE = "tests/run/test_finite.py"
+FINITE = "tests/run/test_nonfinite.py"
 REGISTRATION = "tests/run/test_registration.py"
 RANDOMNESS = "tests/run/test_randomness.py"
-LOOP = "tests/run/test_loop.py"
+LOOP = "tests/run/test_run.py"
 GUARDS = "tests/run/test_guards.py"
 WORLDS = "tests/test_transparency.py"
 MEAN = "tests/test_mean_gradient.py"
@@ -56,7 +56,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Such as ``run/loop.py: after_step(1) for after_step(...)``."""
+        """Such as ``run/run.py: after_step(1) for after_step(...)``."""
         return f"{self.file}: {_short(self.new)}   for   {_short(self.old)}"
 
 
@@ -72,26 +72,26 @@ def mutant(file: str, old: str, new: str, *tests: str) -> Mutant:
 MUTANTS = [
     # ---- the tree, and who computes what
     mutant(
-        "collectives/tree.py",
+        "collectives/reduction_tree.py",
         "        middle = (first + end) // 2\n        return within(",
         "        middle = first + 1\n        return within(",
         "tests/collectives",
     ),
     mutant(
-        "collectives/tree.py",
+        "collectives/reduction_tree.py",
         "if above is None or parent_of(self._micro_batches, left) != above:",
         "if above is None:",
         "tests/collectives",
     ),
     mutant(
-        "collectives/exchange.py",
+        "collectives/all_reduce.py",
         "return fold(route.micro_batches, route.all_nodes, pieces, lambda left, right: left.add_(right))",
         "return torch.stack(list(pieces)).sum(0)",
         "tests/collectives",
         WORLDS,
     ),
     mutant(
-        "collectives/route.py",
+        "collectives/reduction_plan.py",
         "size == 2 and all(len(nodes) == 1",
         "size > 1 and all(len(nodes) == 1",
         "tests/collectives",
@@ -114,88 +114,91 @@ MUTANTS = [
         "return samples // self.global_batch if not drop_last else",
         "tests/test_batch.py",
     ),
-    mutant("data/order.py", 'seed_of(seed, "order", epoch)', 'seed_of(seed, "order")', "tests/data", HAND),
+    mutant("data/sampling.py", 'seed_of(seed, "order", epoch)', 'seed_of(seed, "order")', "tests/data", HAND),
     mutant(
-        "data/order.py",
+        "data/sampling.py",
         "stop = min(start + plan.micro_batch, samples)",
         "stop = start + plan.micro_batch",
         "tests/data",
     ),
     mutant(
-        "data/order.py",
+        "data/sampling.py",
         "step, index = divmod(number, plan.micro_batches)",
         "step, index = number // plan.micro_batches, 0",
         "tests/data",
         HAND,
     ),
     mutant(
-        "data/order.py",
+        "data/sampling.py",
         "return -(-micro_batches // plan.world_size) - mine",
         "return micro_batches // plan.world_size - mine",
         "tests/data",
     ),
     mutant(
-        "data/samples.py",
+        "data/map_dataset.py",
         'seed_of(self.seed, "samples", epoch, indices[0])',
         'seed_of(self.seed, "samples", indices[0])',
         "tests/data",
         HAND,
     ),
     mutant(
-        "data/samples.py",
+        "data/map_dataset.py",
         'seed_of(self.seed, "samples", epoch, indices[0])',
         'seed_of(self.seed, "samples", epoch)',
         "tests/data",
         HAND,
     ),
     mutant(
-        "data/stream.py",
+        "data/iterable_dataset.py",
         'seed_of(seed, "collate", epoch, step, index)',
         'seed_of(seed, "collate", epoch, step)',
         "tests/data",
     ),
-    mutant("data/stream.py", 'seed_of(seed, "sample", epoch, number)', 'seed_of(seed, "sample", number)', "tests/data"),
-    mutant("data/stream.py", "mark = checksum(first[:1])", "mark = 0", "tests/data"),
+    mutant(
+        "data/iterable_dataset.py",
+        'seed_of(seed, "sample", epoch, number)',
+        'seed_of(seed, "sample", number)',
+        "tests/data",
+    ),
+    mutant("data/iterable_dataset.py", "mark = checksum(first[:1])", "mark = 0", "tests/data"),
     # ---- gradients
     mutant(
-        "strategies/data_parallel.py",
+        "strategies/ddp.py",
         "gradients = _views_of(flat, parameters)",
         "gradients = list(bucket.gradients())",
         LAYOUTS,
         HAND,
     ),
     mutant(
-        "strategies/data_parallel.py",
-        "partials = [] if turn.shadow else pending.partials(",
+        "strategies/ddp.py",
+        "partials = [] if turn.is_padding else pending.partials(",
         "partials = pending.partials(",
         HAND,
         WORLDS,
     ),
+    mutant("strategies/ddp.py", "self._reduce(number, _learning(model.module), init_sync=False)", "pass", LEARNS),
     mutant(
-        "strategies/data_parallel.py", "self._reduce(number, _learning(model.module), init_sync=False)", "pass", LEARNS
-    ),
-    mutant(
-        "strategies/gradients.py",
+        "strategies/gradient_accumulation.py",
         "parameter.grad = None\n        gradients.append(gradient.resolve_conj())",
         "gradients.append(gradient.resolve_conj())",
         HAND,
         LAYOUTS,
     ),
     mutant(
-        "strategies/gradients.py",
+        "strategies/gradient_accumulation.py",
         "torch._foreach_mul_(gradients, samples / counted)",
         "torch._foreach_mul_(gradients, 1.0)",
         MEAN,
         HAND,
     ),
     mutant(
-        "strategies/sparse.py",
+        "strategies/sparse_gradients.py",
         "table[gradient.indices()[0]] = torch.cat([values, values.new_ones(len(values), 1)], 1)",
         "table[gradient.indices()[0]] = torch.cat([values, values.new_zeros(len(values), 1)], 1)",
         LAYOUTS,
     ),
     mutant(
-        "strategies/sparse.py",
+        "strategies/sparse_gradients.py",
         "    gradient = gradient.coalesce()\n    values",
         "    gradient = gradient._coalesced_(True)\n    values",
         LAYOUTS,
@@ -208,17 +211,17 @@ MUTANTS = [
     ),
     mutant("strategies/zero.py", "self._share_out(target.parameters)", "pass", LEARNS),
     mutant(
-        "strategies/norm.py",
+        "strategies/grad_norm.py",
         "gradient = torch.view_as_real(gradient.resolve_conj())",
         "gradient = gradient.real",
         LAYOUTS,
         HAND,
     ),
     mutant(
-        "strategies/norm.py",
+        "strategies/grad_norm.py",
         "table[:, : width - kept] += table[:, kept:width]",
         "table[:, : width - kept] = table[:, kept:width]",
-        "tests/strategies/test_norm.py",
+        "tests/strategies/test_grad_norm.py",
     ),
     # ---- buffers
     mutant(
@@ -262,25 +265,31 @@ MUTANTS = [
     mutant("run/state.py", "parameter.requires_grad_(learn[name])", "pass", LEARNS),
     # ---- the order of a step
     mutant(
-        "run/stepping.py",
+        "run/train_step.py",
         "items = micro.samples if count is None else count",
         "items = 1 if count is None else count",
         HAND,
         MEAN,
     ),
-    mutant("run/stepping.py", "known = [] if micro.shadow else [(loss, items)]", "known = [(loss, items)]", HAND, LOOP),
-    mutant("run/stepping.py", "if not self._precision.stepped():", "if False:", HAND, FINITE),
     mutant(
-        "run/stepping.py",
+        "run/train_step.py",
+        "known = [] if micro.is_padding else [(loss, items)]",
+        "known = [(loss, items)]",
+        HAND,
+        LOOP,
+    ),
+    mutant("run/train_step.py", "if not self._precision.stepped():", "if False:", HAND, FINITE),
+    mutant(
+        "run/train_step.py",
         "        self._strategy.end(work.turn)\n        if not self._precision",
         "        if not self._precision",
         STEP,
         HAND,
         WORLDS,
     ),
-    mutant("run/stepping.py", "if id(scheduler.optimizer) in stepped:", "if True:", LOOP, HAND, "tests/run"),
+    mutant("run/train_step.py", "if id(scheduler.optimizer) in stepped:", "if True:", LOOP, HAND, "tests/run"),
     mutant(
-        "run/stepping.py",
+        "run/train_step.py",
         "            self._counts.clear()\n            self._items.clear()\n            self._begun.clear()\n"
         "            self._strategy.abandon()",
         "            self._items.clear()\n            self._begun.clear()\n            self._strategy.abandon()",
@@ -288,30 +297,30 @@ MUTANTS = [
         STEP,
         MEAN,
     ),
-    mutant("run/stepping.py", "if len(due) == len(self._state.optimizers):", "if due:", STEP, WORLDS),
+    mutant("run/train_step.py", "if len(due) == len(self._state.optimizers):", "if due:", STEP, WORLDS),
     mutant(
-        "run/stepping.py",
+        "run/train_step.py",
         "there = [self._state.name_of(p) for p in target.parameters if p.grad is not None]",
         "there = []",
         LEARNS,
     ),
     mutant(
-        "run/stepping.py",
-        "elif self._begun[target] != counts and not work.turn.shadow:",
+        "run/train_step.py",
+        "elif self._begun[target] != counts and not work.turn.is_padding:",
         "elif False:",
         GUARDS,
         "tests/run",
     ),
     mutant(
-        "run/body_checks.py",
+        "run/loop_checks.py",
         "        now = self._options_now()\n        if now == self._options:",
         "        now = self._options_now()\n        if True:",
         LEARNS,
     ),
-    mutant("run/body_checks.py", "if self.run_steps:\n            return", "if True:\n            return", LEARNS),
-    mutant("run/body_checks.py", "if _mark(self._state.kept[name]) != mark:", "if False:", STEP),
+    mutant("run/loop_checks.py", "if self.run_steps:\n            return", "if True:\n            return", LEARNS),
+    mutant("run/loop_checks.py", "if _mark(self._state.kept[name]) != mark:", "if False:", STEP),
     mutant(
-        "run/body_checks.py",
+        "run/loop_checks.py",
         '            if was != now:\n                raise UsageError(\n                    f"the buffer',
         '            if False:\n                raise UsageError(\n                    f"the buffer',
         "tests/run",
@@ -330,67 +339,67 @@ MUTANTS = [
     ),
     # ---- metrics
     mutant(
-        "run/measures.py",
+        "run/metrics.py",
         "self.units += numerator * int(weight) <<",
         "self.units += numerator <<",
         HAND,
-        "tests/run/test_measures.py",
+        "tests/run/test_metrics.py",
     ),
     mutant(
-        "run/measures.py",
+        "run/metrics.py",
         "self.add_mean(name, number, samples if count is None else count)",
         "self.add_mean(name, number, samples)",
         HAND,
-        "tests/run/test_measures.py",
+        "tests/run/test_metrics.py",
         LOOP,
     ),
-    mutant("run/measures.py", "            else:\n                self.odd += value", "", "tests/run/test_measures.py"),
-    mutant("run/loop.py", 'self._measures["train"].load(tree["measures"], self._group)', "pass", STEP, WORLDS),
-    mutant("run/loop.py", 'self.metrics = dict(tree.get("metrics", {}))', "pass", STEP, LOOP, "tests/test_faults.py"),
+    mutant("run/metrics.py", "            else:\n                self.odd += value", "", "tests/run/test_metrics.py"),
+    mutant("run/run.py", 'self._measures["train"].load(tree["measures"], self._group)', "pass", STEP, WORLDS),
+    mutant("run/run.py", 'self.metrics = dict(tree.get("metrics", {}))', "pass", STEP, LOOP, "tests/test_faults.py"),
     mutant(
-        "run/loop.py",
+        "run/run.py",
         "is_whole = not (value.is_floating_point() or value.is_complex())",
         "is_whole = False",
         "tests/run",
     ),
     # ---- randomness
     mutant(
-        "run/loop.py",
+        "run/run.py",
         'seed_of(told.seed, "step", self.progress.step, micro.index)',
         'seed_of(told.seed, "step", micro.index)',
         HAND,
     ),
     mutant(
-        "run/loop.py",
+        "run/run.py",
         'seed_of(told.seed, "step", self.progress.step, micro.index)',
         'seed_of(told.seed, "step", self.progress.step)',
         HAND,
     ),
     mutant(
-        "run/loop.py",
+        "run/run.py",
         "seed_generators(seed_of(*key, micro.step, micro.index))",
         "seed_generators(seed_of(*key, micro.index))",
         RANDOMNESS,
         HAND,
     ),
-    mutant("run/loop.py", "        self._evaluations += 1\n", "        pass\n", RANDOMNESS),
+    mutant("run/run.py", "        self._evaluations += 1\n", "        pass\n", RANDOMNESS),
     mutant(
-        "run/loop.py",
+        "run/run.py",
         '(self.settings.values.seed, "evaluate", self.progress.step, self._evaluations)',
         '(self.settings.values.seed, "evaluate", 0, self._evaluations)',
         RANDOMNESS,
         HAND,
     ),
     mutant(
-        "run/loop.py",
+        "run/run.py",
         "            self._carry.forget_step()\n            self._draw_alike()",
         "            self._carry.forget_step()",
         RANDOMNESS,
     ),
-    mutant("run/loop.py", '        self._draw_alike("body")\n', "", RANDOMNESS),
+    mutant("run/run.py", '        self._draw_alike("body")\n', "", RANDOMNESS),
     # ---- the end of a step, and a resume
     mutant(
-        "run/loop.py",
+        "run/run.py",
         "            if not model.training:\n                model.train()",
         "            model.train()",
         RANDOMNESS,
@@ -401,18 +410,18 @@ MUTANTS = [
         "                pass",
         BUFFERS,
     ),
-    mutant("run/loop.py", "            self._restore(self._resumed_within)\n", "", STEP),
-    mutant("run/loop.py", "            self._is_left = self._in_epochs\n", "", STEP),
+    mutant("run/run.py", "            self._restore(self._resumed_within)\n", "", STEP),
+    mutant("run/run.py", "            self._is_left = self._in_epochs\n", "", STEP),
     mutant(
-        "run/loop.py",
+        "run/run.py",
         "self._resumed_within = tree if self.progress.epoch_step else None",
         "self._resumed_within = tree",
         STEP,
         LOOP,
     ),
-    mutant("run/loop.py", "if self.leads and self._resumed_within is None:", "if self.leads:", STEP),
+    mutant("run/run.py", "if self.leads and self._resumed_within is None:", "if self.leads:", STEP),
     mutant(
-        "run/loop.py", "        self._end_step()\n        self._passes += 1", "        self._passes += 1", STEP, LOOP
+        "run/run.py", "        self._end_step()\n        self._passes += 1", "        self._passes += 1", STEP, LOOP
     ),
     mutant(
         "progress.py",
@@ -429,13 +438,13 @@ MUTANTS = [
     ),
     # ---- ranks that differ, what is not finite, who the run is
     mutant(
-        "run/loop.py",
+        "run/run.py",
         "        self._divergence.compare(tree, self.progress.step)\n        return tree",
         "        return tree",
         DIVERGENCE,
     ),
     mutant(
-        "run/loop.py", "is_first = first is not None and self._steps_here == first + 1", "is_first = False", DIVERGENCE
+        "run/run.py", "is_first = first is not None and self._steps_here == first + 1", "is_first = False", DIVERGENCE
     ),
     mutant(
         "run/divergence.py",
@@ -444,15 +453,18 @@ MUTANTS = [
         DIVERGENCE,
     ),
     mutant(
-        "run/finite.py",
+        "run/nonfinite.py",
         "        if math.isfinite(value):",
         "        if not math.isnan(value):",
         FINITE,
     ),
     mutant(
-        "run/stepping.py", "not self._precision.scales and not micro.shadow:", "not self._precision.scales:", FINITE
+        "run/train_step.py",
+        "not self._precision.scales and not micro.is_padding:",
+        "not self._precision.scales:",
+        FINITE,
     ),
-    mutant("run/finite.py", "elif not cmath.isfinite(sum(each.item() for each in sums)):", "elif False:", FINITE),
+    mutant("run/nonfinite.py", "elif not cmath.isfinite(sum(each.item() for each in sums)):", "elif False:", FINITE),
     mutant(
         "run/identity.py",
         "return [name for name, digest in now.items() if before.get(name, digest) != digest]",
@@ -477,15 +489,18 @@ MUTANTS = [
     mutant("checkpoint/commit.py", "        disk.sync(file)\n    finally:", "    finally:", "tests/checkpoint"),
     mutant("checkpoint/commit.py", "    if found != piece.crc32:", "    if False:", "tests/checkpoint"),
     mutant(
-        "checkpoint/saving.py", "if self._disk.size(save.scratch / name) != length:", "if False:", "tests/checkpoint"
+        "checkpoint/async_save.py",
+        "if self._disk.size(save.scratch / name) != length:",
+        "if False:",
+        "tests/checkpoint",
     ),
     mutant(
-        "run/agenda.py",
+        "run/save_stop.py",
         'return Decision(every is not None and every.unit == "epoch" and epochs % int(every.every) == 0)',
         'return Decision(every is not None and every.unit == "epoch")',
         LOOP,
     ),
-    mutant("run/agenda.py", "            self._appointment.met()\n", "", "tests/run/test_stops.py"),
+    mutant("run/save_stop.py", "            self._appointment.met()\n", "", "tests/run/test_stops.py"),
 ]
 
 

@@ -71,7 +71,7 @@ CONTENT = Survival("content without names", lambda: False, lambda: 1.0)
 
 
 class PowerDisk:
-    """A `Disk` in memory.
+    """A `FileSystem` in memory.
 
     Args:
         cut_before: The power is cut before this call, counted from 0, and stays off.

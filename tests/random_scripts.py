@@ -37,8 +37,8 @@ import by_run
 from by_hand import Part, Seen, Trained, Training
 from by_run import Manner
 from lockstep.errors import LockstepError, PeerLost
+from lockstep.launch_contract import RESUME
 from lockstep.testing import run_ranks, state_hash
-from lockstep.world import RESUME
 
 # ---- what a script may be made of ------------------------------------------------------------------------------------
 

@@ -135,4 +135,4 @@ def test_failures():
     (row,) = done.stdout.splitlines()
     failure, phase, said, _, left, at, bits, code = row.split(" | ")
     assert (failure, phase, left, at, bits, code) == ("exception", "forward", "0", "step 10", "equal", "0")
-    assert said == "rank 1 of 2 raised lockstep.watch.faults.PlannedFault"
+    assert said == "rank 1 of 2 raised lockstep.faults.PlannedFault"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import world
-from lockstep.report import Record
+from lockstep.report import MetricsFile
 from lockstep.settings import Settings
 
 HOUSE = Path(__file__).parent.parent
@@ -190,6 +190,6 @@ def test_commands_that_work_on_a_script_do_what_they_say(block, tmp_path):
     assert "resumed at step" in said
     assert not re.search(r"^[<>]", said, re.MULTILINE), said
     for name in ("one", "three", "killed"):
-        rows = Record.read(tmp_path / "runs" / name / "metrics.jsonl")
+        rows = MetricsFile.read(tmp_path / "runs" / name / "metrics.jsonl")
         assert [row["step"] for row in rows] == [16, 32, 48, 64, 80]
         assert rows[-1]["accuracy"] > 0.9

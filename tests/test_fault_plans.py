@@ -63,7 +63,7 @@ def test_the_same_bits_after_the_planned_faults_of_two_generations(run, tmp_path
     assert ended.returncode == 0, ended.stderr
     assert state(ended) == [state(whole)[0], "generation", "2"]
     assert "rank 1 of 2 was killed by SIGKILL" in ended.stderr
-    assert "lockstep.watch.faults.PlannedFault" in ended.stderr
+    assert "lockstep.faults.PlannedFault" in ended.stderr
     notes = (tmp_path / "r/faults.txt").read_text().splitlines()
     assert [line.split("\t")[0] for line in notes] == ["kill rank 1 in backward at step 5", "raise in rank 0 at step 7"]
 

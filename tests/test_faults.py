@@ -122,7 +122,7 @@ with lockstep.Run(seed=3, clip_norm=1.0) as run:
     (HERE / f"final-{PLAN['life']}-rank-{run.rank}").write_text(state(net, optimizer))
 """
 
-Target = Literal["rank", "launcher", "nursery", "everything", "nothing"]
+Target = Literal["rank", "launcher", "fork server", "everything", "nothing"]
 Moment = Literal["step", "save"]
 Outcome = tuple[str, list[dict[str, object]]]
 
@@ -132,8 +132,8 @@ _OFTEN: list[tuple[Target, Moment]] = [("rank", "step")] * 2 + [("rank", "save")
 #: lives on and starts them again: a start of the launcher costs seconds.
 HANDS: dict[str, list[tuple[Target, Moment]]] = {
     "first": [*_OFTEN, ("launcher", "step"), ("everything", "save")],
-    "second": [*_OFTEN, ("launcher", "save"), ("nursery", "step")],
-    "third": [*_OFTEN, ("everything", "step"), ("nursery", "save")],
+    "second": [*_OFTEN, ("launcher", "save"), ("fork server", "step")],
+    "third": [*_OFTEN, ("everything", "step"), ("fork server", "save")],
 }
 
 
@@ -163,7 +163,7 @@ class Book:
     """What a rank has written in one life."""
 
     process: int
-    nursery: int  #: its parent
+    fork_server: int  #: its parent
     steps: list[int]  #: that it has done, at least one
 
 
@@ -255,7 +255,7 @@ class Job:
         killed = {
             "rank": [books[victim].process],
             "launcher": [self.launcher.pid],
-            "nursery": [books[0].nursery],
+            "fork server": [books[0].fork_server],
             "everything": [self.launcher.pid, *self.processes()],
         }[fault.target]
         assert self.launcher.poll() is None, self.told("the job had ended already")
@@ -325,7 +325,7 @@ def outcome(job: Job, life: int) -> Outcome:
 
 
 #: The launcher's exit code when this was killed.
-CODES = {"rank": 137, "launcher": -signal.SIGKILL, "nursery": 1, "everything": -signal.SIGKILL}
+CODES = {"rank": 137, "launcher": -signal.SIGKILL, "fork server": 1, "everything": -signal.SIGKILL}
 
 
 @pytest.mark.parametrize("hand", HANDS)

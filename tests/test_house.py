@@ -16,25 +16,25 @@ HOUSE = Path(__file__).parents[1] / "src" / "lockstep"
 
 #: From the bottom to the top. A room may use the floors below its own.
 FLOORS = (
-    ("errors",),
-    ("world", "batch", "progress", "settings", "owners"),
-    ("collectives", "randomness"),
-    ("strategies", "checkpoint", "data", "report", "watch"),
+    ("errors", "launch_contract"),
+    ("world", "batch", "progress", "settings", "size_balancing", "heartbeat_message"),
+    ("collectives", "seeding", "heartbeat", "cpu_affinity"),
+    ("strategies", "checkpoint", "data", "report", "faults"),
     ("run", "launch"),
     ("cli", "testing"),
     ("__init__", "__main__"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
-    *("errors", "world", "batch", "progress", "settings", "owners"), *("report", "watch"), *("launch", "cli"),
-    *("__init__", "__main__"),
+    *("errors", "launch_contract", "world", "batch", "progress", "settings", "size_balancing", "heartbeat_message"),
+    *("heartbeat", "cpu_affinity", "report", "faults", "launch", "cli", "__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from
 #: the launcher's side all the same, so they import torch in a function; `test_front_door.py` sees that their room stays
 #: free of it.
 OWN_PROCESS = {
-    "launch/store.py": "serves the store where ranks meet, and outlives each of them",
-    "launch/table.py": "asks such a store, in the launcher of several machines only",
+    "launch/workers/tcp_store.py": "serves the store where ranks meet, and outlives each of them",
+    "launch/rendezvous/store.py": "asks such a store, in the launcher of several machines only",
 }
 #: What a strategy may take from torch.distributed: modules that it wraps and their types, never a collective.
 WRAPPED = ("fsdp", "optim", "algorithms", "tensor", "device_mesh", "pipelining", "rpc", "autograd", "GradBucket")

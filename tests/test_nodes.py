@@ -18,7 +18,7 @@ import pytest
 
 import lockstep
 from hosts import hosts, why_not
-from lockstep.world import EXIT_TIMEOUT
+from lockstep.launch_contract import EXIT_TIMEOUT
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts"),

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import SettingError
-from lockstep.settings import OPTIONS_VARIABLE, Cadence, Settings, Told, parse
+from lockstep.settings import OPTIONS_VARIABLE, Interval, ResolvedSettings, Settings, parse
 
 
 @given(st.integers(1, 10**6), st.sampled_from(["step", "second", "epoch"]))
 def test_a_cadence_is_read_as_it_is_written(every, unit):
-    assert Cadence.parse(str(Cadence(every, unit))) == Cadence(every, unit)
+    assert Interval.parse(str(Interval(every, unit))) == Interval(every, unit)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_a_cadence_is_read_as_it_is_written(every, unit):
     ],
 )
 def test_a_cadence_is_read(text, every, unit):
-    assert Cadence.parse(text) == Cadence(every, unit)
+    assert Interval.parse(text) == Interval(every, unit)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_cadence_is_read(text, every, unit):
 )
 def test_a_cadence_that_is_none(text):
     with pytest.raises(SettingError, match="give a number and a unit"):
-        Cadence.parse(text)
+        Interval.parse(text)
 
 
 #: A value for each setting, as a script gives it and as text.
@@ -48,7 +48,7 @@ GIVEN = {
     "reduction": ("fast", "fast"),
     "precision": ("bf16", "bf16"),
     "checkpoint": ("runs/a", "runs/a"),
-    "save_every": (Cadence(2, "step"), "2 steps"),
+    "save_every": (Interval(2, "step"), "2 steps"),
     "keep": (5, "5"),
     "clip_norm": (0.5, "0.5"),
     "sync_batchnorm": (True, "true"),
@@ -69,10 +69,10 @@ def test_every_setting_is_tried_here():
 @pytest.mark.parametrize("name", GIVEN)
 def test_each_value_says_where_it_came_from(name):
     value, text = GIVEN[name]
-    assert (name, value, "script") in Told.gather({name: value}, {})
-    assert (name, value, "environment") in Told.gather({}, {f"LOCKSTEP_{name.upper()}": text})
-    assert (name, value, "command line") in Told.gather({}, {OPTIONS_VARIABLE: json.dumps({name: text})})
-    assert (name, getattr(Settings(), name), "default") in Told.gather({}, {})
+    assert (name, value, "script") in ResolvedSettings.gather({name: value}, {})
+    assert (name, value, "environment") in ResolvedSettings.gather({}, {f"LOCKSTEP_{name.upper()}": text})
+    assert (name, value, "command line") in ResolvedSettings.gather({}, {OPTIONS_VARIABLE: json.dumps({name: text})})
+    assert (name, getattr(Settings(), name), "default") in ResolvedSettings.gather({}, {})
 
 
 @given(st.lists(st.integers(0, 99), min_size=3, max_size=3), st.sets(st.sampled_from(["script", "env", "options"])))
@@ -83,7 +83,7 @@ def test_the_nearest_to_the_user_wins(values, layers):
         env["LOCKSTEP_SEED"] = str(by_environment)
     if "options" in layers:
         env[OPTIONS_VARIABLE] = json.dumps({"seed": option})
-    told = Told.gather({"seed": script} if "script" in layers else {}, env)
+    told = ResolvedSettings.gather({"seed": script} if "script" in layers else {}, env)
     expected = next(
         (
             value
@@ -98,7 +98,7 @@ def test_the_nearest_to_the_user_wins(values, layers):
 @pytest.mark.parametrize("name", ["checkpoint", "save_every", "clip_norm", "threads", "workers", "bucket_mb"])
 def test_what_may_be_absent_can_be_taken_back(name):
     value, _ = GIVEN[name]
-    told = Told.gather({name: value}, {f"LOCKSTEP_{name.upper()}": "none"})
+    told = ResolvedSettings.gather({name: value}, {f"LOCKSTEP_{name.upper()}": "none"})
     assert getattr(told.values, name) is None
 
 
@@ -122,19 +122,22 @@ def test_what_may_be_absent_can_be_taken_back(name):
 )
 def test_what_cannot_be_used(given, words):
     with pytest.raises(SettingError) as refused:
-        Told.gather(given, {})
+        ResolvedSettings.gather(given, {})
     assert words in str(refused.value)
 
 
 def test_plain_values_for_the_record():
-    told = Told.gather({name: value for name, (value, _) in GIVEN.items()}, {})
+    told = ResolvedSettings.gather({name: value for name, (value, _) in GIVEN.items()}, {})
     assert json.loads(json.dumps(told.as_dict())) == told.as_dict()
-    again = Told.gather(told.as_dict(), {})
+    again = ResolvedSettings.gather(told.as_dict(), {})
     assert again.values == told.values
 
 
 def test_settings_say_themselves():
-    assert "precision = bf16 (environment)" in str(Told.gather({}, {"LOCKSTEP_PRECISION": "bf16"})).splitlines()
+    assert (
+        "precision = bf16 (environment)"
+        in str(ResolvedSettings.gather({}, {"LOCKSTEP_PRECISION": "bf16"})).splitlines()
+    )
 
 
 def test_a_value_that_is_no_text_is_taken_as_it_is():

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import world
+from lockstep.cpu_affinity import allotted_cpus, own_cpus
 from lockstep.errors import WorldError
-from lockstep.world import LAUNCHERS, World, allotted_cpus, leading_host, own_cpus
+from lockstep.world import LAUNCHERS, World, leading_host
 
 SHELL = {"HOME": "/home/ada", "USER": "ada", "SHELL": "/bin/bash", "HOSTNAME": "n01", "SHLVL": "1"}
 SLURM_BATCH = {

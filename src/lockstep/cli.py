@@ -20,8 +20,8 @@ from typing import Any, Literal, NoReturn
 
 import lockstep
 from lockstep.errors import LaunchError, LockstepError, SettingError
+from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from lockstep.settings import Settings, parse
-from lockstep.world import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
 _EXAMPLES = """\
 examples:
@@ -268,7 +268,7 @@ def job_options(scheduler: Literal["slurm", "sge"]) -> argparse.ArgumentParser:
 def _job(scheduler: Literal["slurm", "sge"], told: argparse.Namespace, words: Sequence[str]) -> int:
     _settings(told)
     # Late, for what it loads is needed only from here on.
-    from lockstep.launch import Module, Script, check_program, scripts
+    from lockstep.launch import Module, Script, check_program, job_script
 
     if told.script is None:
         raise SettingError(f"say what to run: lockstep job {scheduler} --time 12:00:00 --gpus 4 train.py")
@@ -276,24 +276,24 @@ def _job(scheduler: Literal["slurm", "sge"], told: argparse.Namespace, words: Se
     check_program(program)
     asked = ("nodes", "gpus", "cpus", "mem", "partition", "queue", "pe", "gpu_resource", "account", "name")
     values: dict[str, Any] = {name: getattr(told, name, None) for name in asked}
-    wanted = scripts.Wanted(
+    wanted = job_script.Wanted(
         **values,
-        time_s=None if told.time is None else scripts.seconds(told.time),
+        time_s=None if told.time is None else job_script.seconds(told.time),
     )
-    site = Path(scripts.SITE)
+    site = Path(job_script.SITE)
     text = site.read_text(encoding="utf-8") if site.exists() else ""
-    wanted = scripts.checked(wanted.over(scripts.site_defaults(scheduler, text)))
+    wanted = job_script.checked(wanted.over(job_script.site_defaults(scheduler, text)))
     run = _given(run_options(), told)
     requeue = [] if "--requeue" in run else ["--requeue"]
     module = ["-m"] * told.module
-    command = scripts.Command(
+    command = job_script.Command(
         words=(*(sys.executable, "-m", "lockstep", "run", *run, *requeue, *module, told.script, *told.args),),
         directory=str(Path.cwd()),
         stem=program.stem,
         written_by=shlex.join(["lockstep", "job", scheduler, *words]),
         version=lockstep.__version__,
     )
-    script = scripts.write(scheduler, wanted, command)
+    script = job_script.write(scheduler, wanted, command)
     if told.output is None:
         print(script, end="")
         return EXIT_OK

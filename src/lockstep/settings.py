@@ -24,7 +24,7 @@ _SECONDS_OF = {"s": 1, "sec": 1, "second": 1, "min": 60, "minute": 60, "h": 3600
 
 
 @dataclass(frozen=True, slots=True)
-class Cadence:
+class Interval:
     """How often something is done, such as every 100 steps, 300 seconds or 1 epoch."""
 
     every: float
@@ -71,7 +71,7 @@ class Settings:
     reduction: Literal["exact", "fast"] = "exact"  #: the fixed tree, or torch's own all-reduce without promise of bits
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  #: of the forward pass; parameters stay fp32
     checkpoint: str | None = None  #: directory of the checkpoints; None: the run directory's, or nothing is saved
-    save_every: Cadence | None = None  #: how often a checkpoint is saved beside the one at the end
+    save_every: Interval | None = None  #: how often a checkpoint is saved beside the one at the end
     keep: int = 3  #: checkpoints kept, the newest ones
     clip_norm: float | None = None  #: greatest global norm of the gradient of one step
     sync_batchnorm: bool = False  #: BatchNorm over the micro-batches of all ranks, not over each
@@ -102,7 +102,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ResolvedSettings:
     """Settings together with where each value came from."""
 
     values: Settings
@@ -133,7 +133,7 @@ class Told:
 
     def as_dict(self) -> dict[str, str | int | float | bool | None]:
         """Plain values, for the record of a run."""
-        return {name: str(value) if isinstance(value, Cadence) else value for name, value, _ in self}
+        return {name: str(value) if isinstance(value, Interval) else value for name, value, _ in self}
 
     def __str__(self) -> str:
         """One line for each setting, with its source."""
@@ -152,7 +152,7 @@ def parse(name: str, value: Any) -> Any:
         raise SettingError(f"{name}: no such setting; {hint}")
     read, what = _READ[name]
     if not isinstance(value, str):
-        return value if name != "save_every" or value is None or isinstance(value, Cadence) else Cadence.parse(value)
+        return value if name != "save_every" or value is None or isinstance(value, Interval) else Interval.parse(value)
     if value.lower() == "none" and name in _OPTIONAL:
         return None
     try:
@@ -178,7 +178,7 @@ _READ: dict[str, tuple[Callable[[str], Any], str]] = {
     "reduction": _TEXT,
     "precision": _TEXT,
     "checkpoint": _TEXT,
-    "save_every": (Cadence.parse, "a number and a unit"),
+    "save_every": (Interval.parse, "a number and a unit"),
     "keep": _WHOLE,
     "clip_norm": _REAL,
     "sync_batchnorm": _TRUTH,

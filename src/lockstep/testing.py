@@ -37,10 +37,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from lockstep.checkpoint import LOCAL, list_checkpoints, load_tree
-from lockstep.collectives import tells_of_lost_peer
+from lockstep.collectives import is_peer_failure
+from lockstep.faults import FaultPlan
+from lockstep.heartbeat import ProgressMarker, progress_marker
+from lockstep.launch_contract import RESUME
 from lockstep.run import Run
-from lockstep.watch import FaultPlan, Pulse, pulse
-from lockstep.world import LAUNCHERS, RESUME, World
+from lockstep.world import LAUNCHERS, World
 
 __all__ = ["FaultPlan", "Outcome", "StrategyLaws", "run_each", "run_ranks", "state_hash"]
 
@@ -49,7 +51,7 @@ T = TypeVar("T")
 #: Loaded once for all ranks, if installed. Every optimizer loads `torch._dynamo`, which takes seconds.
 _PRELOAD = (
     *("torch", "torch._dynamo", "hypothesis", "pytest", "lockstep.run", "lockstep.strategies.sharded.fully_sharded"),
-    *("lockstep.strategies.pipelined.pipeline", "lockstep.strategies.served.hybrid"),
+    *("lockstep.strategies.pipelined.pipeline", "lockstep.strategies.parameter_server.hybrid"),
 )
 #: How long ranks may go on after one of them failed: enough to be told that it is gone.
 _GRACE_S = 10.0
@@ -308,7 +310,7 @@ def _be_rank(pipe: Connection, place: _Place, home: tuple[str, str | None], call
         except BaseException as raised:  # noqa: BLE001 - also SystemExit is an outcome, which the caller sees
             error, trace = raised, traceback.format_exc()
         faulthandler.unregister(_TELL_STACKS)
-    collateral = error is not None and tells_of_lost_peer(error)
+    collateral = error is not None and is_peer_failure(error)
     with contextlib.suppress(BrokenPipeError):
         pipe.send((_packed(value, error), trace, collateral))
     sys.stdout.flush()
@@ -629,8 +631,8 @@ def _weighted_loss(outputs: torch.Tensor, labels: torch.Tensor, weights: torch.T
 def _leaving(run: Run, lesson: _Lesson) -> None:
     """This rank leaves, or is killed, after ``leave_after`` steps, once there is a checkpoint."""
 
-    def follow(pulse: Pulse) -> None:
-        if lesson.place is None or lesson.victim not in (None, run.rank) or pulse.step != lesson.leave_after:
+    def follow(marker: ProgressMarker) -> None:
+        if lesson.place is None or lesson.victim not in (None, run.rank) or marker.step != lesson.leave_after:
             return
         deadline = time.monotonic() + _LAW_S
         while not list_checkpoints(Path(lesson.place)) and time.monotonic() < deadline:
@@ -639,7 +641,7 @@ def _leaving(run: Run, lesson: _Lesson) -> None:
             raise _Left
         os.kill(os.getpid(), signal.SIGKILL)
 
-    pulse().followers += (follow,)
+    progress_marker().followers += (follow,)
 
 
 def _evaluate(lesson: _Lesson) -> dict[str, float]:

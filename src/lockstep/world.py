@@ -9,56 +9,18 @@
 The rows of `LAUNCHERS` stand in the order of precedence: from the launcher that nests inside others to the one that
 holds them. ``mpirun`` and ``torchrun`` may run inside a Slurm step, whose variables then count their helpers; the
 other way round does not happen. ``RANK`` and ``WORLD_SIZE`` set by hand come last, and must not contradict a launcher.
-
-This room is also the contract between `lockstep run` and the ranks it starts: the names of the variables it sets, the
-exit codes it reads, and the heartbeats by which it knows where each rank is.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import signal
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Self, TypedDict
+from dataclasses import dataclass
+from typing import TypedDict
 
 from lockstep.errors import WorldError
-
-RUN_ID = "LOCKSTEP_RUN_ID"  #: names the run, through all its generations; set for every rank of `lockstep run`
-RUN_DIR = "LOCKSTEP_RUN_DIR"  #: directory of the run's records, logs and checkpoints
-GENERATION = "LOCKSTEP_GENERATION"  #: worlds that this run had before this one
-RESUME = "LOCKSTEP_RESUME"  #: "1": load the newest whole checkpoint
-FRESH = "LOCKSTEP_FRESH"  #: "1": begin anew, whatever checkpoints there are
-STATUS = "LOCKSTEP_STATUS"  #: path where the leader writes its progress instead of drawing it
-ENDS_AT = "LOCKSTEP_ENDS_AT"  #: when the job that holds this run ends, in seconds since 1970
-FAILURE = "LOCKSTEP_FAILURE"  #: path where a failing rank writes its failure record
-BIND = "LOCKSTEP_BIND"  #: "1": each rank keeps to its own part of the CPUs
-CHANNEL = "LOCKSTEP_CHANNEL"  #: where a rank sends its heartbeats: path of a datagram socket, or host:port for UDP
-FAULTS = "LOCKSTEP_FAULTS"  #: what is to go wrong on purpose, in the words of `lockstep.watch.FaultPlan`
-STACKS = "LOCKSTEP_STACKS"  #: path where a rank writes the stacks of all its threads when it gets `STACKS_SIGNAL`
-LAUNCHER = "LOCKSTEP_LAUNCHER"  #: name of the row of `LAUNCHERS` to believe, where two contradict each other
-
-STOP_FILE = "STOP"  #: in the run directory: whoever makes it asks the run to save and stop
-FAULT_NOTES = "faults.txt"  #: in the run directory: a line for each fault on purpose, before it happens
-
-EXIT_OK = 0
-EXIT_FAILED = 1  #: a rank failed
-EXIT_USAGE = 2  #: options or configuration that cannot be used
-EXIT_NOT_SAVED = 74  #: trained to the end, but the last step is in no checkpoint, though checkpoints were asked for
-EXIT_STOPPED = 75  #: stopped with a complete checkpoint: run again to resume
-EXIT_TIMEOUT = 124  #: nodes that were waited for did not come in time
-EXIT_INTERRUPTED = 130  #: Ctrl-C, without a checkpoint
-EXIT_KILLED = 137  #: a rank was killed by the system
-EXIT_TERMINATED = 143  #: SIGTERM, without a checkpoint
-
-#: Asks a process for its stacks. Not one of those by which schedulers and users tell a job something.
-STACKS_SIGNAL: int = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-#: What a rank may be doing. Script: what `Run` does not know about, which in a script without it is everything.
-PHASES = (
-    "script", "start", "data", "forward", "backward", "reduction", "update", "save", "evaluate", "exit",
-)  # fmt: skip
+from lockstep.launch_contract import GENERATION, LAUNCHER, RUN_DIR, RUN_ID
 
 _HERE = "127.0.0.1"
 _LOOPBACK = frozenset({_HERE, "localhost", "::1"})
@@ -137,7 +99,7 @@ class World:
             return cls(0, 1, 0, 1, 0, 1, launcher=launcher.name, **_run(env, launcher))
         rank, size = _place(env, launcher.rank, launcher.size)
         address = env.get("MASTER_ADDR", "")
-        node_rank = _number(env, launcher.node_rank)
+        node_rank = number_in(env, launcher.node_rank)
         local_size = _tasks_here(env, launcher.local_size, node_rank or 0)
         if local_size is None:
             if size > 1 and address not in _LOOPBACK:
@@ -147,7 +109,7 @@ class World:
                     f"where every rank has a machine of its own), or MASTER_ADDR={_HERE} where all share this one"
                 )
             local_size = size
-        local_rank = _number(env, launcher.local_rank)
+        local_rank = number_in(env, launcher.local_rank)
         if local_rank is None:
             local_rank = rank % local_size
         if not 0 <= local_rank < local_size <= size:
@@ -156,7 +118,7 @@ class World:
                 "from 0 and stays below the ranks of this machine, which are no more than all ranks; correct them, "
                 "or unset them all to run alone"
             )
-        nodes = _number(env, launcher.nodes) or -(-size // local_size)
+        nodes = number_in(env, launcher.nodes) or -(-size // local_size)
         if node_rank is None:
             node_rank = min(rank // local_size, nodes - 1)
         return cls(
@@ -194,52 +156,6 @@ class World:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A line of the user's code."""
-
-    file: str
-    line: int
-    function: str
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """What a rank tells its launcher twice a second: that it lives, and where it is."""
-
-    rank: int
-    process: int  #: its process id on its host
-    step: int  #: optimizer steps done; -1 while nobody counts them
-    moves: int  #: grows whenever `Run` goes from one phase to the next
-    phase: str  #: one of `PHASES`
-    place: Place  #: of the main thread
-    call: str  #: what the line at ``place`` has called, such as ``all_reduce`` or ``next(loader)``; "": own code
-    meets: bool  #: in a call in which ranks wait for each other
-    collectives: int  #: how many this rank has begun, over groups of all ranks
-    cpu_s: float  #: CPU time of the main thread
-    at: float  #: on the clock of its host, seconds since 1970
-
-    def to_text(self) -> str:
-        """One line, which `from_text` reads; at most a few hundred characters."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str | bytes) -> Self:
-        """The heartbeat that ``text`` tells.
-
-        Raises:
-            ValueError: if it tells none.
-        """
-        try:
-            values = json.loads(text)
-            beat = cls(**{**values, "place": Place(**values["place"])})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"no heartbeat: {text!r:.80}") from error
-        if beat.phase not in PHASES:
-            raise ValueError(f"no phase of a heartbeat: {beat.phase!r:.80}")
-        return beat
-
-
-@dataclass(frozen=True, slots=True)
 class Launcher:
     """How one launcher tells a process its place: each value by the first of its variables that is set."""
 
@@ -268,8 +184,8 @@ def _in_slurm_step(env: Environment) -> bool:
     A batch script sees ``SLURM_PROCID=0`` and ``SLURM_NTASKS=n`` too, but runs once; the step of one task under an
     interactive shell also stays one process, whatever the allocation could hold.
     """
-    step = _number(env, ("SLURM_STEP_ID",))
-    tasks = _number(env, _SLURM_TASKS)
+    step = number_in(env, ("SLURM_STEP_ID",))
+    tasks = number_in(env, _SLURM_TASKS)
     return step is not None and step < _FIRST_SPECIAL_STEP and tasks is not None and tasks > 1
 
 
@@ -391,44 +307,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
 _BY_NAME = {launcher.name: launcher for launcher in LAUNCHERS}
 
 
-def allotted_cpus(env: Environment, *, affinity: int, cpu_max: str = "max") -> int:
-    """CPUs that this process may keep busy, at least one.
-
-    A rank gets its part of what the ranks of its node share; a launcher, which is no rank, all that its job holds.
-
-    Args:
-        env: the environment of this process.
-        affinity: CPUs that it may run on, ``len(os.sched_getaffinity(0))``.
-        cpu_max: the text of its control group's ``cpu.max``, such as ``max 100000`` or ``200000 100000``.
-
-    Raises:
-        WorldError: as `World.from_env`.
-    """
-    limits = [affinity]
-    quota, _, period = cpu_max.strip().partition(" ")
-    if quota.isdigit() and period.isdigit() and int(period):
-        limits.append(int(quota) // int(period))
-    world = World.from_env(env)
-    own = _number(env, ("SLURM_CPUS_PER_TASK",)) if world.launcher == "slurm" else None
-    if own:
-        return max(1, min(*limits, own))
-    limits += [cpus for name in ("SLURM_CPUS_ON_NODE", "NSLOTS", "NCPUS") if (cpus := _number(env, (name,)))]
-    if env.get(BIND) == "1":
-        return max(1, min([affinity, *(limit // world.local_size for limit in limits[1:])]))
-    # Where another launcher has bound each rank to CPUs of its own this is too modest, but nothing tells.
-    return max(1, min(limits) // world.local_size)
-
-
-def own_cpus(allowed: set[int], env: Environment) -> set[int]:
-    """The CPUs of ``allowed`` that are this rank's own: neighbours, as many as each other rank's, give or take one.
-
-    All of them where there are fewer CPUs than ranks.
-    """
-    world, cpus = World.from_env(env), sorted(allowed)
-    first, end = (len(cpus) * rank // world.local_size for rank in (world.local_rank, world.local_rank + 1))
-    return set(cpus[first:end]) if len(cpus) >= world.local_size else allowed
-
-
 def _believed(env: Environment) -> Launcher:
     """The row to read: the one that the user named, or the first that is present and not contradicted."""
     if named := env.get(LAUNCHER, ""):
@@ -455,7 +333,7 @@ def _no_half_a_place(env: Environment) -> None:
 
 def _no_contradiction(env: Environment, found: Launcher) -> None:
     rank, size = _place(env, found.rank, found.size)
-    if _number(env, ("RANK",)) in (None, rank) and _number(env, ("WORLD_SIZE",)) in (None, size):
+    if number_in(env, ("RANK",)) in (None, rank) and number_in(env, ("WORLD_SIZE",)) in (None, size):
         return
     by_hand = ("RANK", "WORLD_SIZE")
     raise WorldError(
@@ -466,7 +344,7 @@ def _no_contradiction(env: Environment, found: Launcher) -> None:
 
 
 def _place(env: Environment, rank: Names, size: Names) -> tuple[int, int]:
-    place, of = _number(env, rank), _number(env, size)
+    place, of = number_in(env, rank), number_in(env, size)
     if place is None or of is None or not 0 <= place < of:
         raise WorldError(
             f"{_said(env, rank + size)}: the rank counts from 0 and stays below the number of ranks; "
@@ -479,7 +357,7 @@ def _first_set(env: Environment, names: Names) -> str | None:
     return next((name for name in names if env.get(name, "") != ""), None)
 
 
-def _number(env: Environment, names: Names) -> int | None:
+def number_in(env: Environment, names: Names) -> int | None:
     """The first of these variables that is set, as a number; None if none is."""
     name = _first_set(env, names)
     if name is None:
@@ -522,7 +400,7 @@ def _address(env: Environment, launcher: Launcher, size: int, nodes: int) -> str
 
 
 def _port(env: Environment, launcher: Launcher, size: int) -> int:
-    port = _number(env, ("MASTER_PORT",))
+    port = number_in(env, ("MASTER_PORT",))
     if port is not None:
         if not 0 < port < 65536 and size > 1:
             raise WorldError(f"MASTER_PORT={port}: ports lie between 1 and 65535")
@@ -553,7 +431,7 @@ def _job(env: Environment, launcher: Launcher) -> str:
 
 def _run(env: Environment, launcher: Launcher) -> _Run:
     return {
-        "generation": _number(env, launcher.generation) or 0,
+        "generation": number_in(env, launcher.generation) or 0,
         "run_id": env.get(RUN_ID) or _job(env, launcher),
         "run_dir": env.get(RUN_DIR) or None,
     }

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.commit import Committed, superseded
+from lockstep.checkpoint.commit import Committed, expired
+from lockstep.checkpoint.json_state import decode, encode
 from lockstep.checkpoint.layout import Extent, lay_out, reads
-from lockstep.checkpoint.manifest import FORMAT, Manifest, Piece, Stored
-from lockstep.checkpoint.tree import decode, encode
+from lockstep.checkpoint.manifest import FORMAT, Manifest, Piece, TensorRecord
 from lockstep.errors import CheckpointError, DamagedCheckpoint
-from lockstep.owners import owners_of
+from lockstep.size_balancing import owners_of
 
 ROOT = Path("/root")
 EXTENTS = st.lists(
@@ -39,7 +39,7 @@ def written(extents, ranks):
         for placed in part.tensors:
             count = placed.length // extents[placed.tensor].element
             piece = Piece(part.name, placed.offset, placed.length, placed.tensor, (0,), (count,))
-            stored[placed.tensor] = Stored(str(placed.tensor), "uint8", (count,), (piece,) * (count > 0))
+            stored[placed.tensor] = TensorRecord(str(placed.tensor), "uint8", (count,), (piece,) * (count > 0))
     files = {part.name: part.length for part in parts if part.length}
     return Manifest(7, {"dict": []}, tuple(stored), files, {"note": 0.1})
 
@@ -99,7 +99,7 @@ def test_a_newer_format_is_refused_with_the_way_out():
 @pytest.mark.parametrize("offset", [1, 7])
 def test_bytes_that_no_sum_covers_are_refused(offset):
     piece = Piece("part-00000.bin", offset, 8, 0, (0,), (2,))
-    manifest = Manifest(1, None, (Stored("w", "float32", (2,), (piece,)),), {"part-00000.bin": 8 + offset}, {})
+    manifest = Manifest(1, None, (TensorRecord("w", "float32", (2,), (piece,)),), {"part-00000.bin": 8 + offset}, {})
     with pytest.raises(DamagedCheckpoint, match="gap"):
         Manifest.parse(manifest.dump(), "here")
 
@@ -127,7 +127,7 @@ def test_retention_keeps_the_newest_whole_ones_and_never_the_last(steps, keep, d
     step = data.draw(st.sampled_from(sorted({one.step for one in whole})))
     just = max(one for one in whole if one.step == step)
     whole[just] = True  # it was written a moment ago
-    gone = superseded(list(whole), whole.__getitem__, just, keep)
+    gone = expired(list(whole), whole.__getitem__, just, keep)
     left = [one for one in whole if one not in gone]
     good = [one for one in left if whole[one]]
     assert just in left
@@ -143,11 +143,11 @@ def test_retention_leaves_protected_steps_alone_and_the_rest_as_if_they_were_not
     whole = {Committed(step, revision, ROOT): good for (step, revision), good in steps.items()}
     protected = data.draw(st.sets(st.sampled_from(sorted({one.step for one in whole}))))
     just = data.draw(st.sampled_from(sorted(whole)))
-    gone = superseded(list(whole), whole.__getitem__, just, keep, protected)
+    gone = expired(list(whole), whole.__getitem__, just, keep, protected)
     assert not {one.step for one in gone} & protected
     rest = [one for one in whole if one.step not in protected]
     if just in rest:
-        assert set(gone) == set(superseded(rest, whole.__getitem__, just, keep))
+        assert set(gone) == set(expired(rest, whole.__getitem__, just, keep))
     else:
         good = {one.step for one in rest if whole[one]}
         assert len([one for one in rest if whole[one] and one not in gone]) == min(keep, len(good))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from trees import same
 
-from lockstep.checkpoint import Checkpoints, LocalDisk, list_checkpoints, verify
+from lockstep.checkpoint import Checkpoints, LocalFileSystem, list_checkpoints, verify
 from lockstep.collectives import alone, open_group
 from lockstep.errors import PeerLost
 from lockstep.world import World
@@ -24,7 +24,7 @@ def state(step):
     return {"w": torch.full((3000,), float(step)), "m": torch.full((2000,), -float(step)), "n": torch.tensor(step)}
 
 
-class Broken(LocalDisk):
+class Broken(LocalFileSystem):
     def create(self, path):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -95,7 +95,7 @@ def save_and_load_each_others(group, root, said, tell):
     saves.close()
     tell(("news", [(news.step, news.committed) for news in saves.news()]))
 
-    broken = Checkpoints(root, group, keep=9, say=said.append, disk=Broken() if group.rank else LocalDisk())
+    broken = Checkpoints(root, group, keep=9, say=said.append, disk=Broken() if group.rank else LocalFileSystem())
     broken.save(state(5), 5, {})
     broken.settle()
     tell(("last", [(news.step, news.committed) for news in broken.news()]))
@@ -131,7 +131,7 @@ def test_two_ranks_write_one_checkpoint_and_what_fails_on_one_fails_on_both(tmp_
     assert same(one.load(newest), state(4) | {"clock": 0})
 
 
-class Waits(LocalDisk):
+class WaitShare(LocalFileSystem):
     """Commits when a file is there."""
 
     def __init__(self, sign):
@@ -147,7 +147,7 @@ class Waits(LocalDisk):
 
 def one_hears_nothing(group, root, said, tell):
     sign = root.with_name("rank 1 has given up")
-    disk, patience_s = (LocalDisk(), 2.0) if group.rank else (Waits(sign), DEADLINE_S)
+    disk, patience_s = (LocalFileSystem(), 2.0) if group.rank else (WaitShare(sign), DEADLINE_S)
     saves = Checkpoints(root, group, keep=1, say=said.append, disk=disk, peer_timeout_s=patience_s)
     saves.save(state(1), 1, {})
     if group.rank:

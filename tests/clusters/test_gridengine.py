@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from lockstep.launch.site import Allocation, Node, starts
+from lockstep.launch.schedulers.allocation import Allocation, Node, starts
 
 SCRIPT = "job sge --cpus 2 --pe lockstep --time {time} -o train.sh --nproc-per-node 2 --save-every '2 steps' train.py"
 

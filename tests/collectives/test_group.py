@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.batch import BatchPlan
-from lockstep.collectives import alone, open_exchange, open_group, tells_of_lost_peer
+from lockstep.collectives import alone, is_peer_failure, open_all_reduce, open_group
 from lockstep.errors import MismatchError, PeerLost, WorldError
 from lockstep.testing import run_each, run_ranks
 from lockstep.world import World
@@ -29,7 +29,7 @@ def agree():
     got = {
         "gathered": group.gather_objects({"rank": rank}, "ranks"),
         "broadcast": group.broadcast_object(f"from {rank}", "a word"),
-        "sum": group.sum_whole(10**15 + rank, "numbers"),
+        "sum": group.sum_int(10**15 + rank, "numbers"),
         "tensor": group.sum_tensor(torch.tensor([rank, 1.5]), "tensors").tolist(),
         "leads": group.leads,
     }
@@ -60,9 +60,9 @@ def test_ranks_agree_and_are_told_where_they_differ():
 def parts():
     """Ranks 0 and 2 make one part, 1 and 3 another, and each of those a part of one rank."""
     group = meet()
-    part = group.part([rank for rank in range(4) if rank % 2 == group.rank % 2])
+    part = group.subgroup([rank for rank in range(4) if rank % 2 == group.rank % 2])
     runs = BatchPlan(4, 1, part.size).run
-    exchange = open_exchange(part, runs)
+    exchange = open_all_reduce(part, runs)
     sums = torch.full((3,), float(group.rank))
     exchange.begin(sums, [sums], 2)
     exchange.finish()
@@ -92,19 +92,19 @@ def test_a_part_of_the_ranks_is_a_group_of_its_own():
 
 def boards():
     group = meet()
-    board = group.board("news")
+    board = group.store("news")
     if group.rank == 0:
-        assert not board.posted("never")
+        assert not board.is_set("never")
         with pytest.raises(PeerLost, match=r"no rank posted never within 0\.1 s"):
-            board.read("never", 0.1)
-        board.post("word", "grüße")
-    told = board.read("word", 60)
-    assert board.posted("word")
-    assert not group.board("other").posted("word")
+            board.get("never", 0.1)
+        board.set("word", "grüße")
+    told = board.get("word", 60)
+    assert board.is_set("word")
+    assert not group.store("other").is_set("word")
     group.barrier("end")
     group.close()
     second = meet()
-    assert not second.board("news").posted("word"), "a board of the group before"
+    assert not second.board("news").is_set("word"), "a board of the group before"
     second.barrier("end")
     second.close()
     return told
@@ -137,15 +137,15 @@ def test_a_killed_rank_is_noticed_and_named_as_no_cause():
 
 def one_does_not_come():
     group = meet(timeout_s=3)
-    board = group.board("news")
+    board = group.store("news")
     if group.rank == 0:
         with pytest.raises(PeerLost, match="lonely"):
             group.barrier("lonely")
-        board.post("it was", "noticed")
-        board.read("heard", 60)  # the store is gone with rank 0
+        board.set("it was", "noticed")
+        board.get("heard", 60)  # the store is gone with rank 0
         return "noticed"
-    heard = board.read("it was", 60)
-    board.post("heard", "by rank 1")
+    heard = board.get("it was", 60)
+    board.set("heard", "by rank 1")
     return heard
 
 
@@ -154,9 +154,9 @@ def test_a_late_rank_is_noticed_at_the_deadline():
 
 
 def test_what_tells_of_a_lost_peer():
-    assert tells_of_lost_peer(RuntimeError("[...] Connection closed by peer [127.0.0.1]:1"))
-    assert tells_of_lost_peer(PeerLost("gone"))
-    assert not tells_of_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert is_peer_failure(RuntimeError("[...] Connection closed by peer [127.0.0.1]:1"))
+    assert is_peer_failure(PeerLost("gone"))
+    assert not is_peer_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_alone_everything_is_ones_own():
@@ -164,12 +164,12 @@ def test_alone_everything_is_ones_own():
     assert (group.rank, group.size, group.leads) == (0, 1, True)
     assert group.gather_objects("x", "x") == ["x"]
     assert group.broadcast_object("x", "x") == "x"
-    assert group.sum_whole(3, "x") == 3
+    assert group.sum_int(3, "x") == 3
     group.check_equal("x", object())
     group.barrier("x")
-    board = group.board("b")
-    board.post("k", "v")
-    assert board.read("k", 1) == "v"
+    board = group.store("b")
+    board.set("k", "v")
+    assert board.get("k", 1) == "v"
     group.close()
 
 

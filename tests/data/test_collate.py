@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from feeds import feed_of, on_world, place_of
+from loaders import feed_of, on_world, place_of
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.batch import BatchPlan
@@ -33,7 +33,7 @@ class Stream(IterableDataset):
         return (number + random.random() for number in range(self.length))
 
 
-class Strided(Stream):
+class StridedReader(Stream):
     def stride(self, start, step):
         return (number + random.random() for number in range(start, self.length, step))
 
@@ -43,11 +43,11 @@ def with_noise(samples):
 
 
 def table_of(got):
-    return {place_of(b): b.data for rank in got for b in rank if not b.shadow}
+    return {place_of(b): b.data for rank in got for b in rank if not b.padding}
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("kind", [Numbers, Stream, Strided])
+@pytest.mark.parametrize("kind", [Numbers, Stream, StridedReader])
 def test_draws_are_the_same_on_any_world_and_with_any_number_of_workers(kind, length):
     def draws(world, **options):
         return table_of(on_world(kind(length), SIZES, world, epoch=1, collate_fn=with_noise, **options))
@@ -55,14 +55,14 @@ def test_draws_are_the_same_on_any_world_and_with_any_number_of_workers(kind, le
     alone = draws(1)
     for world in (2, 3, 4):
         torch.rand(3)
-        assert draws(world) == draws(world, shadows="even") == alone
+        assert draws(world) == draws(world, padding="even") == alone
     assert draws(1, first_step=1) == {place: data for place, data in alone.items() if place[0] >= 1}
     noise = [(torch_, python, numpy) for _, (torch_, *_), python, numpy in alone.values()]
     for column in zip(*noise, strict=True):
         assert len(set(column)) == len(alone), "two micro-batches drew the same"
 
 
-@pytest.mark.parametrize("kind", [Numbers, Stream, Strided])
+@pytest.mark.parametrize("kind", [Numbers, Stream, StridedReader])
 def test_loader_processes_draw_as_this_process_does(kind):
     for rank in range(2):
         tables = []
@@ -71,7 +71,7 @@ def test_loader_processes_draw_as_this_process_does(kind):
                 kind(16), BatchPlan(*SIZES, 2), rank, agree=lambda c: [c, c], workers=workers, collate_fn=with_noise
             )
             # Whole steps only: of the end, the other rank would have to be told.
-            steps = [b for b in feed.epoch(1, shadows="none") if b.step < 1]
+            steps = [b for b in feed.epoch(1, padding="none") if b.step < 1]
             tables.append(table_of([steps]))
             feed.close()
         assert tables[0] == tables[1]
@@ -84,6 +84,6 @@ class DrawsItself(IterableDataset):
 
 def test_what_a_stream_draws_differs_from_epoch_to_epoch():
     feed = feed_of(DrawsItself(), BatchPlan(8, 2, 1), agree=lambda counts: [counts])
-    epochs = [torch.cat([micro.data for micro in feed.epoch(epoch, shadows="none")]) for epoch in (0, 1, 0)]
+    epochs = [torch.cat([micro.data for micro in feed.epoch(epoch, padding="none")]) for epoch in (0, 1, 0)]
     assert torch.equal(epochs[0], epochs[2])
     assert not torch.isin(epochs[0], epochs[1]).any()

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from feeds import content, evaluated, feed_of, on_world, place_of
 from hypothesis import given
 from hypothesis import strategies as st
+from loaders import content, evaluated, feed_of, on_world, place_of
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.batch import BatchPlan
@@ -50,12 +50,12 @@ def cases(draw, streams=False):
 
 
 @given(cases(), st.sampled_from([torch.arange, Numbers]), st.booleans(), st.sampled_from(["none", "one", "even"]))
-def test_the_ranks_blocks_are_the_order_of_the_epoch(case, kind, shuffle, shadows):
+def test_the_ranks_blocks_are_the_order_of_the_epoch(case, kind, shuffle, padding):
     length, sizes, world, drop_last = case
     options = {"shuffle": shuffle, "drop_last": drop_last}
     (alone,) = on_world(kind(length), sizes, 1, **options)
-    got = evaluated(kind(length), sizes, world, shadows=shadows, **options)
-    mine = [[b for b in rank if not b.shadow] for rank in got]
+    got = evaluated(kind(length), sizes, world, padding=padding, **options)
+    mine = [[b for b in rank if not b.padding] for rank in got]
     described = [(content(b.data), place_of(b)) for rank in mine for b in rank]
     assert described == [(content(b.data), place_of(b)) for b in alone]
     if not shuffle:
@@ -66,13 +66,13 @@ def test_the_ranks_blocks_are_the_order_of_the_epoch(case, kind, shuffle, shadow
         steps = [b.step for b in own]
         assert [b.last for b in own] == [step not in steps[place + 1 :] for place, step in enumerate(steps)]
         if alone:
-            assert len(rank) == {"none": len(own), "one": max(1, len(own)), "even": max(map(len, mine))}[shadows]
-        assert [b.shadow for b in rank] == sorted((b.shadow for b in rank), reverse=True), "shadows come first"
+            assert len(rank) == {"none": len(own), "one": max(1, len(own)), "even": max(map(len, mine))}[padding]
+        assert [b.padding for b in rank] == sorted((b.padding for b in rank), reverse=True), "padding come first"
 
 
-def test_ranks_that_find_no_micro_batch_meet_the_others_by_a_shadow():
-    got = evaluated(torch.arange(3), (8, 2), 4, shadows="even", shuffle=False)
-    assert [[(content(b.data), b.shadow) for b in rank] for rank in got] == [
+def test_ranks_that_find_no_micro_batch_meet_the_others_by_padding():
+    got = evaluated(torch.arange(3), (8, 2), 4, padding="even", shuffle=False)
+    assert [[(content(b.data), b.padding) for b in rank] for rank in got] == [
         [((2,), True)],
         [((0, 1), False)],
         [((2,), True)],
@@ -86,7 +86,7 @@ def test_loader_processes_read_a_block_as_this_process_does_between_epochs():
         here, there = feed_of(Numbers(21), plan, rank), feed_of(Numbers(21), plan, rank, workers=2)
         passes = [("evaluation", {}), ("epoch", {"epoch": 3}), ("evaluation", {})]
         for name, where in passes:
-            a, b = ([content(m.data) for m in getattr(f, name)(**where, shadows="none")] for f in (here, there))
+            a, b = ([content(m.data) for m in getattr(f, name)(**where, padding="none")] for f in (here, there))
             assert a == b
         there.close()
 
@@ -105,17 +105,17 @@ def test_a_stream_is_evaluated_as_it_is_trained_on():
     st.sampled_from(["none", "one", "even"]),
     st.data(),
 )
-def test_a_feed_tells_how_many_micro_batches_it_is_about_to_give(case, kind, shadows, data):
+def test_a_feed_tells_how_many_micro_batches_it_is_about_to_give(case, kind, padding, data):
     length, sizes, world, drop_last = case
     dataset = kind(length)
     steps = BatchPlan(*sizes, 1).steps(length, drop_last=drop_last)
     first_step = data.draw(st.integers(0, steps))
-    got = on_world(dataset, sizes, world, first_step=first_step, shadows=shadows, drop_last=drop_last)
-    in_evaluation = evaluated(dataset, sizes, world, shadows=shadows, drop_last=drop_last)
+    got = on_world(dataset, sizes, world, first_step=first_step, padding=padding, drop_last=drop_last)
+    in_evaluation = evaluated(dataset, sizes, world, padding=padding, drop_last=drop_last)
     for rank in range(world):
         feed = feed_of(dataset, BatchPlan(*sizes, world), rank, drop_last=drop_last)
-        assert feed.micro_batches(first_step, shadows=shadows) == len(got[rank])
-        assert feed.micro_batches_of_evaluation(shadows=shadows) == len(in_evaluation[rank])
+        assert feed.micro_batches(first_step, padding=padding) == len(got[rank])
+        assert feed.micro_batches_of_evaluation(padding=padding) == len(in_evaluation[rank])
         assert len(feed.loader) == steps, "the same on every world"
 
 
@@ -128,8 +128,8 @@ def test_a_loader_can_be_iterated_whatever_its_length_says(kind):
 
 def test_a_stream_without_a_length_says_so():
     feed = feed_of(Stream(5), BatchPlan(4, 1, 1))
-    assert feed.micro_batches(shadows="none") is None
-    assert feed.micro_batches_of_evaluation(shadows="none") is None
+    assert feed.micro_batches(padding="none") is None
+    assert feed.micro_batches_of_evaluation(padding="none") is None
     with pytest.raises(TypeError, match=r"len\(loader\).*Stream can only be iterated.*__len__"):
         len(feed.loader)
     assert list(feed.loader) == [torch.tensor([n]) for n in range(5)]

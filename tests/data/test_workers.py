@@ -32,7 +32,7 @@ def main(how):
         Numbers(how.startswith("stuck")), BatchPlan(4, 2, 1), 0, seed=0, shuffle=False, drop_last=False, workers=2,
         agree=None,
     )
-    batches = feed.epoch(0, shadows="one")
+    batches = feed.epoch(0, padding="one")
     seen = len(next(batches).data)
     if not feed.loader.dataset.dataset.stuck:
         seen += len(next(batches).data)  # the other worker has begun too

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.batch import BatchPlan
-from lockstep.collectives import FastExchange, Group
-from lockstep.collectives.exchange import OnStream
+from lockstep.collectives import Group, NativeAllReduce
+from lockstep.collectives.all_reduce import NcclAllReduce
 from lockstep.run import Run
 from lockstep.testing import StrategyLaws, run_ranks, state_hash
 from lockstep.world import World
@@ -73,7 +73,7 @@ def on_nccl():
     world = World.from_env(os.environ)
     group = Group(world, device, dist.distributed_c10d._get_default_store(), None, 60, over_cpu=False)
     plan = BatchPlan(8, 1, 1)
-    exchange, fast = OnStream(group, plan.run), FastExchange(group)
+    exchange, fast = NcclAllReduce(group, plan.run), NativeAllReduce(group)
     gradient = torch.randn(1003, device=device)
     out, summed = torch.empty(1003, device=device), gradient.clone()
     exchange.begin(out, [gradient.clone()], 8)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.failure import Failure
-from lockstep.launch.memory import ControlGroup, Held, Ledger, held_by_ranks
+from lockstep.launch.diagnosis.error_record import Failure
+from lockstep.launch.diagnosis.host_memory import ControlGroup, Held, Ledger, held_by_ranks
 
 GIB = 1 << 30
 

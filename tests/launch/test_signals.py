@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 
-from lockstep.launch.lifeline import stops_held
+from lockstep.launch.child_process import stops_held
 
 
 def test_a_process_that_is_just_being_started_does_not_die_of_a_stop():

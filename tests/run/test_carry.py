@@ -242,7 +242,7 @@ def costs(directory, uses):
 
         return calls
 
-    Group.gather_objects, Group.sum_whole = heard(Group.gather_objects), heard(Group.sum_whole)
+    Group.gather_objects, Group.sum_int = heard(Group.gather_objects), heard(Group.sum_int)
     with Run(seed=3, checkpoint=directory, save_every="1 epoch") as run:
         cell = Cell()
         model = run.model(cell)

@@ -13,10 +13,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.checkpoint import LOCAL, list_checkpoints, load_tree
 from lockstep.errors import UsageError
-from lockstep.report import Record
+from lockstep.launch_contract import RESUME
+from lockstep.report import MetricsFile
 from lockstep.run import Run
 from lockstep.testing import run_each, run_ranks, state_hash
-from lockstep.world import RESUME
 from worlds import on_world
 
 X = torch.sin(torch.arange(76.0)).view(38, 2)
@@ -103,7 +103,7 @@ def test_a_step_is_told_once_and_averages_are_the_same_on_any_world():
             assert [done for done, _ in ranks] == [list(range(1, 11))] * world, (world, ranks)
         assert sum(bodies for _, bodies in told[0]) >= 38
         if world == 4:
-            assert {bodies for _, bodies in told[2]} == {10}, "the rank without a micro-batch had a shadow"
+            assert {bodies for _, bodies in told[2]} == {10}, "the rank without a micro-batch had a padding micro-batch"
         for bodies, steps in both:
             assert steps == STEPS
             done = [after for _, answers, after in bodies if answers[-1]]
@@ -171,7 +171,7 @@ def wait_for_save(directory, step):
 
 
 def lines(directory):
-    return [{k: v for k, v in row.items() if k != "wall_s"} for row in Record.read(directory / "metrics.jsonl")]
+    return [{k: v for k, v in row.items() if k != "wall_s"} for row in MetricsFile.read(directory / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")

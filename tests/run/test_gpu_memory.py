@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.run.memory import Peak, add_advice, advice, staying_bytes, wanted_bytes
+from lockstep.run.oom_advice import MemoryPeak, add_advice, advice, staying_bytes, wanted_bytes
 
 GIB = 1 << 30
 
 
 def peak(stays=10, grows=80, micro_batch=32, precision="fp32", total=80):
-    return Peak((stays + grows) * GIB, stays * GIB, total * GIB, micro_batch, 256, precision)
+    return MemoryPeak((stays + grows) * GIB, stays * GIB, total * GIB, micro_batch, 256, precision)
 
 
 def test_two_settings_that_fit():

@@ -27,7 +27,7 @@ class OptionalClosure(torch.optim.SGD):
         return super().step(closure)
 
 
-class Told:
+class ResolvedSettings:
     """A scheduler of somebody's own."""
 
     def __init__(self, optimizer):
@@ -55,7 +55,7 @@ def plateau(run):
 
 
 def own_scheduler(run):
-    run.scheduler(Told(run.optimizer(sgd(run.model(nn.Linear(2, 1))))))
+    run.scheduler(ResolvedSettings(run.optimizer(sgd(run.model(nn.Linear(2, 1))))))
 
 
 def lazy(run):
@@ -172,10 +172,10 @@ def test_it_is_refused_by_name_with_the_way_out():
         *results, fused, fine, fine_zero = on_world(
             world, [*calls, (fused_under_fsdp,), (trains, "ddp"), (trains, "zero")]
         )
-        for (case, (what, way_out)), ranks in zip(REFUSED.items(), results, strict=True):
+        for (case, (what, remedy)), ranks in zip(REFUSED.items(), results, strict=True):
             for message in ranks:
                 assert message.startswith(what), (case.__name__, message)
-                assert way_out in message, (case.__name__, message)
+                assert remedy in message, (case.__name__, message)
         assert fine == fine_zero == [2] * world
         for message in fused:
             if world > 1:

@@ -19,10 +19,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from lockstep.checkpoint import list_checkpoints
-from lockstep.collectives import Board
-from lockstep.run.appointment import Together
-from lockstep.run.last_words import leave_for_torchrun
-from lockstep.run.wishes import EndOfJob, Wishes
+from lockstep.collectives import KeyValueStore
+from lockstep.run.error_file import write_torchelastic_error
+from lockstep.run.step_agreement import StoreAgreement
+from lockstep.run.stop_requests import JobDeadline, StopRequests
 from lockstep.testing import run_each, run_ranks, state_hash
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
@@ -127,8 +127,13 @@ def test_all_ranks_meet_after_the_same_step(seed, in_step):
     met = [[] for _ in range(size)]
 
     def rank(number):
-        one = Together(
-            Board(store, "agenda"), number, size, wish.is_set if number == 2 else bool, bool, peer_timeout_s=DEADLINE_S
+        one = StoreAgreement(
+            KeyValueStore(store, "agenda"),
+            number,
+            size,
+            wish.is_set if number == 2 else bool,
+            bool,
+            peer_timeout_s=DEADLINE_S,
         )
         try:
             for step in range(1, steps + 1):
@@ -138,7 +143,7 @@ def test_all_ranks_meet_after_the_same_step(seed, in_step):
                     barrier.wait(DEADLINE_S)
                 time.sleep(dice.uniform(0, 0.002) if in_step else 0.001 * (1 + number))
                 if one.due(step):
-                    met[number].append((step, one.in_a_hurry()))
+                    met[number].append((step, one.stop_pending()))
                     # All stand still here, so all must be here.
                     barrier.wait(DEADLINE_S)
                     return
@@ -156,7 +161,7 @@ def test_all_ranks_meet_after_the_same_step(seed, in_step):
 
 
 def test_who_waits_for_a_rank_that_does_not_answer_is_told_at_the_deadline():
-    one = Together(Board(HashStore(), "agenda"), 0, 2, lambda: True, bool, peer_timeout_s=0.1)
+    one = StoreAgreement(KeyValueStore(HashStore(), "agenda"), 0, 2, lambda: True, bool, peer_timeout_s=0.1)
 
     def step_on():
         for step in range(1, 10000):
@@ -296,7 +301,7 @@ def test_a_run_stops_before_its_job_ends(tmp_path):
 
 def test_the_margin_before_the_end_is_what_was_measured():
     now = [1000.0]
-    end = EndOfJob(1100.0, wall=lambda: now[0])
+    end = JobDeadline(1100.0, wall=lambda: now[0])
     assert end.margin_s == 65.0
     end.save_s = 4.0
     for seconds in (1.0, 1.0, 90.0):  # the last one with an evaluation in it
@@ -306,26 +311,26 @@ def test_the_margin_before_the_end_is_what_was_measured():
     assert end.reason() is None
     now[0] += 85.0
     assert end.reason().startswith("the end of its job at ")
-    assert EndOfJob(None).reason() is None
-    assert EndOfJob(None).left_s is None
+    assert JobDeadline(None).reason() is None
+    assert JobDeadline(None).left_s is None
 
 
 @pytest.mark.parametrize("env", [{"SLURM_JOB_END_TIME": "1795279000"}, {"LOCKSTEP_ENDS_AT": "1795279000"}])
 def test_the_end_of_the_job_is_read_from_the_environment(env):
-    assert EndOfJob.from_env(env).left_s is not None
+    assert JobDeadline.from_env(env).left_s is not None
     with pytest.raises(ValueError, match="seconds since 1970"):
-        EndOfJob.from_env(dict.fromkeys(env, "tomorrow"))
+        JobDeadline.from_env(dict.fromkeys(env, "tomorrow"))
 
 
 def test_a_wish_once_seen_stays(tmp_path):
     now = [0.0]
-    wishes = Wishes(tmp_path / "STOP", EndOfJob(None), now=lambda: now[0])
+    wishes = StopRequests(tmp_path / "STOP", JobDeadline(None), now=lambda: now[0])
     assert wishes.reason() is None
     (tmp_path / "STOP").touch()
     now[0] += 1.0
     assert wishes.reason() == f"the file {tmp_path / 'STOP'}"
-    wishes.heeded()
-    wishes.heeded()
+    wishes.acknowledge()
+    wishes.acknowledge()
     assert not (tmp_path / "STOP").exists()
     assert wishes.reason() is not None
 
@@ -433,7 +438,7 @@ def test_a_lost_peer_is_dated_after_the_error_of_the_same_second(tmp_path):
     seconds = []
     for number, error in enumerate((ValueError("bad"), lockstep.errors.PeerLost("rank 1 left"))):
         file = tmp_path / str(number)
-        leave_for_torchrun(error, {"TORCHELASTIC_ERROR_FILE": str(file)}, now_s=1000.9)
+        write_torchelastic_error(error, {"TORCHELASTIC_ERROR_FILE": str(file)}, now_s=1000.9)
         seconds.append(json.loads(file.read_text())["message"]["extraInfo"]["timestamp"])
     assert seconds == ["1000", "1001"]
-    leave_for_torchrun(ValueError("bad"), {})
+    write_torchelastic_error(ValueError("bad"), {})

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.batch import BatchPlan
-from lockstep.collectives import Part, alone, open_group
-from lockstep.strategies import Target, Terms, Turn, open_strategy
+from lockstep.collectives import TensorShard, alone, open_group
+from lockstep.strategies import MicroBatchPosition, ParameterSet, StrategyContext, open_strategy
 from lockstep.testing import state_hash
 from lockstep.world import World
 
@@ -60,36 +60,36 @@ class Loop:
     def __init__(self, group, word, make=sgd, seed=0, net=Net):
         self.group, self.said = group, []
         self.plan = BatchPlan(SAMPLES * MICRO_BATCHES, SAMPLES, group.size)
-        terms = Terms(group, self.plan.run, say=self.said.append)
+        terms = StrategyContext(group, self.plan.run, say=self.said.append)
         self.strategy = open_strategy(word, terms)
         torch.manual_seed(seed)
         self.net = net()
-        self.model = self.strategy.adopt(self.net, find_unused_parameters=False)
+        self.model = self.strategy.setup_model(self.net, find_unused_parameters=False)
         self.optimizer = make(self.net.parameters())
-        self.target = Target(tuple(p for p in self.net.parameters() if p.requires_grad), everything=True)
+        self.target = ParameterSet(tuple(p for p in self.net.parameters() if p.requires_grad), everything=True)
         self.norms = []
         self.done = 0
-        self.strategy.rebase()
+        self.strategy.resync()
 
     def step(self, micro_batches=MICRO_BATCHES, counts=None):
         """One step of so many micro-batches; ``counts``: items of each, which its loss is a mean over."""
         strategy, run = self.strategy, self.plan.run(self.group.rank, micro_batches)
         samples = SAMPLES * micro_batches
-        turns = [Turn(m, micro_batches, m == run[-1], False, SAMPLES, samples) for m in run]
-        for turn in turns or [Turn(0, micro_batches, True, True, 0, samples)]:
-            strategy.begin(turn)
+        turns = [MicroBatchPosition(m, micro_batches, m == run[-1], False, SAMPLES, samples) for m in run]
+        for turn in turns or [MicroBatchPosition(0, micro_batches, True, True, 0, samples)]:
+            strategy.begin_micro_batch(turn)
             inputs, outputs = batch(self.done, turn.index)
             loss = F.mse_loss(self.model(inputs), outputs)
             items = SAMPLES if counts is None else counts[turn.index]
             strategy.backward(loss, torch.tensor(items / turn.step_samples), self.target, turn)
             if turn.last:
                 if counts is not None:
-                    strategy.divide(self.target, turn.step_samples, sum(counts[m] for m in run))
-                self.norms.append(float(strategy.holding.norm(self.target.parameters)))
-                strategy.own(self.target)
+                    strategy.normalize_by_count(self.target, turn.step_samples, sum(counts[m] for m in run))
+                self.norms.append(float(strategy.state_layout.norm(self.target.parameters)))
+                strategy.before_optimizer_step(self.target)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            strategy.end(turn)
+            strategy.end_micro_batch(turn)
         self.done += 1
 
     def steps(self, number):
@@ -99,16 +99,16 @@ class Loop:
 
     def save(self):
         """What a checkpoint would give back."""
-        holding = self.strategy.holding
-        tree = {"model": holding.model_state(self.net), "optimizer": holding.optimizer_state(self.optimizer)}
-        return whole(tree | {"strategy": self.strategy.state(), "done": self.done}, self.group)
+        state_layout = self.strategy.state_layout
+        tree = {"model": state_layout.model_state(self.net), "optimizer": state_layout.optimizer_state(self.optimizer)}
+        return whole(tree | {"strategy": self.strategy.state_dict(), "done": self.done}, self.group)
 
     def load(self, tree, *, same_strategy=True):
         tree = copy.deepcopy(tree)  # optimizers keep what they are given
-        self.strategy.holding.load_model(self.net, tree["model"])
-        self.strategy.holding.load_optimizer(self.optimizer, tree["optimizer"])
-        self.strategy.load_state(tree["strategy"] if same_strategy else {})
-        self.strategy.rebase()
+        self.strategy.state_layout.load_model(self.net, tree["model"])
+        self.strategy.state_layout.load_optimizer(self.optimizer, tree["optimizer"])
+        self.strategy.load_state_dict(tree["strategy"] if same_strategy else {})
+        self.strategy.resync()
         self.done = tree["done"]
         return self
 
@@ -125,7 +125,7 @@ def whole(tree, group):
         return {key: whole(value, group) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return type(tree)(whole(value, group) for value in tree)
-    if isinstance(tree, Part):
+    if isinstance(tree, TensorShard):
         out = torch.empty(tree.shape, dtype=tree.dtype)
         for start, box in group.gather_objects((tree.start, tree.tensor), "boxes"):
             out[tuple(slice(a, a + n) for a, n in zip(start, box.shape, strict=True))] = box

@@ -10,9 +10,9 @@ from torch import nn
 from lockstep.batch import BatchPlan
 from lockstep.collectives import alone
 from lockstep.errors import SettingError
-from lockstep.strategies import Terms, open_strategy
+from lockstep.strategies import StrategyContext, open_strategy
 from lockstep.strategies.local.diloco import Outer, Schedule
-from lockstep.strategies.local.pieces import by_dtype, cut, gather, scatter, sizes_of
+from lockstep.strategies.local.flat_ranges import by_dtype, cut, gather, scatter, sizes_of
 from lockstep.testing import state_hash
 from worlds import on_world
 
@@ -122,7 +122,7 @@ def test_bad_options_are_refused(word, says):
 
 def test_fp16_is_refused():
     with pytest.raises(SettingError, match="use precision='bf16'"):
-        open_strategy("diloco", Terms(alone(), BatchPlan(4, 1, 1).run, dtype=torch.float16))
+        open_strategy("diloco", StrategyContext(alone(), BatchPlan(4, 1, 1).run, dtype=torch.float16))
 
 
 def test_on_one_rank_the_outer_optimizer_works_alone():
@@ -139,11 +139,11 @@ def test_on_one_rank_the_outer_optimizer_works_alone():
 def test_what_a_script_fills_in_is_where_the_outer_optimizer_starts(steps):
     """As with weights that were trained elsewhere; else it would count the jump as progress. Not within a period."""
     loop = Loop(alone(), "diloco:period=3,outer_momentum=0").steps(steps)
-    before = loop.strategy.state()["outer"]["start"]
+    before = loop.strategy.state_dict()["outer"]["start"]
     before = torch.cat([s.reshape(-1) for s in before])
     loop.net.load_state_dict({name: torch.full_like(value, 5) for name, value in loop.net.state_dict().items()})
-    loop.strategy.rebase()
-    after = torch.cat([s.reshape(-1) for s in loop.strategy.state()["outer"]["start"]])
+    loop.strategy.resync()
+    after = torch.cat([s.reshape(-1) for s in loop.strategy.state_dict()["outer"]["start"]])
     assert torch.equal(after, before if steps == 2 else torch.full_like(before, 5))
 
 
@@ -166,7 +166,7 @@ def through_periods(word, steps):
             loop.step()
             buffers = group.gather_objects(state_hash(dict(loop.net.named_buffers()), loop.net.teacher), "buffers")
             seen.append((unlike(loop), len(set(buffers))))
-        return seen, state_hash(loop.strategy.state()["outer"])
+        return seen, state_hash(loop.strategy.state_dict()["outer"])
 
 
 def resumed(word, make, after, looks=False):
@@ -186,7 +186,7 @@ def resumed(word, make, after, looks=False):
                 if looks:
                     with one.strategy.evaluating():
                         assert unlike(one) == 0
-                    one.strategy.rebase()  # as at the beginning of an epoch
+                    one.strategy.resync()  # as at the beginning of an epoch
                 one.step()
         plain = Loop(group, word, MAKES[make]).steps(after)
         plain.step(2)
@@ -206,7 +206,7 @@ def goes_on_from(tree, word, same_strategy):
     with met() as group:
         loop = Loop(group, word, seed=7).load(tree, same_strategy=same_strategy)
         begins = state_hash(loop.net) == state_hash(dict(tree["model"]))
-        outer = loop.strategy.state()["outer"]
+        outer = loop.strategy.state_dict()["outer"]
         saved = tree["strategy"]["outer"]
         kept = state_hash(outer) == state_hash(saved)
         rests = all(not v.any() for v in outer["velocity"]) and all(
@@ -221,9 +221,9 @@ def settles(word):
         loop = Loop(group, word).steps(7)
         assert unlike(loop) > 1e-3
         expected = loop.save()["model"]
-        loop.strategy.settle()
+        loop.strategy.finish_training()
         assert state_hash(dict(loop.net.state_dict())) == state_hash(dict(expected))
-        outer = loop.strategy.state()["outer"]
+        outer = loop.strategy.state_dict()["outer"]
         assert all(torch.equal(s, p) for s, p in zip(outer["start"], loop.target.parameters, strict=True))
         loop.steps(3)  # and may go on
         return True

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.run import Run
-from lockstep.strategies.threads import Threads
+from lockstep.strategies.dp import CpuDataParallel
 from worlds import on_world
 
 Pair = namedtuple("Pair", "sum rows")
@@ -35,7 +35,7 @@ class Witness(nn.Module):
 def test_rows_are_divided_and_put_together_again():
     model, x = Witness(), torch.randn(7, 3)
     offset = torch.randn(7, 2)
-    found = Threads(model, 3)(x, 2.0, more={"offset": offset})
+    found = CpuDataParallel(model, 3)(x, 2.0, more={"offset": offset})
     torch.testing.assert_close(found["out"], model.layer(x) * 2.0 + offset)
     assert isinstance(found["pair"], Pair)
     assert found["pair"].sum.shape == (3,)
@@ -44,7 +44,7 @@ def test_rows_are_divided_and_put_together_again():
 
 def test_gradients_are_those_of_the_whole_batch_and_buffers_those_of_the_first_device():
     model, x, y = Witness(), torch.randn(8, 3), torch.randn(8, 2)
-    F.mse_loss(Threads(model, 2)(x)["out"], y).backward()
+    F.mse_loss(CpuDataParallel(model, 2)(x)["out"], y).backward()
     found = [p.grad for p in model.parameters()]
     model.zero_grad()
     assert model.rows == 4
@@ -57,7 +57,7 @@ def test_gradients_are_those_of_the_whole_batch_and_buffers_those_of_the_first_d
 def test_modes_reach_the_threads(gradients, formats):
     model = Witness()
     with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16, enabled=formats):
-        found = Threads(model, 2)(torch.randn(4, 3))
+        found = CpuDataParallel(model, 2)(torch.randn(4, 3))
     ((thread, *modes),) = model.seen
     assert modes == [gradients, formats]
     assert thread != threading.get_ident()
@@ -67,7 +67,7 @@ def test_modes_reach_the_threads(gradients, formats):
 
 def test_fewer_rows_than_threads_are_computed_by_fewer():
     model = Witness()
-    assert Threads(model, 4)(torch.randn(1, 3))["out"].shape == (1, 2)
+    assert CpuDataParallel(model, 4)(torch.randn(1, 3))["out"].shape == (1, 2)
     assert model.seen[0][0] == threading.get_ident()
 
 
@@ -83,9 +83,9 @@ class Broken(nn.Module):
 
 def test_what_goes_wrong_in_a_thread_is_raised():
     with pytest.raises(ZeroDivisionError, match="in the user's module"):
-        Threads(Broken(), 2)(torch.zeros(4))
+        CpuDataParallel(Broken(), 2)(torch.zeros(4))
     with pytest.raises(UsageError, match="strategy dp: the model gives a str; only tensors can be put together"):
-        Threads(Odd(), 2)(torch.zeros(4))
+        CpuDataParallel(Odd(), 2)(torch.zeros(4))
 
 
 def learned(strategy, rehearse=True):

@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 from lockstep.collectives import Group, alone
 from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.run import Run
-from lockstep.strategies import Terms, open_strategy
-from lockstep.strategies.replicate import Replicate
+from lockstep.strategies import StrategyContext, open_strategy
 from lockstep.strategies.sharded.hybrid_sharded import ranks_of_a_copy
+from lockstep.strategies.single_process import SingleProcess
 from lockstep.testing import state_hash
 from lockstep.world import World
 from worlds import on_world
@@ -344,12 +344,12 @@ def test_copies_on_four_ranks(tmp_path):
 
 
 def opened(spec, say=lambda text: None):
-    return open_strategy(spec, Terms(alone(), lambda rank, of: range(of), say=say))
+    return open_strategy(spec, StrategyContext(alone(), lambda rank, of: range(of), say=say))
 
 
 @pytest.mark.parametrize("spec", ["fsdp", "hsdp", "hsdp:shard=8,wrap=Block"])
 def test_one_rank_divides_nothing(spec):
-    assert isinstance(opened(spec), Replicate)
+    assert isinstance(opened(spec), SingleProcess)
 
 
 def test_one_rank_recomputes_activations():
@@ -389,7 +389,7 @@ def group_on(nodes):
 
 def test_no_blocks_to_recompute_is_told():
     said = []
-    opened("fsdp:checkpoint_activations,wrap=whole", said.append).adopt(Net(), find_unused_parameters=False)
+    opened("fsdp:checkpoint_activations,wrap=whole", said.append).setup_model(Net(), find_unused_parameters=False)
     assert said == [
         "checkpoint_activations: Net has no blocks by wrap=whole, so all of its activations are kept; name the classes "
         "of its blocks in wrap=..."

@@ -5,16 +5,16 @@ import io
 
 import pytest
 import torch
-from served_loops import classify
+from parameter_server_loops import classify
 from torch import nn
 from torch.nn import functional as F
 
 from lockstep.errors import SettingError, UsageError
+from lockstep.launch_contract import RESUME
 from lockstep.run import Run
-from lockstep.strategies.served.hybrid import LookUp
-from lockstep.strategies.served.servers import Line
+from lockstep.strategies.parameter_server.hybrid import LookUp
+from lockstep.strategies.parameter_server.rpc import Line
 from lockstep.testing import run_ranks, state_hash
-from lockstep.world import RESUME
 from worlds import on_world
 
 WORDS = 40

@@ -220,7 +220,11 @@ def trained(name, strategy):
             if run.backward(loss, count=items, optimizer=optimizers):
                 gradients.append([dense(p.grad) for p in model.parameters()])
             run.update(optimizers)
-        state = state_hash([run._strategy.holding.optimizer_state(o) for o in optimizers]) if strategy != "zero" else ""
+        state = (
+            state_hash([run._strategy.state_layout.optimizer_state(o) for o in optimizers])
+            if strategy != "zero"
+            else ""
+        )
         return gradients, [p.detach().clone() for p in model.parameters()], state_hash(model) + state
 
 

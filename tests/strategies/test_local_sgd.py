@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lockstep.batch import BatchPlan
 from lockstep.collectives import alone
 from lockstep.errors import SettingError
-from lockstep.strategies import Terms, open_strategy
+from lockstep.strategies import StrategyContext, open_strategy
 from lockstep.testing import state_hash
 from worlds import on_world
 
@@ -49,7 +49,7 @@ def test_bad_options_are_refused(word, says):
 
 
 def test_fp16_and_layers_that_meet_are_refused():
-    terms = Terms(alone(), BatchPlan(4, 1, 1).run, dtype=torch.float16)
+    terms = StrategyContext(alone(), BatchPlan(4, 1, 1).run, dtype=torch.float16)
     with pytest.raises(SettingError, match=r"strategy local-sgd with precision='fp16': .* use precision='bf16'"):
         open_strategy("local-sgd", terms)
     with pytest.raises(SettingError, match="sync_batchnorm: its forward passes meet"):
@@ -100,12 +100,12 @@ def meets_at_the_end_of_each_period():
         loop, hashes = Loop(group, "local-sgd:period=3"), []
         # As a script fills in what was trained elsewhere. A mean of equal numbers may differ from them in the last bit.
         loop.net.table.copy_(torch.tensor([0.3, 0.9]))
-        loop.strategy.rebase()
+        loop.strategy.resync()
         for step in range(6):
             loop.step()
             hashes.append(state_hash(loop.net))
             if not step:
-                moved = loop.strategy.state()["replicas"]["moved"]
+                moved = loop.strategy.state_dict()["replicas"]["moved"]
         still = [t for place, t in enumerate(loop.strategy._replicas._others) if place not in moved]
         assert [t is loop.net.table for t in still] == [True]
         return hashes, float(loop.norms[-1])
@@ -164,11 +164,11 @@ def sees_the_mean_and_goes_on():
         torch.testing.assert_close(
             saved["optimizer"]["state"][1]["momentum_buffer"], torch.stack(momenta).mean(0), rtol=0, atol=1e-7
         )
-        loop.strategy.settle()
+        loop.strategy.finish_training()
         for found in (saved["model"], evaluated, loop.net.state_dict()):
             torch.testing.assert_close(dict(found), mean, rtol=0, atol=1e-6)
         settled = state_hash(loop.net)
-        loop.strategy.settle()
+        loop.strategy.finish_training()
         assert state_hash(loop.net) == settled
         assert state_hash(loop.save()["model"]) == settled
         return same_again, state_hash(saved["model"]), settled, state_hash(evaluated)

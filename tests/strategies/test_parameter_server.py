@@ -13,23 +13,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from served_loops import classify
+from parameter_server_loops import classify
 from torch import nn
 from torch.nn import functional as F
 
 import lockstep
 from lockstep.collectives import alone, fold, open_group
 from lockstep.errors import PeerLost, SettingError, UsageError
+from lockstep.heartbeat import progress_marker
+from lockstep.launch_contract import EXIT_STOPPED, RESUME, STOP_FILE
 from lockstep.run import Run
-from lockstep.strategies import Terms, open_strategy
-from lockstep.strategies.gradients import Turn
-from lockstep.strategies.replicate import Replicate
-from lockstep.strategies.served.lots import Sums, lots_of
-from lockstep.strategies.served.parameter_server import Options, Push
-from lockstep.strategies.served.servers import Line, Staff
+from lockstep.strategies import StrategyContext, open_strategy
+from lockstep.strategies.gradient_accumulation import MicroBatchPosition
+from lockstep.strategies.parameter_server.flat_buckets import Sums, lots_of
+from lockstep.strategies.parameter_server.parameter_server import Options, Push
+from lockstep.strategies.parameter_server.rpc import Line, Staff
+from lockstep.strategies.single_process import SingleProcess
 from lockstep.testing import run_each, run_ranks, state_hash
-from lockstep.watch import pulse
-from lockstep.world import EXIT_STOPPED, RESUME, STOP_FILE, World
+from lockstep.world import World
 from worlds import on_world
 
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -64,7 +65,7 @@ def test_what_workers_push_folds_to_the_tree_of_one_rank(micro_batches, data):
         sums = Sums(lots_of([parameter], [1]), micro_batches, exact=True)
         for index in run:
             parameter.grad = gradients[index].clone()
-            sums.take(Turn(index, micro_batches, last=index == run[-1]))
+            sums.take(MicroBatchPosition(index, micro_batches, last=index == run[-1]))
             assert parameter.grad is None
         return sums.nodes, sums.rows(0)
 
@@ -99,7 +100,9 @@ def test_bad_options_are_refused(words, says):
 
 
 def test_one_rank_alone_needs_no_server():
-    assert isinstance(open_strategy("parameter-server", Terms(alone(), lambda rank, of: range(of))), Replicate)
+    assert isinstance(
+        open_strategy("parameter-server", StrategyContext(alone(), lambda rank, of: range(of))), SingleProcess
+    )
 
 
 # ---- on ranks --------------------------------------------------------------------------------------------------------
@@ -449,7 +452,7 @@ def stopped(word):
                 if now.step == 3 and run.rank == run.world_size - 1:
                     os.kill(os.getpid(), signal.SIGSTOP)
 
-            pulse().followers += (follow,)
+            progress_marker().followers += (follow,)
             model = run.model(nn.Linear(1, 1))
             run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
             for (x,) in run.train(run.loader((torch.ones(80, 1),), global_batch=4, micro_batch=1)):

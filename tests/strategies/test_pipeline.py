@@ -11,10 +11,10 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from lockstep.batch import BatchPlan
-from lockstep.collectives import alone, open_exchange
+from lockstep.collectives import alone, open_all_reduce
 from lockstep.errors import SettingError
 from lockstep.run import Run
-from lockstep.strategies import Task, Turn
+from lockstep.strategies import LossCall, MicroBatchPosition
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.pipelined.pipeline import Options, Pipelined, passes
 from lockstep.strategies.pipelined.stage import Border, Formats, Micro, Stage, random_state
@@ -69,14 +69,14 @@ def test_what_only_passes_through_gathers_no_hooks():
     layer = nn.Sequential(nn.Linear(3, 3))
     module = fx.GraphModule(layer, graph)
     cpu = torch.device("cpu")
-    buffers = Buffers(open_exchange(alone(), BatchPlan(1, 1, 1).run), alone().check_equal)
+    buffers = Buffers(open_all_reduce(alone(), BatchPlan(1, 1, 1).run), alone().check_equal)
     stage = Stage(
         1, 3, (module, module), lambda: True, buffers, list(layer.parameters()), Formats(cpu, cpu, None), exact=True
     )
-    task = Task(layer, F.mse_loss, (torch.ones(2, 3),), (), lambda loss: loss)
+    task = LossCall(layer, F.mse_loss, (torch.ones(2, 3),), (), lambda loss: loss)
     received = torch.zeros(2, 3, requires_grad=True)
     like = ((2, 3), torch.float32, True)
-    micro = Micro(task, None, Turn(0, 1, last=True), random_state(cpu))
+    micro = Micro(task, None, MicroBatchPosition(0, 1, last=True), random_state(cpu))
     stage.begin([micro], [])
     stage.aim([micro], (Border((like,), drawn=False), Border((like, like), drawn=False)))
     made, passed = stage(received, place=torch.tensor(0))

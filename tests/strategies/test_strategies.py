@@ -13,21 +13,21 @@ from lockstep.batch import BatchPlan
 from lockstep.collectives import alone
 from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.run import Run
-from lockstep.strategies import Target, Terms, Turn, open_strategy
-from lockstep.strategies.gradients import Pending
-from lockstep.strategies.replicate import Replicate
+from lockstep.strategies import MicroBatchPosition, ParameterSet, StrategyContext, open_strategy
+from lockstep.strategies.gradient_accumulation import TreeGradientAccumulator
+from lockstep.strategies.single_process import SingleProcess
 from lockstep.testing import state_hash
 from worlds import on_world
 
 
 def one_rank(name="ddp"):
-    return open_strategy(name, Terms(alone(), BatchPlan(8, 1, 1).run))
+    return open_strategy(name, StrategyContext(alone(), BatchPlan(8, 1, 1).run))
 
 
 def test_one_rank_alone_needs_no_strategy():
-    assert {type(one_rank(name)) for name in ("none", "ddp")} == {Replicate}
+    assert {type(one_rank(name)) for name in ("none", "ddp")} == {SingleProcess}
     model = nn.Linear(2, 2)
-    assert one_rank().adopt(model, find_unused_parameters=False) is model
+    assert one_rank().setup_model(model, find_unused_parameters=False) is model
 
 
 def test_an_unknown_strategy_is_refused():
@@ -53,18 +53,18 @@ class Counting(nn.Module):
 
 
 def turns(of):
-    return [Turn(index, of, index == of - 1) for index in range(of)]
+    return [MicroBatchPosition(index, of, index == of - 1) for index in range(of)]
 
 
 def test_buffers_become_the_mean_over_the_step_and_counts_count_steps():
     strategy, model = one_rank(), Counting()
-    strategy.adopt(model, find_unused_parameters=False)
+    strategy.setup_model(model, find_unused_parameters=False)
     mean = 0.0
     for values in ([1.0, 2.0, 3.0, 6.0], [5.0], [-1.0, 0.0, 1.5]):
         for turn, value in zip(turns(len(values)), values, strict=True):
-            strategy.begin(turn)
+            strategy.begin_micro_batch(turn)
             model(torch.tensor([value]))
-            strategy.end(turn)
+            strategy.end_micro_batch(turn)
         mean += sum(0.5 * (value - mean) for value in values) / len(values)
         torch.testing.assert_close(model.mean, torch.tensor([mean], dtype=torch.float64))
     assert model.passes == 3
@@ -73,24 +73,24 @@ def test_buffers_become_the_mean_over_the_step_and_counts_count_steps():
 
 def test_a_step_that_is_given_up_leaves_no_trace_in_buffers():
     strategy, model = one_rank(), Counting()
-    strategy.adopt(model, find_unused_parameters=False)
+    strategy.setup_model(model, find_unused_parameters=False)
     model.mean.fill_(4.0)
-    strategy.rebase()  # as after a checkpoint was loaded
+    strategy.resync()  # as after a checkpoint was loaded
     before = state_hash(model)
     for given_up_after in (0, 2):
         for turn in turns(4)[:given_up_after]:
-            strategy.begin(turn)
+            strategy.begin_micro_batch(turn)
             model(torch.tensor([9.0]))
-            strategy.end(turn)
-        strategy.begin(turns(4)[given_up_after])
+            strategy.end_micro_batch(turn)
+        strategy.begin_micro_batch(turns(4)[given_up_after])
         model(torch.tensor([9.0]))
-        strategy.abandon()
+        strategy.discard_step()
         assert state_hash(model) == before
 
 
 def test_a_target_reaches_only_its_own_parameters():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    Target(tuple(second.parameters()), everything=False).backward(second(first(torch.ones(2))).sum(), None)
+    ParameterSet(tuple(second.parameters()), everything=False).backward(second(first(torch.ones(2))).sum(), None)
     assert first.weight.grad is None
     assert second.weight.grad is not None
 
@@ -154,10 +154,10 @@ def buffers_assigned_and_filled():
 
 def test_a_buffer_that_changes_its_shape_is_refused():
     strategy, model = one_rank(), Assigning()
-    strategy.adopt(model, find_unused_parameters=False)
+    strategy.setup_model(model, find_unused_parameters=False)
     model.mean = torch.zeros(3, 2)
     with pytest.raises(UsageError, match=r"the buffer mean of Assigning changed its shape from \(2,\) to \(3, 2\): "):
-        strategy.end(Turn(0, 1, True))
+        strategy.end_micro_batch(MicroBatchPosition(0, 1, True))
 
 
 def other_model():
@@ -233,7 +233,7 @@ def groups_of_ones_own():
 
 def pendings():
     gc.collect()
-    return sum(type(each) is Pending for each in gc.get_objects())
+    return sum(type(each) is TreeGradientAccumulator for each in gc.get_objects())
 
 
 def forgets_what_it_has_summed():

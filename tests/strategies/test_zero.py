@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.collectives import Part
+from lockstep.collectives import TensorShard
 from lockstep.errors import UsageError
 from lockstep.run import Run
 from lockstep.testing import state_hash
@@ -19,7 +19,7 @@ WORLDS = (1, 2, 3, 4)
 def merged(states):
     """The whole state, from what each rank would write of it."""
     first = states[0]
-    if isinstance(first, Part):
+    if isinstance(first, TensorShard):
         (here,) = [part.tensor for part in states if part.tensor is not None]
         return here
     if isinstance(first, dict):
@@ -64,7 +64,7 @@ def learn(make_optimizer, *, weights=None, **settings):
                 run.step((F.cross_entropy(model(word), word % 5, reduction="none") * weight).mean())
                 if run.progress.step != step:
                     hashes.append(state_hash(net))
-        saved = run._strategy.holding.optimizer_state(optimizer)
+        saved = run._strategy.state_layout.optimizer_state(optimizer)
         return hashes, saved, sorted(optimizer.state_dict()["state"])
 
 
@@ -88,7 +88,7 @@ def adversaries(**settings):
                 if step % 2:
                     run.step(models[1](models[0](x).detach()).square().mean(), optimizer=optimizers[1])
                 hashes.append(state_hash(*nets))
-        saved = [run._strategy.holding.optimizer_state(o) for o in optimizers]
+        saved = [run._strategy.state_layout.optimizer_state(o) for o in optimizers]
         return hashes[-1:], saved, None
 
 

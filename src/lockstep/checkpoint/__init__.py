@@ -6,19 +6,19 @@ The door. What needs torch is loaded when it is first asked for, so that listing
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.commit import Committed, list_checkpoints, verify
-from lockstep.checkpoint.disk import LOCAL, Disk, LocalDisk
-from lockstep.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Piece, Stored
-from lockstep.checkpoint.tree import Tree
+from lockstep.checkpoint.filesystem import LOCAL, FileSystem, LocalFileSystem
+from lockstep.checkpoint.json_state import Tree
+from lockstep.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Piece, TensorRecord
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.saving import Checkpoints, Outcome, Saved
+    from lockstep.checkpoint.async_save import Checkpoints, Outcome, Saved
     from lockstep.checkpoint.tensors import load_tree
 else:
     # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
     import importlib
 
     def __getattr__(name):  # noqa: ANN001, ANN202 - no type checker looks here
-        homes = {"Checkpoints": "saving", "Outcome": "saving", "Saved": "saving", "load_tree": "tensors"}
+        homes = {"Checkpoints": "async_save", "Outcome": "async_save", "Saved": "async_save", "load_tree": "tensors"}
         if name not in homes:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)
@@ -32,13 +32,13 @@ __all__ = [
     "MANIFEST",
     "Checkpoints",
     "Committed",
-    "Disk",
-    "LocalDisk",
+    "FileSystem",
+    "LocalFileSystem",
     "Manifest",
     "Outcome",
     "Piece",
     "Saved",
-    "Stored",
+    "TensorRecord",
     "Tree",
     "list_checkpoints",
     "load_tree",

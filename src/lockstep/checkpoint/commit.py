@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint.disk import LOCAL, Disk
+from lockstep.checkpoint.filesystem import LOCAL, FileSystem
 from lockstep.checkpoint.layout import reads
 from lockstep.checkpoint.manifest import MANIFEST, Manifest, Piece
 from lockstep.errors import DamagedCheckpoint
@@ -49,7 +49,7 @@ class Committed:
         return self.root / (f"step-{self.step:08d}" + (f".{self.revision}" if self.revision else ""))
 
 
-def list_checkpoints(root: Path, disk: Disk = LOCAL) -> tuple[Committed, ...]:
+def list_checkpoints(root: Path, disk: FileSystem = LOCAL) -> tuple[Committed, ...]:
     """What is committed under ``root``, newest first; empty if there is no such directory."""
     if not disk.is_directory(root):
         return ()
@@ -63,7 +63,7 @@ def scratch_path(root: Path, step: int, mark: str) -> Path:
     return root / f"{_SAVING}step-{step:08d}-{mark}"
 
 
-def make_directories(path: Path, disk: Disk) -> None:
+def make_directories(path: Path, disk: FileSystem) -> None:
     """Make ``path`` and its missing parents so that they survive a power cut."""
     missing = []
     while not disk.is_directory(path):
@@ -78,7 +78,7 @@ def make_directories(path: Path, disk: Disk) -> None:
         disk.sync_directory(directory.parent)
 
 
-def write_file(path: Path, content: memoryview, disk: Disk) -> None:
+def write_file(path: Path, content: memoryview, disk: FileSystem) -> None:
     """Write a new file whose content survives a power cut. Its name does once the directory is flushed."""
     file = disk.create(path)
     try:
@@ -90,7 +90,7 @@ def write_file(path: Path, content: memoryview, disk: Disk) -> None:
         disk.close(file)
 
 
-def commit(scratch: Path, manifest: Manifest, root: Path, disk: Disk) -> Committed:
+def commit(scratch: Path, manifest: Manifest, root: Path, disk: FileSystem) -> Committed:
     """Make the parts in ``scratch`` visible as one checkpoint; all of them must be written and flushed.
 
     If the same state of the same step is there already and whole, it stays and ``scratch`` is removed.
@@ -113,14 +113,14 @@ def commit(scratch: Path, manifest: Manifest, root: Path, disk: Disk) -> Committ
     return place
 
 
-def _holds(there: Committed, manifest: Manifest, disk: Disk) -> bool:
+def _holds(there: Committed, manifest: Manifest, disk: FileSystem) -> bool:
     try:
         return verify(there.path, disk).same_state(manifest)
     except (DamagedCheckpoint, OSError):
         return False
 
 
-def read_manifest(path: Path, disk: Disk = LOCAL) -> Manifest:
+def read_manifest(path: Path, disk: FileSystem = LOCAL) -> Manifest:
     """The manifest of the checkpoint in ``path``, once all its files are there in full size. Reads no tensor.
 
     Raises:
@@ -143,7 +143,7 @@ def read_manifest(path: Path, disk: Disk = LOCAL) -> Manifest:
     return manifest
 
 
-def verify(path: Path, disk: Disk = LOCAL) -> Manifest:
+def verify(path: Path, disk: FileSystem = LOCAL) -> Manifest:
     """Read the checkpoint in ``path`` wholly and compare it with its sums.
 
     Returns:
@@ -185,7 +185,7 @@ def _sum_of_next(file: io.BufferedIOBase, length: int) -> int:
     return total
 
 
-def remove(directories: Iterable[Path], root: Path, disk: Disk) -> None:
+def remove(directories: Iterable[Path], root: Path, disk: FileSystem) -> None:
     """Remove ``directories`` beneath ``root``, so that none is ever seen half removed under a checkpoint's name.
 
     Raises:
@@ -206,13 +206,13 @@ def remove(directories: Iterable[Path], root: Path, disk: Disk) -> None:
         _unlink_all(directory, disk)
 
 
-def _unlink_all(directory: Path, disk: Disk) -> None:
+def _unlink_all(directory: Path, disk: FileSystem) -> None:
     for name in disk.names(directory):
         disk.unlink(directory / name)
     disk.remove_directory(directory)
 
 
-def leftovers(root: Path, disk: Disk) -> tuple[Path, ...]:
+def partial_saves(root: Path, disk: FileSystem) -> tuple[Path, ...]:
     """What saves and removals that were interrupted left in ``root``; no save may be in flight.
 
     A root belongs to one run at a time: whatever is there before its first save is of the dead.
@@ -222,7 +222,7 @@ def leftovers(root: Path, disk: Disk) -> tuple[Path, ...]:
     return tuple(root / name for name in sorted(disk.names(root)) if name.startswith((_SAVING, _REMOVING)))
 
 
-def set_aside(root: Path, disk: Disk) -> Path | None:
+def archive(root: Path, disk: FileSystem) -> Path | None:
     """Move all that is committed under ``root`` into a new directory there, which is returned; None if there is none.
 
     The oldest goes last: cut short, this leaves what is there to be found as it was, or some of it.
@@ -240,7 +240,7 @@ def set_aside(root: Path, disk: Disk) -> Path | None:
     return aside
 
 
-def superseded(
+def expired(
     there: Sequence[Committed],
     whole: Callable[[Committed], bool],
     just: Committed,

@@ -73,7 +73,7 @@ def lay_out(rank: int, tensors: Iterable[tuple[int, Extent]]) -> File:
     return File(f"part-{rank:05d}.bin", tuple(placed), offset)
 
 
-def fault_of(boxes: Sequence[tuple[str, Box]], shape: tuple[int, ...]) -> str:
+def coverage_error(boxes: Sequence[tuple[str, Box]], shape: tuple[int, ...]) -> str:
     """How ``boxes``, each with the name of who holds it, fail to cover a tensor of ``shape`` exactly once.
 
     Empty if they do cover it. Otherwise names an element, and who holds it. Boxes without elements cover nothing. Where

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Self
 
 from lockstep.checkpoint.commit import make_directories
-from lockstep.checkpoint.disk import LOCAL
+from lockstep.checkpoint.filesystem import LOCAL
 from lockstep.errors import SettingError
 
 #: Its name in a root. It stays there: removing it would let two runs lock two files of that name.

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from lockstep.checkpoint.tree import decode, encode
+from lockstep.checkpoint.json_state import decode, encode
 from lockstep.errors import CheckpointError, DamagedCheckpoint
 
 #: Its name in a checkpoint's directory.
@@ -39,7 +39,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorRecord:
     """One tensor; its pieces cover it once. A tensor without elements has no pieces."""
 
     path: str  #: in the tree, for people
@@ -54,7 +54,7 @@ class Manifest:
 
     step: int
     tree: Any  #: of states, encoded by `tree.encode`; its tensors are numbers into ``tensors``
-    tensors: tuple[Stored, ...]
+    tensors: tuple[TensorRecord, ...]
     files: Mapping[str, int]  #: bytes in each file but this one
     about: Mapping[str, Any]  #: plain values for people and for later checks
     lockstep: str = ""  #: version that wrote it
@@ -131,8 +131,8 @@ def _content(manifest: Manifest) -> list[Any]:
     return [(t.dtype, t.shape, sorted((p.start, p.shape, p.crc32) for p in t.pieces)) for t in manifest.tensors]
 
 
-def _stored(entry: Mapping[str, Any]) -> Stored:
-    return Stored(
+def _stored(entry: Mapping[str, Any]) -> TensorRecord:
+    return TensorRecord(
         path=entry["path"],
         dtype=entry["dtype"],
         shape=tuple(entry["shape"]),

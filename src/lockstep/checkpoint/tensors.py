@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.commit import compare_sums, read_manifest
-from lockstep.checkpoint.disk import Disk
-from lockstep.checkpoint.layout import Box, Extent, File, fault_of, reads
-from lockstep.checkpoint.manifest import Manifest, Piece, Stored
-from lockstep.checkpoint.tree import Tree, decode, encode
-from lockstep.collectives import Part
+from lockstep.checkpoint.filesystem import FileSystem
+from lockstep.checkpoint.json_state import Tree, decode, encode
+from lockstep.checkpoint.layout import Box, Extent, File, coverage_error, reads
+from lockstep.checkpoint.manifest import Manifest, Piece, TensorRecord
+from lockstep.collectives import TensorShard
 from lockstep.errors import CheckpointError, DamagedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class TensorEntry:
     """A tensor's path in the tree, what it is, and which box of it this rank holds."""
 
     path: str
@@ -42,32 +42,32 @@ class Named:
         elements = 0 if self.box is None else self.box.elements
         return Extent(elements * self.dtype.itemsize, self.dtype.itemsize)
 
-    def stored(self, pieces: Iterable[Piece]) -> Stored:
+    def stored(self, pieces: Iterable[Piece]) -> TensorRecord:
         """Its entry in a manifest."""
-        return Stored(self.path, str(self.dtype).removeprefix("torch."), self.shape, tuple(pieces))
+        return TensorRecord(self.path, str(self.dtype).removeprefix("torch."), self.shape, tuple(pieces))
 
 
-def flatten(tree: Tree) -> tuple[Any, tuple[Named, ...], tuple[torch.Tensor, ...]]:
+def flatten(tree: Tree) -> tuple[Any, tuple[TensorEntry, ...], tuple[torch.Tensor, ...]]:
     """The tree in JSON with numbers in place of its tensors; the tensors' names; and what of each is here.
 
     Raises:
         CheckpointError: for what cannot be saved, naming its path.
     """
-    found: list[Named] = []
+    found: list[TensorEntry] = []
     tensors: list[torch.Tensor] = []
 
     def take(value: object, path: str) -> int | None:
-        part = Part.whole(value) if isinstance(value, torch.Tensor) else value
-        if not isinstance(part, Part):
+        part = TensorShard.whole(value) if isinstance(value, torch.Tensor) else value
+        if not isinstance(part, TensorShard):
             return None
-        found.append(Named(path, part.dtype, tuple(part.shape), _box_of(part, path), divided=part is value))
+        found.append(TensorEntry(path, part.dtype, tuple(part.shape), _box_of(part, path), divided=part is value))
         tensors.append(torch.empty(0, dtype=part.dtype) if part.tensor is None else part.tensor.detach())
         return len(found) - 1
 
     return encode(tree, take), tuple(found), tuple(tensors)
 
 
-def _box_of(part: Part, path: str) -> Box | None:
+def _box_of(part: TensorShard, path: str) -> Box | None:
     """What this rank holds; that it can be written is checked."""
     if part.tensor is None:
         return None
@@ -90,7 +90,7 @@ def _check_dense(value: torch.Tensor, path: str) -> None:
         )
 
 
-class Copier:
+class CpuStager:
     """Takes private copies of tensors in one block of the CPU's memory, which it keeps for the next time."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Copier:
         return self._block.numpy().data[: file.length]
 
 
-def load_tree(path: Path, disk: Disk) -> Tree:
+def load_tree(path: Path, disk: FileSystem) -> Tree:
     """The tree in the checkpoint at ``path``, each tensor contiguous on the CPU, with memory of its own.
 
     Raises:
@@ -125,7 +125,7 @@ def load_tree(path: Path, disk: Disk) -> Tree:
     for entry in manifest.tensors:
         boxes = [(piece.file, Box(piece.start, piece.shape)) for piece in entry.pieces]
         element = _dtype(entry, path, manifest).itemsize
-        if fault_of(boxes, entry.shape) or any(
+        if coverage_error(boxes, entry.shape) or any(
             box.elements * element != piece.length for (_, box), piece in zip(boxes, entry.pieces, strict=True)
         ):
             raise DamagedCheckpoint(f"{path}: the manifest contradicts itself about {entry.path}")
@@ -155,7 +155,7 @@ def _box(piece: Piece) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(piece.start, piece.shape, strict=True))
 
 
-def _dtype(entry: Stored, path: Path, manifest: Manifest) -> torch.dtype:
+def _dtype(entry: TensorRecord, path: Path, manifest: Manifest) -> torch.dtype:
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(

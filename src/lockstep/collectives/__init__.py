@@ -1,39 +1,45 @@
 """The only room that speaks torch.distributed: ranks meet, agree, and add up along one fixed tree."""
 
-from lockstep.collectives.exchange import Exchange, FastExchange, RankSums, open_exchange
-from lockstep.collectives.group import Board, Group, alone, naming_lost_peers, open_group, tells_of_lost_peer
-from lockstep.collectives.part import Part, elsewhere, owned
-from lockstep.collectives.relay import Relay
-from lockstep.collectives.route import Runs
-from lockstep.collectives.scatter import Division, FastScatter, Scatter, TreeScatter, begin_alike
-from lockstep.collectives.spread import Spread, open_spread
-from lockstep.collectives.tree import Fold, Node, fold, nodes_of
+from lockstep.collectives.all_reduce import AllReduce, NativeAllReduce, RankOrderAllReduce, open_all_reduce
+from lockstep.collectives.group import Group, KeyValueStore, alone, is_peer_failure, open_group, translating_peer_errors
+from lockstep.collectives.object_channel import ObjectChannel
+from lockstep.collectives.owner_broadcast import OwnerBroadcast, open_owner_broadcast
+from lockstep.collectives.reduce_scatter import (
+    NativeReduceScatter,
+    ReduceScatter,
+    ShardGroups,
+    TreeReduceScatter,
+    broadcast_from_rank0,
+)
+from lockstep.collectives.reduction_plan import Runs
+from lockstep.collectives.reduction_tree import Node, TreeAccumulator, fold, nodes_of
+from lockstep.collectives.tensor_shard import TensorShard, elsewhere, owned
 
 __all__ = [
-    "Board",
-    "Division",
-    "Exchange",
-    "FastExchange",
-    "FastScatter",
-    "Fold",
+    "AllReduce",
     "Group",
+    "KeyValueStore",
+    "NativeAllReduce",
+    "NativeReduceScatter",
     "Node",
-    "Part",
-    "RankSums",
-    "Relay",
+    "ObjectChannel",
+    "OwnerBroadcast",
+    "RankOrderAllReduce",
+    "ReduceScatter",
     "Runs",
-    "Scatter",
-    "Spread",
-    "TreeScatter",
+    "ShardGroups",
+    "TensorShard",
+    "TreeAccumulator",
+    "TreeReduceScatter",
     "alone",
-    "begin_alike",
+    "broadcast_from_rank0",
     "elsewhere",
     "fold",
-    "naming_lost_peers",
+    "is_peer_failure",
     "nodes_of",
-    "open_exchange",
+    "open_all_reduce",
     "open_group",
-    "open_spread",
+    "open_owner_broadcast",
     "owned",
-    "tells_of_lost_peer",
+    "translating_peer_errors",
 ]

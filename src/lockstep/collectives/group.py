@@ -37,40 +37,40 @@ _PEER_LOST = (
 )
 
 
-def tells_of_lost_peer(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Whether ``error`` says that another rank is gone or silent, rather than that this one failed."""
     text = str(error).lower()
     return isinstance(error, PeerLost | dist.DistNetworkError) or any(words in text for words in _PEER_LOST)
 
 
 @contextlib.contextmanager
-def naming_lost_peers(what: str) -> Iterator[None]:
+def translating_peer_errors(what: str) -> Iterator[None]:
     """Errors of the transport inside become `PeerLost`, which says what was being done."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, PeerLost) or not tells_of_lost_peer(error):
+        if isinstance(error, PeerLost) or not is_peer_failure(error):
             raise
         raise PeerLost(f"another rank left or fell silent during {what}: {str(error).splitlines()[0]}") from error
 
 
-class Board:
+class KeyValueStore:
     """A line of its own to the ranks' key-value store; one thread at a time may use it."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store: Final = PrefixStore(name, store)
 
-    def post(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str) -> None:
         """Every rank can read ``value`` under ``key`` from now on."""
-        with naming_lost_peers(f"post of {key}"):
+        with translating_peer_errors(f"post of {key}"):
             self._store.set(key, value)
 
-    def posted(self, key: str) -> bool:
+    def is_set(self, key: str) -> bool:
         """Whether some rank has posted ``key``."""
-        with naming_lost_peers(f"look at {key}"):
+        with translating_peer_errors(f"look at {key}"):
             return bool(self._store.check([key]))
 
-    def read(self, key: str, timeout_s: float) -> str:
+    def get(self, key: str, timeout_s: float) -> str:
         """What was posted under ``key``, once it is.
 
         Raises:
@@ -97,7 +97,7 @@ class Group:
         store: Store,
         control: dist.ProcessGroup | None,
         timeout_s: float,
-        lines: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         nodes: Sequence[int] = (0,),
         *,
         over_cpu: bool = True,
@@ -108,7 +108,9 @@ class Group:
         self.timeout_s: Final = timeout_s  #: how long a collective waits for the other ranks
         self.device: Final = device  #: where this rank computes
         self.over_cpu: Final = over_cpu  #: whether tensors travel through the CPU's memory, over gloo
-        self.lines: Final = lines  #: torch's process group for tensors on the device; None: the default one
+        self.process_group: Final = (
+            process_group  #: torch's process group for tensors on the device; None: the default one
+        )
         self.nodes: Final = tuple(nodes)  #: on which node each rank is
         self._world: Final = world
         self._store: Final = store
@@ -129,7 +131,7 @@ class Group:
         if self._control is None:
             return [value]
         answers: list[tuple[str, T]] = [(what, value)] * self.size
-        with naming_lost_peers(what):
+        with translating_peer_errors(what):
             dist.all_gather_object(answers, (what, value), group=self._control)
         calls = {rank: call for rank, (call, _) in enumerate(answers)}
         if len(set(calls.values())) > 1:
@@ -140,11 +142,11 @@ class Group:
         return [answer for _, answer in answers]
 
     def broadcast_object(self, value: T, what: str) -> T:
-        """Rank 0's ``value``. All ranks."""
+        """Rank 0's ``value``. Collective."""
         return self.gather_objects(value, what)[0]
 
     def check_equal(self, what: str, value: object) -> None:
-        """Nothing, if ``value`` is the same on every rank. All ranks.
+        """Nothing, if ``value`` is the same on every rank. Collective.
 
         Raises:
             MismatchError: naming the ranks that differ and what they hold.
@@ -156,33 +158,33 @@ class Group:
                 "data with the same settings"
             )
 
-    def sum_whole(self, value: int, what: str) -> int:
+    def sum_int(self, value: int, what: str) -> int:
         """The sum of each rank's whole number. All ranks; about 0.3 ms."""
         if self._control is None:
             return value
         total = torch.tensor([value])
-        with naming_lost_peers(what):
+        with translating_peer_errors(what):
             dist.all_reduce(total, group=self._control)
         return int(total)
 
     def sum_tensor(self, value: torch.Tensor, what: str) -> torch.Tensor:
-        """The sum of each rank's tensor, with the same bits on every rank. All ranks."""
+        """The sum of each rank's tensor, with the same bits on every rank. Collective."""
         total = value.detach().to(self.device, copy=True)
         if self._control is not None:
-            with naming_lost_peers(what):
-                dist.all_reduce(total, group=self.lines)
+            with translating_peer_errors(what):
+                dist.all_reduce(total, group=self.process_group)
         return total
 
     def barrier(self, what: str) -> None:
-        """Returns when every rank has called it. All ranks."""
+        """Returns when every rank has called it. Collective."""
         self.gather_objects(None, what)
 
-    def board(self, name: str) -> Board:
-        """A `Board` with a connection of its own, for one thread; boards of the same name are one board."""
+    def store(self, name: str) -> KeyValueStore:
+        """A `KeyValueStore` with a connection of its own, for one thread; boards of the same name are one board."""
         own: Store = self._store.clone()  # type: ignore[attr-defined]
-        return Board(own, name)
+        return KeyValueStore(own, name)
 
-    def part(self, ranks: Sequence[int]) -> Group:
+    def subgroup(self, ranks: Sequence[int]) -> Group:
         """A group of its own for ``ranks`` of this one, among which this rank is. All those ranks.
 
         Its ranks are numbered anew, in the order of this group. Ranks that make several parts which overlap make them
@@ -201,20 +203,20 @@ class Group:
         )
         if len(mine) == 1:
             return Group(world, self.device, HashStore(), None, self.timeout_s, over_cpu=self.over_cpu)
-        lines, control = self.line(mine), self.line(mine, backend="gloo")
+        process_group, control = self.new_process_group(mine), self.new_process_group(mine, backend="gloo")
         store = PrefixStore(f"part/{'-'.join(map(str, mine))}/{next(_parts)}", self._store)
         nodes = [self.nodes[rank] for rank in mine]
-        return Group(world, self.device, store, control, self.timeout_s, lines, nodes, over_cpu=self.over_cpu)
+        return Group(world, self.device, store, control, self.timeout_s, process_group, nodes, over_cpu=self.over_cpu)
 
-    def line(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    def new_process_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
         """One more process group of torch's for ``ranks`` of this group (None: all). Those ranks.
 
         Raises:
             PeerLost: if one of them is gone.
         """
         # Torch knows ranks by their numbers in the whole world.
-        numbers = range(self.size) if self.lines is None else dist.get_process_group_ranks(self.lines)
-        with naming_lost_peers("the opening of a process group"):
+        numbers = range(self.size) if self.process_group is None else dist.get_process_group_ranks(self.process_group)
+        with translating_peer_errors("the opening of a process group"):
             line: dist.ProcessGroup = dist.new_group(
                 [numbers[rank] for rank in (range(self.size) if ranks is None else ranks)],
                 timeout=timedelta(seconds=self.timeout_s),
@@ -230,7 +232,7 @@ class Group:
 
 
 def open_group(world: World, device: torch.device, timeout_s: float, *, shares_gpu: bool = False) -> Group:
-    """The group of ``world``, once all its ranks have come. All ranks.
+    """The group of ``world``, once all its ranks have come. Collective.
 
     A world of one rank opens no connection. Where ranks share a GPU (the same answer on all ranks), tensors travel over
     gloo, for NCCL refuses.

@@ -6,12 +6,12 @@
     stream    data sets that can only be iterated
     single_process_view   what such a data set sees of ranks and loader processes: none but itself
     workers   loader processes that end with their rank, and not before it
-    feed      the door: `open_feed` chooses one of the three
+    feed      the door: `open_micro_batch_loader` chooses one of the three
 
 No rank number decides what a micro-batch holds: a rank only decides which of them to compute.
 """
 
-from lockstep.data.feed import Feed, choose_workers, is_in_memory, open_feed
-from lockstep.data.order import MicroBatch, Shadows
+from lockstep.data.loader import MicroBatchLoader, choose_workers, is_in_memory, open_micro_batch_loader
+from lockstep.data.sampling import MicroBatch, Padding
 
-__all__ = ["Feed", "MicroBatch", "Shadows", "choose_workers", "is_in_memory", "open_feed"]
+__all__ = ["MicroBatch", "MicroBatchLoader", "Padding", "choose_workers", "is_in_memory", "open_micro_batch_loader"]

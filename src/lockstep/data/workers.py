@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.randomness import seed_of
+from lockstep.seeding import seed_of
 
 #: What a scheduler, a launcher or a terminal sends to all processes at once in order to stop the *ranks*.
 _FOR_THE_RANK = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")

@@ -9,9 +9,9 @@ The launcher itself needs no torch: it lives on when whatever torch does goes wr
 it, for the store where they meet.
 """
 
-from lockstep.launch import scripts
-from lockstep.launch.door import launch, start
-from lockstep.launch.job import check_program
+from lockstep.launch.launcher import launch, start
 from lockstep.launch.request import Function, Module, Nodes, Request, Script
+from lockstep.launch.run_directory import check_program
+from lockstep.launch.schedulers import job_script
 
-__all__ = ["Function", "Module", "Nodes", "Request", "Script", "check_program", "launch", "scripts", "start"]
+__all__ = ["Function", "Module", "Nodes", "Request", "Script", "check_program", "job_script", "launch", "start"]

@@ -1,12 +1,12 @@
-"""What the launcher starts as processes of their own: ``python -m lockstep.launch nursery|rank|store ...``.
+"""What the launcher starts as processes of their own: ``python -m lockstep.launch fork-server|rank|tcp-store ...``.
 
 Not for people; `lockstep run` is.
 """
 
 import sys
 
-from lockstep.launch import nursery, rank, store
+from lockstep.launch.workers import fork_server, rank_process, tcp_store
 
 if __name__ == "__main__":
     role, *words = sys.argv[1:]
-    {"nursery": nursery.main, "rank": rank.main, "store": store.main}[role](words)
+    {"fork-server": fork_server.main, "rank": rank_process.main, "tcp-store": tcp_store.main}[role](words)

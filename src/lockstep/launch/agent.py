@@ -5,7 +5,7 @@
       └──── begin, end ──────────────────  plan  ◄══╝ ◄══════════════════════════════════════┘
 
 Ranks are never fewer than asked for: a generation that loses one ends, and the next has them all. With several nodes
-the same loop runs on each, and they decide alike, for one of them decides (see `lockstep.launch.council`). A node that
+the same loop runs on each, and they decide alike, for one of them decides (see `rendezvous.membership`). A node that
 hears nothing of the chair ends its ranks itself, before the others may go on without it.
 """
 
@@ -21,14 +21,14 @@ from dataclasses import replace
 from datetime import datetime
 
 from lockstep.errors import LaunchError
-from lockstep.launch.causes import Ending, block, diagnose, has_failed, not_saved, told_traceback
-from lockstep.launch.council import How, Minutes, Plan, Word, abandon, decide, missing, opened
-from lockstep.launch.crew import Crew, told_by
-from lockstep.launch.job import note_generation, shown
-from lockstep.launch.lifeline import STOPS
-from lockstep.launch.nodes import Joined
-from lockstep.launch.screen import Screen
-from lockstep.world import EXIT_FAILED, EXIT_STOPPED, STOP_FILE
+from lockstep.launch.child_process import STOPS
+from lockstep.launch.console import Screen
+from lockstep.launch.diagnosis.root_cause import Ending, block, diagnose, has_failed, not_saved, told_traceback
+from lockstep.launch.rendezvous.join import Joined
+from lockstep.launch.rendezvous.membership import How, Minutes, Plan, Word, abandon, decide, missing, opened
+from lockstep.launch.run_directory import note_generation, shown
+from lockstep.launch.workers.worker_group import Crew, told_by
+from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE
 
 _TICK_S = 0.1
 #: How long the chair stays after all is over, for the others to hear of it.

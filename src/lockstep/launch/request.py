@@ -127,7 +127,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """All that a user may say about one run; nothing is checked yet (see `lockstep.launch.job.prepare`)."""
+    """All that a user may say about one run; nothing is checked yet (see `lockstep.launch.run_directory.prepare`)."""
 
     program: Program
     nproc_per_node: int | str | None = None  #: a number, "gpu", "cpu", "auto"; None: one for each GPU, else one
@@ -140,7 +140,7 @@ class Request:
     grace_s: float = 10.0  #: seconds from asking a rank to end until it is killed
     hang_after_s: float | None = None  #: seconds without progress after which ranks hang; None: by their own pace
     on_hang: OnHang | None = None  #: None: end a generation that cannot end well by itself
-    faults: str = ""  #: what is to go wrong on purpose, as `lockstep.watch.FaultPlan` reads it
+    faults: str = ""  #: what is to go wrong on purpose, as `lockstep.heartbeat.FaultPlan` reads it
     ends_at_s: float | None = None  #: when the job that holds the run ends, in seconds since 1970; None: found out
     way: Way | None = None  #: None: what suits the machine
     nodes: Nodes | None = None  #: None: this machine alone

@@ -8,23 +8,23 @@
 Nothing here needs torch, and rich is imported only for a terminal.
 """
 
-from lockstep.report.pace import Pace
-from lockstep.report.ranks import RanksFile, RankStatus, lateness
-from lockstep.report.record import Record
+from lockstep.report.formatting import count, duration, size
+from lockstep.report.metrics_file import MetricsFile
+from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
 from lockstep.report.status import State, Status, StatusFile
+from lockstep.report.throughput import Throughput
 from lockstep.report.top import top
 from lockstep.report.views import SilentView, View, choose_view
-from lockstep.report.words import count, duration, size
 
 __all__ = [
-    "Pace",
+    "MetricsFile",
     "RankStatus",
     "RanksFile",
-    "Record",
     "SilentView",
     "State",
     "Status",
     "StatusFile",
+    "Throughput",
     "View",
     "choose_view",
     "count",

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TextIO
 
 from lockstep.errors import SettingError
-from lockstep.report.ranks import RanksFile, RankStatus, lateness
+from lockstep.report.formatting import count, duration
+from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
 from lockstep.report.status import Status, StatusFile
 from lockstep.report.views import LinesView, can_draw
-from lockstep.report.words import count, duration
 
 _LOOK_EVERY_S = 0.5
 _SHOWN = 32  # ranks
@@ -59,7 +59,7 @@ def top(
         return
     if can_draw(stream, env):
         # Late, since rich takes a tenth of a second.
-        from lockstep.report.live import LiveView
+        from lockstep.report.terminal_view import LiveView
 
         view: LiveView | LinesView = LiveView(stream, env)
     else:

@@ -44,7 +44,7 @@ def choose_view(stream: TextIO, env: Mapping[str, str], *, now: Callable[[], flo
         wanted = "live" if can_draw(stream, env) else "lines"
     if wanted == "live":
         # Late, since rich takes a tenth of a second and most ranks never draw.
-        from lockstep.report.live import LiveView
+        from lockstep.report.terminal_view import LiveView
 
         return _WhileThere(LiveView(stream, env), stream)
     if wanted == "lines":

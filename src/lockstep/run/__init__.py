@@ -18,7 +18,7 @@ finite              losses and gradients must be finite
 identity            what the bits depend on, compared between ranks and at a resume
 """
 
-from lockstep.run.loop import Run
-from lockstep.run.measures import Measures
+from lockstep.run.metrics import MetricMeans
+from lockstep.run.run import Run
 
-__all__ = ["Measures", "Run"]
+__all__ = ["MetricMeans", "Run"]

@@ -52,7 +52,7 @@ class Carry(MutableMapping[str, Any]):
         return len(self._slot())
 
     def clear(self) -> None:
-        """In the body: nothing is carried on from this micro-batch; outside of it: from none. All ranks."""
+        """In the body: nothing is carried on from this micro-batch; outside of it: from none. Collective."""
         if self._here is not None:
             self._here.clear()
         self._places = {} if self._here is None else self._places
@@ -62,7 +62,7 @@ class Carry(MutableMapping[str, Any]):
         if self._used and micro.of != self._of:
             self._move(micro.of)
         self._of = micro.of
-        if micro.shadow:
+        if micro.is_padding:
             self._here = {}
         else:
             # A copy, in which the body may change anything: the step may be given up.
@@ -80,8 +80,8 @@ class Carry(MutableMapping[str, Any]):
         self._here = None
 
     def state(self) -> dict[str, Any]:
-        """What is carried at each place; `Part` for tensors. All ranks."""
-        if not self._group.sum_whole(int(self._used), "whether something is carried"):
+        """What is carried at each place; `TensorShard` for tensors. Collective."""
+        if not self._group.sum_int(int(self._used), "whether something is carried"):
             return {}
         outlines = {place: elsewhere(held) for place, held in self._places.items()}
         told = self._group.gather_objects(outlines, "what is carried")
@@ -106,7 +106,7 @@ class Carry(MutableMapping[str, Any]):
         return self._here
 
     def _move(self, of: int) -> None:
-        """Places go to the ranks that compute them in a step of so many micro-batches. All ranks."""
+        """Places go to the ranks that compute them in a step of so many micro-batches. Collective."""
         on_cpu = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), self._places)
         told = self._group.gather_objects(on_cpu, "what is carried to a step of another size")
         # In a short step some places are not computed: they wait on the rank that had them.

@@ -33,7 +33,7 @@ class DivergenceCheck:
         self._sound_at = 0  # the last step after which ranks were equal
 
     def compare(self, state: Mapping[str, Any], step: int) -> None:
-        """Nothing, if all tensors of ``state`` are the same on all ranks after ``step`` steps. All ranks.
+        """Nothing, if all tensors of ``state`` are the same on all ranks after ``step`` steps. Collective.
 
         One pass over the tensors, and about 1 ms; tensors that a rank holds a part of are left out. Waits for the GPU.
 

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.collectives import Group
 from lockstep.errors import CheckpointError, MismatchError
-from lockstep.watch import is_users
+from lockstep.heartbeat import is_users
 
 #: Options of scripts that old launchers give each rank its own of.
 _PER_RANK: Final = ("local_rank", "node_rank", "rank", "master_addr", "master_port")
@@ -62,7 +62,7 @@ def optimizers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]
 
 
 def compare_ranks(group: Group, script: Mapping[str, Any]) -> None:
-    """Nothing, if all ranks run the same ``script``: its code, and the rest of what is known of it. All ranks.
+    """Nothing, if all ranks run the same ``script``: its code, and the rest of what is known of it. Collective.
 
     A module that only some ranks have loaded is not compared.
 

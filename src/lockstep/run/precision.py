@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from lockstep.strategies import Strategy, Target
+from lockstep.strategies import ParameterSet, Strategy
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,9 +47,13 @@ class Precision:
         return self._scaler.scale(loss)
 
     def step(
-        self, optimizers: Iterable[torch.optim.Optimizer], target: Target, strategy: Strategy, clip_norm: float | None
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        target: ParameterSet,
+        strategy: Strategy,
+        clip_norm: float | None,
     ) -> None:
-        """Unscale and clip the gradients, and step, unless they are not finite in fp16. All ranks."""
+        """Unscale and clip the gradients, and step, unless they are not finite in fp16. Collective."""
         optimizers = tuple(optimizers)
         for optimizer in optimizers:
             self._scaler.unscale_(optimizer)
@@ -57,13 +61,13 @@ class Precision:
                 # Torch notes it by device; a rank that holds no gradient has noted nothing, and steps or skips, too.
                 noted: dict[Any, torch.Tensor] = self._scaler._found_inf_per_device(optimizer)
                 found = sum((value.to(self._device) for value in noted.values()), torch.zeros((), device=self._device))
-                agreed = strategy.holding.any(found)
+                agreed = strategy.state_layout.any(found)
                 for device in noted or (agreed.device,):
                     noted[device] = agreed.to(device)
         if clip_norm is not None:
-            norm = strategy.holding.norm(target.parameters)
+            norm = strategy.state_layout.norm(target.parameters)
             nn.utils.clip_grads_with_norm_(target.parameters, clip_norm, norm)
-        strategy.own(target)
+        strategy.before_optimizer_step(target)
         for optimizer in optimizers:
             self._scaler.step(optimizer)
 

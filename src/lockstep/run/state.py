@@ -87,19 +87,19 @@ class State:
             self._kept_transient[name] = TransientBuffers(value)
 
     def tree(self, strategy: Strategy) -> dict[str, Any]:
-        """The state of every object, of whole models, whatever the strategy. All ranks."""
+        """The state of every object, of whole models, whatever the strategy. Collective."""
         return {
-            "models": [strategy.holding.model_state(m) for m in self.models],
+            "models": [strategy.state_layout.model_state(m) for m in self.models],
             "learn": [{name: p.requires_grad for name, p in m.named_parameters()} for m in self.models],
             "transient": [buffers.state() for buffers in self._transient],
-            "optimizers": [strategy.holding.optimizer_state(o) for o in self.optimizers],
+            "optimizers": [strategy.state_layout.optimizer_state(o) for o in self.optimizers],
             "schedulers": [s.state_dict() for s in self.schedulers],
             "kept": {name: value.state_dict() for name, value in self.kept.items()},
             "kept_transient": {name: buffers.state() for name, buffers in self._kept_transient.items()},
         }
 
     def load(self, tree: Mapping[str, Any], strategy: Strategy) -> list[str]:
-        """Put `tree` back. All ranks.
+        """Put `tree` back. Collective.
 
         Returns:
             The parameters that learn, or do not, as they did when it was saved and not as the script has just said.
@@ -107,8 +107,8 @@ class State:
         Raises:
             CheckpointError: if the script made other objects than the one that saved, or one of them does not fit.
         """
-        _load_all("models", self.models, tree["models"], strategy.holding.load_model)
-        _load_all("optimizers", self.optimizers, tree["optimizers"], strategy.holding.load_optimizer)
+        _load_all("models", self.models, tree["models"], strategy.state_layout.load_model)
+        _load_all("optimizers", self.optimizers, tree["optimizers"], strategy.state_layout.load_optimizer)
         _load_all("schedulers", self.schedulers, tree["schedulers"], _load)
         if set(tree["kept"]) != set(self.kept):
             raise CheckpointError(

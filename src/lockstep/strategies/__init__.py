@@ -14,36 +14,43 @@ import importlib
 from lockstep.errors import SettingError
 from lockstep.strategies.batchnorm import synchronize_batchnorm
 from lockstep.strategies.buffers import same
-from lockstep.strategies.gradients import Target, Task, Turn, gradient_here, is_loss, parameters_of
-from lockstep.strategies.placement import spans_gpus
+from lockstep.strategies.gradient_accumulation import (
+    LossCall,
+    MicroBatchPosition,
+    ParameterSet,
+    has_gradient,
+    is_loss,
+    parameters_of,
+)
+from lockstep.strategies.multi_gpu import spans_gpus
 from lockstep.strategies.protocol import (
     ChecksOptimizers,
-    Holding,
-    Pipelines,
-    Serves,
-    Share,
+    ComputesLoss,
+    HasServerRanks,
+    ReplicaAssignment,
+    StateLayout,
     Strategy,
-    Terms,
-    can_take_up,
-    take_up,
+    StrategyContext,
+    can_update_trainable,
+    update_trainable,
 )
-from lockstep.strategies.sparse import sparse_parameters
+from lockstep.strategies.sparse_gradients import sparse_parameters
 from lockstep.strategies.spec import options_of, split
 
 __all__ = [
     "STRATEGIES",
     "ChecksOptimizers",
-    "Holding",
-    "Pipelines",
-    "Serves",
-    "Share",
+    "ComputesLoss",
+    "HasServerRanks",
+    "LossCall",
+    "MicroBatchPosition",
+    "ParameterSet",
+    "ReplicaAssignment",
+    "StateLayout",
     "Strategy",
-    "Target",
-    "Task",
-    "Terms",
-    "Turn",
-    "can_take_up",
-    "gradient_here",
+    "StrategyContext",
+    "can_update_trainable",
+    "has_gradient",
     "is_loss",
     "open_strategy",
     "parameters_of",
@@ -52,30 +59,30 @@ __all__ = [
     "sparse_parameters",
     "split",
     "synchronize_batchnorm",
-    "take_up",
+    "update_trainable",
 ]
 
 #: The words that `open_strategy` knows, each with its file. Loaded when asked for: some bring much of torch with them.
 STRATEGIES = {
-    "none": "replicate",
-    "dp": "threads",
-    "ddp": "data_parallel",
+    "none": "single_process",
+    "dp": "dp",
+    "ddp": "ddp",
     "zero": "zero",
     "fsdp": "sharded.fully_sharded",
     "hsdp": "sharded.hybrid_sharded",
     "local-sgd": "local.local_sgd",
     "diloco": "local.diloco",
-    "parameter-server": "served.parameter_server",
-    "hybrid": "served.hybrid",
+    "parameter-server": "parameter_server.parameter_server",
+    "hybrid": "parameter_server.hybrid",
     "pipeline": "pipelined.pipeline",
     "auto": "auto",
 }
 
 
-def open_strategy(spec: str, terms: Terms) -> Strategy:
+def open_strategy(spec: str, terms: StrategyContext) -> Strategy:
     """The strategy that ``spec`` names, such as ``ddp`` or ``ddp:compress=fp16``, for the ranks of ``terms``.
 
-    All ranks.
+    Collective.
 
     Raises:
         SettingError: if there is no such strategy or option, or it cannot keep these ranks in step.

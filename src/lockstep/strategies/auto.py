@@ -23,8 +23,16 @@ from torch import nn
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
 from lockstep.strategies import data_parallel, zero
-from lockstep.strategies.gradients import Target, Turn
-from lockstep.strategies.protocol import ChecksOptimizers, Holding, Share, Strategy, Terms, can_take_up, take_up
+from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet
+from lockstep.strategies.protocol import (
+    ChecksOptimizers,
+    ReplicaAssignment,
+    StateLayout,
+    Strategy,
+    StrategyContext,
+    can_update_trainable,
+    update_trainable,
+)
 from lockstep.strategies.sharded import fully_sharded
 
 _MIB = 1 << 20
@@ -42,8 +50,8 @@ class Options:
     """The strategy ``auto`` has none."""
 
 
-def open_strategy(terms: Terms, options: Options) -> Auto:
-    """The strategy ``auto``. All ranks."""
+def open_strategy(terms: StrategyContext, options: Options) -> Auto:
+    """The strategy ``auto``. Collective."""
     return Auto(terms)
 
 
@@ -125,16 +133,16 @@ def measure(group: Group, clock: Callable[[], float] = time.perf_counter) -> Lin
 class Auto:
     """The strategy ``auto``: hands everything on to the one that it chose when it saw the first model."""
 
-    def __init__(self, terms: Terms) -> None:
-        self.share: Final = Share(terms.group.rank, terms.group.size)
+    def __init__(self, terms: StrategyContext) -> None:
+        self.share: Final = ReplicaAssignment(terms.group.rank, terms.group.size)
         self._terms: Final = terms
         self._chosen: Strategy | None = None
 
-    def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """See `Strategy.adopt`. The first model decides."""
+    def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """See `Strategy.setup_model`. The first model decides."""
         if self._chosen is None:
             self._chosen = self._choose(model)
-        return self._chosen.adopt(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
+        return self._chosen.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
 
     def _choose(self, model: nn.Module) -> Strategy:
         group = self._terms.group
@@ -157,9 +165,9 @@ class Auto:
         return self._chosen
 
     @property
-    def holding(self) -> Holding:
-        """See `Strategy.holding`."""
-        return self._strategy.holding
+    def state_layout(self) -> StateLayout:
+        """See `Strategy.state_layout`."""
+        return self._strategy.state_layout
 
     @property
     def meets_in_forward(self) -> bool:
@@ -167,62 +175,64 @@ class Auto:
         return self._strategy.meets_in_forward
 
     @property
-    def takes_up(self) -> bool:
-        """See `TakesUp.takes_up`."""
-        return can_take_up(self._strategy)
+    def can_update_trainable(self) -> bool:
+        """See `UpdatesTrainable.can_update_trainable`."""
+        return can_update_trainable(self._strategy)
 
-    def take_up(self, target: Target) -> None:
-        """See `TakesUp.take_up`."""
-        take_up(self._strategy, target)
+    def update_trainable(self, target: ParameterSet) -> None:
+        """See `UpdatesTrainable.update_trainable`."""
+        update_trainable(self._strategy, target)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See `ChecksOptimizers.check_optimizer`."""
         if isinstance(self._strategy, ChecksOptimizers):
             self._strategy.check_optimizer(optimizer)
 
-    def begin(self, turn: Turn) -> None:
-        """See `Strategy.begin`."""
-        self._strategy.begin(turn)
+    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """See `Strategy.begin_micro_batch`."""
+        self._strategy.begin_micro_batch(turn)
 
-    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None, target: Target, turn: Turn) -> None:
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+    ) -> None:
         """See `Strategy.backward`."""
         self._strategy.backward(loss, weight, target, turn)
 
-    def divide(self, target: Target, samples: int, counted: int) -> None:
-        """See `Strategy.divide`."""
-        self._strategy.divide(target, samples, counted)
+    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
+        """See `Strategy.normalize_by_count`."""
+        self._strategy.normalize_by_count(target, samples, counted)
 
-    def own(self, target: Target) -> None:
-        """See `Strategy.own`."""
-        self._strategy.own(target)
+    def before_optimizer_step(self, target: ParameterSet) -> None:
+        """See `Strategy.before_optimizer_step`."""
+        self._strategy.before_optimizer_step(target)
 
-    def end(self, turn: Turn) -> None:
-        """See `Strategy.end`."""
-        self._strategy.end(turn)
+    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """See `Strategy.end_micro_batch`."""
+        self._strategy.end_micro_batch(turn)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """See `Strategy.evaluating`."""
         return self._strategy.evaluating()
 
-    def settle(self) -> None:
-        """See `Strategy.settle`."""
-        self._strategy.settle()
+    def finish_training(self) -> None:
+        """See `Strategy.finish_training`."""
+        self._strategy.finish_training()
 
-    def abandon(self) -> None:
-        """See `Strategy.abandon`."""
-        self._strategy.abandon()
+    def discard_step(self) -> None:
+        """See `Strategy.discard_step`."""
+        self._strategy.discard_step()
 
-    def rebase(self) -> None:
-        """See `Strategy.rebase`."""
-        self._strategy.rebase()
+    def resync(self) -> None:
+        """See `Strategy.resync`."""
+        self._strategy.resync()
 
-    def state(self) -> dict[str, Any]:
-        """See `Strategy.state`."""
-        return self._strategy.state()
+    def state_dict(self) -> dict[str, Any]:
+        """See `Strategy.state_dict`."""
+        return self._strategy.state_dict()
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """See `Strategy.load_state`."""
-        self._strategy.load_state(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Strategy.load_state_dict`."""
+        self._strategy.load_state_dict(state)
 
     def close(self) -> None:
         """See `Strategy.close`."""

@@ -33,7 +33,7 @@ def synchronize_batchnorm(model: nn.Module, group: Group) -> nn.Module:
     pass equally often, with batches of any sizes.
     """
     if group.device.type == "cuda":
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group.lines)
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group.process_group)
         return converted
 
     # A function, for models are copied with all that they hold, as to average their weights, and a group cannot be.

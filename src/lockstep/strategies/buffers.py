@@ -25,9 +25,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lockstep.collectives import Exchange, Fold, Group
+from lockstep.collectives import AllReduce, Group, TreeAccumulator
 from lockstep.errors import LockstepError, UsageError
-from lockstep.strategies.gradients import Turn, as_real
+from lockstep.strategies.gradient_accumulation import MicroBatchPosition, as_real
 
 #: By value, buffers are compared in this many first steps, and then once in so many; always, if they are small.
 _FIRST_STEPS = 2
@@ -46,7 +46,7 @@ class Buffers:
         device: where sums are made, for buffers on several GPUs of a rank; None: where the buffers are.
     """
 
-    def __init__(self, exchange: Exchange, group: Group, device: torch.device | None = None) -> None:
+    def __init__(self, exchange: AllReduce, group: Group, device: torch.device | None = None) -> None:
         self._device: Final = device
         self._exchange: Final = exchange
         self._group: Final = group
@@ -63,16 +63,16 @@ class Buffers:
         self._has_holes = False  # whether some base is not finite, such as a least value that begins at infinity
         self._moving: tuple[int, ...] = ()  # places of the buffers that are kept in step, as far as this rank knows
         self._agreed: tuple[int, ...] = ()  # the same, as all ranks have said
-        self._fold: Fold[torch.Tensor] | None = None
+        self._fold: TreeAccumulator[torch.Tensor] | None = None
         self._counts: _Counts | None = None
         self._steps = 0
 
-    def adopt(self, model: nn.Module) -> None:
+    def setup_model(self, model: nn.Module) -> None:
         """Keep the buffers of ``model`` in step from now on."""
         self._models.append(model)
         self._survey()
 
-    def rebase(self) -> None:
+    def resync(self) -> None:
         """What the buffers hold now is the base of the next step; buffers that are new are kept in step, too."""
         if self._strangers():
             self._survey()
@@ -97,7 +97,7 @@ class Buffers:
             owner, name = self._homes[i]
             owner._buffers[name] = self._all[i].clone()
 
-    def settle(self, turn: Turn) -> None:
+    def settle(self, turn: MicroBatchPosition) -> None:
         """After ``turn`` the base is back; after the rank's last one, moved by the step's mean. All ranks, then.
 
         Raises:
@@ -265,14 +265,14 @@ class Buffers:
         for i in self._moving:
             self._versions[i] = self._all[i]._version
 
-    def _gather(self, turn: Turn) -> None:
+    def _gather(self, turn: MicroBatchPosition) -> None:
         real = [i for i in self._moving if _has_mean(self._all[i])]
         whole = [i for i in self._moving if not _has_mean(self._all[i])]
         if whole and self._counts is None:
             self._counts = _Counts(self._group)
-        if not turn.shadow:
+        if not turn.is_padding:
             if self._fold is None:
-                self._fold = Fold(turn.of, lambda left, right: left.add_(right))
+                self._fold = TreeAccumulator(turn.of, lambda left, right: left.add_(right))
             moves = self._moves([self._all[i] for i in real], [self._base[i] for i in real])
             self._fold.push((turn.index, turn.index + 1), self._end_to_end(moves))
             if self._counts is not None:

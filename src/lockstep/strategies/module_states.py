@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.collectives import Group, begin_alike
+from lockstep.collectives import Group, broadcast_from_rank0
 
 
 def verify_module_states(group: Group, model: nn.Module) -> None:
-    """Nothing, if ``model`` has the same tensors on all ranks, by name, shape and type. All ranks.
+    """Nothing, if ``model`` has the same tensors on all ranks, by name, shape and type. Collective.
 
     Raises:
         MismatchError: if ranks made different models.
@@ -21,10 +21,10 @@ def verify_module_states(group: Group, model: nn.Module) -> None:
 
 
 def sync_module_states(group: Group, model: nn.Module) -> None:
-    """Every rank's parameters and buffers hold what those of rank 0 do. All ranks.
+    """Every rank's parameters and buffers hold what those of rank 0 do. Collective.
 
     Raises:
         MismatchError: if ranks made different models.
     """
     verify_module_states(group, model)
-    begin_alike(group, (*model.parameters(), *model.buffers()))
+    broadcast_from_rank0(group, (*model.parameters(), *model.buffers()))

@@ -26,8 +26,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lockstep.collectives import Group, Part, RankSums
-from lockstep.randomness import seed_of
+from lockstep.collectives import Group, RankOrderAllReduce, TensorShard
+from lockstep.seeding import seed_of
 
 
 class PowerSGD:
@@ -46,14 +46,14 @@ class PowerSGD:
         self._rank: Final = rank
         self._start: Final = start
         self._may_skip: Final = may_skip
-        self._sums: Final = RankSums(group)
+        self._sums: Final = RankOrderAllReduce(group)
         self._models: Final[list[_Factors]] = []
         self._factors_of: Final[dict[int, _Factors]] = {}  # by the ids of parameters
         self._gradients: dict[int, torch.Tensor] = {}  # begun in this step, by the ids of parameters
         self._flats: dict[int, list[torch.Tensor]] = {}  # begun in this step, by the number of their model
 
-    def adopt(self, model: nn.Module) -> None:
-        """See `Compression.adopt`."""
+    def setup_model(self, model: nn.Module) -> None:
+        """See `Compression.setup_model`."""
         factors = _Factors(model, self._rank, len(self._models))
         self._models.append(factors)
         self._factors_of.update({id(p): factors for p in model.parameters()})
@@ -85,11 +85,11 @@ class PowerSGD:
         for factors in begun:
             factors.steps += 1
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """See `Compression.state`: for each model the steps it made, q, and every rank's errors."""
         return {"models": [factors.state(self._group) for factors in self._models]}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Compression.load_state`.
 
         As many ranks as before go on to the bit. Another number of ranks divides the sum of all errors evenly, so it
@@ -199,7 +199,7 @@ class _Factors:
         for stack in self.stacks:
             for name, q, error in zip(stack.names, stack.q, stack.error, strict=True):
                 qs[name] = q
-                errors[name] = Part(error[None], (group.rank, 0, 0), (group.size, *error.shape), error.dtype)
+                errors[name] = TensorShard(error[None], (group.rank, 0, 0), (group.size, *error.shape), error.dtype)
         return {"steps": self.steps, "q": qs, "errors": errors}
 
     def load(self, state: Mapping[str, Any], group: Group) -> None:

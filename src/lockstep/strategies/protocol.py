@@ -17,11 +17,11 @@ from torch import nn
 
 from lockstep.collectives import Group, Runs
 from lockstep.errors import SettingError, UsageError
-from lockstep.strategies.gradients import Target, Task, Turn
+from lockstep.strategies.gradient_accumulation import LossCall, MicroBatchPosition, ParameterSet
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class StrategyContext:
     """Under which conditions a strategy works."""
 
     group: Group
@@ -45,7 +45,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ReplicaAssignment:
     """Which part of the data a rank computes. A replica is one copy of the model, on one rank or on several."""
 
     replica: int | None  #: whose micro-batches this rank goes through; None: of none, it serves the others
@@ -54,31 +54,31 @@ class Share:
     in_step: bool = True  #: whether replicas are equal, bit for bit, after each step
 
 
-class Holding(Protocol):
+class StateLayout(Protocol):
     """Which part of models' and optimizers' tensors lies on this rank."""
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """The 2-norm of all their gradients, the same bits on every rank and for every division. All ranks."""
+        """The 2-norm of all their gradients, the same bits on every rank and for every division. Collective."""
         ...
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
-        """Whether ``found``, of one element, is not zero on some rank that holds a part, as 0.0 or 1.0. All ranks."""
+        """Whether ``found``, of one element, is not zero on some rank that holds a part, as 0.0 or 1.0. Collective."""
         ...
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """The state of the whole model by its own names; `Part` for tensors that are divided. All ranks."""
+        """The state of the whole model by its own names; `TensorShard` for tensors that are divided. Collective."""
         ...
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Put back `model_state`, in which every tensor is whole. All ranks."""
+        """Put back `model_state`, in which every tensor is whole. Collective."""
         ...
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """As ``optimizer.state_dict()`` on one rank alone; `Part` for tensors that are divided. All ranks."""
+        """As ``optimizer.state_dict()`` on one rank alone; `Part` for tensors that are divided. Collective."""
         ...
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Put back `optimizer_state`, in which every tensor is whole. All ranks."""
+        """Put back `optimizer_state`, in which every tensor is whole. Collective."""
         ...
 
 
@@ -86,12 +86,12 @@ class Strategy(Protocol):
     """What the loop asks of a strategy, in the order in which it asks."""
 
     @property
-    def share(self) -> Share:
+    def share(self) -> ReplicaAssignment:
         """Whose data this rank computes."""
         ...
 
     @property
-    def holding(self) -> Holding:
+    def state_layout(self) -> StateLayout:
         """Where the state lies."""
         ...
 
@@ -100,15 +100,17 @@ class Strategy(Protocol):
         """Whether forward passes are collective, so that every rank must make equally many, also in evaluations."""
         ...
 
-    def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """The module to call instead of ``model``; equal on all ranks from now on. All ranks."""
+    def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """The module to call instead of ``model``; equal on all ranks from now on. Collective."""
         ...
 
-    def begin(self, turn: Turn) -> None:
+    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
         """Before the forward pass of one micro-batch."""
         ...
 
-    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None, target: Target, turn: Turn) -> None:
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+    ) -> None:
         """After a rank's last turn of a step, ``.grad`` holds the sum over the step's micro-batches, on each rank.
 
         Each counts as ``weight * loss``, both of no dimension; None weighs 1.
@@ -117,7 +119,7 @@ class Strategy(Protocol):
         """
         ...
 
-    def divide(self, target: Target, samples: int, counted: int) -> None:
+    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """After the last `backward`, from a sum of items per sample to the mean over all items of the step.
 
         Args:
@@ -125,46 +127,46 @@ class Strategy(Protocol):
             samples: of the step.
             counted: items of this rank's micro-batches.
 
-        All ranks.
+        Collective.
         """
         ...
 
-    def own(self, target: Target) -> None:
+    def before_optimizer_step(self, target: ParameterSet) -> None:
         """Just before the optimizers step: ``.grad`` stays only where this rank makes the step."""
         ...
 
-    def end(self, turn: Turn) -> None:
+    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
         """After the backward passes of one micro-batch; after the last turn, the optimizers have stepped.
 
-        Then parameters and buffers are in step, too. All ranks.
+        Then parameters and buffers are in step, too. Collective.
         """
         ...
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation: models are what a checkpoint would hold, on every rank. All ranks."""
+        """Around an evaluation: models are what a checkpoint would hold, on every rank. Collective."""
         ...
 
-    def settle(self) -> None:
-        """Training is over: every rank holds the trained model, or its part of it. All ranks."""
+    def finish_training(self) -> None:
+        """Training is over: every rank holds the trained model, or its part of it. Collective."""
         ...
 
-    def abandon(self) -> None:
+    def discard_step(self) -> None:
         """The step in work is given up: its gradients and what it did to buffers are forgotten."""
         ...
 
-    def rebase(self) -> None:
+    def resync(self) -> None:
         """What models hold now is what the next step starts from, as after a checkpoint was loaded."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """What the next steps depend on beside models and optimizers; empty for most. `Part` as in `Holding`.
+    def state_dict(self) -> dict[str, Any]:
+        """What the next steps depend on beside models and optimizers. Empty for most; `TensorShard` where divided.
 
-        All ranks.
+        Collective.
         """
         ...
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Put back `state`; empty if another strategy saved. After models and optimizers. All ranks."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back `state`; empty if another strategy saved. After models and optimizers. Collective."""
         ...
 
     def close(self) -> None:
@@ -173,14 +175,14 @@ class Strategy(Protocol):
 
 
 @runtime_checkable
-class Pipelines(Protocol):
+class ComputesLoss(Protocol):
     """A strategy that computes forward and backward passes itself, from what the user would compute.
 
     It brings models to the device itself, too: they need not fit there whole.
     """
 
     def compute(
-        self, task: Task, weight: torch.Tensor | None, target: Target, turn: Turn
+        self, task: LossCall, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
     ) -> Sequence[tuple[int, torch.Tensor]]:
         """In place of the user's forward pass and `Strategy.backward`.
 
@@ -197,10 +199,10 @@ class Pipelines(Protocol):
 
 
 @runtime_checkable
-class Serves(Protocol):
+class HasServerRanks(Protocol):
     """A strategy of which some ranks compute no micro-batch, but wait on those that do."""
 
-    def serve(self, target: Target, turn: Turn) -> bool:
+    def serve(self, target: ParameterSet, turn: MicroBatchPosition) -> bool:
         """One step of the others; then ``.grad`` holds its gradient where this rank holds the parameter.
 
         Returns:
@@ -224,15 +226,15 @@ class Serves(Protocol):
 
 
 @runtime_checkable
-class TakesUp(Protocol):
+class UpdatesTrainable(Protocol):
     """A strategy under which other parameters may learn than those which did when it saw the model."""
 
     @property
-    def takes_up(self) -> bool:
+    def can_update_trainable(self) -> bool:
         """Whether it is so for these models."""
         ...
 
-    def take_up(self, target: Target) -> None:
+    def update_trainable(self, target: ParameterSet) -> None:
         """Before a step's first backward pass for ``target``: its parameters learn now, and no others of its models.
 
         All ranks, with equal values in the parameters that are new.
@@ -256,20 +258,20 @@ class ChecksOptimizers(Protocol):
         ...
 
 
-def can_take_up(strategy: Strategy) -> bool:
-    """Whether `take_up` may succeed; then a model's own parameters are what learns."""
-    return isinstance(strategy, TakesUp) and strategy.takes_up
+def can_update_trainable(strategy: Strategy) -> bool:
+    """Whether `update_trainable` may succeed; then a model's own parameters are what learns."""
+    return isinstance(strategy, UpdatesTrainable) and strategy.can_update_trainable
 
 
-def take_up(strategy: Strategy, target: Target) -> None:
-    """`TakesUp.take_up`, if ``strategy`` can.
+def update_trainable(strategy: Strategy, target: ParameterSet) -> None:
+    """`UpdatesTrainable.update_trainable`, if ``strategy`` can.
 
     Raises:
         UsageError: if it cannot.
     """
-    if not (isinstance(strategy, TakesUp) and strategy.takes_up):
+    if not (isinstance(strategy, UpdatesTrainable) and strategy.can_update_trainable):
         raise UsageError(
             f"other parameters learn than when run.model(...) was called, and {type(strategy).__name__} divides a "
             "model as it is then: freeze, unfreeze and add parameters before run.model(...), or use ddp or zero"
         )
-    strategy.take_up(target)
+    strategy.update_trainable(target)

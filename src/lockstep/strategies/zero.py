@@ -19,13 +19,13 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lockstep.collectives import Group, Spread, open_spread
-from lockstep.owners import owners_of
-from lockstep.strategies.data_parallel import DataParallel
-from lockstep.strategies.gradients import Target, Turn
-from lockstep.strategies.holding import OwnedStates
-from lockstep.strategies.protocol import Share, Strategy, Terms
-from lockstep.strategies.replicate import Replicate
+from lockstep.collectives import Group, OwnerBroadcast, open_owner_broadcast
+from lockstep.size_balancing import owners_of
+from lockstep.strategies.ddp import Ddp
+from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet
+from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.single_process import SingleProcess
+from lockstep.strategies.state_layout import ShardedOptimizerLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Options:
     """The strategy ``zero`` has none."""
 
 
-def open_strategy(terms: Terms, options: Options) -> Strategy:
-    """The strategy ``zero``; one rank alone owns everything, and needs none. All ranks."""
+def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+    """The strategy ``zero``; one rank alone owns everything, and needs none. Collective."""
     if terms.group.size == 1:
-        return Replicate(terms.group, terms.runs, exact=terms.exact)
-    replicas = DataParallel(terms.group, terms.runs, exact=terms.exact, bucket_mb=terms.bucket_mb)
-    return Zero(terms.group, replicas, open_spread(terms.group))
+        return SingleProcess(terms.group, terms.runs, exact=terms.exact)
+    replicas = Ddp(terms.group, terms.runs, exact=terms.exact, bucket_mb=terms.bucket_mb)
+    return Zero(terms.group, replicas, open_owner_broadcast(terms.group))
 
 
 class Zero:
@@ -50,21 +50,23 @@ class Zero:
     """
 
     meets_in_forward: Final = False
-    takes_up: Final = True
+    can_update_trainable: Final = True
 
-    def __init__(self, group: Group, replicas: DataParallel, spread: Spread) -> None:
-        self.share: Final = Share(group.rank, group.size)
-        self.holding: Final = OwnedStates(group, self._owner_of)
+    def __init__(self, group: Group, replicas: Ddp, spread: OwnerBroadcast) -> None:
+        self.share: Final = ReplicaAssignment(group.rank, group.size)
+        self.state_layout: Final = ShardedOptimizerLayout(group, self._owner_of)
         self._rank: Final = group.rank
         self._replicas: Final = replicas
         self._spread: Final = spread
         self._owners: Final[dict[int, int]] = {}  # of parameters, by their ids
         self._loads: list[int] = [0] * group.size  # bytes of parameters that each rank owns
-        self._stepped: list[Target] = []  # in this step
+        self._stepped: list[ParameterSet] = []  # in this step
 
-    def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """As ``ddp`` does, and from now on each parameter has an owner. All ranks."""
-        adopted = self._replicas.adopt(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
+    def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """As ``ddp`` does, and from now on each parameter has an owner. Collective."""
+        adopted = self._replicas.setup_model(
+            model, find_unused_parameters=find_unused_parameters, static_graph=static_graph
+        )
         # What is frozen has an owner, too, to whom its state belongs if it learns later, also after a resume.
         frozen = [p for p in model.parameters() if not p.requires_grad]
         self._share_out([p for p in model.parameters() if p.requires_grad])
@@ -73,9 +75,9 @@ class Zero:
         self._loads = loads
         return adopted
 
-    def take_up(self, target: Target) -> None:
-        """See `TakesUp.take_up`. What learns anew gets an owner; what does not learn any more keeps its own."""
-        self._replicas.take_up(target)
+    def update_trainable(self, target: ParameterSet) -> None:
+        """See `UpdatesTrainable.update_trainable`. New parameters get an owner; frozen ones keep theirs."""
+        self._replicas.update_trainable(target)
         self._share_out(target.parameters)
 
     def _share_out(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -83,57 +85,59 @@ class Zero:
         owners, self._loads = owners_of([p.numel() * p.element_size() for p in new], self._loads)
         self._owners.update(zip(map(id, new), owners, strict=True))
 
-    def begin(self, turn: Turn) -> None:
-        """See `Strategy.begin`."""
-        self._replicas.begin(turn)
+    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """See `Strategy.begin_micro_batch`."""
+        self._replicas.begin_micro_batch(turn)
 
-    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None, target: Target, turn: Turn) -> None:
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+    ) -> None:
         """See `Strategy.backward`."""
         self._replicas.backward(loss, weight, target, turn)
 
-    def divide(self, target: Target, samples: int, counted: int) -> None:
-        """See `Strategy.divide`."""
-        self._replicas.divide(target, samples, counted)
+    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
+        """See `Strategy.normalize_by_count`."""
+        self._replicas.normalize_by_count(target, samples, counted)
 
-    def own(self, target: Target) -> None:
-        """See `Strategy.own`."""
+    def before_optimizer_step(self, target: ParameterSet) -> None:
+        """See `Strategy.before_optimizer_step`."""
         for parameter in target.parameters:
             if self._owner_of(parameter) != self._rank:
                 parameter.grad = None
         self._stepped.append(target)
 
-    def end(self, turn: Turn) -> None:
-        """See `Strategy.end`."""
+    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """See `Strategy.end_micro_batch`."""
         if turn.last:
             parameters = [p for target in self._stepped for p in target.parameters]
             self._spread([p.detach() for p in parameters], [self._owner_of(p) for p in parameters])
             self._stepped.clear()
-        self._replicas.end(turn)
+        self._replicas.end_micro_batch(turn)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """See `Strategy.evaluating`."""
         return self._replicas.evaluating()
 
-    def settle(self) -> None:
-        """See `Strategy.settle`."""
-        self._replicas.settle()
+    def finish_training(self) -> None:
+        """See `Strategy.finish_training`."""
+        self._replicas.finish_training()
 
-    def abandon(self) -> None:
-        """See `Strategy.abandon`."""
+    def discard_step(self) -> None:
+        """See `Strategy.discard_step`."""
         self._stepped.clear()
-        self._replicas.abandon()
+        self._replicas.discard_step()
 
-    def rebase(self) -> None:
-        """See `Strategy.rebase`."""
-        self._replicas.rebase()
+    def resync(self) -> None:
+        """See `Strategy.resync`."""
+        self._replicas.resync()
 
-    def state(self) -> dict[str, Any]:
-        """See `Strategy.state`."""
-        return self._replicas.state()
+    def state_dict(self) -> dict[str, Any]:
+        """See `Strategy.state_dict`."""
+        return self._replicas.state_dict()
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """See `Strategy.load_state`."""
-        self._replicas.load_state(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Strategy.load_state_dict`."""
+        self._replicas.load_state_dict(state)
 
     def close(self) -> None:
         """See `Strategy.close`."""

@@ -41,12 +41,12 @@ import torch
 from torch import nn
 
 from lockstep.errors import SettingError
-from lockstep.strategies.gradients import Target, Turn
+from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet
+from lockstep.strategies.local.averaging import Meeting
+from lockstep.strategies.local.flat_ranges import Piece, by_dtype, cut, gather, scatter, sizes_of
 from lockstep.strategies.local.local_steps import BY_THEMSELVES, LocalSteps
-from lockstep.strategies.local.meeting import Meeting
-from lockstep.strategies.local.pieces import Piece, by_dtype, cut, gather, scatter, sizes_of
-from lockstep.strategies.local.replicas import HoldsMean, Replicas
-from lockstep.strategies.protocol import Share, Terms
+from lockstep.strategies.local.model_averaging import HoldsMean, Replicas
+from lockstep.strategies.protocol import ReplicaAssignment, StrategyContext
 
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,8 +81,8 @@ class Options:
             raise SettingError(f"strategy diloco: wire={self.wire!r}; give one of {', '.join(_WIRES)}")
 
 
-def open_strategy(terms: Terms, options: Options) -> DiLoCo:
-    """The strategy ``diloco``; on one rank, its outer optimizer alone. All ranks.
+def open_strategy(terms: StrategyContext, options: Options) -> DiLoCo:
+    """The strategy ``diloco``; on one rank, its outer optimizer alone. Collective.
 
     Raises:
         SettingError: with precision fp16.
@@ -166,11 +166,11 @@ class Outer:
         for parameter, start in zip(self._parameters, self._start, strict=True):
             start.copy_(parameter.detach())
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What `load_state` takes."""
         return {"start": list(self._start), "velocity": list(self._velocity)}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back `state`."""
         for tensors, saved in ((self._start, state["start"]), (self._velocity, state["velocity"])):
             for tensor, value in zip(tensors, saved, strict=True):
@@ -182,9 +182,9 @@ class DiLoCo:
 
     meets_in_forward: Final = False
 
-    def __init__(self, terms: Terms, options: Options) -> None:
+    def __init__(self, terms: StrategyContext, options: Options) -> None:
         group = terms.group
-        self.share: Final = Share(group.rank, group.size, in_step=group.size == 1)
+        self.share: Final = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
         self._options: Final = options
         self._say: Final = terms.say
         self._ranks: Final = group.size
@@ -194,37 +194,39 @@ class DiLoCo:
         self._local: Final = LocalSteps(terms)
         self._all: Final = Meeting(group, terms.bucket_mb)
         self._replicas: Final = Replicas(self._all)
-        self.holding: Final = HoldsMean(self._replicas)
+        self.state_layout: Final = HoldsMean(self._replicas)
         self._under_way: list[torch.Tensor] = []  # the exchange that was begun and not applied
         self._arrived: list[torch.Tensor] = []  # or the mean that came of it
         self._steps = 0  # made with this strategy
         self._away = False  # whether parameters have left where the outer optimizer starts from
 
-    def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """``model`` itself. All ranks."""
-        self._replicas.adopt(model)
-        self._local.adopt(model)
+    def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """``model`` itself. Collective."""
+        self._replicas.setup_model(model)
+        self._local.setup_model(model)
         self._outer.take(self._replicas.trained)
         return model
 
-    def begin(self, turn: Turn) -> None:
-        """See `Strategy.begin`."""
-        self._local.begin(turn)
+    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """See `Strategy.begin_micro_batch`."""
+        self._local.begin_micro_batch(turn)
 
-    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None, target: Target, turn: Turn) -> None:
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+    ) -> None:
         """After the rank's last turn, ``.grad`` holds the mean over its own samples; nothing, if it had none."""
         self._local.backward(loss, weight, target, turn)
 
-    def divide(self, target: Target, samples: int, counted: int) -> None:
-        """See `Strategy.divide`; by this rank's own count."""
-        self._local.divide(target, samples, counted)
+    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
+        """See `Strategy.normalize_by_count`; by this rank's own count."""
+        self._local.normalize_by_count(target, samples, counted)
 
-    def own(self, target: Target) -> None:
+    def before_optimizer_step(self, target: ParameterSet) -> None:
         """Every rank makes every step."""
 
-    def end(self, turn: Turn) -> None:
-        """See `Strategy.end`; on the last turn exchanges are begun and applied, if it is time to. All ranks."""
-        self._local.end(turn)
+    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """See `Strategy.end_micro_batch`; on the last turn exchanges begin and end when due. Collective."""
+        self._local.end_micro_batch(turn)
         if not turn.last:
             return
         self._steps += 1
@@ -241,33 +243,33 @@ class DiLoCo:
             if self._options.fragments == 1 and not self._options.overlap:
                 self._replicas.met()
                 self._away = False
-            self._local.rebase()
+            self._local.resync()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation every rank holds the mean; then its own again. All ranks."""
+        """Around an evaluation every rank holds the mean; then its own again. Collective."""
         return self._replicas.together()
 
-    def settle(self) -> None:
-        """Every rank holds the mean, for good, and the outer optimizer starts from it. All ranks."""
+    def finish_training(self) -> None:
+        """Every rank holds the mean, for good, and the outer optimizer starts from it. Collective."""
         self._arrive()
         self._arrived = []
         self._replicas.meet()
         self._away = False
-        self.rebase()
+        self.resync()
 
-    def abandon(self) -> None:
-        """See `Strategy.abandon`."""
-        self._local.abandon()
+    def discard_step(self) -> None:
+        """See `Strategy.discard_step`."""
+        self._local.discard_step()
 
-    def rebase(self) -> None:
-        """See `Strategy.rebase`."""
-        self._local.rebase()
-        self._replicas.rebase()
+    def resync(self) -> None:
+        """See `Strategy.resync`."""
+        self._local.resync()
+        self._replicas.resync()
         if not self._away:
             self._outer.restart()  # or what the script has filled in would count as progress
 
-    def state(self) -> dict[str, Any]:
-        """The outer optimizer, the exchange under way, and each rank's own. All ranks.
+    def state_dict(self) -> dict[str, Any]:
+        """The outer optimizer, the exchange under way, and each rank's own. Collective.
 
         After `HoldsMean.optimizer_state` of each optimizer.
         """
@@ -277,27 +279,27 @@ class DiLoCo:
             "away": self._away,
             "schedule": self._schedule.as_tuple(),
             "arrived": list(self._arrived),
-            "outer": self._outer.state(),
-            "replicas": self._replicas.state(self.holding.optimizers),
+            "outer": self._outer.state_dict(),
+            "replicas": self._replicas.state_dict(self.state_layout.optimizers),
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back `state`. All ranks start from the mean, if another strategy or another number of ranks saved."""
         self._steps, self._away = (state["steps"], state["away"]) if state else (0, False)
         self._under_way, self._arrived = [], []
         own = state["replicas"] if state else {"ranks": None}
-        self._replicas.load_state(own, self.holding.optimizers)
+        self._replicas.load_state_dict(own, self.state_layout.optimizers)
         if own["ranks"] not in (None, self._ranks):
             self._say(
                 f"saved by {own['ranks']} ranks that stepped by themselves: all {self._ranks} start at their mean"
             )
         if state:
-            self._outer.load_state(state["outer"])
+            self._outer.load_state_dict(state["outer"])
             if state["schedule"] == self._schedule.as_tuple():
                 self._arrived = [mean.to(self._device) for mean in state["arrived"]]
             elif state["arrived"]:
                 self._say("the exchange under way when the run was saved is dropped, for its schedule was another")
-        self.rebase()
+        self.resync()
 
     def close(self) -> None:
         """See `Strategy.close`."""
@@ -310,7 +312,7 @@ class DiLoCo:
             self._all.begin(flat)
 
     def _arrive(self) -> None:
-        """The mean of the exchange under way, if there is one, has come. All ranks."""
+        """The mean of the exchange under way, if there is one, has come. Collective."""
         if self._under_way:
             self._all.finish()
             sums = [s if s.is_floating_point() and s.itemsize > 2 else s.float() for s in self._under_way]

@@ -9,7 +9,7 @@
 A step is one optimizer step of each rank, on the mean gradient of its own micro-batches, clipped by its own norm. With
 ``warmup=N`` the first N steps are those of ``ddp`` (post-local SGD). With ``node_period=K`` the ranks of a node meet
 every K steps, and all ranks every ``period``. The result depends on how many ranks there are; for the same number it is
-the same bits. What a mean is of, and why each rank weighs the same: see `lockstep.strategies.local.replicas`.
+the same bits. What a mean is of, and why each rank weighs the same: see `lockstep.strategies.local.model_averaging`.
 
 - Running statistics of BatchNorm and other buffers move locally, and are averaged with the parameters.
 - Momentum and the like stay each rank's own (``moments=keep``), which costs nothing, or are averaged with the
@@ -34,12 +34,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.errors import SettingError
-from lockstep.strategies.data_parallel import DataParallel
-from lockstep.strategies.gradients import Target, Turn, parameters_of
+from lockstep.strategies.ddp import Ddp
+from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, parameters_of
+from lockstep.strategies.local.averaging import Meeting
 from lockstep.strategies.local.local_steps import BY_THEMSELVES, LocalSteps
-from lockstep.strategies.local.meeting import Meeting
-from lockstep.strategies.local.replicas import HoldsMean, Replicas
-from lockstep.strategies.protocol import Share, Terms
+from lockstep.strategies.local.model_averaging import HoldsMean, Replicas
+from lockstep.strategies.protocol import ReplicaAssignment, StrategyContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class Options:
             raise SettingError(f"strategy local-sgd: moments={self.moments!r}; give keep or average")
 
 
-def open_strategy(terms: Terms, options: Options) -> LocalSgd:
-    """The strategy ``local-sgd``. All ranks.
+def open_strategy(terms: StrategyContext, options: Options) -> LocalSgd:
+    """The strategy ``local-sgd``. Collective.
 
     Raises:
         SettingError: with precision fp16.
@@ -81,56 +81,58 @@ class LocalSgd:
 
     meets_in_forward: Final = False
 
-    def __init__(self, terms: Terms, options: Options) -> None:
+    def __init__(self, terms: StrategyContext, options: Options) -> None:
         group = terms.group
-        self.share: Final = Share(group.rank, group.size, in_step=group.size == 1)
+        self.share: Final = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
         self._options: Final = options
         self._say: Final = terms.say
         self._ranks: Final = group.size
         self._local: Final = LocalSteps(terms)
         self._all: Final = Meeting(group, terms.bucket_mb)
         here = [rank for rank, node in enumerate(group.nodes) if node == group.nodes[group.rank]]
-        self._node: Final = Meeting(group.part(here), terms.bucket_mb) if options.node_period else None
+        self._node: Final = Meeting(group.subgroup(here), terms.bucket_mb) if options.node_period else None
         # One rank alone needs nobody to step as ddp does.
         self._warmup: Final = options.warmup if group.size > 1 else 0
         self._ddp: Final = (
-            DataParallel(group, terms.runs, exact=terms.exact, bucket_mb=terms.bucket_mb) if self._warmup else None
+            Ddp(group, terms.runs, exact=terms.exact, bucket_mb=terms.bucket_mb) if self._warmup else None
         )
         self._replicas: Final = Replicas(self._all)
-        self.holding: Final = HoldsMean(self._replicas)
+        self.state_layout: Final = HoldsMean(self._replicas)
         self._stepping: Final[list[torch.optim.Optimizer]] = []  # whose moments are averaged
         self._hooks = contextlib.ExitStack()
         if options.moments == "average" and group.size > 1:
             self._hooks.callback(register_optimizer_step_post_hook(self._has_stepped).remove)
         self._steps = 0  # made with this strategy
 
-    def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """``model`` itself. All ranks."""
-        self._replicas.adopt(model)
-        self._local.adopt(model)
+    def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """``model`` itself. Collective."""
+        self._replicas.setup_model(model)
+        self._local.setup_model(model)
         if self._ddp is not None:
-            self._ddp.adopt(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
+            self._ddp.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
         return model
 
-    def begin(self, turn: Turn) -> None:
-        """See `Strategy.begin`."""
-        (self._warming_up or self._local).begin(turn)
+    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """See `Strategy.begin_micro_batch`."""
+        (self._warming_up or self._local).begin_micro_batch(turn)
 
-    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None, target: Target, turn: Turn) -> None:
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+    ) -> None:
         """After the rank's last turn, ``.grad`` holds the mean over its own samples; nothing, if it had none."""
         (self._warming_up or self._local).backward(loss, weight, target, turn)
 
-    def divide(self, target: Target, samples: int, counted: int) -> None:
-        """See `Strategy.divide`; by this rank's own count."""
-        (self._warming_up or self._local).divide(target, samples, counted)
+    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
+        """See `Strategy.normalize_by_count`; by this rank's own count."""
+        (self._warming_up or self._local).normalize_by_count(target, samples, counted)
 
-    def own(self, target: Target) -> None:
+    def before_optimizer_step(self, target: ParameterSet) -> None:
         """Every rank makes every step."""
 
-    def end(self, turn: Turn) -> None:
-        """See `Strategy.end`; on the last turn ranks meet, if it is time to. All ranks."""
+    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """See `Strategy.end_micro_batch`; on the last turn ranks meet, if it is time to. Collective."""
         warming_up = self._warming_up
-        (warming_up or self._local).end(turn)
+        (warming_up or self._local).end_micro_batch(turn)
         if not turn.last:
             return
         self._steps += 1
@@ -147,47 +149,47 @@ class LocalSgd:
             self._replicas.meet_within(self._node)
         else:
             return
-        self._local.rebase()
+        self._local.resync()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation every rank holds the mean; then its own again. All ranks."""
+        """Around an evaluation every rank holds the mean; then its own again. Collective."""
         return self._replicas.together()
 
-    def settle(self) -> None:
-        """Every rank holds the mean, for good. All ranks."""
+    def finish_training(self) -> None:
+        """Every rank holds the mean, for good. Collective."""
         self._replicas.meet()
-        self._local.rebase()
+        self._local.resync()
 
-    def abandon(self) -> None:
-        """See `Strategy.abandon`."""
-        (self._warming_up or self._local).abandon()
+    def discard_step(self) -> None:
+        """See `Strategy.discard_step`."""
+        (self._warming_up or self._local).discard_step()
 
-    def rebase(self) -> None:
-        """See `Strategy.rebase`."""
-        self._local.rebase()
-        self._replicas.rebase()
+    def resync(self) -> None:
+        """See `Strategy.resync`."""
+        self._local.resync()
+        self._replicas.resync()
         if self._ddp is not None:
-            self._ddp.rebase()
+            self._ddp.resync()
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Where in its period the run is, and each rank's own. After `HoldsMean.optimizer_state` of each optimizer.
 
-        All ranks.
+        Collective.
         """
-        return {"steps": self._steps, "replicas": self._replicas.state(self.holding.optimizers)}
+        return {"steps": self._steps, "replicas": self._replicas.state_dict(self.state_layout.optimizers)}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back `state`. All ranks start from the mean, if another strategy or another number of ranks saved."""
         self._steps = state["steps"] if state else 0
         own = state["replicas"] if state else {"ranks": None}
-        self._replicas.load_state(own, self.holding.optimizers)
+        self._replicas.load_state_dict(own, self.state_layout.optimizers)
         if own["ranks"] not in (None, self._ranks):
             self._say(
                 f"saved by {own['ranks']} ranks that stepped by themselves: all {self._ranks} start at their mean"
             )
         if self._ddp is not None and self._steps >= self._warmup:
             self._leave_ddp()
-        self.rebase()
+        self.resync()
 
     def close(self) -> None:
         """See `Strategy.close`."""
@@ -199,13 +201,13 @@ class LocalSgd:
             self._ddp.close()
 
     @property
-    def _warming_up(self) -> DataParallel | None:
+    def _warming_up(self) -> Ddp | None:
         return self._ddp if self._steps < self._warmup else None
 
     def _leave_ddp(self) -> None:
         """From now on ranks step by themselves."""
         self._replicas.met()
-        self._local.rebase()
+        self._local.resync()
 
     def _has_stepped(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if any(optimizer is known for known in self._stepping):

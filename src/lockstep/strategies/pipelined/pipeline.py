@@ -27,14 +27,21 @@ import torch
 from torch import fx, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from lockstep.collectives import Division, FastExchange, Relay, naming_lost_peers, open_exchange
+from lockstep.collectives import NativeAllReduce, ObjectChannel, ShardGroups, open_all_reduce, translating_peer_errors
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.gradients import Target, Task, Tensors, Turn, divide_by_counts, nothing_like, total_count
-from lockstep.strategies.holding import Owned
+from lockstep.strategies.gradient_accumulation import (
+    LossCall,
+    MicroBatchPosition,
+    ParameterSet,
+    Tensors,
+    divide_by_counts,
+    negative_zeros_like,
+    total_count,
+)
 from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.pipelined import cut
+from lockstep.strategies.pipelined import partition
 from lockstep.strategies.pipelined.stage import (
     Border,
     Formats,
@@ -45,9 +52,10 @@ from lockstep.strategies.pipelined.stage import (
     set_random_state,
     shapes_in,
 )
-from lockstep.strategies.protocol import Share, Strategy, Terms
-from lockstep.strategies.replicate import Replicate
-from lockstep.strategies.sparse import refuse_sparse
+from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.single_process import SingleProcess
+from lockstep.strategies.sparse_gradients import refuse_sparse
+from lockstep.strategies.state_layout import OwnerLayout
 
 T = TypeVar("T")
 
@@ -95,15 +103,15 @@ class Options:
             ) from None
 
 
-def open_strategy(terms: Terms, options: Options) -> Strategy:
-    """The strategy ``pipeline``; one rank alone needs none. All ranks.
+def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+    """The strategy ``pipeline``; one rank alone needs none. Collective.
 
     Raises:
         SettingError: if the ranks cannot be divided into replicas of so many stages.
     """
     ranks, stages = terms.group.size, options.stages or terms.group.size
     if ranks == 1 and options.stages <= 1:
-        return Replicate(terms.group, terms.runs, exact=terms.exact)
+        return SingleProcess(terms.group, terms.runs, exact=terms.exact)
     if stages == 1:
         raise SettingError("strategy pipeline: stages=1 cuts nothing; use ddp")
     if ranks % stages:
@@ -156,22 +164,22 @@ class Pipeline:
 
     meets_in_forward: Final = True
 
-    def __init__(self, terms: Terms, options: Options, ranks: int) -> None:
+    def __init__(self, terms: StrategyContext, options: Options, ranks: int) -> None:
         group = terms.group
-        division = Division(group, ranks)
+        division = ShardGroups(group, ranks)
         replica, place = divmod(group.rank, ranks)
         # The rank of the last stage alone learns the losses, so what is measured counts there.
-        self.share: Final = Share(replica, division.copies, counts=place == ranks - 1)
+        self.share: Final = ReplicaAssignment(replica, division.copies, counts=place == ranks - 1)
         self._terms: Final = terms
         self._options: Final = options
         carrier = torch.device("cpu") if group.over_cpu else group.device
         self._formats: Final = Formats(group.device, carrier, terms.dtype)
         self._lane: Final = division.within  # this replica's ranks
         self._twins: Final = division.across  # the ranks of the same stages
-        self._relay: Final = Relay(self._lane)
-        self._exchange: Final = open_exchange(self._twins, terms.runs)
-        self._fast: Final = FastExchange(self._twins)
-        self.holding: Final = Owned(group)
+        self._relay: Final = ObjectChannel(self._lane)
+        self._exchange: Final = open_all_reduce(self._twins, terms.runs)
+        self._fast: Final = NativeAllReduce(self._twins)
+        self.state_layout: Final = OwnerLayout(group)
         self._names: dict[nn.Parameter, str] = {}
         self._stages: list[Stage] = []
         self._find_unused = False
@@ -181,8 +189,8 @@ class Pipeline:
 
     # ---- the model ----------------------------------------------------------------------------------------------
 
-    def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """``model`` wrapped, with rank 0's parameters; those of other ranks' stages hold no memory here. All ranks.
+    def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """``model`` wrapped, with rank 0's parameters; those of other ranks' stages hold no memory here. Collective.
 
         Raises:
             SettingError: if it cannot be cut as was asked for.
@@ -197,13 +205,13 @@ class Pipeline:
         sync_module_states(self._terms.group, model)
         cuts, ranks, rank = self._cuts(model), self._lane.size, self._lane.rank
         modes = tuple(_in_mode(model, training, lambda: _stages(model, cuts)) for training in (True, False))
-        stage_of = cut.owners(model, modes)
+        stage_of = partition.owners(model, modes)
         rank_of = {name: stage % ranks for name, stage in stage_of.items()}
         _keep(model, {name for name, owner in rank_of.items() if owner == rank}, self._terms.group.device)
         for number in range(rank, len(cuts) + 1, ranks):
             training, evaluation = (fx.GraphModule(model, mode[number].graph) for mode in modes)
             buffers = Buffers(self._exchange, self._twins)
-            buffers.adopt(training)
+            buffers.setup_model(training)
             self._stages.append(
                 Stage(
                     number,
@@ -218,7 +226,7 @@ class Pipeline:
             )
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         # The ranks of the same stages in each replica are as far apart as a replica has ranks.
-        self.holding.adopt(model, lambda name: range(rank_of.get(name, 0), self._terms.group.size, ranks))
+        self.state_layout.setup_model(model, lambda name: range(rank_of.get(name, 0), self._terms.group.size, ranks))
         self._terms.say(f"pipeline: {len(cuts) + 1} stages; cut before {', '.join(cuts)}")
         return Pipelined(model, self._evaluate, self._stages)
 
@@ -233,8 +241,8 @@ class Pipeline:
                     f"{wanted - 1} modules"
                 )
             return cuts
-        graph = _in_mode(model, True, lambda: cut.read(model))
-        names = cut.calls(graph)
+        graph = _in_mode(model, True, lambda: partition.read(model))
+        names = partition.calls(graph)
         if len(set(names)) < wanted:
             raise SettingError(
                 f"strategy pipeline: {type(model).__name__} calls {len(set(names))} modules, too few for {wanted} "
@@ -242,13 +250,13 @@ class Pipeline:
             )
         like = self._options.sample_like()
         if like is None:
-            costs = cut.sizes(model, graph)
+            costs = partition.sizes(model, graph)
         else:
             sample = torch.zeros(like[0], dtype=like[1], device=self._terms.group.device)
             with self._formats.forward():
-                costs = _in_mode(model, True, lambda: cut.times_s(model, graph, [sample]))
-        names, costs = cut.first_calls(names, costs)
-        places = cut.balance(costs, wanted)
+                costs = _in_mode(model, True, lambda: partition.times_s(model, graph, [sample]))
+        names, costs = partition.first_calls(names, costs)
+        places = partition.balance(costs, wanted)
         # Ranks have measured other times.
         return self._terms.group.broadcast_object([names[place] for place in places], "the cut of the model")
 
@@ -263,10 +271,12 @@ class Pipeline:
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
-    def begin(self, turn: Turn) -> None:
+    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
         """Nothing has to be prepared."""
 
-    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None, target: Target, turn: Turn) -> None:
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+    ) -> None:
         """A pipeline makes its forward passes itself.
 
         Raises:
@@ -275,10 +285,10 @@ class Pipeline:
         raise UsageError(_HAND_OVER)
 
     def compute(
-        self, task: Task, weight: torch.Tensor | None, target: Target, turn: Turn
+        self, task: LossCall, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
     ) -> Sequence[tuple[int, torch.Tensor]]:
-        """See `Pipelines.compute`. The work is done in a rank's last turn of the step."""
-        if turn.shadow and not turn.last:
+        """See `ComputesLoss.compute`. The work is done in a rank's last turn of the step."""
+        if turn.is_padding and not turn.last:
             return []
         device = self._terms.group.device
         self._waiting.append(Micro(task, weight, turn, random_state(device)))
@@ -288,8 +298,8 @@ class Pipeline:
         losses: Losses = []
         for stage in self._stages:
             stage.running.restore()  # passes that the user has made without gradients are not the step's
-        with naming_lost_peers("the work of the pipeline"), self._formats.backward():
-            if turn.shadow:
+        with translating_peer_errors("the work of the pipeline"), self._formats.backward():
+            if turn.is_padding:
                 # What counts forward passes is to count one in each step, on all ranks.
                 with torch.no_grad():
                     self._walk(task.inputs, micros[0].random, {})
@@ -338,7 +348,7 @@ class Pipeline:
                         self._formats.carrier,
                         input_args=before.examples(random) if before else (),
                         output_args=behind.examples(random) if behind else _LOSS,
-                        group=self._lane.lines,
+                        group=self._lane.process_group,
                     )
                 )
             told: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
@@ -380,17 +390,17 @@ class Pipeline:
                 self._relay.send((output, border, after), (rank + 1) % ranks)
         return output
 
-    def _reduce(self, target: Target, turn: Turn) -> None:
+    def _reduce(self, target: ParameterSet, turn: MicroBatchPosition) -> None:
         """``.grad`` of this rank's stages holds the sum over the step."""
         for stage in self._stages:
             learning = stage.learning
             if not learning:
                 continue
             if self._terms.exact:
-                sums = [] if turn.shadow else stage.sums.finish(turn.index + 1)
-                used = set() if turn.shadow else stage.sums.used
+                sums = [] if turn.is_padding else stage.sums.finish(turn.index + 1)
+                used = set() if turn.is_padding else stage.sums.used
             else:
-                sums = [[nothing_like(p) if p.grad is None else p.grad for p in learning]]
+                sums = [[negative_zeros_like(p) if p.grad is None else p.grad for p in learning]]
                 used = {place for place, p in enumerate(learning) if p.grad is not None}
             if self._twins.size > 1:
                 used = self._agreed(stage, used, turn)
@@ -400,7 +410,7 @@ class Pipeline:
             for place, (parameter, gradient) in enumerate(zip(learning, total, strict=True)):
                 parameter.grad = gradient if place in used else None
 
-    def _summed(self, parameters: Sequence[nn.Parameter], sums: Sequence[Tensors], turn: Turn) -> Tensors:
+    def _summed(self, parameters: Sequence[nn.Parameter], sums: Sequence[Tensors], turn: MicroBatchPosition) -> Tensors:
         """The sum over all replicas, of what each has summed for its nodes of the tree."""
         total: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(p.dtype for p in parameters):
@@ -418,12 +428,12 @@ class Pipeline:
             total |= {place: piece.view_as(parameters[place]) for place, piece in pieces}
         return [total[place] for place in range(len(parameters))]
 
-    def _agreed(self, stage: Stage, used: set[int], turn: Turn) -> set[int]:
+    def _agreed(self, stage: Stage, used: set[int], turn: MicroBatchPosition) -> set[int]:
         """Places of the parameters that had a part in some loss on any rank."""
         if self._find_unused:
             return set().union(*self._twins.gather_objects(used, "parameters that had a part in the loss"))
         unused = sorted(set(range(len(stage.learning))) - used)
-        if unused and not turn.shadow:
+        if unused and not turn.is_padding:
             names = [self._names[stage.learning[place]] for place in unused]
             raise UsageError(
                 f"{len(names)} of {len(stage.learning)} parameters of stage {stage.number} had no part in the loss: "
@@ -432,17 +442,17 @@ class Pipeline:
             )
         return set(range(len(stage.learning)))
 
-    def divide(self, target: Target, samples: int, counted: int) -> None:
-        """See `Strategy.divide`."""
+    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
+        """See `Strategy.normalize_by_count`."""
         divide_by_counts(target, samples, total_count(self._twins, counted))
 
-    def own(self, target: Target) -> None:
+    def before_optimizer_step(self, target: ParameterSet) -> None:
         """Other stages' parameters have no gradient here."""
 
-    def end(self, turn: Turn) -> None:
-        """See `Strategy.end`."""
+    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """See `Strategy.end_micro_batch`."""
         if turn.last:
-            with naming_lost_peers("the reduction of buffers"):
+            with translating_peer_errors("the reduction of buffers"):
                 for stage in self._stages:
                     stage.running.settle(turn)
 
@@ -450,25 +460,25 @@ class Pipeline:
         """The model is what it is."""
         return contextlib.nullcontext()
 
-    def settle(self) -> None:
+    def finish_training(self) -> None:
         """Every rank holds its stages."""
 
-    def abandon(self) -> None:
-        """See `Strategy.abandon`."""
+    def discard_step(self) -> None:
+        """See `Strategy.discard_step`."""
         self._waiting.clear()
         for stage in self._stages:
             stage.running.restore()
 
-    def rebase(self) -> None:
-        """See `Strategy.rebase`."""
+    def resync(self) -> None:
+        """See `Strategy.resync`."""
         for stage in self._stages:
-            stage.running.rebase()
+            stage.running.resync()
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Nothing beside model and optimizer."""
         return {}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing to put back."""
 
     def close(self) -> None:
@@ -523,8 +533,8 @@ def _in_mode(model: nn.Module, training: bool, do: Callable[[], T]) -> T:
             module.training = before
 
 
-def _stages(model: nn.Module, cuts: Sequence[str]) -> list[cut.Stage]:
-    return cut.stages(cut.read(model, cuts), cuts)
+def _stages(model: nn.Module, cuts: Sequence[str]) -> list[partition.Stage]:
+    return partition.stages(partition.read(model, cuts), cuts)
 
 
 def _keep(model: nn.Module, names: set[str], device: torch.device) -> None:

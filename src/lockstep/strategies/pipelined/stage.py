@@ -10,10 +10,17 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from lockstep.collectives import Fold
+from lockstep.collectives import TreeAccumulator
 from lockstep.errors import UsageError
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.gradients import Task, Tensors, Turn, add_to_left, is_loss, take_gradients
+from lockstep.strategies.gradient_accumulation import (
+    LossCall,
+    MicroBatchPosition,
+    Tensors,
+    add_into_left,
+    is_loss,
+    pop_gradients,
+)
 
 Losses = list[tuple[int, torch.Tensor]]
 Like = tuple[tuple[int, ...], torch.dtype, bool]
@@ -24,9 +31,9 @@ Like = tuple[tuple[int, ...], torch.dtype, bool]
 class Micro:
     """A micro-batch on its way through the stages."""
 
-    task: Task
+    task: LossCall
     weight: torch.Tensor | None
-    turn: Turn
+    turn: MicroBatchPosition
     random: torch.Tensor  #: the generators' state when the model is called; see `random_state`
 
 
@@ -74,24 +81,24 @@ class Sums:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters: Final = parameters
         self.used: set[int] = set()  #: places of the parameters that had a part in some loss
-        self._fold = Fold[Tensors](0, add_to_left)
+        self._fold = TreeAccumulator[Tensors](0, add_into_left)
         self._next = 0
 
     def begin(self, first: int, micro_batches: int) -> None:
         """A step of so many begins, of which ``first`` is the first one here."""
-        self._fold, self._next = Fold[Tensors](micro_batches, add_to_left), first
+        self._fold, self._next = TreeAccumulator[Tensors](micro_batches, add_into_left), first
         self.used = set()
 
     def take_before(self, index: int) -> None:
         """Fold in what the backward passes of the micro-batches before ``index`` have left; one at most has run."""
         while self._parameters and self._next < index:
-            self._fold.push((self._next, self._next + 1), take_gradients(self._parameters, self.used))
+            self._fold.push((self._next, self._next + 1), pop_gradients(self._parameters, self.used))
             self._next += 1
 
     def finish(self, index: int) -> list[Tensors]:
         """The sums of the nodes of the tree, once the micro-batches before ``index`` have run."""
         self.take_before(index)
-        sums, self._fold = self._fold.sums, Fold[Tensors](0, add_to_left)
+        sums, self._fold = self._fold.sums, TreeAccumulator[Tensors](0, add_into_left)
         return sums
 
 

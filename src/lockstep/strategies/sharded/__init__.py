@@ -4,5 +4,5 @@
 `hybrid_sharded`    the strategy ``hsdp``: replicas of such groups
 `wrapping`          which modules are gathered together, as blocks, and what else is done to them
 `units`             what a block hands its gradients to, in place of torch's reduce-scatter
-`shards`            where the rows lie: a `Holding`
+`shards`            where the rows lie: a `StateLayout`
 """

@@ -31,24 +31,33 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.collectives import (
-    Division,
-    FastScatter,
-    Fold,
-    Scatter,
-    TreeScatter,
-    naming_lost_peers,
-    open_exchange,
+    NativeReduceScatter,
+    ReduceScatter,
+    ShardGroups,
+    TreeAccumulator,
+    TreeReduceScatter,
+    open_all_reduce,
+    translating_peer_errors,
 )
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.gradients import Target, Turn, divide_by_counts, total_count
+from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts, total_count
 from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.protocol import Share, Strategy, Terms
-from lockstep.strategies.replicate import Replicate
-from lockstep.strategies.sharded.shards import Shards
-from lockstep.strategies.sharded.units import AllUsed, Gradients, InUnits, Learner, RunningSum, Sums, Unit, Watched
+from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.sharded.dtensor_layout import Shards
+from lockstep.strategies.sharded.fsdp_gradients import (
+    AllUsed,
+    Gradients,
+    InUnits,
+    Learner,
+    RunningSum,
+    Sums,
+    Unit,
+    Watched,
+)
 from lockstep.strategies.sharded.wrapping import blocks_of, recompute
-from lockstep.strategies.sparse import refuse_sparse
+from lockstep.strategies.single_process import SingleProcess
+from lockstep.strategies.sparse_gradients import refuse_sparse
 
 _MIXED: Final = {"none": None, "bf16": torch.bfloat16}
 
@@ -75,10 +84,10 @@ class Options:
             raise SettingError(f"mixed={self.mixed!r}: give one of {', '.join(_MIXED)}")
 
 
-def open_strategy(terms: Terms, options: Options) -> Strategy:
-    """The strategy ``fsdp``; one rank alone divides nothing. All ranks."""
+def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+    """The strategy ``fsdp``; one rank alone divides nothing. Collective."""
     if terms.group.size == 1 and options.mixed == "none" and not options.checkpoint_activations:
-        return Replicate(terms.group, terms.runs, exact=terms.exact)
+        return SingleProcess(terms.group, terms.runs, exact=terms.exact)
     return FullySharded(terms, options, terms.group.size)
 
 
@@ -91,22 +100,22 @@ class FullySharded:
         ranks: that hold one copy of the model; neighbours, and a divisor of all.
     """
 
-    def __init__(self, terms: Terms, options: Options, ranks: int) -> None:
+    def __init__(self, terms: StrategyContext, options: Options, ranks: int) -> None:
         group = terms.group
         self._group: Final = group
         self._options: Final = options
         self._say: Final = terms.say
-        self._division: Final = Division(group, ranks)
-        self._scatter: Final[Scatter] = (
-            TreeScatter(self._division, terms.runs) if terms.exact else FastScatter(self._division)
+        self._division: Final = ShardGroups(group, ranks)
+        self._scatter: Final[ReduceScatter] = (
+            TreeReduceScatter(self._division, terms.runs) if terms.exact else NativeReduceScatter(self._division)
         )
         self._fold: Final[Callable[[int], Sums]] = _tree if terms.exact else lambda _: RunningSum()
         self._units: Final = InUnits()
         # Torch sums nothing over one rank, not even by our hand.
         self._gradients: Final[Gradients] = (
-            self._units if group.size > 1 else Replicate(group, terms.runs, exact=terms.exact)
+            self._units if group.size > 1 else SingleProcess(group, terms.runs, exact=terms.exact)
         )
-        self._exchange: Final = open_exchange(group, terms.runs)
+        self._exchange: Final = open_all_reduce(group, terms.runs)
         self._buffers: Final = Buffers(self._exchange, group)
         # One rank alone has nothing to gather, but bf16 copies of its parameters.
         divides = group.size > 1 or options.mixed != "none"
@@ -115,12 +124,12 @@ class FullySharded:
         self._blocks: Final[list[FSDPModule]] = []
         self._called = 0  # a checksum of which blocks were called, in their order
         self._roots: Final[list[FSDPModule]] = []
-        self.share: Final = Share(group.rank, group.size)
-        self.holding: Final = Shards(group, self._division)
+        self.share: Final = ReplicaAssignment(group.rank, group.size)
+        self.state_layout: Final = Shards(group, self._division)
         self.meets_in_forward: Final = group.size > 1
 
-    def adopt(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """``model`` itself, its parameters divided, as rank 0 made it. All ranks.
+    def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """``model`` itself, its parameters divided, as rank 0 made it. Collective.
 
         Its parameters are others from now on: optimizers are made for them.
 
@@ -142,7 +151,7 @@ class FullySharded:
         if self._mesh is not None and any(True for _ in model.parameters()):
             # Where it depends on the micro-batch which blocks are called, ranks would wait for each other's blocks.
             self._divide(model, [] if find_unused_parameters else blocks, find_unused_parameters, self._mesh)
-        self._buffers.adopt(model)
+        self._buffers.setup_model(model)
         return model
 
     def _divide(self, model: nn.Module, blocks: Sequence[nn.Module], watch: bool, mesh: DeviceMesh) -> None:
@@ -192,23 +201,25 @@ class FullySharded:
                 "fused=True out, or use ddp or zero"
             )
 
-    def begin(self, turn: Turn) -> None:
+    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
         """Nothing has to be prepared."""
 
-    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None, target: Target, turn: Turn) -> None:
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+    ) -> None:
         """See `Strategy.backward`. All ranks, on every turn."""
         self._gradients.backward(loss, weight, target, turn)
 
-    def divide(self, target: Target, samples: int, counted: int) -> None:
-        """See `Strategy.divide`."""
+    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
+        """See `Strategy.normalize_by_count`."""
         divide_by_counts(target, samples, total_count(self._group, counted))
 
-    def own(self, target: Target) -> None:
+    def before_optimizer_step(self, target: ParameterSet) -> None:
         """Each rank steps its rows."""
 
-    def end(self, turn: Turn) -> None:
-        """See `Strategy.end`."""
-        with naming_lost_peers("the reduction of buffers"):
+    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """See `Strategy.end_micro_batch`."""
+        with translating_peer_errors("the reduction of buffers"):
             self._buffers.settle(turn)
 
     @contextlib.contextmanager
@@ -219,13 +230,13 @@ class FullySharded:
         self._compare_calls()
         self._disperse()
 
-    def settle(self) -> None:
+    def finish_training(self) -> None:
         """Every rank holds its part of the trained model."""
         self._compare_calls()
 
-    def abandon(self) -> None:
-        """See `Strategy.abandon`."""
-        self._gradients.abandon()
+    def discard_step(self) -> None:
+        """See `Strategy.discard_step`."""
+        self._gradients.discard_step()
         for root in self._roots:
             # Torch 2.11 has no word for it; there, what it remembers of the pass is replaced by the next one's.
             if hasattr(root, "reset_iter_state"):
@@ -233,17 +244,17 @@ class FullySharded:
         self._disperse()
         self._buffers.restore()
 
-    def rebase(self) -> None:
-        """See `Strategy.rebase`. All ranks."""
+    def resync(self) -> None:
+        """See `Strategy.resync`. Collective."""
         self._compare_calls()
         self._disperse()
-        self._buffers.rebase()
+        self._buffers.resync()
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Nothing beside model and optimizer."""
         return {}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing to put back."""
 
     def close(self) -> None:
@@ -256,7 +267,7 @@ class FullySharded:
         self._called = zlib.crc32(block.to_bytes(4, "little"), self._called)
 
     def _compare_calls(self) -> None:
-        """Ranks that called other blocks have got each other's parameters, if those are of one size. All ranks.
+        """Ranks that called other blocks have got each other's parameters, if those are of one size. Collective.
 
         Raises:
             MismatchError: if some did.
@@ -274,7 +285,7 @@ class FullySharded:
 
 
 def _tree(micro_batches: int) -> Sums:
-    return Fold(micro_batches, lambda left, right: left.add_(right))
+    return TreeAccumulator(micro_batches, lambda left, right: left.add_(right))
 
 
 def _check_divisible(model: nn.Module) -> None:

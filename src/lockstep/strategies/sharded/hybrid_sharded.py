@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from lockstep.collectives import Group
 from lockstep.errors import SettingError
-from lockstep.strategies.protocol import Strategy, Terms
+from lockstep.strategies.protocol import Strategy, StrategyContext
 from lockstep.strategies.sharded import fully_sharded
 from lockstep.strategies.sharded.fully_sharded import FullySharded
 
@@ -37,8 +37,8 @@ class Options:
     checkpoint_activations: bool = False
 
 
-def open_strategy(terms: Terms, options: Options) -> Strategy:
-    """The strategy ``hsdp``; one rank alone divides nothing. All ranks.
+def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+    """The strategy ``hsdp``; one rank alone divides nothing. Collective.
 
     Raises:
         SettingError: if the ranks cannot be divided so.

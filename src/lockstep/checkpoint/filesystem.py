@@ -1,0 +1,132 @@
+"""The few words that a checkpoint needs from a file system.
+
+They come in by the door, so that a test can stand a modelled disk in their place and cut its power before any one of
+them. Every verb that changes something is one system call.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from pathlib import Path
+from typing import Protocol
+
+
+class FileSystem(Protocol):
+    """A file system; each verb raises `OSError` as the operating system does."""
+
+    def make_directory(self, path: Path) -> None:
+        """Make one directory; its parent must exist, itself not."""
+
+    def create(self, path: Path) -> int:
+        """Open a new file for writing; it must not exist."""
+
+    def write(self, file: int, data: memoryview) -> int:
+        """Append some of ``data``; how many bytes were taken."""
+
+    def sync(self, file: int) -> None:
+        """Return when the content of ``file`` survives a power cut. Its name may still be lost."""
+
+    def close(self, file: int) -> None:
+        """Close a file that `create` opened."""
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give ``old`` another name, in one indivisible act."""
+
+    def unlink(self, path: Path) -> None:
+        """Remove one file."""
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove one empty directory."""
+
+    def sync_directory(self, path: Path) -> None:
+        """Return when the names in ``path`` survive a power cut."""
+
+    def names(self, path: Path) -> list[str]:
+        """What a directory holds, in any order."""
+
+    def is_directory(self, path: Path) -> bool:
+        """Whether ``path`` is a directory."""
+
+    def size(self, path: Path) -> int:
+        """Bytes in a file."""
+
+    def reader(self, path: Path) -> io.BufferedIOBase:
+        """A file opened for reading; the caller closes it."""
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that may still be written beneath ``path``."""
+
+
+class LocalFileSystem:
+    """The operating system's files."""
+
+    def make_directory(self, path: Path) -> None:
+        """See `FileSystem.make_directory`."""
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        """See `FileSystem.create`."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+
+    def write(self, file: int, data: memoryview) -> int:
+        """See `FileSystem.write`."""
+        return os.write(file, data)
+
+    def sync(self, file: int) -> None:
+        """See `FileSystem.sync`."""
+        os.fsync(file)
+
+    def close(self, file: int) -> None:
+        """See `FileSystem.close`."""
+        os.close(file)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """See `FileSystem.rename`."""
+        old.rename(new)
+
+    def unlink(self, path: Path) -> None:
+        """See `FileSystem.unlink`."""
+        path.unlink()
+
+    def remove_directory(self, path: Path) -> None:
+        """See `FileSystem.remove_directory`."""
+        path.rmdir()
+
+    def sync_directory(self, path: Path) -> None:
+        """See `FileSystem.sync_directory`."""
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        except OSError as error:
+            # Some network file systems have no such call: they keep names durable by themselves, or not at all.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(directory)
+
+    def names(self, path: Path) -> list[str]:
+        """See `FileSystem.names`."""
+        return os.listdir(path)
+
+    def is_directory(self, path: Path) -> bool:
+        """See `FileSystem.is_directory`."""
+        return path.is_dir()
+
+    def size(self, path: Path) -> int:
+        """See `FileSystem.size`."""
+        return path.stat().st_size
+
+    def reader(self, path: Path) -> io.BufferedIOBase:
+        """See `FileSystem.reader`."""
+        return path.open("rb")
+
+    def free_bytes(self, path: Path) -> int:
+        """See `FileSystem.free_bytes`."""
+        room = os.statvfs(path)
+        return room.f_bavail * room.f_frsize
+
+
+#: The machine's own files.
+LOCAL = LocalFileSystem()

@@ -1,0 +1,291 @@
+"""The tree's sum over all ranks, of one flat tensor at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lockstep.collectives.all_to_all import all_to_all
+from lockstep.collectives.group import Group
+from lockstep.collectives.reduction_plan import ReductionPlan, ReductionPlans, Runs
+from lockstep.collectives.reduction_tree import fold
+from lockstep.collectives.shared_memory import SharedMemoryAllReduce
+
+# Torch 2.13 gave it a new name, and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class AllReduce(Protocol):
+    """Sums flat tensors over all ranks in the background; sums are begun in the same order on every rank."""
+
+    def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
+        """Begin the sum over the micro-batches of a step, to arrive in ``out`` with the same bits on every rank.
+
+        Args:
+            out: one-dimensional, of the length that all ranks give, real or complex; ``partials`` may contain it.
+            partials: the sums of this rank's nodes (`nodes_of` its run), each like ``out``; none for an empty run.
+                They may be overwritten.
+            micro_batches: of the step, the same on every rank.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Every sum begun so far is in its ``out``; on a GPU, for what is queued from here on.
+
+        Raises:
+            RuntimeError: what the transport raised, such as for a rank that is gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """No sum is begun any more."""
+        ...
+
+
+def open_all_reduce(group: Group, runs: Runs) -> AllReduce:
+    """The exchange that suits the group: through shared memory, NCCL or gloo; none for one rank. Collective."""
+    if group.size == 1:
+        return _Alone()
+    if group.device.type == "cuda" and not group.over_cpu:
+        return NcclAllReduce(group, runs)
+    over_cpu = SharedMemoryAllReduce if group.on_one_machine and sys.platform == "linux" else GlooAllReduce
+    exchange = over_cpu(group, runs)
+    return Staged(exchange) if group.device.type == "cuda" else exchange
+
+
+class NativeAllReduce:
+    """Torch's own all-reduce: no promise of bits, and a rank adds its own micro-batches as it likes."""
+
+    def __init__(self, group: Group) -> None:
+        self._lines = group.process_group
+        self._works: list[dist.Work] = []
+
+    def begin(self, out: torch.Tensor) -> None:
+        """Begin the sum of every rank's ``out``, to arrive in ``out``."""
+        self._works.append(dist.all_reduce(out, group=self._lines, async_op=True))
+
+    def finish(self) -> None:
+        """See `AllReduce.finish`."""
+        wait_all(self._works)
+
+
+class RankOrderAllReduce:
+    """Sums of one tensor from each rank, along the tree over ranks.
+
+    Torch's all-reduce adds in an order that depends on where in a bucket an element lies, and DDP cuts its buckets anew
+    after the first step, also after a resume. Here the bits depend on the values and the number of ranks alone.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._size: Final = group.size
+        self._exchange: Final = open_all_reduce(group, lambda rank, _: range(rank, rank + 1))
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Begin the sum of every rank's ``tensor``, of one dimension, to arrive in it."""
+        self._exchange.begin(tensor, [tensor], self._size)
+
+    def finish(self) -> None:
+        """See `AllReduce.finish`."""
+        self._exchange.finish()
+
+    def close(self) -> None:
+        """See `AllReduce.close`."""
+        self._exchange.close()
+
+
+class _Alone:
+    """One rank holds the whole tree."""
+
+    def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
+        (total,) = partials
+        _into(out, total)
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class GlooAllReduce:
+    """Over gloo: the first half of each sum is begun by the caller, the rest follows on one thread, in order.
+
+    The two halves have a process group each. Collectives of one group must be issued in the same order on every rank;
+    the caller's order is that of the buckets, and the thread's is the order in which they were begun: both are fixed,
+    while the order of one against the other is not.
+    """
+
+    def __init__(self, group: Group, runs: Runs) -> None:
+        self._routes = ReductionPlans(group.rank, group.size, runs)
+        self._first_half, self._second_half = group.process_group, group.new_process_group(backend="gloo")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-exchange")
+        self._reduced: list[dist.Work] = []
+        self._followed: list[Future[None]] = []
+
+    def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
+        """See `AllReduce.begin`."""
+        out, partials = as_real(out), [as_real(partial) for partial in partials]
+        route = self._routes(micro_batches)
+        if route.all_reduces:
+            (total,) = partials
+            _into(out, total)
+            self._reduced.append(dist.all_reduce(out, group=self._first_half, async_op=True))
+            return
+        sent, give, take = _scatter(route, partials, out)
+        received = out.new_empty(sum(take))
+        works = all_to_all(received, sent, take, give, self._first_half)
+        self._followed.append(self._thread.submit(self._follow, works, route, received, sent, out))
+
+    def finish(self) -> None:
+        """See `AllReduce.finish`."""
+        wait_all(self._reduced)
+        followed, self._followed = self._followed, []
+        for future in followed:
+            future.result()
+
+    def close(self) -> None:
+        """See `AllReduce.close`."""
+        self._thread.shutdown(wait=False, cancel_futures=True)  # after an error it may wait for a rank that never comes
+
+    def _follow(
+        self,
+        works: list[dist.Work],
+        route: ReductionPlan,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        wait_all(works)
+        del sent  # was to stay alive until the exchange had read it
+        _gather(route, _fold(route, received), out, self._second_half)
+
+
+class NcclAllReduce:
+    """Over NCCL: both halves and the additions between them are queued on a stream beside the backward pass."""
+
+    def __init__(self, group: Group, runs: Runs) -> None:
+        self._routes = ReductionPlans(group.rank, group.size, runs)
+        self._device, self._lines = group.device, group.process_group
+        self._stream = torch.cuda.Stream(device=group.device)
+
+    def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
+        """See `AllReduce.begin`."""
+        out, partials = as_real(out), [as_real(partial) for partial in partials]
+        route = self._routes(micro_batches)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for tensor in (out, *partials):
+                tensor.record_stream(self._stream)
+            if route.all_reduces:
+                (total,) = partials
+                _into(out, total)
+                dist.all_reduce(out, group=self._lines)
+            else:
+                sent, give, take = _scatter(route, partials, out)
+                received = out.new_empty(sum(take))
+                wait_all(all_to_all(received, sent, take, give, self._lines))
+                _gather(route, _fold(route, received), out, self._lines)
+
+    def finish(self) -> None:
+        """See `AllReduce.finish`."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def close(self) -> None:
+        """See `AllReduce.close`."""
+        self._stream.synchronize()
+
+
+class Staged:
+    """For ranks that share a GPU, which NCCL does not serve: sums pass through the CPU's memory."""
+
+    def __init__(self, exchange: AllReduce) -> None:
+        self._exchange = exchange
+        self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
+        """See `AllReduce.begin`."""
+        here = torch.empty_like(out, device="cpu")
+        self._exchange.begin(here, [partial.cpu() for partial in partials], micro_batches)
+        self._begun.append((out, here))
+
+    def finish(self) -> None:
+        """See `AllReduce.finish`."""
+        begun, self._begun = self._begun, []
+        self._exchange.finish()
+        for out, here in begun:
+            out.copy_(here)
+
+    def close(self) -> None:
+        """See `AllReduce.close`."""
+        self._exchange.close()
+
+
+#        rank 0            rank 1            each rank cuts the sums of its nodes into one chunk for every rank,
+#     a0 a1 | a2 a3     b0 b1 | b2 b3
+#           \_____________/                   all_to_all: rank r receives chunk r of every node of every rank,
+#     a0 a1 b0 b1       a2 a3 b2 b3
+#        |                  |                 folds them in the tree's order,
+#      s0 s1              s2 s3
+#           \_____________/                   all_gather: and everybody receives all the chunks.
+#     s0 s1   s2 s3     s0 s1   s2 s3
+#
+# So each rank sends and receives what a ring all-reduce would, times its nodes.
+
+
+def _scatter(
+    route: ReductionPlan, partials: Sequence[torch.Tensor], like: torch.Tensor
+) -> tuple[torch.Tensor, list[int], list[int]]:
+    """What this rank sends, how many elements to each rank, and how many it receives from each."""
+    cuts = route.cuts(like.numel())
+    first, end = cuts[route.rank]
+    if len(partials) == 1:
+        sent = partials[0]
+    else:
+        sent = torch.cat([p[a:b] for a, b in cuts for p in partials]) if partials else like[:0]
+    give = [len(partials) * (b - a) for a, b in cuts]
+    return sent, give, [len(nodes) * (end - first) for nodes in route.nodes_by_rank]
+
+
+def _fold(route: ReductionPlan, received: torch.Tensor) -> torch.Tensor:
+    """This rank's chunk of the sum, in the memory of ``received``."""
+    if not received.numel():
+        return received
+    pieces = received.view(len(route.all_nodes), -1).unbind()
+    return fold(route.micro_batches, route.all_nodes, pieces, lambda left, right: left.add_(right))
+
+
+def _gather(route: ReductionPlan, chunk: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Every rank's chunk arrives in ``out``."""
+    length, full = out.numel(), route.chunk(out.numel())
+    size = len(route.nodes_by_rank)
+    if full * size == length:
+        _all_gather(out, chunk, group=group)
+        return
+    padded = out.new_empty(full)
+    padded[: chunk.numel()].copy_(chunk)
+    gathered = out.new_empty(full * size)
+    _all_gather(gathered, padded, group=group)
+    out.copy_(gathered[:length])
+
+
+def as_real(flat: torch.Tensor) -> torch.Tensor:
+    """``flat`` itself, of one dimension; a complex one as pairs of reals: transports and folds know no complex sums."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def _into(out: torch.Tensor, total: torch.Tensor) -> None:
+    if total.data_ptr() != out.data_ptr():
+        out.copy_(total)
+
+
+def wait_all(works: list[dist.Work]) -> None:
+    """Wait for each, and forget them all, whatever happens."""
+    waiting = works[:]
+    works.clear()
+    for work in waiting:
+        work.wait()

@@ -1,0 +1,177 @@
+"""From the rank that has changed a tensor to all others: many tensors, of several ranks, at once.
+
+before      rank 0   A' b  c        after      A' B' C'       each rank changes its own
+            rank 1   a  B' c                   A' B' C'
+            rank 2   a  b  C'                  A' B' C'
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lockstep.collectives.group import Group, translating_peer_errors
+from lockstep.collectives.shared_memory import SharedMemoryArena
+
+_ALIGN = 64  # bytes: each tensor begins on a cache line of its own, whatever its type
+#: Bytes that one broadcast carries: enough to use the link well, and little beside the tensors. Two are under way.
+_BATCH_BYTES = 16 << 20
+
+
+class OwnerBroadcast(Protocol):
+    """Hands tensors from their owners to all ranks."""
+
+    def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
+        """Each of ``tensors`` becomes, bit for bit, what it is on its owner; on a GPU, for what is queued from here on.
+
+        All ranks, with tensors of the same shapes and types, and the same owners.
+
+        Raises:
+            PeerLost: if a rank is gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Nothing is handed on any more."""
+        ...
+
+
+def open_owner_broadcast(group: Group) -> OwnerBroadcast:
+    """What suits the group: NCCL between GPUs, shared memory on one machine's CPUs, else gloo. Collective."""
+    if group.over_cpu and group.on_one_machine and sys.platform == "linux":
+        return SharedMemoryOwnerBroadcast(group)
+    return BroadcastFromOwner(group)
+
+
+class BroadcastFromOwner:
+    """Some tensors of one owner in one broadcast; two are under way at a time, of two owners where there are more."""
+
+    def __init__(self, group: Group) -> None:
+        self._rank: Final = group.rank
+        self._device: Final = torch.device("cpu") if group.over_cpu else group.device
+        # Over gloo what is sent to a rank waits behind what the rank sends, on the same line.
+        self._lines: Final = [group.new_process_group() for _ in range(2 if group.over_cpu else 1)]
+
+    def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
+        """See `OwnerBroadcast`."""
+        under_way: list[tuple[int, list[torch.Tensor], list[torch.Tensor], dist.Work]] = []
+        with torch.no_grad(), translating_peer_errors("the handing on of parameters"):
+            for (owner, batch), line in zip(_batches(tensors, owners), itertools.cycle(self._lines), strict=False):
+                slots = _slots(batch)
+                flat = torch.empty(slots.size, dtype=torch.uint8, device=self._device)
+                views = slots.views(flat, batch)
+                if owner == self._rank:
+                    _copy(views, batch)
+                work = dist.broadcast(flat, group=line, group_src=owner, async_op=True)
+                under_way.append((owner, batch, views, work))
+                if len(under_way) > 1:
+                    self._arrive(*under_way.pop(0))
+            for last in under_way:
+                self._arrive(*last)
+
+    def close(self) -> None:
+        """See `OwnerBroadcast.close`."""
+
+    def _arrive(self, owner: int, batch: list[torch.Tensor], views: list[torch.Tensor], work: dist.Work) -> None:
+        work.wait()
+        if owner != self._rank:
+            _copy(batch, views)
+
+
+class SharedMemoryOwnerBroadcast:
+    """Each rank lays its tensors into memory that all see; when all have, each takes the others' out.
+
+    The memory is as large as all tensors together, once for the machine.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._rank: Final = group.rank
+        self._commons: Final = SharedMemoryArena(group, "the handing on of parameters")
+        self._area: mmap.mmap | None = None
+        self._in_use = False  # some rank may still read what was laid down last
+
+    def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
+        """See `OwnerBroadcast`."""
+        slots = _slots(tensors)
+        if not slots.size:
+            return
+        if self._in_use:
+            self._commons.hear()
+        if self._area is None or len(self._area) < slots.size:
+            self._area = self._commons.share(slots.size)
+        views = slots.views(torch.frombuffer(self._area, dtype=torch.uint8, count=slots.size), tensors)
+        mine = [place for place, owner in enumerate(owners) if owner == self._rank]
+        others = [place for place, owner in enumerate(owners) if owner != self._rank]
+        with torch.no_grad():
+            _copy([views[i] for i in mine], [tensors[i] for i in mine])
+            self._commons.tell()
+            self._commons.hear()
+            _copy([tensors[i] for i in others], [views[i] for i in others])
+        self._commons.tell()
+        self._in_use = True
+
+    def close(self) -> None:
+        """See `OwnerBroadcast.close`."""
+        self._commons.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Where in a block of bytes each of some tensors lies."""
+
+    offsets: tuple[int, ...]  #: in bytes
+    size: int  #: of the block, in bytes
+
+    def views(self, block: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The places in ``block`` of ``tensors``, each of its type and shape."""
+        return [
+            block[offset : offset + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+            for offset, t in zip(self.offsets, tensors, strict=True)
+        ]
+
+
+def _slots(tensors: Sequence[torch.Tensor]) -> _Slots:
+    *offsets, size = itertools.accumulate(map(_room, tensors), initial=0)
+    return _Slots(tuple(offsets), size)
+
+
+def _copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    if into:
+        torch._foreach_copy_(into, tensors)
+
+
+def _room(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+
+
+def _batches(tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Owners, and of each a batch of tensors; they take turns, so that what is under way goes in different directions.
+
+    A batch has at most `_BATCH_BYTES`, or one tensor.
+    """
+    held: dict[int, list[torch.Tensor]] = {owner: [] for owner in sorted(owners)}
+    for tensor, owner in zip(tensors, owners, strict=True):
+        if tensor.numel():
+            held[owner].append(tensor)
+    for turns in itertools.zip_longest(*(_batched(owned) for owned in held.values())):
+        yield from ((owner, batch) for owner, batch in zip(held, turns, strict=True) if batch)
+
+
+def _batched(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    room = 0
+    for tensor in tensors:
+        if batch and room + _room(tensor) > _BATCH_BYTES:
+            yield batch
+            batch, room = [], 0
+        batch.append(tensor)
+        room += _room(tensor)
+    if batch:
+        yield batch

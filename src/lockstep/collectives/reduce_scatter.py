@@ -1,0 +1,169 @@
+"""The tree's sum over all ranks, of which each rank receives its own part; and what goes with it.
+
+    two nodes of two ranks; the sum is divided within a node: ranks 0 and 2 keep its first half, 1 and 3 the second
+
+    rank 0     rank 1     rank 2     rank 3         each with the sums of its nodes of the tree
+     a  a'      b  b'      c  c'      d  d'
+     a+b        a'+b'      c+d        c'+d'         neighbours exchange halves, and fold them as far as they go
+     a+b+c+d    a'+b'+...  a+b+c+d    a'+b'+...     then those that keep the same half
+
+Without the second round it is a reduce-scatter whose additions are edges of one fixed tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # what torch.distributed hands on, with types
+
+from lockstep.collectives.all_reduce import open_all_reduce, wait_all
+from lockstep.collectives.all_to_all import all_to_all
+from lockstep.collectives.group import Group, translating_peer_errors
+from lockstep.collectives.reduction_plan import ReductionPlans, Runs
+from lockstep.collectives.reduction_tree import TreeAccumulator
+
+# Torch 2.13 gave them new names, and warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class ShardGroups:
+    """Neighbouring ranks that hold one copy of something together, each a part of it. All ranks make it together.
+
+    Args:
+        group: all ranks.
+        ranks: how many hold a copy; a divisor of the number of all ranks.
+    """
+
+    def __init__(self, group: Group, ranks: int) -> None:
+        self.copies: Final = group.size // ranks
+        self.copy: Final = group.rank // ranks  #: the number of the one that this rank has a part of
+        self.first: Final = self.copy * ranks  #: the first rank that has a part of it
+        self.within: Final = group if self.copies == 1 else group.subgroup(range(self.first, self.first + ranks))
+        self.across: Final = group.subgroup(range(group.rank % ranks, group.size, ranks))  #: those with the same part
+        self._group: Final = group
+        self._opened = False
+
+    def line(self) -> dist.ProcessGroup:
+        """One more process group of torch's for the ranks of a copy, also for one rank alone. Those ranks."""
+        if self._group.size > 1:
+            return self._group.new_process_group(range(self.first, self.first + self.within.size))
+        on_gpu = self._group.device.type == "cuda"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=HashStore(), rank=0, world_size=1)
+        self._opened = True
+        whole: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]  # None only before it is made
+        return whole
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """The parts of a copy, one-dimensional and all of one length, end to end. Collective."""
+        if self.within.size == 1:
+            return part
+        whole = part.new_empty(part.numel() * self.within.size)
+        with translating_peer_errors("the gathering of parts"):
+            _all_gather(whole, part, group=self.within.process_group)
+        return whole
+
+    def close(self) -> None:
+        """Nothing more is asked; the whole world's lines are closed with its group."""
+        if self._opened:
+            dist.destroy_process_group()
+
+
+class ReduceScatter(Protocol):
+    """Sums a flat tensor over all ranks, for each to keep a part; called in the same order on every rank."""
+
+    def __call__(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
+        """Receive this rank's part of the sum over the micro-batches of a step; on a GPU, in the current stream.
+
+        Args:
+            out: one-dimensional, of a length that all ranks give, for the part.
+            partials: the sums of this rank's nodes (`nodes_of` its run), each with the parts of all ranks of a copy,
+                end to end; none for an empty run. They may be overwritten.
+            micro_batches: of the step.
+        """
+        ...
+
+    def close(self) -> None:
+        """No sum is asked for any more."""
+        ...
+
+
+class TreeReduceScatter:
+    """Sums along the tree: the same bits for any number of ranks.
+
+    A rank sends and receives the bytes of a ring's reduce-scatter, times its nodes.
+    """
+
+    def __init__(self, division: ShardGroups, runs: Runs) -> None:
+        within, ranks = division.within, division.within.size
+        self._division: Final = division
+        self._routes: Final = ReductionPlans(within.rank, ranks, lambda rank, of: runs(division.first + rank, of))
+        self._across: Final = open_all_reduce(
+            division.across,
+            lambda copy, of: range(runs(copy * ranks, of).start, runs(copy * ranks + ranks - 1, of).stop),
+        )
+
+    def __call__(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
+        """See `ReduceScatter`."""
+        within, part = self._division.within, out.numel()
+        route = self._routes(micro_batches)
+        if len(partials) == 1:
+            sent = partials[0]
+        else:
+            cuts = range(0, part * within.size, part)
+            sent = torch.cat([p[a : a + part] for a in cuts for p in partials]) if partials else out[:0]
+        received = sent
+        if within.size > 1:
+            take = [len(nodes) * part for nodes in route.nodes_by_rank]
+            received = out.new_empty(sum(take))
+            give = [len(partials) * part] * within.size
+            wait_all(all_to_all(received, sent, take, give, within.process_group))
+        sums = TreeAccumulator[torch.Tensor](micro_batches, lambda left, right: left.add_(right))
+        for node, piece in zip(route.all_nodes, received.view(len(route.all_nodes), part), strict=True):
+            sums.push(node, piece)
+        self._across.begin(out, sums.sums, micro_batches)
+        self._across.finish()
+
+    def close(self) -> None:
+        """See `ReduceScatter.close`."""
+        self._across.close()
+
+
+class NativeReduceScatter:
+    """Torch's own reduce-scatter: no promise of bits."""
+
+    def __init__(self, division: ShardGroups) -> None:
+        self._division: Final = division
+
+    def __call__(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
+        """See `ReduceScatter`."""
+        within, across = self._division.within, self._division.across
+        total = torch.stack(list(partials)).sum(0) if len(partials) > 1 else None
+        if total is None:
+            total = partials[0] if partials else out.new_zeros(out.numel() * within.size)
+        if within.size > 1:
+            _reduce_scatter(out, total, group=within.process_group)
+        else:
+            out.copy_(total)
+        if across.size > 1:
+            dist.all_reduce(out, group=across.process_group)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def broadcast_from_rank0(group: Group, tensors: Iterable[torch.Tensor]) -> None:
+    """Every rank's tensors hold what those of rank 0 do; they have the same shapes and types. Collective."""
+    if group.size == 1:
+        return
+    with translating_peer_errors("the hand-over of what rank 0 begins with"), torch.no_grad():
+        for tensor in tensors:
+            if tensor.numel():
+                # As bytes, for transports do not know every type.
+                flat = tensor.detach().contiguous()
+                dist.broadcast(flat.view(-1).view(torch.uint8), group_src=0, group=group.process_group)
+                if flat.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(flat)

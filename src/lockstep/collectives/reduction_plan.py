@@ -1,0 +1,57 @@
+"""Who adds what in a step of so many micro-batches; nothing of it depends on the tensors' contents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from lockstep.collectives.reduction_tree import Node, nodes_of
+
+Runs = Callable[[int, int], range]
+"""``runs(rank, micro_batches)``: the micro-batches that a rank computes in a step of so many."""
+
+#: Chunks begin on multiples of this many elements, so that no two ranks' chunks share a cache line.
+_ALIGN = 16
+
+
+class ReductionPlan:
+    """A plan of one rank: the nodes that each rank brings, and the chunk of the sum that each rank adds up.
+
+    Args:
+        rank: whose plan it is.
+        size: how many ranks there are.
+        runs: what each of them computes.
+        micro_batches: of the step.
+    """
+
+    def __init__(self, rank: int, size: int, runs: Runs, micro_batches: int) -> None:
+        self.rank: Final = rank
+        self.micro_batches: Final = micro_batches
+        self.nodes_by_rank: Final = [nodes_of(micro_batches, runs(r, micro_batches)) for r in range(size)]
+        self.all_nodes: Final[list[Node]] = [node for nodes in self.nodes_by_rank for node in nodes]
+        # Two ranks with one node each are the two children of the root: addition commutes, so any all-reduce is exact.
+        self.all_reduces: Final = size == 2 and all(len(nodes) == 1 for nodes in self.nodes_by_rank)
+
+    def chunk(self, length: int) -> int:
+        """Elements of a chunk of a tensor of ``length``; the last chunks are shorter or empty."""
+        return -(-length // (len(self.nodes_by_rank) * _ALIGN)) * _ALIGN
+
+    def cuts(self, length: int) -> list[tuple[int, int]]:
+        """Where each rank's chunk begins and ends."""
+        c = self.chunk(length)
+        return [(min(r * c, length), min((r + 1) * c, length)) for r in range(len(self.nodes_by_rank))]
+
+
+class ReductionPlans:
+    """The route for each number of micro-batches met so far: a full step's, and perhaps an epoch's short last one."""
+
+    def __init__(self, rank: int, size: int, runs: Runs) -> None:
+        self._rank, self._size, self._runs = rank, size, runs
+        self._known: dict[int, ReductionPlan] = {}
+
+    def __call__(self, micro_batches: int) -> ReductionPlan:
+        """The route of a step of ``micro_batches``."""
+        route = self._known.get(micro_batches)
+        if route is None:
+            route = self._known[micro_batches] = ReductionPlan(self._rank, self._size, self._runs, micro_batches)
+        return route

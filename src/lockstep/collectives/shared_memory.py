@@ -1,0 +1,192 @@
+"""The tree's sum over ranks that share one machine's memory: no copy passes through a socket.
+
+    begin      each rank lays the sums of its nodes into the area     area  | node 0 | node 1 | node 2 | ... |
+    ---------- all have laid them down                                         ||       ||       ||
+    finish     each rank folds its chunk of all nodes, in place        rank 0  a0  +    b0   +   c0
+                                                                       rank 1  a1  +    b1   +   c1
+    ---------- all have folded: the sum lies where node 0 was
+               each rank copies it out
+    ---------- all have copied: the area may be used again; this is only waited for when it is
+
+The lines are met by a byte to each rank and one from each. A rank that dies closes its sockets, so the others know at
+once, and by name. The memory has no name in any file system and is gone with the last process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from lockstep.collectives.group import Group
+from lockstep.collectives.reduction_plan import ReductionPlan, ReductionPlans, Runs
+from lockstep.collectives.reduction_tree import fold
+from lockstep.errors import PeerLost
+
+_HERE = b"."
+_PAGE = mmap.PAGESIZE
+_ALIGN = 64  # bytes: sums begin on cache lines of their own
+
+
+class SharedMemoryAllReduce:
+    """An `AllReduce` for the CPUs of one machine. All is done in `finish`: there is no link to keep busy before."""
+
+    def __init__(self, group: Group, runs: Runs) -> None:
+        self._rank: Final = group.rank
+        self._routes: Final = ReductionPlans(group.rank, group.size, runs)
+        self._commons: Final = SharedMemoryArena(group, "the reduction")
+        self._areas: list[mmap.mmap] = []  # filled one after the other by the sums of a step
+        self._free = (0, 0)  # the first byte that this step has not used: number of the area, offset in it
+        self._begun: list[tuple[torch.Tensor, ReductionPlan, torch.Tensor]] = []
+        self._may_lay_down = True
+
+    def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
+        """See `AllReduce.begin`."""
+        if not self._may_lay_down:
+            self._commons.hear()
+            self._may_lay_down = True
+        route = self._routes(micro_batches)
+        area = self._area(len(route.all_nodes), out)
+        first = sum(len(nodes) for nodes in route.nodes_by_rank[: self._rank])
+        for place, partial in enumerate(partials, first):
+            area[place].copy_(partial)
+        self._begun.append((out, route, area))
+
+    def finish(self) -> None:
+        """See `AllReduce.finish`."""
+        if not self._begun:
+            return
+        begun, self._begun, self._free = self._begun, [], (0, 0)
+        self._commons.tell()
+        self._commons.hear()
+        for out, route, area in begun:
+            first, end = route.cuts(out.numel())[self._rank]
+            if first < end:
+                chunks = [node[first:end] for node in area.unbind()]
+                fold(route.micro_batches, route.all_nodes, chunks, lambda left, right: left.add_(right))
+        self._commons.tell()
+        self._commons.hear()
+        for out, _, area in begun:
+            out.copy_(area[0])
+        self._commons.tell()
+        self._may_lay_down = False
+
+    def close(self) -> None:
+        """See `AllReduce.close`."""
+        self._commons.close()
+
+    def _area(self, nodes: int, out: torch.Tensor) -> torch.Tensor:
+        """Room for the step's next sum, of shape (nodes, elements); the same memory on all ranks.
+
+        The sums of a step share areas, however they are cut: DDP cuts its buckets anew after the first step, and what
+        was one sum of all gradients is many from then on.
+        """
+        size = nodes * out.numel() * out.element_size()
+        number, offset = self._free
+        while number < len(self._areas) and offset + size > len(self._areas[number]):
+            number, offset = number + 1, 0
+        if number == len(self._areas):
+            self._areas.append(self._commons.share(size))
+        self._free = number, offset + -(-size // _ALIGN) * _ALIGN
+        whole = torch.frombuffer(self._areas[number], dtype=out.dtype, count=nodes * out.numel(), offset=offset)
+        return whole.view(nodes, out.numel())
+
+
+class SharedMemoryArena:
+    """Memory that the ranks of one machine share, and a line at which they meet. All ranks make one.
+
+    Args:
+        group: whose ranks are all on this machine.
+        what: is being done, for errors.
+    """
+
+    def __init__(self, group: Group, what: str) -> None:
+        self._rank: Final = group.rank
+        self._what: Final = what
+        self._peers: Final = _connect(group)
+
+    def share(self, size: int) -> mmap.mmap:
+        """New memory of at least ``size`` bytes, which rank 0 gets and hands to the others. Collective.
+
+        Raises:
+            PeerLost: naming a rank that is gone.
+        """
+        size = -(-size // _PAGE) * _PAGE
+        if self._rank == 0:
+            memory = os.memfd_create("lockstep-sums", os.MFD_CLOEXEC)
+            os.ftruncate(memory, size)
+            for rank, peer in self._peers.items():
+                try:
+                    socket.send_fds(peer, [_HERE], [memory])
+                except OSError as error:
+                    raise PeerLost(f"rank {rank} left during {self._what} ({error})") from error
+        else:
+            try:
+                heard, descriptors, _, _ = socket.recv_fds(self._peers[0], 1, 1)
+            except OSError as error:
+                raise PeerLost(f"no word from rank 0 during {self._what} ({error})") from error
+            if not heard:
+                raise PeerLost(f"rank 0 left during {self._what}")
+            (memory,) = descriptors
+        area = mmap.mmap(memory, size)
+        os.close(memory)
+        return area
+
+    def tell(self) -> None:
+        """This rank is here."""
+        for rank, peer in self._peers.items():
+            try:
+                peer.sendall(_HERE)
+            except OSError as error:
+                raise PeerLost(f"rank {rank} left during {self._what} ({error})") from error
+
+    def hear(self) -> None:
+        """Returns when all others are.
+
+        Raises:
+            PeerLost: naming the rank that is gone or does not come.
+        """
+        for rank, peer in self._peers.items():
+            try:
+                heard = peer.recv(1)
+            except TimeoutError as error:
+                raise PeerLost(f"no word from rank {rank} during {self._what} ({error})") from error
+            except ConnectionError:
+                heard = b""  # closed before it had read our word
+            if not heard:
+                raise PeerLost(f"rank {rank} left during {self._what}")
+
+    def close(self) -> None:
+        """Nobody is met any more."""
+        for peer in self._peers.values():
+            peer.close()
+
+
+def _connect(group: Group) -> dict[int, socket.socket]:
+    """A socket to each other rank, by rank. Collective."""
+    name = group.broadcast_object(secrets.token_hex(16), "name of the shared memory")
+    peers: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(_address(name, group.rank))
+        door.listen(group.size)
+        door.settimeout(group.timeout_s)
+        group.barrier("doors to the shared memory")
+        for rank in range(group.rank):
+            peers[rank] = socket.socket(socket.AF_UNIX)
+            peers[rank].connect(_address(name, rank))
+            peers[rank].sendall(group.rank.to_bytes(4, "little"))
+        for _ in range(group.rank + 1, group.size):
+            peer, _ = door.accept()
+            peers[int.from_bytes(peer.recv(4, socket.MSG_WAITALL), "little")] = peer
+    for peer in peers.values():
+        peer.settimeout(group.timeout_s)
+    return dict(sorted(peers.items()))
+
+
+def _address(name: str, rank: int) -> str:
+    return f"\0lockstep-{name}-{rank}"  # with no file behind it

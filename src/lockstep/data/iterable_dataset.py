@@ -1,0 +1,274 @@
+"""Data sets that can only be iterated, divided among micro-batches without a word about ranks.
+
+    stream           0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | 16 17 18       global_batch 8 = 4 micro-batches x 2
+    micro-batch 0    0       4       | 8          12         | 16
+    micro-batch 1      1       5     |   9           13      |    17
+    micro-batch 2        2       6   |     10           14   |       18
+    micro-batch 3          3       7 |        11           15|                 the last step holds 3 micro-batches
+
+Micro-batch m of step s holds the samples ``s * global_batch + m + M * i``: what `stride` gives from its own source, or
+what one pass over the whole stream leaves after the others' samples are dropped.
+
+How many samples there are is known at the end only, so before each step the ranks tell each other what they found.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count, islice
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from lockstep.batch import BatchPlan
+from lockstep.data.single_process_view import single_process_view
+from lockstep.errors import DataError
+from lockstep.seeding import seed_generators, seed_of
+
+Collate = Callable[[list[Any], int, int, int], Any]
+"""A batch of samples that are in an epoch, a step, and a micro-batch of it."""
+
+_LOOKED_AT = 1024  # elements of an array or a text that count for its checksum, evenly spread
+
+
+class StreamStep(NamedTuple):
+    """What one rank found for its run of a full step's micro-batches."""
+
+    counts: list[int]  #: samples of each
+    batches: list[Any]  #: the data of those that hold any
+    heads: list[Any]  #: in a step with fewer samples than micro-batches, each sample as a micro-batch, if known here
+    mark: int  #: a checksum of the step's first sample, for a stream that all ranks read; else 0
+
+
+class Reader(Protocol):
+    """One rank's way to its samples."""
+
+    def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
+        """From ``first_step`` on, up to and with the first step that is known here not to be full."""
+
+    def heads(self, epoch: int, step: int, found: StreamStep, wanted: Sequence[int]) -> list[Any]:
+        """The micro-batches ``wanted`` of a step that holds one sample in each."""
+
+
+class StridedReader:
+    """Reads only this rank's samples, by the data set's own ``stride(start, step)``. A resume skips at no cost."""
+
+    def __init__(self, dataset: Any, plan: BatchPlan, rank: int, seed: int, collate: Collate) -> None:
+        self._dataset = dataset
+        self._plan = plan
+        self._run = plan.run(rank)
+        self._seed = seed
+        self._collate = collate
+
+    def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
+        """One open stride for each micro-batch of the run."""
+        with single_process_view():
+            _tell_epoch(self._dataset, epoch)
+            streams = [self._open(epoch, first_step, m) for m in self._run]
+        for step in count(first_step):
+            with single_process_view():
+                groups = [list(islice(stream, self._plan.micro_batch)) for stream in streams]
+                counts = [len(group) for group in groups]
+                batches = [
+                    self._collate(group, epoch, step, m) for m, group in zip(self._run, groups, strict=True) if group
+                ]
+            yield StreamStep(counts, batches, [], 0)
+            if min(counts) < self._plan.micro_batch:
+                return
+
+    def heads(self, epoch: int, step: int, found: StreamStep, wanted: Sequence[int]) -> list[Any]:
+        """Opens the stride of each once more, in this process."""
+        with single_process_view():
+            _tell_epoch(self._dataset, epoch)
+            return [self._collate([next(self._open(epoch, step, m))], epoch, step, m) for m in wanted]
+
+    def _open(self, epoch: int, step: int, index: int) -> Iterator[Any]:
+        start, stride = step * self._plan.global_batch + index, self._plan.micro_batches
+        seed_generators(seed_of(self._seed, "stream", epoch))
+        return _seeded(iter(self._dataset.stride(start, stride)), self._seed, epoch, count(start, stride))
+
+
+class OnePassReader:
+    """Reads the whole stream on every rank and keeps what its run holds. A resume reads what it skips."""
+
+    def __init__(self, dataset: Any, plan: BatchPlan, rank: int, seed: int, collate: Collate) -> None:
+        self._dataset = dataset
+        self._plan = plan
+        self._run = plan.run(rank)
+        self._seed = seed
+        self._collate = collate
+
+    def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
+        """One pass from the beginning of the stream."""
+        with single_process_view():
+            _tell_epoch(self._dataset, epoch)
+            # Also what the data set draws while it begins, or for samples of other ranks, such as the shuffling of a
+            # buffer, must be drawn alike on every rank: so each sample is seeded, whoever keeps it.
+            seed_generators(seed_of(self._seed, "stream", epoch))
+            stream = _seeded(iter(self._dataset), self._seed, epoch, count())
+            for _ in islice(stream, first_step * self._plan.global_batch):
+                pass
+        for step in count(first_step):
+            with single_process_view():
+                found, samples = self._find(stream, epoch, step)
+            yield found
+            if samples < self._plan.global_batch:
+                return
+
+    def _find(self, stream: Iterator[Any], epoch: int, step: int) -> tuple[StreamStep, int]:
+        """The next step of ``stream``, and how many samples it holds over all ranks."""
+        m = self._plan.micro_batches
+        groups: list[list[Any]] = [[] for _ in self._run]
+        first: list[Any] = []  # one sample of each micro-batch: all there are, in a step too short for the ranks
+        samples = 0
+        for sample in islice(stream, self._plan.global_batch):
+            index = samples % m
+            if samples < m:
+                first.append(sample)
+            if index in self._run:
+                groups[index - self._run.start].append(sample)
+            samples += 1
+        mark = checksum(first[:1])  # before the user's function, which may change what it is given
+        short = first if samples < m else []
+        heads = [self._collate([sample], epoch, step, index) for index, sample in enumerate(short)]
+        batches = [self._collate(group, epoch, step, i) for i, group in zip(self._run, groups, strict=True) if group]
+        return StreamStep([len(group) for group in groups], batches, heads, mark), samples
+
+    def heads(self, epoch: int, step: int, found: StreamStep, wanted: Sequence[int]) -> list[Any]:
+        """Every rank has seen them all."""
+        return [found.heads[m] for m in wanted]
+
+
+class Batches(IterableDataset[Any]):
+    """This rank's micro-batches of an epoch, one by one: what a loader of a stream gives when used by itself.
+
+    The micro-batches of a last step that is too short for all ranks stay where they were found.
+    """
+
+    def __init__(self, dataset: Any, reader: Reader) -> None:
+        self.dataset = dataset
+        self.reader = reader
+
+    def __iter__(self) -> Iterator[Any]:
+        for found in self.reader.steps(0, 0):
+            yield from found.batches
+
+
+class Steps(IterableDataset[StreamStep]):
+    """What this rank finds, step by step, for a loader process to read ahead."""
+
+    def __init__(self, reader: Reader, epoch: int, first_step: int) -> None:
+        self.reader = reader
+        self.epoch = epoch
+        self.first_step = first_step
+
+    def __iter__(self) -> Iterator[StreamStep]:
+        return self.reader.steps(self.epoch, self.first_step)
+
+
+def seeded(collate: Callable[[list[Any]], Any], seed: int) -> Collate:
+    """``collate`` under generators that depend on (seed, epoch, step, micro-batch) and on nothing else.
+
+    A rank collates several micro-batches one after another, of which another rank may do each by itself.
+    """
+    return partial(_collate, collate, seed)
+
+
+def sizes_of(plan: BatchPlan, samples: int) -> list[int]:
+    """Samples of each micro-batch, empty ones too, in a step of ``samples`` of a stream."""
+    m = plan.micro_batches
+    return [len(range(index, samples, m)) for index in range(m)]
+
+
+def checksum(sample: Any) -> int:
+    """Equal for equal samples in every process, and hardly ever for others; some microseconds, whatever their size.
+
+    Parts that are neither numbers, arrays, text nor nests of them count not.
+    """
+    return _checksum(sample, 1)
+
+
+def _checksum(value: Any, so_far: int) -> int:
+    match value:
+        case torch.Tensor():
+            plain = value.detach().reshape(-1)[:: _spread(value.numel())].cpu().contiguous()
+            return zlib.crc32(plain.view(torch.uint8).numpy().tobytes(), so_far)
+        case np.ndarray() if value.dtype.hasobject:  # its bytes are addresses
+            return _checksum(value.reshape(-1)[:: _spread(value.size)].tolist(), so_far)
+        case np.ndarray():
+            return zlib.crc32(value.reshape(-1)[:: _spread(value.size)].tobytes(), so_far)
+        case bytes():
+            return zlib.crc32(value[:: _spread(len(value))], so_far)
+        case str():
+            return zlib.crc32(value[:: _spread(len(value))].encode(errors="surrogatepass"), so_far)
+        case None | bool() | int() | float() | np.generic():
+            return zlib.crc32(str(value).encode(), so_far)
+        case Mapping():
+            for key, part in value.items():
+                so_far = _checksum(part, _checksum(key, so_far))
+            return so_far
+        case list() | tuple():
+            for part in value:
+                so_far = _checksum(part, so_far)
+            return so_far
+        case _ if hasattr(type(value), "__array_interface__"):  # such as an image of Pillow's
+            return _checksum(np.asarray(value), so_far)
+        case _:
+            return so_far
+
+
+def _spread(length: int) -> int:
+    return -(-length // _LOOKED_AT) or 1
+
+
+def _collate(
+    collate: Callable[[list[Any]], Any], seed: int, samples: list[Any], epoch: int, step: int, index: int
+) -> Any:
+    seed_generators(seed_of(seed, "collate", epoch, step, index))
+    return collate(samples)
+
+
+def _seeded(stream: Iterator[Any], seed: int, epoch: int, numbers: Iterator[int]) -> Iterator[Any]:
+    for number in numbers:
+        seed_generators(seed_of(seed, "sample", epoch, number))
+        try:
+            sample = next(stream)
+        except StopIteration:
+            return
+        yield sample
+
+
+def _tell_epoch(dataset: Any, epoch: int) -> None:
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    for stage in _stages_of_webdataset(dataset):
+        # It would count the passes begun in this process: in a loader process, or after a resume, they are others.
+        if isinstance(getattr(stage, "epoch", None), int):
+            stage.epoch = epoch - 1
+
+
+def _stages_of_webdataset(dataset: Any) -> Iterator[Any]:
+    pipeline = getattr(dataset, "pipeline", None)
+    for stage in pipeline if isinstance(pipeline, list) else ():
+        if type(stage).__module__.startswith("webdataset."):
+            yield stage
+            yield from _stages_of_webdataset(stage)
+
+
+def refuse_unequal(plan: BatchPlan) -> None:
+    """A stream is divided by stride, which gives every micro-batch of a full step as many samples.
+
+    Raises:
+        DataError: if ``micro_batch`` does not divide ``global_batch``.
+    """
+    if plan.global_batch % plan.micro_batch:
+        m = plan.micro_batches
+        raise DataError(
+            f"micro_batch={plan.micro_batch} does not divide global_batch={plan.global_batch}, which an iterable data "
+            f"set needs; global_batch={m * plan.micro_batch} would do, or a data set with __getitem__ and __len__"
+        )

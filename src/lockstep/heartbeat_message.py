@@ -1,0 +1,58 @@
+"""What a rank tells its launcher about itself twice a second, as a value and as text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Self
+
+#: What a rank may be doing. Script: what `Run` does not know about, which in a script without it is everything.
+PHASES = (
+    "script", "start", "data", "forward", "backward", "reduction", "update", "save", "evaluate", "exit",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a rank tells its launcher twice a second: that it lives, and where it is."""
+
+    rank: int
+    process: int  #: its process id on its host
+    step: int  #: optimizer steps done; -1 while nobody counts them
+    moves: int  #: grows whenever `Run` goes from one phase to the next
+    phase: str  #: one of `PHASES`
+    place: SourceLine  #: of the main thread
+    call: str  #: what the line at ``place`` has called, such as ``all_reduce`` or ``next(loader)``; "": own code
+    meets: bool  #: in a call in which ranks wait for each other
+    collectives: int  #: how many this rank has begun, over groups of all ranks
+    cpu_s: float  #: CPU time of the main thread
+    at: float  #: on the clock of its host, seconds since 1970
+
+    def to_text(self) -> str:
+        """One line, which `from_text` reads; at most a few hundred characters."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> Self:
+        """The heartbeat that ``text`` tells.
+
+        Raises:
+            ValueError: if it tells none.
+        """
+        try:
+            values = json.loads(text)
+            beat = cls(**{**values, "place": SourceLine(**values["place"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"no heartbeat: {text!r:.80}") from error
+        if beat.phase not in PHASES:
+            raise ValueError(f"no phase of a heartbeat: {beat.phase!r:.80}")
+        return beat

@@ -1,0 +1,142 @@
+"""What a failing rank leaves behind: one small file that says why."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import re
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from lockstep.errors import PeerLost
+from lockstep.heartbeat import is_users
+
+#: The kind of a failure that the launcher found, not the rank: it does not get on.
+HANG = "hang"
+
+# Exceptions that torch raises in a rank because another one is gone. Only these types: the same words in, say, a
+# ConnectionResetError of the user's own download are a cause.
+_TORCH_ERRORS = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
+_PEER_GONE = re.compile(
+    r"connection (closed|reset|refused)|socket (timeout|closed)|broken pipe|timed out waiting \d+ms|"
+    r"pair closure|connectfullmesh|failed to recv, got 0 bytes|client socket has timed out|"
+    r"nccl.*(watchdog|remote process|abort|system error|remote error)|watchdog caught collective|"
+    r"store.*(timeout|timed out)|(timeout|timed out).*store",
+    re.IGNORECASE | re.DOTALL,
+)
+_WORKER_LOST = re.compile(r"DataLoader worker .*(is killed by signal: Killed|exited unexpectedly)", re.DOTALL)
+_ABORTED_BY_WATCHDOG = re.compile(
+    r"watchdog thread terminated with exception|watchdog caught collective operation timeout|"
+    r"terminate called .*(DistBackendError|gloo::)",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why one rank failed, in its own words."""
+
+    rank: int
+    host: str
+    kind: str  #: the exception's name, such as ``ValueError`` or ``torch.OutOfMemoryError``
+    message: str
+    file: str  #: of the last line of the user's own code, "" if there was none
+    line: int
+    source: str  #: that line
+    traceback: str
+    collateral: bool  #: it only says that another rank is gone
+    raised_s: float  #: on the host's monotonic clock, which all its processes share
+    log_bytes: int  #: length of the rank's log before it printed the traceback
+    gpu: str = ""  #: how far its GPU's memory went; "" without one
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int, host: str, now_s: float, log_bytes: int, gpu: str = "") -> Self:
+        """The record for ``error``."""
+        file, line = blame(error)
+        return cls(
+            rank=rank,
+            host=host,
+            kind=_kind(error),
+            message="\n".join([str(error), *getattr(error, "__notes__", ())]),
+            file=file,
+            line=line,
+            source=linecache.getline(file, line).strip() if file else "",
+            traceback="".join(traceback.format_exception(error)),
+            collateral=is_collateral(error),
+            raised_s=now_s,
+            log_bytes=log_bytes,
+            gpu=gpu,
+        )
+
+    @property
+    def lost_worker(self) -> bool:
+        """A process of its loader was killed, or is gone without a word."""
+        return _WORKER_LOST.search(self.message) is not None
+
+    def write(self, path: Path) -> None:
+        """Leave the record at ``path``, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}")
+        scratch.write_text(json.dumps(asdict(self)), encoding="ascii")
+        scratch.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """The record at ``path``; None if there is none that can be read."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="ascii")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def blame(error: BaseException) -> tuple[str, int]:
+    """File and line of the user's code that led to ``error``: the innermost frame outside installed packages.
+
+    Where the user's program is itself installed, the innermost frame of all.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno or 0
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in frames if is_users(file)]
+    return (own or frames or [("", 0)])[-1]
+
+
+def without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` from the first line of the program on, without how we got there."""
+    start = trace
+    while start is not None:
+        file = start.tb_frame.f_code.co_filename
+        if not file.startswith((_HERE, "<frozen runpy")) and not file.endswith("/runpy.py"):
+            return start
+        start = start.tb_next
+    return trace
+
+
+def is_collateral(error: BaseException) -> bool:
+    """Whether ``error``, or what it was raised from, only says that another rank is gone."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, PeerLost):
+            return True
+        if type(link).__name__ in _TORCH_ERRORS and _PEER_GONE.search(str(link)):
+            return True
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return False
+
+
+def aborted_by_watchdog(log_tail: str) -> bool:
+    """Whether a rank that died of SIGABRT was ended by NCCL's or gloo's own threads, since a peer was gone."""
+    return _ABORTED_BY_WATCHDOG.search(log_tail) is not None
+
+
+def _kind(error: BaseException) -> str:
+    of = type(error)
+    return of.__qualname__ if of.__module__ in ("builtins", "__main__") else f"{of.__module__}.{of.__qualname__}"
+
+
+_HERE = str(Path(__file__).parent)

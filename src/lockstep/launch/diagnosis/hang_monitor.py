@@ -1,0 +1,309 @@
+"""Watches over the ranks of this machine: hears their heartbeats, and when they hang, says who and where.
+
+    heartbeats ─► look()  ─── all is well ─────────────────────────────────────────►  None
+                     │
+                     └─ somebody is late ─► states from /proc ─► stacks, by signal ─►  the report, on the screen
+                                                                                       and in RUN_DIR/hangs
+                                                                                          │
+                                                        --on-hang, and how sure it is ────┴─►  Hang, or None
+
+Called from the launcher's loop; it never waits for a rank longer than `_STACKS_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import linecache
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from lockstep.heartbeat import NOTHING, NOWHERE, Stacks, is_registered, read_stacks
+from lockstep.heartbeat_message import Heartbeat
+from lockstep.launch.diagnosis.error_record import HANG, Failure
+from lockstep.launch.diagnosis.hang_analysis import (
+    HangDiagnosis,
+    HangTimeouts,
+    HeartbeatTracker,
+    Recovered,
+    Worker,
+    explain,
+    overdue_ranks,
+    report,
+    sentence,
+    with_stacks,
+)
+from lockstep.launch.diagnosis.wait_share import WaitShare
+from lockstep.launch.request import OnHang
+from lockstep.launch_contract import STACKS_SIGNAL
+
+#: How long all ranks together may take to write their stacks.
+_STACKS_S = 1.5
+#: A file that has not grown for this long is whole.
+_QUIET_S = 0.06
+_LOOK_EVERY_S = 0.2
+_WORKERS = 4
+_BEAT_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """The generation is to be ended."""
+
+    stall: HangDiagnosis
+    restart: bool  #: whether another generation may follow
+
+
+class Vigil:
+    """Hears the ranks of one launcher on this host, one generation after the other.
+
+    Args:
+        patience: how long ranks may take.
+        on_hang: what to do then; None: end the generation if it cannot end well by itself, or if the user has said
+            how long to wait; otherwise only report.
+        stacks: where each rank writes its stacks.
+        hangs: directory for the reports.
+        say: shows text to the user.
+        shown: a path as the user would write it.
+        now: a clock that does not run while the host sleeps.
+    """
+
+    def __init__(
+        self,
+        patience: HangTimeouts,
+        on_hang: OnHang | None,
+        *,
+        stacks: Callable[[int], Path],
+        hangs: Path,
+        say: Callable[[str], None],
+        shown: Callable[[Path], str],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._patience, self._on_hang = patience, on_hang
+        self._stacks, self._hangs, self._say, self._shown, self._now = stacks, hangs, say, shown, now
+        # Short: the path of a socket holds about a hundred characters, and a run directory may have more.
+        self._home: Final = Path(tempfile.mkdtemp(prefix="lockstep-"))
+        self._line: Final = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._line.bind(str(self._home / "beats"))
+        self._line.setblocking(False)
+        self._watch = HeartbeatTracker((), now())
+        self._looked_at = 0.0
+        #: How much the ranks of this generation wait for each other.
+        self.waits = WaitShare()
+        #: The hang that was reported and still lasts.
+        self.stall: HangDiagnosis | None = None
+        self._ends = False  # for that hang; what ranks do while they are ended says nothing about it
+
+    @property
+    def channel(self) -> str:
+        """Where ranks are to send their heartbeats."""
+        return str(self._home / "beats")
+
+    def begin(self, ranks: Sequence[int]) -> None:
+        """A new generation starts; all ranks of the one before are dead."""
+        for _ in self._heard():
+            pass
+        self._watch, self.stall, self.waits = HeartbeatTracker(ranks, self._now()), None, WaitShare()
+        self._ends = False
+
+    def left(self, rank: int, status: int) -> None:
+        """A rank's process has ended."""
+        self._watch.left(rank, status)
+
+    def look(self) -> Hang | None:
+        """Hear what came; to be called several times a second. Says what there is to say, and whether to end it all."""
+        now = self._now()
+        self._watch.look(now)
+        heard = self._heard()
+        self.waits.hear(heard, now)
+        for beat in heard:
+            self._watch.hear(beat, now)
+        if self._ends or now < self._looked_at + _LOOK_EVERY_S:
+            return None
+        self._looked_at = now
+        sights = self._watch.sights(now)
+        ranks = overdue_ranks(sights, self._patience, self._watch.step_times)
+        if not ranks:
+            if self.stall is not None:
+                self._say(str(Recovered(self.stall.culprits, self.stall.for_s)))
+                self.stall = None
+            return None
+        states = {s.rank: _state(s.beat.process) for s in sights if s.beat is not None}
+        stall = explain(sights, states, self._watch.gone)
+        is_news = self.stall is None or (stall.is_certain and not self.stall.is_certain)
+        self.stall = stall
+        if not is_news:
+            return None
+        ends = self._on_hang != "wait" and (
+            stall.is_certain or self._on_hang is not None or self._patience.hang_after_s is not None
+        )
+        self.stall, self._ends = self._tell(stall, ends), ends
+        return Hang(self.stall, restart=self._on_hang != "abort") if ends else None
+
+    def blame(self, failure: Callable[[int], Path]) -> None:
+        """Leave the failure record of each rank that hangs where it has not left one itself.
+
+        For when the generation ends because of the hang: by us, or by the other ranks' own patience.
+        """
+        if self.stall is None:
+            return
+        stall, began_s = self.stall, self._now() - self.stall.for_s
+        said = sentence(stall, self._file)
+        for sight in stall.sights:
+            if sight.rank not in stall.culprits or failure(sight.rank).exists():
+                continue
+            # Where several hang, the line of one of them is not the cause.
+            place = sight.beat.place if sight.beat and len(stall.culprits) == 1 else NOWHERE
+            Failure(
+                rank=sight.rank,
+                host=socket.gethostname(),
+                kind=HANG,
+                message=said,
+                file=place.file,
+                line=place.line,
+                source=_source(place.file, place.line),
+                traceback="",
+                collateral=False,
+                raised_s=began_s,
+                log_bytes=1 << 62,
+            ).write(failure(sight.rank))
+
+    def close(self) -> None:
+        """No more is heard."""
+        self._line.close()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _heard(self) -> list[Heartbeat]:
+        beats: list[Heartbeat] = []
+        while True:
+            try:
+                text = self._line.recv(_BEAT_BYTES)
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
+                    raise
+                return beats
+            # Whoever may write to the socket may write what they want.
+            with contextlib.suppress(ValueError):
+                beats.append(Heartbeat.from_text(text))
+
+    def _tell(self, stall: HangDiagnosis, ends: bool) -> HangDiagnosis:
+        """Say and keep all that can be known; returns the stall with what the stacks have added."""
+        processes = {s.rank: s.beat.process for s in stall.sights if s.beat is not None}
+        stacks = self._ask(processes)
+        stall = with_stacks(stall, stacks)
+        children = {
+            s.rank: _children(processes[s.rank])[:_WORKERS]
+            for s in stall.sights
+            if s.rank in stall.culprits and s.beat is not None and s.beat.call == "next(loader)"
+        }
+        workers = {rank: [self._ask_worker(rank, child) for child in found] for rank, found in children.items()}
+        text = report(stall, stacks, workers, shown=self._file, source=_source)
+        path = self._keep(text, stacks, workers)
+        lines = [text, *([f"  all threads of all ranks: {self._shown(path)}"] if path else [])]
+        if not ends:
+            lines.append("  the run waits; --on-hang abort or --on-hang restart would end it here")
+        self._say("\n".join(lines))
+        return stall
+
+    def _ask(self, processes: Mapping[int, int]) -> dict[int, Stacks]:
+        """The stacks of the ranks with these process ids, as far as they answer."""
+        before = {rank: _text(self._stacks(rank)) for rank in processes}
+        sizes = {self._stacks(rank): _size(self._stacks(rank)) for rank in processes}
+        asked = [rank for rank, process in processes.items() if _ask_process(process)]
+        _settle({self._stacks(rank): sizes[self._stacks(rank)] for rank in asked})
+        return {rank: read_stacks(before[rank], _text(self._stacks(rank))[len(before[rank]) :]) for rank in asked}
+
+    def _ask_worker(self, rank: int, process: int) -> Worker:
+        state = _state(process)
+        # It writes where its rank does, whose file it has inherited.
+        path = self._stacks(rank)
+        before, size = _text(path), _size(path)
+        if not _ask_process(process):
+            return Worker(process, state, NOTHING)
+        _settle({path: size})
+        return Worker(process, state, read_stacks(before, _text(path)[len(before) :]))
+
+    def _keep(self, text: str, stacks: Mapping[int, Stacks], workers: Mapping[int, Sequence[Worker]]) -> Path | None:
+        parts = [text, ""]
+        for rank, found in sorted(stacks.items()):
+            parts += [f"--- rank {rank}", found.text]
+        for rank, children in sorted(workers.items()):
+            for child in children:
+                parts += [f"--- process {child.process} of rank {rank}", child.stacks.text]
+        try:
+            self._hangs.mkdir(parents=True, exist_ok=True)
+            number = 1 + len(list(self._hangs.iterdir()))
+            path = self._hangs / f"hang-{number}.txt"
+            path.write_text("\n".join(parts), encoding="utf-8")
+        except OSError:
+            # A full disk does not keep the report from the screen.
+            return None
+        return path
+
+    def _file(self, name: str) -> str:
+        return self._shown(Path(name))
+
+
+def _settle(start: Mapping[Path, int]) -> None:
+    """Wait until each file has grown beyond its size at the start, and then grows no more; `_STACKS_S` at most."""
+    end = time.monotonic() + _STACKS_S
+    sizes, quiet_since = dict(start), time.monotonic()
+    while time.monotonic() < end:
+        time.sleep(0.01)
+        new = {path: _size(path) for path in start}
+        if new != sizes:
+            sizes, quiet_since = new, time.monotonic()
+        elif time.monotonic() - quiet_since > _QUIET_S and all(sizes[path] > start[path] for path in start):
+            return
+
+
+def _ask_process(process: int) -> bool:
+    """Ask a process for its stacks; False if it cannot answer now, or would die of the question."""
+    status = _text(Path(f"/proc/{process}/status"))
+    if _state(process)[:1] in ("T", "t", "Z", "X") or (status and not is_registered(status)):
+        return False
+    try:
+        os.kill(process, STACKS_SIGNAL)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _state(process: int) -> str:
+    """The letter by which the kernel tells what a process does, "" where it does not."""
+    return (_text(Path(f"/proc/{process}/stat")).rpartition(")")[2].split() or [""])[0]
+
+
+def _children(process: int) -> list[int]:
+    return [int(child) for child in _text(Path(f"/proc/{process}/task/{process}/children")).split()]
+
+
+def _source(file: str, line: int) -> str:
+    return linecache.getline(file, line).strip()[:80]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

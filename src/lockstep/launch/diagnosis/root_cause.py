@@ -1,0 +1,291 @@
+"""Why a generation failed: one cause out of all that its ranks said and did, and the block that tells it.
+
+    ranks that fell by themselves ──┬─ say that a peer is gone ─────►  collateral
+                                    └─ the rest, earliest first ────►  the cause, and others of the same kind
+    ranks that the launcher ended ──────────────────────────────────►  not worth a word
+
+All of it is a function of values, so that each kind of trouble can be tried without having it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.launch.diagnosis.error_record import HANG, Failure, aborted_by_watchdog
+from lockstep.launch.diagnosis.hang_analysis import format_ranks
+from lockstep.launch_contract import EXIT_FAILED, EXIT_KILLED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE
+
+_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_TRACEBACK_LINES = 40
+_MESSAGE_LINES = 12
+_TAIL_LINES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How one rank ended."""
+
+    rank: int
+    status: int  #: exit code, or minus the signal that killed it
+    at_s: float  #: on the host's monotonic clock
+    ended_by_us: bool = False  #: the launcher had asked it to, or killed it
+    failure: Failure | None = None  #: what it said itself
+    log_tail: str = ""  #: the end of its log
+    host: str = ""  #: where there are several
+    memory: str = ""  #: that host memory ran out, and who held it; "" if it did not
+
+    @property
+    def well(self) -> bool:
+        """It was done, saved or not, or stopped with a checkpoint: it did not fail."""
+        return self.status in (EXIT_OK, EXIT_NOT_SAVED, EXIT_STOPPED)
+
+    @property
+    def collateral(self) -> bool:
+        """It ended because another rank was gone."""
+        if self.failure is not None:
+            return self.failure.collateral
+        return self.status == -signal.SIGABRT and aborted_by_watchdog(self.log_tail)
+
+    @property
+    def hung(self) -> bool:
+        """It stood still, and was ended for that."""
+        return self.failure is not None and self.failure.kind == HANG
+
+    @property
+    def since_s(self) -> float:
+        """When the trouble began: a rank that raised may take a while to end."""
+        return self.failure.raised_s if self.failure else self.at_s
+
+    @property
+    def likeness(self) -> object:
+        """Equal for ranks that failed in the same way."""
+        if self.failure is None:
+            return self.status
+        if self.hung:
+            return self.failure.message
+        return (self.failure.kind, self.failure.message, self.failure.file, self.failure.line)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What to tell about a failed generation."""
+
+    cause: Ending
+    alike: tuple[int, ...]  #: ranks that failed in the same way, the cause's own among them
+    others: tuple[Ending, ...]  #: ranks that failed in another way of their own
+    collateral: tuple[int, ...]  #: ranks that then lost a peer
+    hosts: tuple[str, ...] = ()  #: of the ranks that failed alike, where there are several
+    all_failed: tuple[Ending, ...] = ()  #: by rank
+
+
+def has_failed(ending: Ending) -> bool:
+    """Whether this ending, by itself, means that the generation has failed.
+
+    A rank that we ended has not, unless it says that something else went wrong on its way out, such as a checkpoint
+    that could not be written.
+    """
+    if ending.well:
+        return False
+    spoke = ending.failure is not None and ending.failure.kind != "SystemExit" and not ending.collateral
+    return spoke or not ending.ended_by_us
+
+
+def diagnose(endings: Sequence[Ending]) -> Diagnosis:
+    """The cause among ``endings``, at least one of which has failed.
+
+    The earliest that does not blame a peer; the earliest of all if each does.
+    """
+    failed = sorted(filter(has_failed, endings), key=lambda ending: (ending.collateral, ending.since_s))
+    cause = failed[0]
+    own = [ending for ending in failed if not ending.collateral]
+    alike = {cause.rank} | {ending.rank for ending in own if ending.likeness == cause.likeness}
+    return Diagnosis(
+        cause=cause,
+        alike=tuple(sorted(alike)),
+        others=tuple(ending for ending in own if ending.rank not in alike),
+        collateral=tuple(sorted(e.rank for e in failed if e.collateral and e.rank not in alike)),
+        hosts=tuple(sorted({e.host for e in failed if e.rank in alike and e.host})),
+        all_failed=tuple(sorted(failed, key=lambda ending: ending.rank)),
+    )
+
+
+def exit_code(endings: Sequence[Ending], *, stopped_by: int | None) -> int:
+    """What the launcher says to whoever started it.
+
+    Args:
+        endings: of all ranks.
+        stopped_by: the first signal that asked the launcher to stop; None if none did.
+    """
+    codes = {ending.status for ending in endings}
+    if codes == {EXIT_OK}:
+        return EXIT_OK
+    if all(ending.well for ending in endings):
+        return EXIT_NOT_SAVED if EXIT_NOT_SAVED in codes else EXIT_STOPPED
+    failed = [ending for ending in endings if has_failed(ending)]
+    # A scheduler that stops us may send its signal to every process of the job.
+    own = [ending for ending in failed if not ending.collateral and -ending.status not in _ASKED]
+    if stopped_by is not None and not own:
+        return 128 + stopped_by
+    cause = diagnose(endings).cause
+    if cause.status == -signal.SIGKILL and not cause.hung:
+        return EXIT_KILLED
+    return EXIT_USAGE if all(ending.status == EXIT_USAGE for ending in failed) else EXIT_FAILED
+
+
+def block(diagnosis: Diagnosis, *, ranks: int, log: Callable[[int], str], shown: Callable[[Path], str]) -> str:
+    """The last words on the screen.
+
+    Args:
+        diagnosis: what to tell.
+        ranks: of the world.
+        log: names a rank's log.
+        shown: a path as the user would write it.
+    """
+    cause = diagnosis.cause
+    lines = [f"run failed: {_who(diagnosis, ranks)} {_what(cause)}"]
+    lines += [f"    {line}" for line in _why(cause)]
+    if cause.failure is not None and cause.failure.file:
+        lines.append(f"    at {shown(Path(cause.failure.file))}:{cause.failure.line}")
+        if cause.failure.source:
+            lines.append(f"        {cause.failure.source}")
+    elif cause.failure is None:
+        tail = cause.log_tail.splitlines()[-_TAIL_LINES:]
+        lines += ["    the last lines of its log:", *(f"        {line}" for line in tail)] if tail else []
+    lines += [f"    {line}" for line in cause.memory.splitlines()]
+    lines += [f"    {line}" for line in _gpus(diagnosis)]
+    for alike in _folded(diagnosis.others):
+        lines.append(
+            f"  {format_ranks([e.rank for e in alike])} also {_what(alike[0])}{_briefly(alike[0])}{_times(alike)}"
+        )
+    if diagnosis.collateral:
+        whose = "their" if len(diagnosis.collateral) > 1 else "its"
+        lines.append(f"  {format_ranks(diagnosis.collateral)} then lost {whose} peer")
+    if cause.collateral:
+        lines.append("  no rank reports a cause of its own; see the logs of those that are not named above")
+    lines.append(f"  full log: {log(cause.rank)}{'; the other ranks beside it' if ranks > 1 else ''}")
+    return "\n".join(lines)
+
+
+def not_saved(endings: Sequence[Ending], *, ranks: int, log: Callable[[int], str], again: str) -> str:
+    """The last words on the screen for a run that trained to the end and left with `EXIT_NOT_SAVED`.
+
+    Args:
+        endings: of its ranks.
+        ranks: of the world.
+        log: names a rank's log.
+        again: the command that goes on from the last checkpoint.
+    """
+    left = sorted((e for e in endings if e.status == EXIT_NOT_SAVED), key=lambda ending: ending.rank)
+    # `Run` notes on its SystemExit what is missing; the record of that may be what did not fit on the disk, too.
+    notes = [ending.failure.message.partition("\n")[2] for ending in left if ending.failure]
+    why = next((note for note in notes if note), "").splitlines() or left[0].log_tail.splitlines()[-_TAIL_LINES:]
+    lines = [
+        "not saved: the run is trained to its end, but its last checkpoint is missing",
+        *(f"    {line}" for line in why),
+        f"  to go on: {again}",
+        f"  full log: {log(left[0].rank)}{'; the other ranks beside it' if ranks > 1 else ''}",
+    ]
+    return "\n".join(lines)
+
+
+def told_traceback(cause: Ending) -> str:
+    """The traceback to show before the block, "" if there is none; the end of a long one."""
+    # What is not the program's fault needs no place in it.
+    if cause.failure is None or cause.failure.kind == "SystemExit" or cause.status == EXIT_USAGE:
+        return ""
+    lines = cause.failure.traceback.rstrip("\n").splitlines()
+    if len(lines) > _TRACEBACK_LINES:
+        lines = [
+            *lines[:3],
+            f"  ... {len(lines) - _TRACEBACK_LINES} lines, in the log ...",
+            *lines[3 - _TRACEBACK_LINES :],
+        ]
+    return "\n".join(lines)
+
+
+def _who(diagnosis: Diagnosis, ranks: int) -> str:
+    cause = diagnosis.cause
+    own = {cause.failure.host} if cause.failure else set()
+    hosts = sorted((set(diagnosis.hosts) or own) - {""})
+    host = f" (host{'s' * (len(hosts) > 1)} {', '.join(hosts)})" if hosts else ""
+    if ranks > 1 and len(diagnosis.alike) == ranks:
+        return f"all {ranks} ranks{host}"
+    if len(diagnosis.alike) > 1:
+        return f"{format_ranks(diagnosis.alike)} of {ranks}{host}"
+    return f"rank {cause.rank} of {ranks}{host}"
+
+
+def _what(ending: Ending) -> str:
+    if ending.hung:
+        return "hung"
+    if ending.failure is not None and ending.failure.kind == "SystemExit":
+        return f"left with exit code {ending.status}"
+    if ending.failure is not None:
+        return f"raised {ending.failure.kind}"
+    if ending.status < 0:
+        return f"was killed by {_signal_name(-ending.status)}"
+    return f"left with exit code {ending.status}"
+
+
+def _why(ending: Ending) -> list[str]:
+    if ending.failure is not None:
+        if ending.failure.kind == "SystemExit" and ending.failure.message == str(ending.status):
+            return []
+        lines = ending.failure.message.splitlines()
+        if len(lines) > _MESSAGE_LINES:
+            lines = [*lines[:2], "...", *lines[3 - _MESSAGE_LINES :]]
+        return lines
+    if ending.memory:
+        return []
+    return _REASONS.get(-ending.status, [])
+
+
+def _gpus(diagnosis: Diagnosis) -> list[str]:
+    """Each rank's GPU memory, where that of one ran out."""
+    failure = diagnosis.cause.failure
+    if failure is None or not failure.kind.endswith("OutOfMemoryError"):
+        return []
+    return [f"rank {e.rank}: {e.failure.gpu}" for e in diagnosis.all_failed if e.failure and e.failure.gpu]
+
+
+def _folded(endings: Sequence[Ending]) -> list[list[Ending]]:
+    """Endings that are alike together, in the order of the first of each."""
+    kinds: dict[object, list[Ending]] = {}
+    for ending in endings:
+        kinds.setdefault(ending.likeness, []).append(ending)
+    return list(kinds.values())
+
+
+def _times(alike: Sequence[Ending]) -> str:
+    return f" (x{len(alike)} ranks)" if len(alike) > 1 else ""
+
+
+def _briefly(ending: Ending) -> str:
+    if ending.failure is None:
+        return ""
+    first, _, _ = ending.failure.message.partition("\n")
+    return f": {first}" if first else ""
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+_REASONS: dict[int, list[str]] = {
+    signal.SIGKILL: [
+        "by the system or by hand: most often the kernel when host memory runs out (see dmesg), or a scheduler's limit"
+    ],
+    signal.SIGTERM: ["somebody asked it to end: a scheduler, an administrator, or the script itself"],
+    signal.SIGSEGV: ["a fault in compiled code: an extension, a driver, or a library that does not fit torch"],
+    signal.SIGBUS: ["most often shared memory ran out (/dev/shm): use fewer loader workers, or ask for a larger one"],
+    signal.SIGILL: ["compiled code for another processor: a library that was built for a newer CPU"],
+    signal.SIGFPE: ["a fault in compiled code: an integer division by zero"],
+    signal.SIGABRT: ["compiled code gave up; it mostly says why in the log"],
+    signal.SIGXCPU: ["its CPU time limit is reached (see: ulimit -t)"],
+}

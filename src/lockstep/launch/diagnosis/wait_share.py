@@ -1,0 +1,48 @@
+"""How much each rank waits for the others, from its heartbeats."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lockstep.heartbeat_message import Heartbeat
+
+_BEATS = 40  # remembered: twenty seconds
+_FEW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One rank, as it was last heard."""
+
+    beat: Heartbeat
+    waits: float | None  #: the part of its heartbeats in which it waited; None: too few are known
+    silent_s: float
+
+
+class WaitShare:
+    """What the last heartbeats of each rank say. A rank that all wait for waits least itself."""
+
+    def __init__(self) -> None:
+        self._waited: dict[int, deque[bool]] = {}
+        self._last: dict[int, tuple[Heartbeat, float]] = {}
+
+    def hear(self, beats: Iterable[Heartbeat], now: float) -> None:
+        """These have come."""
+        for beat in beats:
+            # Only while it trains: at a start or an evaluation nobody waits by fault.
+            if beat.step >= 0 and beat.phase not in ("start", "evaluate", "exit"):
+                self._waited.setdefault(beat.rank, deque(maxlen=_BEATS)).append(beat.meets)
+            self._last[beat.rank] = (beat, now)
+
+    def ranks(self, now: float) -> list[Waiting]:
+        """Every rank that was heard, by rank."""
+        return [
+            Waiting(beat, self._part(rank), max(0.0, now - heard_at))
+            for rank, (beat, heard_at) in sorted(self._last.items())
+        ]
+
+    def _part(self, rank: int) -> float | None:
+        waited = self._waited.get(rank, ())
+        return sum(waited) / len(waited) if len(waited) >= _FEW else None

@@ -1,0 +1,1 @@
+"""How the launchers of several nodes agree on one job."""

@@ -1,0 +1,380 @@
+"""From what a user asked for to what will be done: all checks, then all preparations, before any rank starts."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fcntl
+import importlib.machinery
+import importlib.metadata
+import json
+import platform
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import lockstep
+from lockstep.errors import SettingError
+from lockstep.faults import FaultPlan
+from lockstep.launch.host import Machine
+from lockstep.launch.request import Module, Program, Request, Script, Way
+from lockstep.launch.schedulers.allocation import Allocation
+from lockstep.launch.schedulers.requeue import directory, goes_on, noted
+from lockstep.world import World
+
+#: What makes a directory a run's.
+MARK = "run.json"
+_LOCK = ".lock"
+_RUNS = Path("runs")
+_NO_SCHEDULER = Allocation()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run, checked: what `lockstep.launch.agent` carries out."""
+
+    request: Request
+    ranks: int
+    run_dir: Path  #: absolute
+    begins: Literal["new", "resume", "fresh"]
+    aside: Path | None  #: where an earlier run in ``run_dir`` is moved
+    generation: int  #: number of the first one
+    way: Way
+    notes: tuple[str, ...] = ()  #: what the user should know before it starts
+    given: Allocation = _NO_SCHEDULER  #: by a scheduler
+
+    @property
+    def run_id(self) -> str:
+        """Names the run in the ranks' environment."""
+        return self.run_dir.name
+
+    @property
+    def logs(self) -> Path:
+        """Where each rank has a file."""
+        return self.run_dir / "logs"
+
+    @property
+    def status(self) -> Path:
+        """Where the leader says how far it is."""
+        return self.run_dir / "status.json"
+
+    @property
+    def to_resume(self) -> str:
+        """What to type to go on with this run."""
+        return self.request.command("--resume", "--run-dir", shown(self.run_dir))
+
+    def log(self, rank: int) -> Path:
+        """All that a rank wrote, through all generations."""
+        return self.logs / f"rank-{rank:04d}.log"
+
+    def failure(self, generation: int, rank: int) -> Path:
+        """Where a rank that fails says why."""
+        return self.run_dir / "failures" / f"generation-{generation}" / f"rank-{rank:04d}.json"
+
+    def stacks(self, rank: int) -> Path:
+        """Where a rank writes the stacks of its threads when it is asked for them."""
+        return self.run_dir / "stacks" / f"rank-{rank:04d}.txt"
+
+    @property
+    def hangs(self) -> Path:
+        """Where reports of hangs are kept."""
+        return self.run_dir / "hangs"
+
+    def result(self, rank: int) -> Path:
+        """Where a rank leaves what its function returned."""
+        return self.run_dir / "results" / f"rank-{rank:04d}.pickle"
+
+
+def prepare(
+    request: Request,
+    *,
+    machine: Machine,
+    env: Mapping[str, str],
+    now: datetime,
+    given: Allocation = _NO_SCHEDULER,
+    follows: bool = False,
+) -> Job:
+    """Check ``request`` against this machine, what a scheduler has ``given``, and its files; changes nothing.
+
+    With ``follows`` another node has the run directory, and says how the run begins.
+
+    Raises:
+        SettingError: for what cannot be done, with what can.
+        WorldError: if the environment says that this process is itself one of several ranks.
+    """
+    world = World.from_env(env)
+    if world.size > 1 and not (world.launcher == "slurm" and given.one_of_many):
+        raise SettingError(
+            f"this process is already {world} (started by {world.launcher}), and would start ranks of its own; "
+            "start the launcher once, or the script itself under what started this"
+        )
+    if request.max_restarts < 0:
+        raise SettingError(f"--max-restarts {request.max_restarts}: it must be at least 0")
+    if not request.grace_s >= 0:
+        raise SettingError(f"--grace {request.grace_s}: it must be at least 0 seconds")
+    if not (request.hang_after_s is None or request.hang_after_s > 0):
+        raise SettingError(f"--hang-after {request.hang_after_s}: it must be more than 0 seconds; inf never asks")
+    check_program(request.program)
+    ranks, notes = _ranks(request.nproc_per_node, machine, env)
+    plan = FaultPlan.parse(request.faults)
+    if request.nodes is None:
+        plan.check(ranks=ranks, nodes=1)
+    if follows:
+        return Job(request, ranks, Path(), "new", None, 0, _way(request), notes, given)
+    run_dir, begins, more = _run_dir(request, given, now)
+    aside = None
+    if begins == "fresh" and run_dir.exists() and _about(run_dir) is not None:
+        aside = _unused(run_dir.with_name(f"{run_dir.name}-before-{now:%Y%m%d-%H%M%S}"))
+        more = (f"the earlier run is now in {shown(aside)}; nothing of it was deleted", *more)
+    return Job(
+        request=request,
+        ranks=ranks,
+        run_dir=run_dir,
+        begins=begins,
+        aside=aside,
+        generation=len(_generations(run_dir)) if begins == "resume" else 0,
+        way=_way(request),
+        notes=(*notes, *more),
+        given=given,
+    )
+
+
+def _way(request: Request) -> Way:
+    return request.way or ("fork" if sys.platform == "linux" else "plain")
+
+
+def settle(job: Job, *, now: datetime) -> Any:
+    """Make the run directory ready and this process its only launcher, for as long as it keeps what is returned.
+
+    Raises:
+        SettingError: if another launcher works in the directory, or it cannot be written.
+    """
+    try:
+        if job.aside is not None:
+            with _claimed(job.run_dir):
+                job.run_dir.rename(job.aside)
+        job.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(
+            f"the run directory {shown(job.run_dir)} cannot be made ready: {error.strerror}; "
+            "give another with --run-dir"
+        ) from error
+    claim = _claimed(job.run_dir)
+    job.status.unlink(missing_ok=True)
+    start = {
+        "command": job.request.command(*begun(job)),
+        "time": now.astimezone().isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "cwd": str(Path.cwd()),
+        "ranks": job.ranks,
+        "begins": job.begins,
+        "settings": dict(job.request.settings),
+        **noted(job.given, job.request.subject),
+        "versions": versions(),
+    }
+    about = _about(job.run_dir) or {"format": 1, "starts": [], "generations": []}
+    about["starts"].append(start)
+    _write(job.run_dir, about)
+    return claim
+
+
+def note_generation(job: Job, generation: int, *, ranks: int, hosts: Sequence[str], now: datetime) -> None:
+    """Write down that ``generation`` starts, so that a later launcher counts on from it."""
+    about = _about(job.run_dir) or {"format": 1, "starts": [], "generations": []}
+    about["generations"].append(
+        {
+            "number": generation,
+            "ranks": ranks,
+            "hosts": list(hosts),
+            "time": now.astimezone().isoformat(timespec="seconds"),
+        }
+    )
+    _write(job.run_dir, about)
+
+
+def begun(job: Job) -> list[str]:
+    """The options that say where and how ``job`` begins, as it was decided."""
+    begins = {"new": [], "resume": ["--resume"], "fresh": ["--fresh"]}[job.begins]
+    return [*begins, "--run-dir", shown(job.run_dir)]
+
+
+def shown(path: Path) -> str:
+    """``path`` as short as it can be said here."""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
+
+
+def check_program(program: Program) -> None:
+    """See that what is to be run is there.
+
+    Raises:
+        SettingError: if it is not, with what is near.
+    """
+    if isinstance(program, Script):
+        path = Path(program.name)
+        if path.is_dir() and not (path / "__main__.py").exists():
+            raise SettingError(f"{program.name} is a directory without a __main__.py; name a script in it")
+        if not path.exists():
+            names = [str(near) for near in path.parent.glob("*.py")] if path.parent.is_dir() else []
+            raise SettingError(f"no such file: {program.name}; {_nearest(program.name, names, 'check the path')}")
+    elif isinstance(program, Module):
+        top, _, _ = program.name.partition(".")
+        if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
+            names = [path.stem for path in Path().glob("*.py")] + [path.parent.name for path in Path().glob("*/*.py")]
+            otherwise = "-m takes the name of a module, and a script is started without -m"
+            raise SettingError(f"no such module: {program.name}; {_nearest(program.name, names, otherwise)}")
+
+
+def _nearest(name: str, names: list[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else otherwise
+
+
+def _ranks(asked: int | str | None, machine: Machine, env: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
+    """How many ranks there will be, never fewer than asked for; and what to say about it."""
+    if asked is None:
+        if machine.gpus:
+            return machine.gpus, ()
+        return 1, ("No GPU found: 1 rank on the CPU; --nproc-per-node 2 rehearses",)
+    if asked == "auto":
+        return machine.gpus or machine.cpus, ()
+    if asked == "cpu":
+        return machine.cpus, ()
+    if asked == "gpu":
+        if not machine.gpus:
+            raise SettingError(
+                "--nproc-per-node gpu, but this machine has no usable GPU"
+                f"{_by(env)}; give a number of ranks to rehearse on the CPU: --nproc-per-node 2"
+            )
+        return machine.gpus, ()
+    try:
+        ranks = int(asked)
+    except ValueError:
+        raise SettingError(f"--nproc-per-node {asked}: give a number of ranks, gpu, cpu or auto") from None
+    if ranks < 1:
+        raise SettingError(f"--nproc-per-node {ranks}: it must be at least 1")
+    if 0 < machine.gpus < ranks:
+        raise SettingError(
+            f"--nproc-per-node {ranks}, but this process may use {machine.gpus} GPU{'s' * (machine.gpus > 1)}"
+            f"{_by(env)}; use --nproc-per-node {machine.gpus}, or rehearse on the CPU with CUDA_VISIBLE_DEVICES= "
+            "before the command"
+        )
+    return ranks, ()
+
+
+def _by(env: Mapping[str, str]) -> str:
+    allowed = env.get("CUDA_VISIBLE_DEVICES")
+    return "" if allowed is None else f" (CUDA_VISIBLE_DEVICES={allowed})"
+
+
+def _run_dir(
+    request: Request, given: Allocation, now: datetime
+) -> tuple[Path, Literal["new", "resume", "fresh"], tuple[str, ...]]:
+    """The run directory, how the run begins in it, and what to say about it."""
+    if request.resume and request.fresh:
+        raise SettingError("--resume and --fresh contradict each other; give one of them")
+    again = f"{given} was started again (restart {given.restarts}), so its run goes on"
+    if request.run_dir is None and given.job and not request.resume:
+        path, on = directory(given, _RUNS.absolute(), request.program.stem, request.subject, _about)
+        return path, "resume" if on else "fresh" if request.fresh else "new", (again,) if on else ()
+    if request.run_dir is None:
+        if request.resume and not request.settings.get("checkpoint"):
+            raise SettingError(f"--resume: say which run{_newest_run()}")
+        new = _unused((_RUNS / f"{request.program.stem}-{now:%Y%m%d-%H%M%S}").absolute())
+        return new, "resume" if request.resume else "fresh" if request.fresh else "new", ()
+    run_dir = Path(request.run_dir).absolute()
+    if run_dir.exists() and not run_dir.is_dir():
+        raise SettingError(f"--run-dir {request.run_dir} is a file; give a directory")
+    held = [path for path in run_dir.iterdir() if path.name != _LOCK] if run_dir.exists() else []
+    if not held and request.fresh:
+        return run_dir, "fresh", ()
+    if not held:
+        if request.resume:
+            return run_dir, "resume", (f"nothing to resume in {shown(run_dir)}: this run begins at its first step",)
+        return run_dir, "new", ()
+    if _about(run_dir) is None:
+        raise SettingError(
+            f"--run-dir {request.run_dir} is not empty and holds no run (no {MARK}); give a new directory, or empty it"
+        )
+    if request.resume:
+        return run_dir, "resume", ()
+    # Before --fresh: a job that began anew is not to do so each time it is started again.
+    if goes_on(given, request.subject, _about(run_dir)):
+        return run_dir, "resume", (again,)
+    if request.fresh:
+        return run_dir, "fresh", ()
+    raise SettingError(
+        f"--run-dir {request.run_dir} holds an earlier run; continue it, or set it aside and begin anew:\n"
+        f"  {request.command('--resume', '--run-dir', request.run_dir)}\n"
+        f"  {request.command('--fresh', '--run-dir', request.run_dir)}"
+    )
+
+
+def _newest_run() -> str:
+    runs = sorted(_RUNS.glob(f"*/{MARK}"), key=lambda path: path.stat().st_mtime)
+    return f"; the newest is --run-dir {runs[-1].parent}" if runs else ", with --run-dir DIR"
+
+
+def _unused(path: Path) -> Path:
+    """``path``, or the first of ``path-2``, ``path-3``... that does not exist."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
+def _about(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        about = json.loads((run_dir / MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return about if isinstance(about, dict) and "starts" in about and "generations" in about else None
+
+
+def _generations(run_dir: Path) -> list[Any]:
+    return list((_about(run_dir) or {"generations": []})["generations"])
+
+
+def _write(run_dir: Path, about: dict[str, Any]) -> None:
+    scratch = run_dir / f".{MARK}"
+    scratch.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    scratch.replace(run_dir / MARK)
+
+
+def _claimed(run_dir: Path) -> Any:
+    """A lock on ``run_dir`` that the kernel takes back when this process ends, however it ends."""
+    lock = (run_dir / _LOCK).open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise SettingError(
+            f"another lockstep run works in {shown(run_dir)}; wait for it, stop it, or give another --run-dir"
+        ) from None
+    except OSError:
+        # A file system without locks: then there is none.
+        pass
+    return lock
+
+
+def versions() -> dict[str, str | None]:
+    """Of what a run's bits depend on."""
+    return {
+        "lockstep": lockstep.__version__,
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "numpy": _version("numpy"),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,1 @@
+"""The ranks of this node: started, listened to and ended."""

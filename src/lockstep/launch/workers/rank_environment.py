@@ -1,0 +1,77 @@
+"""What ranks find in their environment: torchrun's vocabulary, so that any script runs unchanged, and our own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+
+from lockstep.launch.run_directory import Job
+from lockstep.launch.workers.rank_process import RESULT
+from lockstep.launch_contract import BIND, CHANNEL, FAILURE, FRESH, GENERATION, RESUME, RUN_DIR, RUN_ID, STACKS, STATUS
+from lockstep.settings import OPTIONS_VARIABLE
+from lockstep.world import World
+
+#: The interface of the network that torch's CPU backends use.
+INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+def in_common(job: Job, env: Mapping[str, str], channel: str) -> dict[str, str]:
+    """What all ranks of all generations have in common, and their nursery too, on top of the launcher's ``env``.
+
+    ``channel`` is where their heartbeats go.
+    """
+    # Ranks that each use all CPUs slow each other down many times; a script or `Run` may choose otherwise.
+    threads = {"OMP_NUM_THREADS": "1"}
+    # On one machine ranks talk over its loopback: a host name that resolves slowly, or to an address that a firewall
+    # closes, is then nobody's trouble.
+    alone = sys.platform == "linux" and job.request.nodes is None
+    local = dict.fromkeys(INTERFACES, "lo") if alone else {}
+    kept = {name: value for name, value in env.items() if name not in (RESUME, FRESH)}
+    return {
+        **threads,
+        # Numpy's threads, started by its import, would forbid to copy the process; OMP_NUM_THREADS does not bind them
+        # where the user has set it.
+        "OPENBLAS_NUM_THREADS": "1",
+        **local,
+        **kept,
+        RUN_ID: job.run_id,
+        RUN_DIR: str(job.run_dir),
+        STATUS: str(job.status),
+        CHANNEL: channel,
+        # Over those of whoever started this launcher, such as a benchmark.
+        OPTIONS_VARIABLE: json.dumps({**json.loads(env.get(OPTIONS_VARIABLE, "{}")), **job.request.settings}),
+        **({BIND: "1"} if job.request.bind else {}),
+        "TORCHELASTIC_RUN_ID": job.run_id,
+        "TORCHELASTIC_MAX_RESTARTS": str(job.request.max_restarts),
+        # The ranks find a store that is there already; none of them is to open one.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+
+
+def of_rank(job: Job, world: World, restart: int, interface: str = "") -> dict[str, str]:
+    """What only one rank of one generation has.
+
+    Args:
+        job: what is carried out.
+        world: the rank's place.
+        restart: generations of this launcher before this one.
+        interface: of the network, to the other nodes; "": the rank finds it out.
+    """
+    # A restart goes on from what the generation before it has saved, also where the run itself began anew.
+    begins = "resume" if restart else job.begins
+    return {
+        **world.rank_variables(),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(world.rank),
+        "ROLE_WORLD_SIZE": str(world.size),
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        GENERATION: str(world.generation),
+        FAILURE: str(job.failure(world.generation, world.rank)),
+        RESULT: str(job.result(world.rank)),
+        STACKS: str(job.stacks(world.rank)),
+        **({RESUME: "1"} if begins == "resume" else {}),
+        **({FRESH: "1"} if begins == "fresh" else {}),
+        **(dict.fromkeys(INTERFACES, interface) if interface else {}),
+    }

@@ -1,0 +1,269 @@
+"""What one rank does from its first breath to its last: become a program's process, run it, and say why it failed.
+
+copy of the nursery ──┐
+                      ├─►  take_place  ─►  run_program  ─►  os._exit
+python -m ...rank  ───┘    log, signals     the user's code
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import faulthandler
+import io
+import os
+import pickle
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lockstep.cpu_affinity import own_cpus
+from lockstep.errors import PlanError, SettingError
+from lockstep.faults import FaultPlan
+from lockstep.heartbeat import HeartbeatSender, open_channel, progress_marker, register_stacks
+from lockstep.launch.child_process import STOPS, die_with_parent, name_process
+from lockstep.launch.diagnosis.error_record import Failure, blame, without_ours
+from lockstep.launch.request import Function, Module, Program, Script
+from lockstep.launch_contract import (
+    BIND,
+    CHANNEL,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_NOT_SAVED,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    FAILURE,
+    FAULT_NOTES,
+    FAULTS,
+    RUN_DIR,
+    STACKS,
+)
+from lockstep.report import size
+
+#: The environment variable that says where a rank of a `Function` leaves what the function returned.
+RESULT = "LOCKSTEP_RESULT"
+#: How long the exit handlers of a rank that failed may take: they may wait for ranks that are gone.
+_LAST_WORDS_S = 5.0
+
+
+def take_place(env: Mapping[str, str], log: str, parent: int) -> None:
+    """Make this process the rank that ``env`` describes, tied to its parent's life and writing to its own log."""
+    die_with_parent(parent)
+    for signum in (*STOPS, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What came meanwhile is delivered now.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # A group of its own, so that the rank can be killed together with all that it starts.
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(env)
+    if env.get(BIND) == "1" and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, own_cpus(os.sched_getaffinity(0), env))
+    name_process(f"rank {env['RANK']}")
+    _write_to(log)
+    _differ_from_the_copied()
+    if STACKS in env:
+        # A full disk must not keep the rank from working.
+        with contextlib.suppress(OSError):
+            register_stacks(Path(env[STACKS]))
+    HeartbeatSender(int(env["RANK"]), open_channel(env.get(CHANNEL, "")), progress_marker()).start()
+
+
+def run_program(program: Program) -> NoReturn:
+    """Run ``program`` as Python would and leave with its exit code; never returns.
+
+    Leaves by `os._exit`: threads of gloo and NCCL otherwise abort the process while it is torn down, and SIGABRT would
+    hide the cause. Before that the program's own exit handlers run, and all that was written is flushed; after a
+    failure for at most 5 s.
+    """
+    code, failed = EXIT_OK, True
+    try:
+        _arm(os.environ)
+        _deed(program)()
+        failed = False
+    except SystemExit as ending:
+        code = _exit_code(ending)
+        failed = code not in (EXIT_OK, EXIT_NOT_SAVED, EXIT_STOPPED)
+        if failed or code == EXIT_NOT_SAVED:
+            _leave_record(ending)
+    except KeyboardInterrupt as error:
+        # Whoever interrupts a run does not ask why it ends.
+        code = EXIT_INTERRUPTED
+        file, line = blame(error)
+        sys.stderr.write(f"interrupted at {Path(file).name}:{line}\n")
+    except BaseException as error:  # noqa: BLE001 - the end of the line for whatever it is
+        # What can only be told when the script has made its data set, such as a world larger than its micro-batches.
+        code = EXIT_USAGE if isinstance(error, SettingError | PlanError) else EXIT_FAILED
+        _leave_record(error)
+        # The user's own hook, if it was replaced, as Python would call it.
+        sys.excepthook(*_told(error))
+    _leave(code, patient=not failed)
+
+
+def _arm(env: Mapping[str, str]) -> None:
+    if FAULTS in env:
+        local, node = int(env["LOCAL_RANK"]), int(env["GROUP_RANK"])
+        notes = Path(env[RUN_DIR], FAULT_NOTES)
+        FaultPlan.parse(env[FAULTS]).arm(notes, rank=int(env["RANK"]), node_rank=node, local_rank=local)
+
+
+def _deed(program: Program) -> Callable[[], Any]:
+    match program:
+        case Script(name, args):
+            sys.argv = [name, *args]
+            file = Path(name).absolute()
+            if zipfile.is_zipfile(file) or file.is_dir():
+                return lambda: runpy.run_path(str(file), run_name="__main__")
+            sys.path.insert(0, str(file.resolve().parent))
+            return lambda: _run_file(file)
+        case Module(name, args):
+            sys.argv = [name, *args]
+            sys.path.insert(0, str(Path.cwd()))
+            return lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
+        case Function(call):
+            return lambda: _keep_result(call())
+
+
+def _run_file(file: Path) -> None:
+    """Run ``file`` as ``__main__``, which it stays, as exit handlers and pickles expect; `runpy` would take it back."""
+    main = types.ModuleType("__main__")
+    main.__file__ = str(file)
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), main.__dict__)
+
+
+def _keep_result(value: object) -> None:
+    path = Path(os.environ[RESULT])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps(value))
+
+
+def _exit_code(ending: SystemExit) -> int:
+    """As Python reads it: nothing is success, a number is itself, and anything else is printed and means failure."""
+    if ending.code is None:
+        return EXIT_OK
+    if isinstance(ending.code, int):
+        return ending.code & 0xFF
+    sys.stderr.write(f"{ending.code}\n")
+    return EXIT_FAILED
+
+
+def _leave_record(error: BaseException) -> None:
+    """Write the failure record before the traceback, so that whoever reads the log knows where that begins."""
+    if FAILURE not in os.environ:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    error.with_traceback(without_ours(error.__traceback__))
+    record = Failure.of(
+        error,
+        rank=int(os.environ.get("RANK", "0")),
+        host=socket.gethostname(),
+        now_s=time.monotonic(),
+        log_bytes=os.fstat(1).st_size,
+        gpu=_gpu(),
+    )
+    # A full disk must not hide the error: the log may still take it, and the exit code does.
+    with contextlib.suppress(OSError):
+        record.write(Path(os.environ[FAILURE]))
+
+
+def _gpu() -> str:
+    """How far the memory of this rank's GPU went, if the program has used one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return ""
+    with contextlib.suppress(RuntimeError):
+        free, total = torch.cuda.mem_get_info()
+        peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+        others = total - free - held
+        beside = f", {size(others)} held by others" if others > total // 50 else ""
+        return f"peak {size(peak)} of {size(total)} on {torch.cuda.get_device_name()}{beside}"
+    return ""
+
+
+def _told(error: BaseException | None) -> tuple[Any, Any, Any]:
+    trace = without_ours(error.__traceback__) if error else None
+    return type(error), error, trace
+
+
+def _leave(code: int, *, patient: bool) -> NoReturn:
+    progress_marker().enter("exit")
+    if not patient:
+        last = threading.Timer(_LAST_WORDS_S, os._exit, (code,))
+        last.daemon = True
+        last.start()
+    try:
+        if patient:
+            # What the interpreter does first at its end: wait for threads that are not daemons.
+            threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        ctypes.CDLL(None).fflush(None)
+        os._exit(code)
+
+
+def _write_to(log: str) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for here, there in ((nothing, 0), (file, 1), (file, 2)):
+        os.dup2(here, there)
+    for descriptor in {nothing, file} - {0, 1, 2}:
+        os.close(descriptor)
+    # Line by line, for someone may be reading along; the objects of a copied process may not be files at all.
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, "r", closefd=False))  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _text_to(1, "strict")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _text_to(2, "backslashreplace")  # type: ignore[misc]
+    faulthandler.enable(sys.stderr)
+
+
+def _text_to(descriptor: int, errors: str) -> io.TextIOWrapper:
+    raw = io.FileIO(descriptor, "w", closefd=False)
+    # UTF-8 whatever the locale: it is our own file, and a batch job's locale is often C.
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors=errors, line_buffering=True)
+
+
+def _differ_from_the_copied() -> None:
+    """Let unseeded generators differ between ranks, as they would between processes.
+
+    Python's own does by itself; torch's starts from the same number in each process anyhow.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def program_from(words: list[str]) -> Program:
+    """The program that `words_of` turned into words."""
+    kind, name, *args = words
+    return (Module if kind == "module" else Script)(name, tuple(args))
+
+
+def words_of(program: Script | Module) -> list[str]:
+    """``program`` as words of a command line; a list of processes then shows what is run."""
+    return ["script" if isinstance(program, Script) else "module", program.name, *program.args]
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Be the rank that the environment describes: ``PARENT LOG script|module NAME ARGS...``."""
+    parent, log, *words = argv
+    take_place(dict(os.environ), log, int(parent))
+    run_program(program_from(words))

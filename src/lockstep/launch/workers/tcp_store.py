@@ -1,0 +1,37 @@
+"""Where the ranks of one generation meet: torch's key-value store, in a small process of its own.
+
+Not in a rank, so that it outlives each of them; not in the nursery, since the store is a thread, and a process with
+threads must not be copied.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import NoReturn
+
+from lockstep.launch.child_process import STOPS, die_with_parent, name_process
+
+
+def keep_store(listening: int, port: int, parent: int) -> NoReturn:
+    """Serve the store on the socket ``listening``, already bound to ``port``, until killed; never returns."""
+    die_with_parent(parent)
+    name_process("lockstep store")
+    # Ranks that save a last checkpoint still need it.
+    for signum in STOPS:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # Late, since the launcher's own process imports this module too and must stay free of torch.
+    from torch._C._distributed_c10d import TCPStore  # as torch.distributed hands it on, with types
+
+    store = TCPStore(
+        "127.0.0.1", port, world_size=None, is_master=True, master_listen_fd=listening, wait_for_workers=False
+    )
+    while store is not None:
+        signal.pause()
+    raise AssertionError("a store is kept until it is killed")
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Be the store: ``LISTENING PORT PARENT``, the first being an open socket's descriptor."""
+    listening, port, parent = map(int, argv)
+    keep_store(listening, port, parent)

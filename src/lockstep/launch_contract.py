@@ -1,0 +1,36 @@
+"""What `lockstep run` and the ranks it starts agree on: names of variables and files, exit codes, a signal.
+
+`run` and `launch` never import each other; both import this.
+"""
+
+import signal
+
+RUN_ID = "LOCKSTEP_RUN_ID"  #: names the run, through all its generations; set for every rank of `lockstep run`
+RUN_DIR = "LOCKSTEP_RUN_DIR"  #: directory of the run's records, logs and checkpoints
+GENERATION = "LOCKSTEP_GENERATION"  #: worlds that this run had before this one
+RESUME = "LOCKSTEP_RESUME"  #: "1": load the newest whole checkpoint
+FRESH = "LOCKSTEP_FRESH"  #: "1": begin anew, whatever checkpoints there are
+STATUS = "LOCKSTEP_STATUS"  #: path where the leader writes its progress instead of drawing it
+ENDS_AT = "LOCKSTEP_ENDS_AT"  #: when the job that holds this run ends, in seconds since 1970
+FAILURE = "LOCKSTEP_FAILURE"  #: path where a failing rank writes its failure record
+BIND = "LOCKSTEP_BIND"  #: "1": each rank keeps to its own part of the CPUs
+CHANNEL = "LOCKSTEP_CHANNEL"  #: where a rank sends its heartbeats: path of a datagram socket, or host:port for UDP
+FAULTS = "LOCKSTEP_FAULTS"  #: what is to go wrong on purpose, in the words of `lockstep.heartbeat.FaultPlan`
+STACKS = "LOCKSTEP_STACKS"  #: path where a rank writes the stacks of all its threads when it gets `STACKS_SIGNAL`
+LAUNCHER = "LOCKSTEP_LAUNCHER"  #: name of the row of `LAUNCHERS` to believe, where two contradict each other
+
+STOP_FILE = "STOP"  #: in the run directory: whoever makes it asks the run to save and stop
+FAULT_NOTES = "faults.txt"  #: in the run directory: a line for each fault on purpose, before it happens
+
+EXIT_OK = 0
+EXIT_FAILED = 1  #: a rank failed
+EXIT_USAGE = 2  #: options or configuration that cannot be used
+EXIT_NOT_SAVED = 74  #: trained to the end, but the last step is in no checkpoint, though checkpoints were asked for
+EXIT_STOPPED = 75  #: stopped with a complete checkpoint: run again to resume
+EXIT_TIMEOUT = 124  #: nodes that were waited for did not come in time
+EXIT_INTERRUPTED = 130  #: Ctrl-C, without a checkpoint
+EXIT_KILLED = 137  #: a rank was killed by the system
+EXIT_TERMINATED = 143  #: SIGTERM, without a checkpoint
+
+#: Asks a process for its stacks. Not one of those by which schedulers and users tell a job something.
+STACKS_SIGNAL: int = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2

@@ -1,0 +1,185 @@
+"""The record of a run: ``metrics.jsonl``, one line of JSON for each time the run logged.
+
+    {"schema": "lockstep.metrics/1"}
+    {"step": 100, "epoch": 0, "wall_s": 1767225600.125, "loss": 0.69, "accuracy": 0.81}
+    {"step": 200, "epoch": 1, "wall_s": 1767225612.5, "loss": "nan", "accuracy": 0.1}
+
+Line by line it can be searched, followed while it grows, and read by whatever reads JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import SettingError, UsageError
+from lockstep.report.status import number, plain
+
+_SCHEMA = "lockstep.metrics/1"
+_HEADER = json.dumps({"schema": _SCHEMA}).encode() + b"\n"
+_RESERVED = ("step", "wall_s")
+
+
+class MetricsFile:
+    r"""What a run logged, appended to a file that reads as one run however often the run was interrupted.
+
+    Opening it for a run that goes on after ``step`` steps cuts off what was logged after that step, and a last line
+    that a crash left unfinished; the run will log those again. What was logged at that very step stays, and if the
+    run repeats it, as when it evaluates again, it is not written twice. At step 0 the file begins anew.
+
+    Each record is one whole line, written at once and visible to readers at once: ``step`` (optimizer steps done),
+    ``epoch``, ``wall_s`` (seconds since 1970) and the values by name. JSON has no number for nan and the infinities:
+    they are written as ``"nan"``, ``"inf"`` and ``"-inf"``, and `read` gives them back as numbers.
+
+    A file that cannot be written, such as on a full disk, never stops a run: ``say`` gets one line, once, and records
+    are left out, each as a whole, until there is room again. Only the leader opens it.
+
+    Args:
+        path: the file; made with its directories if there is none.
+        step: optimizer steps that the run has done.
+        say: takes a line for the user.
+        wall: the clock, in seconds since 1970.
+
+    Raises:
+        SettingError: if ``path`` is something else than a record.
+    """
+
+    def __init__(
+        self, path: Path, *, step: int, say: Callable[[str], None], wall: Callable[[], float] = time.time
+    ) -> None:
+        self._path, self._say, self._wall = path, say, wall
+        self._failed = False
+        self._at = step
+        self._kept: Counter[tuple[str, ...]] = Counter()
+        self._end = 0  # bytes of the header and whole records
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            self._warn(error)
+            self._file = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        self._take_up(step)
+
+    def write(self, step: int, epoch: int, values: Mapping[str, object]) -> None:
+        """Append what was measured after ``step`` steps, in ``epoch``.
+
+        Args:
+            step: optimizer steps done; never less than before.
+            epoch: the epoch in work; a value named ``epoch`` takes its place.
+            values: numbers and truth values; an array or tensor of one element counts as that element.
+
+        Raises:
+            UsageError: for a value that is no number, or a name that the record itself uses.
+        """
+        row: dict[str, object] = {"step": step, "epoch": epoch, "wall_s": round(self._wall(), 3)}
+        for name, value in values.items():
+            if name in _RESERVED:
+                raise UsageError(f"log({name}=...): the record writes {name} itself; give the value another name")
+            row[name] = plain(_single(name, value))
+        names = _names(row)
+        if step > self._at:
+            self._kept.clear()
+        elif self._kept[names]:
+            self._kept[names] -= 1
+            return
+        self._append(json.dumps(row, allow_nan=False).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file; every record is already in it."""
+        os.close(self._file)
+
+    @staticmethod
+    def read(path: Path) -> list[dict[str, float]]:
+        """Every whole record, in order, as numbers by name.
+
+        Raises:
+            SettingError: if ``path`` is something else than a record.
+            OSError: if it cannot be read.
+        """
+        return [row for row, _ in _rows(path.read_bytes(), path)]
+
+    def _take_up(self, step: int) -> None:
+        """Find the end of what stays; cut the rest off."""
+        # Steps never fall within the file, so what stays is its head. Cutting needs no room on the disk, happens
+        # at once or not at all, and lets a reader that follows the file go on.
+        try:
+            with open(self._file, "rb", closefd=False) as file:
+                content = file.read()
+            rows = list(_rows(content, self._path))  # also at step 0: another's file is refused, not emptied
+            if step > 0:
+                self._end = content.find(b"\n") + 1
+                for row, end in rows:
+                    if row["step"] > step:
+                        break
+                    self._end = end
+                    if row["step"] == step:
+                        self._kept[_names(row)] += 1
+            self._append(b"")
+        except OSError as error:
+            self._warn(error)
+
+    def _append(self, line: bytes) -> None:
+        # What a write cut short by a full disk has left behind the last whole record goes first.
+        block = line if self._end else _HEADER + line
+        try:
+            if os.fstat(self._file).st_size > self._end:
+                os.ftruncate(self._file, self._end)
+            written = 0
+            while written < len(block):
+                written += os.pwrite(self._file, block[written:], self._end + written)
+            self._end += written
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._failed:
+            self._failed = True
+            self._say(f"metrics are not recorded in {self._path}: {error.strerror}; training goes on")
+
+
+def _rows(content: bytes, path: Path) -> Iterator[tuple[dict[str, float], int]]:
+    """Each record with the offset of its end; a line that is no record, such as an unfinished one, ends them."""
+    header, newline, _ = content.partition(b"\n")
+    schema = _parsed(header).get("schema") if newline else None
+    if schema != _SCHEMA and not _HEADER.startswith(content):
+        raise SettingError(
+            f"{path} is no record of this version (its first line is {header[:60]!r}, not {_SCHEMA}); "
+            "move it away or choose another run directory"
+        )
+    end = len(header) + 1
+    for line in content[end:].splitlines(keepends=True):
+        row = _parsed(line)
+        end += len(line)
+        if not line.endswith(b"\n") or "step" not in row:
+            return
+        yield {name: number(value) for name, value in row.items()}, end
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _names(row: Mapping[str, object]) -> tuple[str, ...]:
+    return tuple(sorted(row))
+
+
+def _single(name: str, value: object) -> float:
+    item = getattr(value, "item", None)  # of NumPy or torch
+    if item is not None:
+        try:
+            value = item()
+        except (ValueError, RuntimeError):
+            shape = tuple(getattr(value, "shape", ()))
+            raise UsageError(f"log({name}=...): it has shape {shape}; log one number, such as its mean") from None
+    if not isinstance(value, (bool, int, float)):
+        raise UsageError(f"log({name}={value!r}): the record holds numbers; text belongs on the screen")
+    return value

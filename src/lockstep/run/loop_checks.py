@@ -1,0 +1,177 @@
+"""What the body of the loop must not do, because ranks run it a different number of times in a step.
+
+    step of 4 micro-batches     1 rank: the body runs 4 times     3 ranks: once, once, twice     4 ranks: once each
+
+So whatever the body changes for the next step (a learning rate, an average of the weights, a count) it changes once a
+step: where `Run.step` returns True. The same goes for parameters that it changes by itself, such as those of a teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lockstep.errors import UsageError
+from lockstep.run.divergence import checksums, tensors_in
+from lockstep.run.state import State, Stateful
+from lockstep.strategies import parameters_of
+
+_ONCE = "write `if run.step(loss): ...`, which is true once a step on any number of ranks"
+
+
+class LoopChecks:
+    """Of one run, on one rank; none of them waits for another rank, nor for a GPU but where bodies are compared.
+
+    Args:
+        state: what the run holds.
+        whole: whether this rank holds all parameters, which are then compared, too; asked in the loop.
+    """
+
+    def __init__(self, state: State, *, whole: Callable[[], bool]) -> None:
+        self._state: Final = state
+        self._whole: Final = whole
+        self._options: list[Any] = []  # of all optimizers at the step's first backward pass
+        self._kept: dict[str, Any] | None = None  # marks of the kept objects, where they are compared in this body
+        self._values: dict[nn.Parameter, int] | None = None  # checksums of parameters, likewise
+        self._buffers: list[int] = []
+        self.run_steps = True  #: whether an optimizer may step now: outside of the loop, and where the run does it
+        self._hook: Final = register_optimizer_step_pre_hook(self._see_step)
+
+    def close(self) -> None:
+        """Optimizers are the user's again."""
+        self._hook.remove()
+
+    def first_backward(self) -> None:
+        """A step's first backward pass: options of optimizers are from now on what they are."""
+        self._options = self._options_now()
+
+    def same_options(self, step: int) -> None:
+        """Nothing, if no option of an optimizer has changed since `first_backward`.
+
+        Raises:
+            UsageError: if one has.
+        """
+        now = self._options_now()
+        if now == self._options:
+            return
+        for optimizer, before, after in zip(self._state.optimizers, self._options, now, strict=True):
+            for group, (was, options) in enumerate(zip(before, after, strict=True)):
+                for name, value in options.items():
+                    if was.get(name) != value:
+                        raise UsageError(
+                            f"{name} of {type(optimizer).__name__}'s group {group} changed from {was.get(name)} to "
+                            f"{value} between two micro-batches of step {step + 1}, so it would tell how many ranks "
+                            f"there are: give the scheduler to run.scheduler(...), or {_ONCE}"
+                        )
+
+    def body_begins(self, *, compare: bool) -> None:
+        """A micro-batch is handed out; with ``compare``, what the body must not change is compared at its end."""
+        self._kept = {name: _mark(value) for name, value in self._state.kept.items()} if compare else None
+        self._values = self._checksums() if compare and self._whole() else None
+
+    def step_is_due(self) -> None:
+        """What is to come of the body may change kept objects and parameters: `Run.step` will return True."""
+        self._kept = self._values = None
+
+    def parameters_stayed(self, index: int, of: int) -> None:
+        """Nothing, if no parameter has changed since `body_begins`.
+
+        Raises:
+            UsageError: if one has.
+        """
+        if self._values is None:
+            return
+        now = self._checksums()
+        odd = [p for p, value in self._values.items() if now.get(p, value) != value]
+        if odd:
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            raise UsageError(
+                f"{self._state.name_of(odd[0])}{more} changed in the loop's body on micro-batch {index} of {of} of a "
+                f"step, so it would tell how many ranks there are: {_ONCE}"
+            )
+
+    def body_ended(self, index: int, of: int) -> None:
+        """The body is over, in which `Run.step` did not return True.
+
+        Raises:
+            UsageError: if it changed a kept object or a parameter.
+        """
+        self.parameters_stayed(index, of)
+        before, self._kept = self._kept, None
+        for name, mark in (before or {}).items():
+            if _mark(self._state.kept[name]) != mark:
+                raise UsageError(
+                    f"keep({name}={type(self._state.kept[name]).__name__}) was changed in the loop's body on "
+                    f"micro-batch {index} of {of} of a step, so it would tell how many ranks there are: {_ONCE}"
+                )
+
+    def forward_is_over(self) -> None:
+        """The micro-batch's last backward pass has been made: no forward pass may move buffers any more."""
+        self._buffers = self._versions()
+
+    def buffers_stayed(self) -> None:
+        """Nothing, if no buffer has moved since `forward_is_over`.
+
+        Raises:
+            UsageError: if one has.
+        """
+        for (name, _), was, now in zip(self._state.buffers, self._buffers, self._versions(), strict=False):
+            if was != now:
+                raise UsageError(
+                    f"the buffer {name} moved after run.step(...) in the loop's body: what a forward pass in training "
+                    "mode does there would count on some ranks and not on others. Make that pass before run.step(...) "
+                    "or between model.eval() and model.train(), and set buffers by hand before run.train(...)"
+                )
+
+    def _checksums(self) -> dict[nn.Parameter, int]:
+        parameters = [p for model in self._state.models for p in model.parameters()]
+        return dict(zip(parameters, checksums(parameters), strict=True))
+
+    def _versions(self) -> list[int]:
+        return [buffer._version for _, buffer in self._state.buffers]
+
+    def _options_now(self) -> list[list[dict[str, Any]]]:
+        return [[_plain(group) for group in optimizer.param_groups] for optimizer in self._state.optimizers]
+
+    def _see_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self.run_steps:
+            return
+        known = {id(p) for model in self._state.models for p in model.parameters()}
+        if any(id(p) in known for p in parameters_of(optimizer)):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() was called in the loop of run.train(...), where each rank would "
+                "step by itself, on its own gradients: run.step(loss) takes the place of loss.backward(), "
+                "optimizer.step() and optimizer.zero_grad()"
+            )
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group; without tensors on a GPU, which would have to be waited for."""
+    options = {}
+    for name, value in group.items():
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "cpu" and value.numel() == 1:
+                options[name] = value.item()
+        elif name != "params":
+            options[name] = value
+    return options
+
+
+def _mark(value: Stateful) -> Any:
+    """Something that differs if ``value`` has been changed, however it was done; waits for the GPU."""
+    state = value.state_dict()
+    return _without_tensors(state), checksums([tensor for _, tensor in tensors_in(state)])
+
+
+def _without_tensors(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape)
+    if isinstance(value, Mapping):
+        return {key: _without_tensors(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_tensors(inner) for inner in value]
+    return repr(value)

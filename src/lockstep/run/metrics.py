@@ -1,0 +1,122 @@
+"""Means over samples that depend neither on the order of the sums nor on who computed which part.
+
+A float is a whole number of units of 2**-1074, so its sums are kept as Python's integers: exact, whatever their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from lockstep.collectives import Group
+from lockstep.errors import UsageError
+
+# How many values wait on the device before they are fetched; each fetch waits for the device once.
+_FETCH = 512
+_UNIT_BITS = 1074
+
+State = dict[str, list[int | float]]
+
+
+class _Mean:
+    """One running mean."""
+
+    def __init__(self) -> None:
+        self.units = 0  # the sum of the finite values, in units of 2**-1074
+        self.odd = 0.0  # the sum of the others: nan or an infinity, if there were any
+        self.count = 0
+        self._waiting: list[tuple[torch.Tensor, int | torch.Tensor, int | torch.Tensor]] = []
+
+    def add(self, value: torch.Tensor, weight: int | torch.Tensor, count: int | torch.Tensor) -> None:
+        self._waiting.append((value, weight, count))
+        if len(self._waiting) == _FETCH:
+            self.fetch()
+
+    def fetch(self) -> None:
+        """Every value is in the sums; waits for the device."""
+        if not self._waiting:
+            return
+        values = torch.stack([value for value, _, _ in self._waiting]).double().tolist()
+        for value, (_, weight, count) in zip(values, self._waiting, strict=True):
+            self.count += int(count)
+            if math.isfinite(value):
+                numerator, denominator = value.as_integer_ratio()
+                self.units += numerator * int(weight) << (_UNIT_BITS - denominator.bit_length() + 1)
+            else:
+                self.odd += value
+        self._waiting = []
+
+
+class MetricMeans:
+    """What was measured since the last `reduce`, by name."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, _Mean] = {}
+
+    def add_mean(self, name: str, value: torch.Tensor, count: int | torch.Tensor) -> None:
+        """``value`` (no dimension) is the mean over ``count`` items. Does not wait for the device."""
+        self._of(name).add(value, count, count)
+
+    def add(self, name: str, value: object, samples: int, count: int | torch.Tensor | None = None) -> None:
+        """Measure ``value``: one number for each sample, or the mean of ``count`` items; None: of all ``samples``."""
+        if isinstance(value, torch.Tensor) and value.dim():
+            if count is not None:
+                raise UsageError(
+                    f"measure({name}=tensor of shape {tuple(value.shape)}, count=...): count is for one number that is "
+                    "the mean of so many items; leave it out, or give the mean"
+                )
+            value = value.detach()
+            whole = value.dtype in (torch.float16, torch.bfloat16, torch.float32)
+            total = value.sum(dtype=torch.float64 if whole else None)
+            self._of(name).add(total.double(), 1, value.numel())
+        else:
+            try:
+                # A number of Python's is not rounded to torch's default type.
+                number = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None).detach()
+            except (TypeError, ValueError, RuntimeError):
+                number = torch.empty(0)
+            if number.dim():
+                raise UsageError(f"measure({name}={value!r}): give a tensor with one number per sample, or one number")
+            self.add_mean(name, number, samples if count is None else count)
+
+    def reduce(self, group: Group) -> dict[str, float]:
+        """The mean of each measure over all ranks, and empty from here on. Collective.
+
+        A rank may have measured nothing of it, such as one without a micro-batch in a short step.
+        """
+        total = self.state(group)
+        self._means = {}
+        return {name: _mean(*parts) for name, parts in total.items()}
+
+    def state(self, group: Group) -> State:
+        """What all ranks have measured so far, the same on every rank. Collective."""
+        for mean in self._means.values():
+            mean.fetch()
+        total: State = {}
+        mine: State = {name: [m.units, m.odd, m.count] for name, m in self._means.items()}
+        for state in group.gather_objects(mine, "measures"):
+            for name, held in state.items():
+                total[name] = [a + b for a, b in zip(total.get(name, [0, 0.0, 0]), held, strict=True)]
+        return total
+
+    def load(self, state: Mapping[str, list[int | float]], group: Group) -> None:
+        """Go on from `state`, whatever the number of ranks was: the leader holds it all."""
+        self._means = {}
+        for name, (units, odd, count) in state.items():
+            if group.leads:
+                mean = self._of(name)
+                mean.units, mean.odd, mean.count = int(units), float(odd), int(count)
+
+    def _of(self, name: str) -> _Mean:
+        if name not in self._means:
+            self._means[name] = _Mean()
+        return self._means[name]
+
+
+def _mean(units: int | float, odd: int | float, count: int | float) -> float:
+    """The quotient, correctly rounded; not a number if nothing was counted."""
+    if odd or not count:
+        return float(odd) or math.nan
+    return int(units) / (int(count) << _UNIT_BITS)

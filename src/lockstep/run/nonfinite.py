@@ -1,0 +1,155 @@
+"""Losses and gradients that are not finite: said at once, and by default the end of the run.
+
+On a CPU a loss is looked at before its backward pass, and a step's gradient before the update, so the parameters are
+still good. A GPU is not waited for: it is asked for flags, which are looked at one step later, or before a save.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
+
+import torch
+from torch import nn
+
+from lockstep.errors import NonFiniteError
+from lockstep.strategies import has_gradient
+
+OnNan = Literal["stop", "warn", "ignore"]
+_Asked = tuple[torch.Tensor, list[tuple[str, str]], torch.cuda.Event]  # flags on their way, with what each means
+_LEAST_SCALE = 1.0  # of fp16's losses: sixteen skipped steps below the first one
+
+
+class NonFiniteChecks:
+    """Of one rank.
+
+    Args:
+        on_nan: stop: raise; warn: say it, once for each kind; ignore: look at nothing.
+        rank: this one.
+        warn: says a line for this rank, and sees to it that checkpoints from before it are kept.
+        last_good: tells which checkpoint was committed last.
+    """
+
+    def __init__(
+        self, on_nan: OnNan, rank: int, warn: Callable[[str], None], last_good: Callable[[], int | None]
+    ) -> None:
+        self._on_nan: Final = on_nan
+        self._rank: Final = rank
+        self._warn: Final = warn
+        self._last_good: Final = last_good
+        self._said: set[str] = set()
+        self._flags: list[tuple[torch.Tensor, str, str]] = []  # of this step, on the GPU: what is not finite
+        self._asked: _Asked | None = None  # of the step before
+
+    def loss(self, loss: torch.Tensor, step: int, index: int, of: int) -> None:
+        """The loss of micro-batch ``index``, of ``of``, is known, in the step after ``step`` steps.
+
+        Raises:
+            NonFiniteError: if it is not finite and the run is to stop.
+        """
+        if self._on_nan == "ignore":
+            return
+        on_cpu = loss.device.type == "cpu"
+        value = loss.item() if on_cpu else math.nan
+        if math.isfinite(value):
+            return
+        where = f"at step {step + 1} on rank {self._rank}, micro-batch {index} of {of}"
+        if on_cpu:
+            self._found("loss", f"the loss is {value:g} {where}")
+        else:
+            self._flags.append((~loss.detach().isfinite(), "loss", f"the loss is not finite {where}"))
+
+    def gradients(self, parameters: Sequence[nn.Parameter], name_of: Callable[[nn.Parameter], str], step: int) -> None:
+        """The gradient of the step after ``step`` steps is summed; this rank's part of it.
+
+        Raises:
+            NonFiniteError: if it is not finite and the run is to stop.
+        """
+        if self._on_nan == "ignore":
+            return
+        # The sum of numbers one of which is not finite is not finite, and takes one pass over them. Where the sum is
+        # too large for its type, the numbers themselves are asked.
+        sums = [_sum(values) for p in parameters if (values := has_gradient(p)) is not None]
+        if not sums:
+            return
+        words = f"at step {step + 1}, summed over all ranks, on rank {self._rank}"
+        if sums[0].device.type != "cpu":
+            device = sums[0].device  # a model may lie on several
+            total = torch.stack([each.abs().float().to(device) for each in sums]).sum()
+            self._flags.append((~total.isfinite(), "gradient", f"the gradient is not finite {words}"))
+        elif not cmath.isfinite(sum(each.item() for each in sums)):
+            odd = [name_of(p) for p in parameters if (v := has_gradient(p)) is not None and not v.isfinite().all()]
+            if odd:
+                more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+                self._found("gradient", f"the gradient of {', '.join(odd[:3])}{more} is not finite {words}")
+
+    def loss_scale(self, scale: float, step: int) -> None:
+        """In fp16, after a step that was skipped: what is left of the loss scale.
+
+        Raises:
+            NonFiniteError: if it is so small that fp16 cannot be the reason, and the run is to stop.
+        """
+        if self._on_nan != "ignore" and scale < _LEAST_SCALE:
+            self._found(
+                "scale",
+                f"the loss scale fell to {scale:g} at step {step + 1}, for so many steps had gradients that are not "
+                "finite and were skipped",
+            )
+
+    def step_ended(self) -> None:
+        """What the GPU has found out since the step before is looked at, and asked for this one.
+
+        Raises:
+            NonFiniteError: if something was not finite and the run is to stop.
+        """
+        asked, self._asked = self._asked, None
+        self._ask()
+        self._look_at(asked)
+
+    def settle(self) -> None:
+        """Nothing of the steps so far is still to be found out; waits for the GPU. Before they are saved.
+
+        Raises:
+            NonFiniteError: if something was not finite and the run is to stop.
+        """
+        self.step_ended()
+        self.step_ended()
+
+    def _ask(self) -> None:
+        if not self._flags:
+            return
+        device = self._flags[0][0].device
+        flags = torch.stack([flag.to(device) for flag, _, _ in self._flags])
+        event = torch.cuda.Event()
+        here = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True).copy_(flags, non_blocking=True)
+        event.record()
+        self._asked = here, [(kind, words) for _, kind, words in self._flags], event
+        self._flags = []
+
+    def _look_at(self, asked: _Asked | None) -> None:
+        if asked is None:
+            return
+        here, found, event = asked
+        event.synchronize()
+        for flag, (kind, words) in zip(here.tolist(), found, strict=True):
+            if flag:
+                self._found(kind, words)
+
+    def _found(self, kind: str, words: str) -> None:
+        if self._on_nan == "warn":
+            if kind not in self._said:
+                self._said.add(kind)
+                self._warn(f"{words}; training goes on, as on_nan='warn' says")
+            return
+        good = self._last_good()
+        saved = "no checkpoint was saved before" if good is None else f"the last checkpoint is that of step {good}"
+        raise NonFiniteError(
+            f"{words}; {saved}. Look at the data and the learning rate, or go on all the same with "
+            "Run(on_nan='warn') or 'ignore'"
+        )
+
+
+def _sum(values: torch.Tensor) -> torch.Tensor:
+    return values.sum(dtype=torch.float32) if values.dtype is torch.float16 else values.sum()

@@ -1,0 +1,97 @@
+"""How much memory is free, and what to say when a GPU's is full: two settings that would fit, by estimate.
+
+    peak  =  what stays                             +  what grows with the micro-batch
+             parameters, gradients, optimizer          activations: halved by half of it, or by 16 bits
+
+None of it is done by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_GIB = 1 << 30
+# Of the device's memory, what fragments and libraries leave to use.
+_USABLE = 0.92
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPeak:
+    """How far a rank's GPU memory went, in bytes."""
+
+    peak: int  #: allocated at most, with what could not be had
+    stays: int  #: parameters, their gradients, the optimizer's state
+    total: int  #: of the device
+    micro_batch: int
+    global_batch: int
+    precision: str
+
+    def at(self, micro_batch: int, *, halved: bool) -> int:
+        """Expected peak with this micro-batch, and with activations in half as many bits."""
+        grows = max(0, self.peak - self.stays) * micro_batch / self.micro_batch
+        return int(self.stays + grows * (0.5 if halved else 1.0))
+
+    def fits(self, micro_batch: int, *, halved: bool) -> bool:
+        """Whether that is expected to fit."""
+        return self.at(micro_batch, halved=halved) <= self.total * _USABLE
+
+    def largest(self, *, halved: bool) -> int | None:
+        """The largest micro-batch, from this one down by halves, that is expected to fit."""
+        size = self.micro_batch if halved else self.micro_batch // 2
+        while size and not self.fits(size, halved=halved):
+            size //= 2
+        return size or None
+
+
+def advice(peak: MemoryPeak) -> list[str]:
+    """Lines for the user. None of it is done by itself: each changes the bits of the result."""
+    ways = []
+    if (size := peak.largest(halved=False)) is not None:
+        ways.append(f"micro_batch={size} ({peak.at(size, halved=False) / _GIB:.1f} GiB)")
+    if peak.precision == "fp32" and (size := peak.largest(halved=True)) is not None:
+        smaller = f" with micro_batch={size}" if size != peak.micro_batch else ""
+        ways.append(f"--precision bf16{smaller} ({peak.at(size, halved=True) / _GIB:.1f} GiB)")
+    lines = [
+        f"peak {peak.peak / _GIB:.1f} GiB of {peak.total / _GIB:.1f} GiB with micro_batch={peak.micro_batch}, of which "
+        f"{peak.stays / _GIB:.1f} GiB are parameters, gradients and the optimizer's state",
+    ]
+    if ways:
+        lines.append(f"would fit, by estimate: {', or '.join(ways)}; global_batch stays {peak.global_batch}")
+    else:
+        lines.append("no micro_batch would fit: the model itself is too large for this device")
+    return lines
+
+
+def free_bytes(device: torch.device, ranks: int) -> int:
+    """Memory of ``device`` that this rank may still use, where ``ranks`` share this machine's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(line for line in lines if line.startswith("MemAvailable:"))
+    return int(available.split()[1]) * 1024 // ranks
+
+
+def wanted_bytes(error: BaseException) -> int:
+    """How much could not be had, as torch says it: ``Tried to allocate 2.00 GiB``; 0 if it does not say."""
+    words = str(error).partition("Tried to allocate ")[2].split()
+    units = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    try:
+        return int(float(words[0]) * units[words[1].rstrip(".")])
+    except (IndexError, KeyError, ValueError):
+        return 0
+
+
+def staying_bytes(tensors: list[torch.Tensor], gradients: list[torch.Tensor]) -> int:
+    """What ``tensors`` take, and gradients of ``gradients``."""
+    return sum(t.numel() * t.element_size() for t in [*tensors, *gradients])
+
+
+def add_advice(error: BaseException, peak: MemoryPeak) -> None:
+    """``error`` says it too, from here on; once."""
+    if not getattr(error, "__notes__", None):
+        for line in advice(peak):
+            error.add_note(line)

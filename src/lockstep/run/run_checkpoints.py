@@ -1,0 +1,243 @@
+"""What a run does with checkpoints: resume, save, stop with one; or nothing, where it has none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn, Protocol
+
+from lockstep.checkpoint import Checkpoints, Outcome
+from lockstep.errors import CheckpointError, SettingError
+from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME
+from lockstep.run.identity import differences
+from lockstep.run.stop_requests import JobDeadline
+
+Say = Callable[[str], None]
+Identity = Mapping[str, Any]
+"""What the bits of a run depend on, beside its data and its code, by name."""
+
+
+class RunCheckpointer(Protocol):
+    """All ranks call each of these alike."""
+
+    saved_step: int | None  #: step of the last save that was begun or resumed from
+
+    def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
+        """The newest whole checkpoint's tree; None: begin at the beginning, as ``fresh`` asks for."""
+        ...
+
+    def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
+        """What differs from the run that was resumed is said, or refused; of those parts that ``identity`` names."""
+        ...
+
+    def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
+        """Begin to save ``tree()`` as the state after ``step``, unless that is done already."""
+        ...
+
+    def committed_step(self) -> int | None:
+        """The newest step that is safe on disk. Cheap: for every step."""
+        ...
+
+    def protect_newest(self) -> None:
+        """The newest checkpoint, and the one being written, are kept beside those that are kept anyway. Cheap."""
+        ...
+
+    def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
+        """Leave the process with code 75, now that the state after ``step`` is being saved.
+
+        ``part`` is called when that has ended; it returns once all ranks have called it.
+        """
+        ...
+
+    def close(self) -> None:
+        """The last save has ended."""
+        ...
+
+    def has(self, step: int) -> bool:
+        """After `close`: nothing is missing of what was to be saved of a run that ends after ``step``."""
+        ...
+
+    def leave_without(self, step: int) -> NoReturn:
+        """Leave the process with code 74, for this keeper has not ``step``."""
+        ...
+
+    def abandon(self) -> None:
+        """A rank failed: nobody waits for the others' parts any more. Each rank by itself."""
+        ...
+
+    def release(self) -> None:
+        """Last of all: another run may have the directory. Each rank by itself."""
+        ...
+
+
+class NoCheckpointer:
+    """For a run that saves nothing."""
+
+    saved_step: int | None = None
+
+    def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
+        """Nothing."""
+        return None
+
+    def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
+        """Nothing was resumed."""
+
+    def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
+        """Nothing is saved."""
+
+    def committed_step(self) -> int | None:
+        """None."""
+        return None
+
+    def protect_newest(self) -> None:
+        """There is none."""
+
+    def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
+        """Never asked: signals do what they do without Lockstep."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def has(self, step: int) -> bool:
+        """Nothing was to be saved."""
+        return True
+
+    def leave_without(self, step: int) -> NoReturn:
+        """Never asked: nothing is missing."""
+        raise AssertionError("nothing was to be saved")
+
+    def abandon(self) -> None:
+        """Nothing is open."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+class DirectoryCheckpointer:
+    """For a run with a directory."""
+
+    def __init__(self, checkpoints: Checkpoints, say: Say, end: JobDeadline) -> None:
+        self._checkpoints: Final = checkpoints
+        self._say: Final = say
+        self._end: Final = end  # told how long a save takes
+        self._began_s: float | None = None  # the save whose end was not seen yet
+        self._resumed: Identity | None = None
+        self._ended: Outcome | None = None  # how the last save ended
+        self.saved_step: int | None = None
+
+    def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
+        """See `RunCheckpointer.resume`. With ``fresh``, earlier checkpoints are set aside and kept.
+
+        Raises:
+            SettingError: if there is one and it was not asked for: to go on with it, or to overwrite it, is the
+                user's choice.
+        """
+        if fresh and (aside := self._checkpoints.archive()) is not None:
+            self._say(f"beginning anew; the earlier checkpoints are in {aside}")
+        saved = self._checkpoints.newest()
+        if saved is None:
+            return None
+        if not asked:
+            script = Path(sys.argv[0]).name or "train.py"
+            raise SettingError(
+                f"{self._checkpoints.root} holds a run that got to step {saved.step}. To go on with it: "
+                f"lockstep run --resume ... {script}, or {RESUME}=1 python {script}. "
+                f"To begin anew: lockstep run --fresh ..., {FRESH}=1 python {script}, or another directory"
+            )
+        tree: dict[str, Any] = self._checkpoints.load(saved)
+        self._resumed, self.saved_step = saved.about, saved.step
+        self._say(f"resumed at step {saved.step} from {saved.path}")
+        return tree
+
+    def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
+        """See `RunCheckpointer.compare`.
+
+        Raises:
+            CheckpointError: if the steps would hold other samples than those of the run that saved, or an optimizer is
+                of another class.
+        """
+        before = self._resumed or identity
+        if "sizes" in identity and before["sizes"] not in (None, identity["sizes"]):
+            (was_global, was_micro), (global_batch, micro_batch) = before["sizes"], identity["sizes"]
+            raise CheckpointError(
+                f"the checkpoint was trained with global_batch={was_global}, micro_batch={was_micro}, and this script "
+                f"says {global_batch}, {micro_batch}: its steps would hold other samples. Give the sizes of before, or "
+                "begin anew with --fresh"
+            )
+        if mid_epoch and before["samples"] != identity["samples"]:
+            raise CheckpointError(
+                f"the checkpoint was taken within an epoch of {before['samples']} samples, and this script's data set "
+                f"has {identity['samples']}: what is left of the epoch would not be what was left then. Give the data "
+                "set of before, or begin anew with --fresh"
+            )
+        for words in differences(before, identity):
+            self._say(words)
+
+    def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
+        """See `RunCheckpointer.save`."""
+        if self.saved_step != step:
+            self._began_s = time.monotonic()
+            self._checkpoints.save(tree(), step, identity)
+            self.saved_step = step
+
+    def committed_step(self) -> int | None:
+        """See `RunCheckpointer.committed_step`."""
+        self._checkpoints.news()
+        if self._began_s is not None and self._checkpoints.last_committed_step == self.saved_step:
+            self._end.save_s, self._began_s = time.monotonic() - self._began_s, None
+        return self._checkpoints.last_committed_step
+
+    def protect_newest(self) -> None:
+        """See `RunCheckpointer.protect_newest`."""
+        self._checkpoints.protect_newest()
+
+    def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
+        """See `RunCheckpointer.stop`.
+
+        Raises:
+            SystemExit: with code 75, once the checkpoint is committed.
+            CheckpointError: if it could not be.
+        """
+        self._checkpoints.settle()
+        part()
+        if self._checkpoints.last_committed_step != step:
+            raise CheckpointError(f"stopped by {reason} at step {step}, and its checkpoint was not saved")
+        self._say(f"stopped by {reason} at step {step}, which is saved; run it again with --resume to go on")
+        raise SystemExit(EXIT_STOPPED)
+
+    def close(self) -> None:
+        """See `RunCheckpointer.close`."""
+        self._ended = self._checkpoints.close()
+
+    def has(self, step: int) -> bool:
+        """See `RunCheckpointer.has`."""
+        return self._checkpoints.last_committed_step == step
+
+    def leave_without(self, step: int) -> NoReturn:
+        """See `RunCheckpointer.leave_without`. The leader says what is missing, and a note on the exception does.
+
+        Raises:
+            SystemExit: with code 74.
+        """
+        root, good = self._checkpoints.root, self._checkpoints.last_committed_step
+        why_not = self._ended.why_not if self._ended else "no save was begun"
+        rest = (
+            "There is no checkpoint at all: mend that, or give another directory, and run it again"
+            if good is None
+            else f"The last good one is of step {good}: mend that, then run it again with --resume to go on from there"
+        )
+        missing = f"trained to step {step}, which no checkpoint in {root} holds: {why_not}. {rest}"
+        self._say(f"NOT SAVED: {missing}")
+        ending = SystemExit(EXIT_NOT_SAVED)
+        ending.add_note(missing)
+        raise ending
+
+    def abandon(self) -> None:
+        """See `RunCheckpointer.abandon`."""
+        self._checkpoints.abandon()
+
+    def release(self) -> None:
+        """See `RunCheckpointer.release`."""
+        self._checkpoints.release()

@@ -1,0 +1,195 @@
+"""What a run is asked for from outside: by signals, by a file ``STOP``, by the end of the job that holds it.
+
+    first signal           a flag, no more: the ranks agree on a step, save, and leave with 75
+    then Ctrl-C            KeyboardInterrupt where the program is: 130, and nothing more is saved
+    then Ctrl-C once more  the process is gone, wherever it is
+
+Only Ctrl-C insists. A scheduler that warns with SIGUSR1 and ends with SIGTERM must not cut off the save it warned of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from lockstep.errors import SettingError
+from lockstep.launch_contract import ENDS_AT, EXIT_INTERRUPTED
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+# A step costs a look at a file no more often than this.
+_LOOK_EVERY_S = 0.2
+#: How long a process that is to stop now may stay where it is, such as in a collective whose peers are gone.
+_STOP_NOW_S = 2.0
+#: Taken for the time of a save before there was one.
+_SAVE_S = 30.0
+#: For closing files and the connections to the other ranks, and for a scheduler that counts in other seconds.
+_LEAVE_S = 5.0
+_STEPS = 15  # remembered; the usual time of a step is their median
+
+
+class JobDeadline:
+    """When the job that holds this process ends, and how long before that a run must begin to stop.
+
+    Args:
+        at_s: seconds since 1970; None: nobody knows an end.
+        wall: the clock, in seconds since 1970.
+    """
+
+    def __init__(self, at_s: float | None, wall: Callable[[], float] = time.time) -> None:
+        self._at_s: Final = at_s
+        self._wall: Final = wall
+        self._steps_s: deque[float] = deque(maxlen=_STEPS)
+        self.save_s: float | None = None  #: how long the last save took until it was on disk
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> JobDeadline:
+        """The end that the launcher was told of, or that newer versions of Slurm tell every process.
+
+        Raises:
+            SettingError: if the variable holds no number.
+        """
+        for name in (ENDS_AT, "SLURM_JOB_END_TIME"):
+            if env.get(name):
+                try:
+                    return cls(float(env[name]))
+                except ValueError:
+                    raise SettingError(
+                        f"{name}={env[name]!r}: give seconds since 1970, such as from date +%s"
+                    ) from None
+        return cls(None)
+
+    @property
+    def margin_s(self) -> float:
+        """How long before the end a stop must begin: two steps, two saves as measured, and a little."""
+        step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
+        return 2 * step_s + 2 * (_SAVE_S if self.save_s is None else self.save_s) + _LEAVE_S
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds for which a run may still train; None without an end."""
+        return None if self._at_s is None else self._at_s - self.margin_s - self._wall()
+
+    def step_took(self, seconds: float) -> None:
+        """One more step is known; of little cost where there is no end."""
+        if self._at_s is not None:
+            self._steps_s.append(seconds)
+
+    def reason(self) -> str | None:
+        """Why to stop now, if it is time."""
+        if self._at_s is None or (self.left_s or 0.0) > 0:
+            return None
+        return f"the end of its job at {datetime.fromtimestamp(self._at_s):%H:%M:%S}"
+
+
+class StopRequests:
+    """What this process has been asked for. A wish once seen stays."""
+
+    def __init__(self, stop_file: Path, end: JobDeadline, now: Callable[[], float] = time.monotonic) -> None:
+        self._stop_file: Final = stop_file
+        self._end: Final = end
+        self._now: Final = now
+        self._next_look_s = now()
+        self._reason: str | None = None
+        self._before: dict[int, object] = {}
+        self._ear: _SignalThread | None = None
+
+    def listen(self) -> None:
+        """From here on a signal asks for a stop. In the main thread."""
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+        self._ear = _SignalThread.open()
+
+    def unlisten(self) -> None:
+        """Signals do again what they did before."""
+        if self._ear is not None:
+            self._ear.close()
+            self._ear = None
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before = {}
+
+    def reason(self) -> str | None:
+        """Why to stop, or None. Cheap enough for every step; from any thread."""
+        if self._reason is None and self._now() >= self._next_look_s:
+            self._next_look_s = self._now() + _LOOK_EVERY_S
+            self._reason = f"the file {self._stop_file}" if self._stop_file.exists() else self._end.reason()
+        return self._reason
+
+    def acknowledge(self) -> None:
+        """The file was heeded: it must not stop the next run too. The leader."""
+        with contextlib.suppress(OSError):
+            self._stop_file.unlink(missing_ok=True)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._reason is None:
+            self._reason = signal.Signals(number).name
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+
+class _SignalThread:
+    """Hears signals in a thread of its own, also while the main thread is stuck in a call that runs no handler."""
+
+    def __init__(self, hears: int, told: int) -> None:
+        self._hears, self._told = hears, told
+        self._thread = threading.Thread(target=self._hear, name="lockstep signals", daemon=True)
+
+    @classmethod
+    def open(cls) -> _SignalThread | None:
+        """None where somebody else hears them so already, such as an event loop."""
+        hears, told = os.pipe()
+        os.set_blocking(told, False)
+        other = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        if other != -1:
+            signal.set_wakeup_fd(other)
+            os.close(hears)
+            os.close(told)
+            return None
+        ear = cls(hears, told)
+        ear._thread.start()
+        _told.add(told)
+        return ear
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(-1)
+        _told.discard(self._told)
+        os.write(self._told, b"\0")
+        self._thread.join()
+        os.close(self._told)
+        os.close(self._hears)
+
+    def _hear(self) -> None:
+        asked = insists = 0
+        while heard := os.read(self._hears, 1)[0]:
+            insists += asked > 0 and heard == signal.SIGINT
+            asked += heard in _SIGNALS
+            if insists == 1 and heard == signal.SIGINT:
+                # Most often the main thread is gone before this is over.
+                last = threading.Timer(_STOP_NOW_S, os._exit, (EXIT_INTERRUPTED,))
+                last.daemon = True
+                last.start()
+            if insists > 1:
+                os._exit(EXIT_INTERRUPTED)
+
+
+_told: set[int] = set()  #: where this process hears its own signals, if it does
+
+
+def _be_deaf() -> None:
+    # Else a signal that a loader process gets would be heard by its rank, as if it had got one more.
+    if _told:
+        _told.clear()
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_be_deaf)

@@ -1,0 +1,122 @@
+"""Gradients that are made smaller before ranks send them, and summed over ranks.
+
+A rank first adds up its own micro-batches as they are; only what it sends is changed. So the result depends on how
+many ranks there are, and is the same, bit for bit, each time as many train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+
+from lockstep.collectives import Group, NativeAllReduce, RankOrderAllReduce
+
+
+class Compression(Protocol):
+    """How the gradients of each step are summed over ranks, bucket by bucket."""
+
+    def setup_model(self, model: nn.Module) -> None:
+        """Gradients of ``model`` will be summed. All ranks, with equal models in the same order."""
+        ...
+
+    def begin(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """This rank's gradients of some parameters are there.
+
+        Args:
+            flat: one-dimensional, the same length on every rank; the sum will arrive in it.
+            parameters: all of one model.
+            gradients: theirs, views of ``flat``.
+
+        All ranks, for the same parameters in the same order.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Every sum begun is there, the same bits on all ranks; of each model all gradients were begun. Collective."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next steps depend on. Collective."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back `state`, in which every tensor is whole; empty: begin anew. Collective."""
+        ...
+
+    def close(self) -> None:
+        """No sum is begun any more."""
+        ...
+
+
+class Uncompressed:
+    """Gradients travel as they are, through torch's own all-reduce."""
+
+    def __init__(self, group: Group) -> None:
+        self._sums: Final = NativeAllReduce(group)
+
+    def setup_model(self, model: nn.Module) -> None:
+        """Any model will do."""
+
+    def begin(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """See `Compression.begin`."""
+        self._sums.begin(flat)
+
+    def finish(self) -> None:
+        """See `Compression.finish`."""
+        self._sums.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is left over."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to put back."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class Cast:
+    """Gradients travel, and are added, as numbers of two bytes: half of the traffic of fp32, a quarter of fp64.
+
+    They are rounded once before they are sent and once by each addition. bf16 has the range of fp32 and 8 bits of
+    precision. fp16 has 11 bits; below 6e-8 it is zero and above 65504 infinite, which the loss scale of
+    ``precision="fp16"`` sees and skips. What is summed are shares of the mean over the global batch, so more ranks
+    bring no number nearer to that end.
+    """
+
+    def __init__(self, group: Group, dtype: torch.dtype) -> None:
+        self._dtype: Final = dtype
+        self._sums: Final = RankOrderAllReduce(group)
+        self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []  # where each sum goes, and what is sent
+
+    def setup_model(self, model: nn.Module) -> None:
+        """Any model will do."""
+
+    def begin(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """See `Compression.begin`."""
+        sent = flat.to(self._dtype) if flat.dtype.itemsize > self._dtype.itemsize else flat
+        self._sums.begin(sent)
+        if sent is not flat:
+            self._begun.append((flat, sent))
+
+    def finish(self) -> None:
+        """See `Compression.finish`."""
+        begun, self._begun = self._begun, []
+        self._sums.finish()
+        for flat, sent in begun:
+            flat.copy_(sent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is left over."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to put back."""
+
+    def close(self) -> None:
+        """See `Compression.close`."""
+        self._sums.close()

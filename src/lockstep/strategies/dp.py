@@ -1,0 +1,122 @@
+"""One process that divides each micro-batch among all local GPUs: torch's DataParallel.
+
+                 ┌── rows 0..7 ──►  model on GPU 0  ──┐
+    batch of 16 ─┤                                    ├─► outputs of 16, on GPU 0 ──► loss
+                 └── rows 8..15 ─►  copy on GPU 1   ──┘
+
+The gradient is that of the whole micro-batch. Copies are made in each forward pass, and their buffers are forgotten:
+what is kept is what the first device has seen, such as the running statistics of its rows alone. To rehearse without
+GPUs, CPU threads do the same; which of them draws a random number first is left to chance.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lockstep.errors import SettingError, UsageError
+from lockstep.strategies.protocol import Strategy, StrategyContext
+from lockstep.strategies.single_process import SingleProcess
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``dp`` may be told."""
+
+    devices: int = 0  #: among how many a micro-batch is divided; 0: all GPUs, or two threads
+
+    def __post_init__(self) -> None:
+        if self.devices < 0:
+            raise SettingError(f"strategy dp: devices={self.devices}; give a number from 1")
+
+
+def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+    """The strategy ``dp``.
+
+    Raises:
+        SettingError: if there are several ranks, or no or too few GPUs, and this is no rehearsal.
+    """
+    ranks, gpus = terms.group.size, torch.cuda.device_count()
+    if ranks > 1:
+        raise SettingError(f"strategy dp is one process for all GPUs, and there are {ranks} ranks; use ddp")
+    if terms.group.device.type == "cuda":
+        if options.devices > gpus:
+            raise SettingError(f"strategy dp: devices={options.devices}, and there are {gpus} GPUs")
+        first = terms.group.device.index or 0
+        others = [gpu for gpu in range(gpus) if gpu != first]
+        devices = [first, *others][: options.devices or gpus]
+        return SingleProcess(terms.group, terms.runs, exact=terms.exact, wrap=lambda m: nn.DataParallel(m, devices))
+    if not terms.rehearse:
+        raise SettingError(
+            "strategy dp divides batches among GPUs, and there is none here; use ddp, or let CPU threads stand in for "
+            "them with --rehearse, which is Run(rehearse=True)"
+        )
+    return SingleProcess(
+        terms.group, terms.runs, exact=terms.exact, wrap=lambda m: CpuDataParallel(m, options.devices or 2)
+    )
+
+
+class CpuDataParallel(nn.Module):
+    """``module``, computed in so many threads, each for some rows of its inputs."""
+
+    def __init__(self, module: nn.Module, threads: int) -> None:
+        super().__init__()
+        self.module: Final = module
+        self._threads: Final = threads
+
+    def forward(self, *inputs: Any, **more: Any) -> Any:
+        """As of ``module``: tensors are divided along their first dimension, and outputs are put together along it."""
+        parts = _divided((inputs, more), self._threads)
+        if len(parts) < 2:
+            return self.module(*inputs, **more)
+        # Copies share the parameters, so all gradients arrive at the same ones; all else is their own.
+        shared = {id(parameter): parameter for parameter in self.module.parameters()}
+        modules = [self.module, *(copy.deepcopy(self.module, dict(shared)) for _ in parts[1:])]
+        # Modes of the thread that calls are not those of a new one.
+        gradients, dtype = torch.is_grad_enabled(), torch.get_autocast_dtype("cpu")
+        formats = torch.is_autocast_enabled("cpu")
+
+        def compute(module: nn.Module, part: Any) -> Any:
+            with torch.set_grad_enabled(gradients), torch.autocast("cpu", dtype=dtype, enabled=formats):
+                return module(*part[0], **part[1])
+
+        with ThreadPoolExecutor(len(parts), thread_name_prefix="lockstep-dp") as pool:
+            return _joined(list(pool.map(compute, modules, parts)))
+
+
+def _divided(value: Any, into: int) -> list[Any]:
+    """``value`` for each thread: with some rows of each tensor, also within lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        return list(value.chunk(into))
+    if isinstance(value, Mapping):
+        return [dict(zip(value, row, strict=True)) for row in _rows(list(value.values()), into)]
+    if isinstance(value, list | tuple):
+        return [_like(value, row) for row in _rows(value, into)]
+    return [value] * into
+
+
+def _rows(values: Sequence[Any], into: int) -> list[tuple[Any, ...]]:
+    """As many as the tensor with the fewest has; ``into``, where there is none."""
+    return list(zip(*(_divided(v, into) for v in values), strict=False)) if values else [()] * into
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(parts)) if first.dim() else torch.stack(list(parts))
+    if isinstance(first, Mapping):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, list | tuple):
+        return _like(first, [_joined(each) for each in zip(*parts, strict=True)])
+    raise UsageError(f"strategy dp: the model gives a {type(first).__name__}; only tensors can be put together")
+
+
+def _like(value: Any, items: Sequence[Any]) -> Any:
+    """``items`` in a list or tuple of the type of ``value``."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

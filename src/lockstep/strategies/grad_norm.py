@@ -1,0 +1,55 @@
+"""The norm of a gradient, with the same bits however its rows are divided between ranks.
+
+The squares of a row are summed by halves, and so are then the rows of all parameters::
+
+    a b c d e        (5)
+    a+d b+e c        (3)      the second half is laid onto the first one, element by element
+    a+d+c b+e        (2)
+    ...
+
+Only element-wise additions are made. Their bits depend on neither the number of rows that lie here, nor on how a kernel
+would divide a sum among threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+def squared_row_norms(gradient: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of each row along the first dimension; float32, or float64 for a gradient of that type.
+
+    One row for a gradient of no dimension. Of a complex number it is that of its two parts.
+    """
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    shape = gradient.shape
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    rows = gradient.reshape(*shape[:1] or (1,), math.prod(gradient.shape[1 if shape else 0 :]))
+    squares = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    return _halved(squares.square_())
+
+
+def norm_of_rows(rows: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The 2-norm, of no dimension, from the `squared_row_norms` of all parameters, in the model's order."""
+    if not rows:
+        return torch.zeros((), device=device)
+    kind = torch.float64 if any(r.dtype == torch.float64 for r in rows) else torch.float32
+    return _halved(torch.cat([r.to(device, kind) for r in rows]).view(1, -1)).sqrt_()[0]
+
+
+def _halved(table: torch.Tensor) -> torch.Tensor:
+    """The sum of each row of ``table``, of shape (rows, any), which is overwritten."""
+    width = table.shape[1]
+    if not width:
+        return table.new_zeros(len(table))
+    while width > 1:
+        kept = (width + 1) // 2
+        table[:, : width - kept] += table[:, kept:width]
+        width = kept
+    return table[:, 0]

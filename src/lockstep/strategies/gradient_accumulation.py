@@ -1,0 +1,251 @@
+"""Gradients of single micro-batches, folded along the tree while a rank works through its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lockstep.collectives import Group, TreeAccumulator
+from lockstep.errors import UsageError
+from lockstep.strategies.sparse_gradients import dense_rows, no_rows, sparse_again
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchPosition:
+    """The place of one micro-batch in its step."""
+
+    index: int  #: among the step's micro-batches
+    of: int  #: micro-batches of the step
+    last: bool  #: whether it is this rank's last of the step
+    is_padding: bool = False  #: computed only so that this rank's collectives meet the others'; counts for nothing
+    samples: int = 1  #: in it
+    step_samples: int = 1  #: in the whole step, over all ranks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossCall:
+    """A micro-batch's loss, to be computed: for strategies that do so themselves, such as pipelines."""
+
+    model: nn.Module
+    loss: Callable[..., torch.Tensor]  #: of the model's outputs and the targets
+    inputs: tuple[Any, ...]  #: the model's positional arguments
+    targets: tuple[Any, ...]  #: the loss's, after the outputs
+    scale: Callable[[torch.Tensor], torch.Tensor]  #: from the loss to what is differentiated: fp16's loss scale
+
+    def __call__(self) -> torch.Tensor:
+        """The loss, not scaled."""
+        return self.loss(self.model(*self.inputs), *self.targets)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterSet:
+    """The parameters that one backward pass is for, in a fixed order."""
+
+    parameters: tuple[nn.Parameter, ...]
+    everything: bool  #: whether these are all that any backward pass is for
+    sparse: frozenset[nn.Parameter] = frozenset()  #: those whose gradients are sparse
+    candidates: tuple[nn.Parameter, ...] = ()  #: those that may learn, also those that are frozen now
+    learn: list[bool] = field(default_factory=list)  #: of the candidates, which of them learn
+    held: int = 0  #: how many parameters its optimizers hold
+    places: dict[int, int] = field(init=False, repr=False)  #: where in `parameters` each one is, by its id
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", {id(p): i for i, p in enumerate(self.parameters)})
+
+    @property
+    def dense(self) -> list[nn.Parameter]:
+        """Those whose gradients are dense, in order."""
+        return [p for p in self.parameters if p not in self.sparse] if self.sparse else list(self.parameters)
+
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor | None) -> None:
+        """Add the gradients of ``weight * loss``, or of ``loss``, to ``.grad`` of the parameters, and of no others."""
+        loss.backward(weight, inputs=None if self.everything else self.parameters)
+
+
+class TreeGradientAccumulator:
+    """What a target's parameters have gathered so far in this step, micro-batch by micro-batch.
+
+    Adding into ``.grad`` as autograd does would fold from the left, and the bits of the sum would tell how many
+    micro-batches this rank computes. So each gradient is taken out of ``.grad`` and folded along the tree.
+    """
+
+    def __init__(self, target: ParameterSet, micro_batches: int) -> None:
+        self._parameters: Final = target.parameters
+        self._sparse: Final = target.sparse
+        self._fold: Final = TreeAccumulator[Tensors](micro_batches, add_into_left)
+        self._micro_batches: Final = micro_batches
+        self._places: Final = target.places
+        self._used: Final[set[int]] = set()  # places of the parameters that had a part in some loss
+
+    def take(self, turn: MicroBatchPosition) -> None:
+        """Fold in the gradients of ``turn`` and leave ``.grad`` empty."""
+        self._fold.push((turn.index, turn.index + 1), pop_gradients(self._parameters, self._used, self._sparse))
+
+    def give(self) -> None:
+        """Put the sum over the whole step into ``.grad``; for a rank that computed all of it.
+
+        A parameter that had no part in any loss keeps none, so optimizers leave it alone, as on a single device.
+        """
+        (total,) = self._fold.sums
+        for place, (parameter, gradient) in enumerate(zip(self._parameters, total, strict=True)):
+            if place not in self._used:
+                parameter.grad = None
+            else:
+                parameter.grad = sparse_again(gradient, parameter) if parameter in self._sparse else gradient
+
+    def fill_up(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Before the last turn: those which had a part in an earlier turn have a gradient, if only of nothing."""
+        for parameter in parameters:
+            if parameter.grad is None and self._places.get(id(parameter)) in self._used:
+                parameter.grad = negative_zeros_like(parameter)
+
+    def partials(
+        self, turn: MicroBatchPosition, parameters: Sequence[torch.Tensor], gradients: Tensors, flat: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """This rank's sums for some of its parameters, once the gradients of its last turn are there.
+
+        Args:
+            turn: the last one.
+            parameters: some of the target's.
+            gradients: their gradients of ``turn``, views of ``flat``, each with the strides of its parameter; complex
+                ones as pairs of reals.
+            flat: one-dimensional; becomes the last of the sums.
+
+        Returns:
+            One tensor laid out like ``flat`` for each of the rank's nodes.
+        """
+        unused = [g for p, g in zip(parameters, gradients, strict=True) if p.grad is None]
+        if unused:
+            torch._foreach_copy_(unused, [negative_zeros_like(g) for g in unused])
+        if not self._fold.nodes:
+            return [flat]
+        places = [self._places[id(p)] for p in parameters]
+        here = TreeAccumulator[Tensors](self._micro_batches, _add_into_right)
+        here.nodes = list(self._fold.nodes)
+        here.sums = [[as_real(sums[i]) for i in places] for sums in self._fold.sums]
+        here.push((turn.index, turn.index + 1), gradients)
+        return [*(_laid_out(sums, gradients, flat) for sums in here.sums[:-1]), flat]
+
+    def rows(self, turn: MicroBatchPosition, parameter: nn.Parameter) -> list[torch.Tensor]:
+        """This rank's sums for one parameter with sparse gradients, whose ``.grad`` is that of ``turn``, the last one.
+
+        Returns:
+            One dense tensor of one dimension for each of the rank's nodes; what `sparse_again` takes, as rows.
+        """
+        here = TreeAccumulator[torch.Tensor](self._micro_batches, lambda left, right: left.add_(right))
+        here.nodes = list(self._fold.nodes)
+        here.sums = [sums[self._places[id(parameter)]] for sums in self._fold.sums]
+        if not turn.is_padding:
+            here.push((turn.index, turn.index + 1), rows_of(parameter))
+        return [sums.view(-1) for sums in here.sums]
+
+
+def is_loss(value: object) -> bool:
+    """Whether a backward pass can begin at ``value``: a tensor of no dimension that depends on what is trained."""
+    return isinstance(value, torch.Tensor) and not value.dim() and value.requires_grad
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """All parameters that ``optimizer`` steps, in the order of the numbers that they have in its state."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def pop_gradients(parameters: Iterable[torch.Tensor], used: set[int], sparse: Collection[torch.Tensor] = ()) -> Tensors:
+    """The gradients of ``parameters``, whose ``.grad`` is left empty; nothing for those that have none.
+
+    Args:
+        parameters: in a fixed order.
+        used: the places of those that have a gradient are added to it: they had a part in the loss.
+        sparse: those whose gradients are sparse, and are given as dense rows.
+
+    Raises:
+        UsageError: for a sparse gradient of another one.
+    """
+    gradients = []
+    for place, parameter in enumerate(parameters):
+        gradient = parameter.grad
+        if gradient is not None:
+            used.add(place)
+        if sparse and parameter in sparse:
+            gradient = rows_of(parameter)
+        elif gradient is None:
+            gradient = negative_zeros_like(parameter)
+        elif gradient.layout is not torch.strided:
+            raise UsageError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and it belongs to no "
+                "nn.Embedding(sparse=True): use that module, or a loss that gives dense gradients"
+            )
+        parameter.grad = None
+        gradients.append(gradient.resolve_conj())  # of what was conjugated on the way, which cannot be added to
+    return gradients
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself, or a view of a complex one with a last dimension for the two parts of each number."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def has_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """What this rank holds of the gradient of ``parameter``: its rows, or the values of a sparse one."""
+    gradient = parameter.grad
+    if gradient is None or (type(gradient) is torch.Tensor and not gradient.is_sparse):
+        return gradient
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def rows_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The sparse gradient of ``parameter`` as dense rows, see `dense_rows`; without a row, if it has none."""
+    return no_rows(parameter) if parameter.grad is None else dense_rows(parameter.grad)
+
+
+def divide_by_counts(target: ParameterSet, samples: int, counted: int) -> None:
+    """From a sum of items per sample to the mean over ``counted`` items, all those of the step's ``samples``."""
+    gradients = [p.grad for p in target.parameters if p.grad is not None]
+    if gradients:  # a rank may hold none, such as one whose stage trains nothing
+        torch._foreach_mul_(gradients, samples / counted)
+
+
+def total_count(group: Group, counted: int) -> int:
+    """The sum of each rank's count of items. All ranks of ``group``; about 0.3 ms.
+
+    Raises:
+        UsageError: if it is not positive.
+    """
+    total = group.sum_int(counted, "the sum of counts")
+    if total <= 0:
+        raise UsageError(f"step(count=...): the counts of all micro-batches of the step add up to {total}")
+    return total
+
+
+def negative_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros to which any number can be added without changing a bit: -0.0 + -0.0 is -0.0, while 0.0 + -0.0 is 0.0."""
+    return torch.full_like(tensor, -0.0)
+
+
+def _laid_out(sums: Tensors, views: Tensors, flat: torch.Tensor) -> torch.Tensor:
+    """``sums`` in one new tensor, each where its namesake of ``views`` lies in ``flat``, strides included."""
+    out = torch.zeros_like(flat)
+    start = flat.storage_offset()
+    slots = [out.as_strided(v.size(), v.stride(), v.storage_offset() - start) for v in views]
+    torch._foreach_copy_(slots, sums)
+    return out
+
+
+def add_into_left(left: Tensors, right: Tensors) -> Tensors:
+    """``left``, to each of which its counterpart was added."""
+    torch._foreach_add_(left, right)
+    return left
+
+
+def _add_into_right(left: Tensors, right: Tensors) -> Tensors:
+    torch._foreach_add_(right, left)
+    return right

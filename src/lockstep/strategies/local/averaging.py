@@ -1,0 +1,68 @@
+"""Sums and means over ranks of what each of them holds whole, such as its parameters.
+
+Torch has averagers for this (`torch.distributed.algorithms.model_averaging`). They do not serve here: they sum in the
+order of the backend, average the parameters that happen to have a gradient, which may be others on each rank, and leave
+buffers apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from lockstep.collectives import Group, RankOrderAllReduce, translating_peer_errors
+from lockstep.strategies.local.flat_ranges import by_dtype, cut, gather, scatter, sizes_of
+
+#: MiB summed at once, if the run does not say: enough for any link, and little beside a model.
+_BUCKET_MB = 25.0
+
+
+class Meeting:
+    """Sums and means over the ranks of ``group``, in an order that is fixed for their number. Collective."""
+
+    def __init__(self, group: Group, bucket_mb: float | None) -> None:
+        self.group: Final = group
+        self._bucket_bytes: Final = (bucket_mb or _BUCKET_MB) * 2**20
+        self._sums: Final = RankOrderAllReduce(group)
+
+    def begin(self, flat: torch.Tensor) -> None:
+        """Begin the sum of each rank's ``flat``, one-dimensional, to arrive in it."""
+        with translating_peer_errors("the exchange of parameters"):
+            for chunk in flat.split(self._at_once(flat)):
+                self._sums.begin(chunk)
+
+    def finish(self) -> None:
+        """All sums that were begun have arrived."""
+        with translating_peer_errors("the exchange of parameters"):
+            self._sums.finish()
+
+    def sums(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The sum of each over all ranks, which give as many of the same shapes; in new memory."""
+        found = [torch.empty_like(t, requires_grad=False) for t in tensors]
+        for places in by_dtype(tensors):
+            kind, out = [tensors[place] for place in places], [found[place] for place in places]
+            sizes = sizes_of(kind)
+            bytes_all = sum(t.numel() * t.element_size() for t in kind)
+            for pieces in cut(sizes, max(1, -int(-bytes_all // self._bucket_bytes))):
+                flat = gather(kind, pieces, self.group.device)
+                if flat.numel():
+                    self.begin(flat)
+                    self.finish()
+                    scatter(out, pieces, flat)
+        return found
+
+    def means(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As `sums`, divided by the number of ranks."""
+        found = self.sums(tensors)
+        if found:
+            torch._foreach_div_(found, self.group.size)
+        return found
+
+    def close(self) -> None:
+        """No sum is begun any more."""
+        self._sums.close()
+
+    def _at_once(self, flat: torch.Tensor) -> int:
+        return max(1, int(self._bucket_bytes) // flat.element_size())

@@ -1,0 +1,227 @@
+"""Models that move apart, one on each rank, and come together in their mean.
+
+    rank 0   ●───────╮      ╭───────╮
+    rank 1   ●───────┼ mean ┼───────┼ mean
+    rank 2   ●───────╯      ╰───────╯
+
+What the mean is of:
+
+- trained parameters. Each rank weighs the same: all have made equally many steps, and how far an optimizer steps does
+  not grow with the samples behind its gradient;
+- whatever else of the model has changed since ranks last held the same, such as BatchNorm's running statistics. Whole
+  numbers, such as its counts of batches, become the greatest of the ranks' instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lockstep.collectives import Group
+from lockstep.strategies.local.averaging import Meeting
+from lockstep.strategies.local.optimizer_averaging import Remembered, greatest, put_back, row_of
+from lockstep.strategies.module_states import sync_module_states
+from lockstep.strategies.state_layout import ReplicatedLayout
+
+
+class Replicas:
+    """The models of all ranks."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting: Final = meeting
+        self._group: Final = meeting.group
+        self._models: Final[list[nn.Module]] = []
+        self.trained: Final[list[nn.Parameter]] = []
+        self._others: Final[list[torch.Tensor]] = []  # parameters that are not trained, and buffers
+        self._versions: Final[list[int]] = []  # of the others, when ranks last held the same
+        self.apart = False  #: whether ranks may hold different models
+        self.moments_apart = False  #: whether their optimizers may remember different things
+
+    def setup_model(self, model: nn.Module) -> None:
+        """``model`` is on all ranks what it is on rank 0. Collective.
+
+        Raises:
+            MismatchError: if ranks made different models.
+        """
+        sync_module_states(self._group, model)
+        known = {id(t) for t in (*self.trained, *self._others)}
+        for tensor in (t for t in (*model.parameters(), *model.buffers()) if id(t) not in known):
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                self.trained.append(tensor)
+            else:
+                self._others.append(tensor)
+                self._versions.append(tensor._version)
+        self._models.append(model)
+
+    def resync(self) -> None:
+        """What ranks hold now is the same, if it was before: what the script has filled in, it has on all of them."""
+        if not self.apart:
+            self.met()
+
+    def stepped(self) -> None:
+        """Ranks have stepped by themselves."""
+        self.apart = self.moments_apart = self._group.size > 1
+
+    def met(self) -> None:
+        """Ranks hold the same model."""
+        self.apart = False
+        self._versions[:] = [t._version for t in self._others]
+
+    def meet(self) -> None:
+        """Every rank holds the mean of all models. Collective."""
+        if self.apart:
+            _copy(*self._mean(self._meeting))
+            self.met()
+
+    def meet_within(self, meeting: Meeting) -> None:
+        """Every rank of ``meeting`` holds the mean of their models; ranks beyond may hold another. Those ranks."""
+        if self.apart:
+            _copy(*self._mean(meeting))
+
+    def meet_beside(self) -> None:
+        """As `meet`, but for what is trained. Collective."""
+        if self.apart:
+            _copy(*self._mean(self._meeting, trained=False))
+            self._versions[:] = [t._version for t in self._others]
+
+    @contextlib.contextmanager
+    def together(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Inside, every rank holds the mean of all models, or of ``model`` alone; then its own again. Collective."""
+        if not self.apart:
+            yield
+            return
+        tensors, means = self._mean(self._meeting, model)
+        own = [t.detach().clone() for t in tensors]
+        _copy(tensors, means)
+        try:
+            yield
+        finally:
+            _copy(tensors, own)
+
+    def meet_moments(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """All that ``optimizers`` remember is the ranks' mean. Collective."""
+        for optimizer in optimizers:
+            optimizer.load_state_dict(self.moments(optimizer))
+        self.moments_apart = False
+
+    def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of ``optimizer``, with the ranks' mean of what it remembers. Collective."""
+        if not self.moments_apart:
+            return optimizer.state_dict()
+        return Remembered(optimizer, self._group).mean(self._meeting)
+
+    def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """What this rank's models and optimizers hold beside the mean, a row per rank as `TensorShard`. Collective."""
+        moved = list(self._moved(self._group)) if self.apart else []
+        own = [*self.trained, *(self._others[place] for place in moved)] if self.apart else []
+        return {
+            "ranks": self._group.size,
+            "apart": self.apart,
+            "moved": moved,
+            "models": [row_of(t, self._group) for t in own],
+            "moments_apart": self.moments_apart,
+            "optimizers": [Remembered(o, self._group).before_optimizer_step() for o in optimizers]
+            if self.moments_apart
+            else [],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Put back `state`, if it is of as many ranks, into models and optimizers that hold the mean."""
+        self.met()
+        self.moments_apart = False
+        if state["ranks"] != self._group.size:
+            return
+        if state["apart"]:
+            own = [*self.trained, *(self._others[place] for place in state["moved"])]
+            _copy(own, [rows[self._group.rank] for rows in state["models"]])
+        if state["moments_apart"]:
+            for optimizer, remembered in zip(optimizers, state["optimizers"], strict=True):
+                put_back(optimizer, remembered, self._group.rank)
+        self.apart, self.moments_apart = state["apart"], state["moments_apart"]
+
+    def _moved(self, group: Group) -> dict[int, torch.Tensor | None]:
+        """Which others have changed on some rank, by place; the greatest of the ranks' whole numbers. Collective."""
+        if not self._others:
+            return {}
+        changed = [place for place, t in enumerate(self._others) if t._version != self._versions[place]]
+        mine = {place: None if _has_mean(t := self._others[place]) else t.detach().cpu() for place in changed}
+        told = group.gather_objects(mine, "which buffers have changed")
+        return {
+            place: greatest([theirs[place] for theirs in told if place in theirs])
+            for place in sorted({place for theirs in told for place in theirs})
+        }
+
+    def _mean(
+        self, meeting: Meeting, model: nn.Module | None = None, *, trained: bool = True
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Tensors of ``model``, or of all models, and what each becomes. All ranks of ``meeting``."""
+        models = self._models if model is None else [model]
+        inside = {id(t) for m in models for t in (*m.parameters(), *m.buffers())}
+        moved = {p: most for p, most in self._moved(meeting.group).items() if id(self._others[p]) in inside}
+        real: list[torch.Tensor] = [p for p in self.trained if id(p) in inside] if trained else []
+        real += [self._others[place] for place, most in moved.items() if most is None]
+        whole = {place: most for place, most in moved.items() if most is not None}
+        means = meeting.means(real)
+        return [*real, *(self._others[place] for place in whole)], [*means, *whole.values()]
+
+
+class HoldsMean:
+    """The `StateLayout` of replicas: checkpoints hold the mean over ranks of models and of what optimizers remember.
+
+    A checkpoint costs the traffic of one meeting, and of one more for each moment of the optimizers.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas: Final = replicas
+        self._whole: Final = ReplicatedLayout()
+        self.optimizers: Final[list[torch.optim.Optimizer]] = []  #: of which a state was asked, in the run's order
+
+    def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """The 2-norm of this rank's gradient: each rank clips its own."""
+        return self._whole.norm(parameters)
+
+    def any(self, found: torch.Tensor) -> torch.Tensor:
+        """``found`` itself: each rank steps by itself."""
+        return found
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """See `StateLayout.model_state`."""
+        apart = self._replicas.apart
+        with self._replicas.together(model):
+            state = self._whole.model_state(model)
+            for name, value in state.items():
+                if apart and isinstance(value, torch.Tensor):
+                    state[name] = value.clone()  # the model will hold its own again
+        return state
+
+    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """See `StateLayout.load_model`."""
+        self._whole.load_model(model, state)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """See `StateLayout.optimizer_state`."""
+        self._meet(optimizer)
+        return self._replicas.moments(optimizer)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """See `StateLayout.load_optimizer`."""
+        self._meet(optimizer)
+        self._whole.load_optimizer(optimizer, state)
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+
+
+def _has_mean(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _copy(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)

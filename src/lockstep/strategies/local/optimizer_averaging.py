@@ -1,0 +1,111 @@
+"""What the optimizers of ranks that step by themselves remember: the mean of it, and each rank's own.
+
+    exp_avg of parameter 7     rank 0: [...]    rank 1: [...]    rank 2: none, it has had no gradient yet
+    mean                       over ranks 0 and 1
+    rows, shape (3, ...)       rank 0's, rank 1's, zeros; and "rank 2 has none"
+
+Tensors of numbers with fractions are averaged. Counts of steps, and whatever is no such tensor, become the greatest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.collectives import Group, TensorShard
+from lockstep.strategies.local.averaging import Meeting
+
+Key = tuple[int | str, str]
+"""One thing that an optimizer remembers: the number of its parameter, and what it is."""
+
+
+class Remembered:
+    """What the ranks' optimizers remember, as they have told each other. All ranks make one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: Group) -> None:
+        self._state: dict[str, Any] = optimizer.state_dict()
+        self._group = group
+        flat = {(n, name): v for n, about in self._state["state"].items() for name, v in about.items()}
+        self._moments: dict[Key, torch.Tensor] = {key: v for key, v in flat.items() if _is_moment(key, v)}
+        shapes = {key: (tuple(v.shape), v.dtype) for key, v in self._moments.items()}
+        rest = {
+            key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in flat.items() if key not in self._moments
+        }
+        told = group.gather_objects((shapes, rest), "what the optimizers remember")
+        self._shapes = {key: shape for shapes, _ in told for key, shape in shapes.items()}
+        self._lacking = [[key for key in self._shapes if key not in shapes] for shapes, _ in told]
+        self._rest: list[dict[Key, Any]] = [rest for _, rest in told]
+        keys = dict.fromkeys(key for rest in self._rest for key in rest if key not in self._shapes)
+        self._common = {key: greatest([rest[key] for rest in self._rest if key in rest]) for key in keys}
+
+    def mean(self, meeting: Meeting) -> dict[str, Any]:
+        """As the optimizer's ``state_dict()``, with the mean over the ranks. Collective."""
+        sums = dict(zip(self._shapes, meeting.sums(list(self._here().values())), strict=True))
+        for key, total in sums.items():
+            total.div_(self._group.size - sum(key in lacking for lacking in self._lacking))
+        return self._state | {"state": _by_number({**sums, **self._common})}
+
+    def before_optimizer_step(self) -> dict[str, Any]:
+        """What this rank's optimizer holds beside the mean: values, and a `TensorShard` with a row per rank."""
+        missing = [
+            [*lacking, *(key for key in self._common if key not in rest)]
+            for lacking, rest in zip(self._lacking, self._rest, strict=True)
+        ]
+        other = [{k: v for k, v in rest.items() if not _same(v, self._common.get(k))} for rest in self._rest]
+        return {
+            "moments": [[*key, row_of(value, self._group)] for key, value in self._here().items()],
+            "lacking": [[list(key) for key in keys] for keys in missing],
+            "rest": [[[*key, value] for key, value in rest.items()] for rest in other],
+        }
+
+    def _here(self) -> dict[Key, torch.Tensor]:
+        """This rank's moments, and zeros for those that only others have; in the same order on all ranks."""
+        return {
+            key: self._moments[key]
+            if key in self._moments
+            else torch.zeros(shape, dtype=dtype, device=self._group.device)
+            for key, (shape, dtype) in self._shapes.items()
+        }
+
+
+def put_back(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], rank: int) -> None:
+    """Give ``optimizer``, which remembers the mean, what `Remembered.own` said of ``rank``."""
+    state = optimizer.state_dict()
+    flat: dict[Key, Any] = {(n, name): v for n, about in state["state"].items() for name, v in about.items()}
+    flat |= {(number, name): rows[rank] for number, name, rows in own["moments"]}
+    flat |= {(number, name): value for number, name, value in own["rest"][rank]}
+    for number, name in own["lacking"][rank]:
+        flat.pop((number, name), None)
+    optimizer.load_state_dict(state | {"state": _by_number(flat)})
+
+
+def row_of(tensor: torch.Tensor, group: Group) -> TensorShard:
+    """``tensor`` as this rank's row of one that has a row for each rank."""
+    start = (group.rank,) + (0,) * tensor.dim()
+    return TensorShard(tensor.detach()[None], start, (group.size, *tensor.shape), tensor.dtype)
+
+
+def greatest(values: Sequence[Any]) -> Any:
+    """Of numbers and of tensors, element by element; of anything else the first."""
+    if all(isinstance(v, torch.Tensor) for v in values):
+        return torch.stack(list(values)).amax(0)
+    return max(values) if all(isinstance(v, int | float) for v in values) else values[0]
+
+
+def _is_moment(key: Key, value: object) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()) and key[1] != "step"
+
+
+def _same(value: object, other: object) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    return type(value) is type(other) and value == other
+
+
+def _by_number(flat: Mapping[Key, Any]) -> dict[int | str, dict[str, Any]]:
+    found: dict[int | str, dict[str, Any]] = {}
+    for (number, name), value in flat.items():
+        found.setdefault(number, {})[name] = value
+    return found

@@ -1,0 +1,113 @@
+"""Tensors that travel as one, and gradients that are summed so.
+
+parameters      a 2x2     b 3       c 2
+owners          rank 2    rank 3    rank 2
+lots            a a a a c c    to and from rank 2
+                b b b          to and from rank 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from lockstep.collectives import Node, TreeAccumulator
+from lockstep.strategies.gradient_accumulation import MicroBatchPosition, add_into_left, pop_gradients
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lot:
+    """Tensors of one owner and one type, which travel as one."""
+
+    owner: int
+    tensors: tuple[torch.Tensor, ...]
+
+    def pack(self, values: Tensors) -> torch.Tensor:
+        """``values``, one for each tensor, end to end in new memory, in the order of their indices."""
+        return torch.cat([value.detach().reshape(-1) for value in values])
+
+    def unpack(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of what `pack` gave, each shaped like its tensor."""
+        pieces = flat.split([tensor.numel() for tensor in self.tensors])
+        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, self.tensors, strict=True)]
+
+    def values(self) -> torch.Tensor:
+        """What the tensors hold, packed, in the memory of the CPU."""
+        return self.pack(self.tensors).cpu()
+
+    @torch.no_grad()
+    def fill(self, flat: torch.Tensor) -> None:
+        """The tensors hold what was packed."""
+        for tensor, value in zip(self.tensors, self.unpack(flat), strict=True):
+            tensor.copy_(value)
+
+
+def lots_of(tensors: Iterable[torch.Tensor], owners: Iterable[int]) -> list[Lot]:
+    """The lots of ``tensors``, in the order in which owners and types first come."""
+    found: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+    for tensor, owner in zip(tensors, owners, strict=True):
+        found.setdefault((owner, tensor.dtype), []).append(tensor)
+    return [Lot(owner, tuple(held)) for (owner, _), held in found.items()]
+
+
+class Sums:
+    """A worker's gradients of one step, laid out as they travel, folded along the tree or just added up."""
+
+    def __init__(self, lots: Sequence[Lot], micro_batches: int, *, exact: bool) -> None:
+        self._lots: Final = lots
+        self._exact: Final = exact
+        self._fold: Final = TreeAccumulator[list[torch.Tensor]](micro_batches, add_into_left)
+        self._used: Final[list[set[int]]] = [set() for _ in lots]
+        self.samples = 0  # of the micro-batches so far
+
+    def take(self, turn: MicroBatchPosition) -> None:
+        """Add the gradients of ``turn``, and leave ``.grad`` empty."""
+        if not turn.is_padding:
+            flats = []
+            for lot, used in zip(self._lots, self._used, strict=True):
+                gradients = pop_gradients(lot.tensors, used)
+                flats.append(lot.pack(gradients))
+            self.samples += turn.samples
+            self._add(turn.index, flats)
+        for lot in self._lots:
+            for parameter in lot.tensors:
+                parameter.grad = None
+
+    def give(self) -> None:
+        """Put the sum of all nodes into ``.grad``."""
+        for number, lot in enumerate(self._lots):
+            rows = self.rows(number)
+            for row in rows[1:]:
+                rows[0].add_(row)
+            if rows:
+                set_gradients(lot, rows[0], self._used[number])
+
+    def rows(self, number: int) -> list[torch.Tensor]:
+        """What the lot of this number holds: one-dimensional sums, one for each of `nodes`."""
+        return [sums[number] for sums in self._fold.sums]
+
+    def used(self, number: int) -> set[int]:
+        """The places in the lot of this number of those parameters that had a part in some loss."""
+        return self._used[number]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Of the tree, in whose sums all is held; where it is just added up, one stands for all."""
+        return list(self._fold.nodes)
+
+    def _add(self, index: int, flats: list[torch.Tensor]) -> None:
+        if self._exact or not self._fold.sums:
+            self._fold.push((index, index + 1), flats)
+        else:
+            add_into_left(self._fold.sums[0], flats)
+
+
+def set_gradients(lot: Lot, flat: torch.Tensor, used: Collection[int]) -> None:
+    """``.grad`` of the lot's parameters is what lies in ``flat``; those whose places are not in ``used`` have none."""
+    for place, (parameter, gradient) in enumerate(zip(lot.tensors, lot.unpack(flat), strict=True)):
+        parameter.grad = gradient.to(parameter.device) if place in used else None

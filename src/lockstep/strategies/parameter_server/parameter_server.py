@@ -1,0 +1,550 @@
+"""Workers push gradients to servers and pull parameters back; each server owns some of the parameters and updates them.
+
+mode=sync       worker 0 ──push──╮                    ╭──pull── the next step
+                worker 1 ──push──┼─ sum, clip, step ──┼──pull──
+                worker 2 ──push──╯                    ╰──pull──
+
+mode=async      worker 0 ──push─ step ─pull──  ──push─ step ─pull──
+                worker 1 ────────────push─ step ─pull──                (Hogwild over remote calls: nobody waits)
+
+``sync``: the bits are those of ``none`` and ``ddp``. A worker pushes the sums of its nodes of the tree, so the server
+finishes the tree in its fixed order; then the run's own update follows there, with the user's optimizer object.
+
+``async``: each push is the mean gradient over the worker's own micro-batches of the step, clipped by its own norm, and
+is applied at once, alone. So a step of the run is one push of each worker, and makes as many updates as there are
+workers; workers count their steps each by itself, schedulers on a server step when the slowest worker has done the
+step. What a worker computed its gradient from may be older than what it is applied to: by how many updates is told at
+the end. Buffers move on each worker by itself; evaluations and checkpoints see their mean. Nothing of it can be
+repeated bit by bit. All ranks meet before evaluations and checkpoints, so these see a model that nobody is changing.
+
+Traffic, with M bytes of parameters, w workers and N servers: in each step a worker sends k*M and receives M, where k is
+the number of its nodes (1 for an aligned run of micro-batches, and where sums are fast or asynchronous); a server
+receives k*w*M/N and sends w*M/N. An all-reduce sends and receives 2*M*(n-1)/n on each of n ranks. So the busiest rank
+carries less than with an all-reduce where N is greater than about w/2, and servers are the narrow place where it is
+less. (The formula of Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014, for dense
+pushes.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lockstep.collectives import Node, fold, open_all_reduce, translating_peer_errors
+from lockstep.errors import MismatchError, SettingError, UsageError
+from lockstep.size_balancing import owners_of
+from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts, total_count
+from lockstep.strategies.parameter_server.flat_buckets import Lot, Sums, lots_of, set_gradients
+from lockstep.strategies.parameter_server.parameter_store import PULL, LayoutWithHooks, Stock
+from lockstep.strategies.parameter_server.rpc import Answer, Letter, Line, Parting, Round, Staff, named, strayed
+from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.single_process import SingleProcess
+from lockstep.strategies.sparse_gradients import refuse_sparse
+from lockstep.strategies.state_layout import OwnerLayout, ReplicatedLayout
+
+WITHOUT_GRADIENTS: Final = "the loss scale is adapted where gradients are, and workers have none"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``parameter-server`` may be told."""
+
+    servers: int = 1  #: how many of the ranks serve, the last ones
+    mode: str = "sync"  #: sync: servers wait for all workers; async: they step with each push
+    staleness: int | None = None  #: of async: by how many steps a worker may be ahead of the slowest; None: any number
+
+    def __post_init__(self) -> None:
+        """Bad values are refused.
+
+        Raises:
+            SettingError: for a value that cannot be used.
+        """
+        if self.mode not in ("sync", "async"):
+            raise SettingError(f"strategy parameter-server: mode={self.mode!r}; give sync or async")
+        if self.staleness is not None and (self.mode == "sync" or self.staleness < 0):
+            raise SettingError(
+                f"strategy parameter-server: staleness={self.staleness}, mode={self.mode}; "
+                "give a number from 0, with mode=async"
+            )
+
+
+def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+    """The strategy ``parameter-server``; one rank alone needs none. Collective.
+
+    Raises:
+        SettingError: if no rank would be left to work, or for fp16.
+    """
+    if terms.group.size == 1:
+        return SingleProcess(terms.group, terms.runs, exact=terms.exact)
+    terms.refuse_fp16("parameter-server", WITHOUT_GRADIENTS)
+    staff = Staff(terms.group.size, options.servers)
+    if options.mode == "sync":
+        return Rounds(terms, staff)
+    return Hogwild(terms, staff, options.staleness)
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """What a worker lays before one server in a step."""
+
+    step: int  #: of this worker, from 0
+    micro_batches: int  #: of the step
+    nodes: list[Node]  #: of the tree, whose sums these are; none if the worker had no micro-batch
+    sums: list[torch.Tensor]  #: for each lot of the server, of shape (nodes, elements)
+    used: list[set[int]]  #: for each lot, the places of its parameters that had a part in some loss here
+    counted: int | None = None  #: items of the step over all workers, where they are counted
+    version: int = 0  #: of the server's parameters, from which the gradient was computed
+
+
+class Shop:
+    """What both modes have: the staff, their line, the stock, and the lots of the parameters that are trained."""
+
+    def __init__(self, terms: StrategyContext, staff: Staff) -> None:
+        group = terms.group
+        self.group: Final = group
+        self.staff: Final = staff
+        self.serves: Final = group.rank in staff.servers
+        self.share: Final = ReplicaAssignment(None if self.serves else group.rank, len(staff.workers))
+        self.say: Final = terms.say
+        self.line: Final = Line(group, self._read)
+        self.stock: Final = Stock(group, self.line)
+        self.owned: Final = OwnerLayout(group)
+        self._owners: Final[dict[torch.Tensor, int]] = {}  # of parameters that are trained
+        self._loads: list[int] = [0] * len(staff.servers)  # bytes that each server owns
+        self.among: Final = group.subgroup(staff.servers if self.serves else staff.workers)  #: those of the same kind
+        self._lots: dict[ParameterSet, list[Lot]] = {}
+        if self.serves:
+            self.line.watch(staff.workers)
+
+    def setup_model(self, model: nn.Module) -> None:
+        """``model`` is divided among the servers, about equally in bytes, and is what it is on rank 0. Collective."""
+        refuse_sparse(model, "parameter-server")
+        servers = self.staff.servers
+        new = [p for p in model.parameters() if p.requires_grad and p not in self._owners]
+        owners, self._loads = owners_of([p.numel() * p.element_size() for p in new], self._loads)
+        self._owners.update((p, servers[owner]) for p, owner in zip(new, owners, strict=True))
+        loads = ", ".join(f"rank {rank} {load / 1e6:.3g} MB" for rank, load in zip(servers, self._loads, strict=True))
+        self.say(f"{len(self.staff.workers)} workers; parameters on servers: {loads}")
+        self.stock.setup_model(model, self._owner_of)
+        tensors = model.state_dict(keep_vars=True)
+        self.owned.setup_model(model, lambda name: (self._owner_of(tensors[name]),))
+
+    def lots(self, target: ParameterSet) -> list[Lot]:
+        """The lots of what is trained.
+
+        Raises:
+            UsageError: where a run has several optimizers that step apart.
+        """
+        if target not in self._lots:
+            if not target.everything:
+                raise UsageError(
+                    "servers make one update in each step, and this loss is for some of the parameters only; give "
+                    "run.step(loss, optimizer=[first, second]) all optimizers at once, or use strategy ddp"
+                )
+            self._lots[target] = lots_of(target.parameters, map(self.stock.owner_of, target.parameters))
+        return self._lots[target]
+
+    def mine(self, target: ParameterSet) -> list[Lot]:
+        """The lots that this server owns."""
+        return [lot for lot in self.lots(target) if lot.owner == self.group.rank]
+
+    def values(self, target: ParameterSet) -> tuple[int, list[torch.Tensor]]:
+        """What a server answers to a push."""
+        return self.stock.version, [lot.values() for lot in self.mine(target)]
+
+    def take_home(self, target: ParameterSet, server: int, answer: tuple[int, list[torch.Tensor]]) -> int:
+        """A worker's copies are what ``server`` answered; the version of that."""
+        version, flats = answer
+        for lot, flat in zip((lot for lot in self.lots(target) if lot.owner == server), flats, strict=True):
+            lot.fill(flat)
+        return version
+
+    def _read(self, model: int | None) -> tuple[int, list[torch.Tensor]]:
+        return self.stock.read(model)
+
+    def _owner_of(self, tensor: torch.Tensor) -> int:
+        # What is trained is on servers. Rank 0 has the rest: it is the same on all ranks, or moves on workers.
+        return self._owners.get(tensor, 0)
+
+
+class Rounds:
+    """The strategy ``parameter-server`` in its synchronous mode."""
+
+    meets_in_forward: Final = False
+
+    def __init__(self, terms: StrategyContext, staff: Staff) -> None:
+        self._shop: Final = Shop(terms, staff)
+        self._group: Final = terms.group
+        self._exact: Final = terms.exact
+        self.share: Final = self._shop.share
+        # Copies, too, begin as what was saved.
+        self.state_layout: Final = LayoutWithHooks(self._shop.owned, self._norm, ReplicatedLayout().load_model)
+        self._among: Final = self._shop.among
+        self._exchange: Final = open_all_reduce(self._among, terms.runs)
+        self._buffers: Final = Buffers(self._exchange, self._among)
+        self._step = 0
+        self._sums: Sums | None = None
+        self._round: Final = Round(self._shop.line, staff)
+        self._target: ParameterSet
+
+    def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """``model`` itself, as it is on rank 0. Collective."""
+        self._shop.setup_model(model)
+        self._buffers.setup_model(model)
+        return model
+
+    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """Nothing has to be prepared."""
+
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+    ) -> None:
+        """See `Strategy.backward`; the sum over all workers is on the servers, once they have been told."""
+        self._target = target
+        if self._sums is None:
+            self._sums = Sums(self._shop.lots(target), turn.of, exact=self._exact)
+        target.backward(loss, weight)
+        self._sums.take(turn)
+        if turn.last:
+            self._round.unsent = {rank: self._push_for(rank, turn.of) for rank in self._shop.staff.servers}
+            self._sums = None
+
+    def serve(self, target: ParameterSet, turn: MicroBatchPosition) -> bool:
+        """See `HasServerRanks.serve`."""
+        self._target = target
+        if self._round.is_over("the push"):
+            return False
+        pushes: list[Push] = self._round.gather("the push")
+        if {(push.step, push.micro_batches) for push in pushes} != {(self._step, turn.of)}:
+            raise MismatchError(
+                f"workers pushed for other steps than this server is in ({self._step}, of {turn.of} micro-batches): "
+                + ", ".join(f"{push.step}, of {push.micro_batches}" for push in pushes)
+            )
+        for number, lot in enumerate(self._shop.mine(target)):
+            used = set().union(*(push.used[number] for push in pushes))
+            set_gradients(lot, self._total(turn.of, pushes, number), used)
+        (counted,) = {push.counted for push in pushes}
+        if counted is not None:
+            divide_by_counts(target, turn.step_samples, counted)
+        return True
+
+    def part(self, *, whole: bool) -> bool:
+        """See `HasServerRanks.part`."""
+        return self._round.part(whole=whole)
+
+    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
+        """See `Strategy.normalize_by_count`: servers divide, after their sum. All workers."""
+        total = total_count(self._among, counted)
+        for server, push in self._round.unsent.items():
+            self._round.unsent[server] = replace(push, counted=total)
+
+    def before_optimizer_step(self, target: ParameterSet) -> None:
+        """See `Strategy.before_optimizer_step`: servers make the step, so workers send them what is not sent yet."""
+        self._round.send()
+
+    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """See `Strategy.end_micro_batch`: workers pull."""
+        if turn.last:
+            self._round.answer(lambda: self._shop.values(self._target))
+            for server, answer in self._round.answers(PULL):
+                self._shop.take_home(self._target, server, answer)
+            self._step += 1
+            self._shop.stock.version += 1
+        if not self._shop.serves:
+            with translating_peer_errors("the reduction of buffers"):
+                self._buffers.settle(turn)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Workers have what servers have."""
+        return contextlib.nullcontext()
+
+    def finish_training(self) -> None:
+        """See `Strategy.finish_training`: also servers get what the others own."""
+        self._shop.stock.refresh(self._shop.staff.servers)
+
+    def discard_step(self) -> None:
+        """See `Strategy.discard_step`."""
+        self._sums, self._round.unsent = None, {}
+        self._buffers.restore()
+
+    def resync(self) -> None:
+        """See `Strategy.resync`."""
+        self._round.rejoin()
+        self._buffers.resync()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing beside model and optimizer."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to put back."""
+
+    def close(self) -> None:
+        """See `Strategy.close`."""
+        self._exchange.close()
+        self._shop.line.close()
+
+    def _push_for(self, server: int, micro_batches: int) -> Push:
+        assert self._sums is not None
+        return push_for(server, self._shop.lots(self._target), self._sums, self._step, micro_batches)
+
+    def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        self._round.send()
+        return self._shop.owned.norm(parameters)
+
+    def _total(self, micro_batches: int, pushes: Sequence[Push], lot: int) -> torch.Tensor:
+        """The sum at the root of the tree, or in the order of ranks where sums are fast."""
+        rows = [row for push in pushes for row in push.sums[lot].unbind()]
+        nodes = [node for push in pushes for node in push.nodes]
+        if self._exact:
+            return fold(micro_batches, nodes, rows, lambda left, right: left.add_(right))
+        for row in rows[1:]:
+            rows[0].add_(row)
+        return rows[0]
+
+
+class Hogwild:
+    """The strategy ``parameter-server`` in its asynchronous mode."""
+
+    meets_in_forward: Final = False
+
+    def __init__(self, terms: StrategyContext, staff: Staff, staleness: int | None) -> None:
+        self._shop: Final = Shop(terms, staff)
+        self._group: Final = terms.group
+        self._staleness: Final = staleness
+        self.share: Final = replace(self._shop.share, in_step=False)
+        # Copies, too, begin as what was saved.
+        self.state_layout: Final = LayoutWithHooks(
+            self._shop.owned, self._norm, ReplicatedLayout().load_model, self._meet
+        )
+        self._buffers: Final[list[torch.Tensor]] = []
+        self._before: list[torch.Tensor] = []  # what the buffers held when the step began
+        self._step = 0  # of this worker; on a server, of the slowest one
+        self._target: ParameterSet
+        # Of a worker:
+        self._sums: Sums | None = None
+        self._asked: dict[int, Answer] = {}
+        self._round: Final = Round(self._shop.line, staff)  # there is one only where workers part
+        self._versions: Final[dict[int, int]] = dict.fromkeys(staff.servers, 0)  # of the parameters here, by owner
+        # Of a server:
+        self._done: Final = dict.fromkeys(staff.workers, 0)  # how many steps each has pushed
+        self._applying: Letter | None = None  # its gradient is in `.grad`
+        self._held_back: list[Letter] = []
+        self._ages: Final[list[int]] = []  # how many updates behind each gradient was
+        self._optimizers: Final[list[torch.optim.Optimizer]] = []  # that the run steps
+        # A run steps its optimizers once in a step, and there are several pushes: for the others the same ones step.
+        self._hook: Final = register_optimizer_step_pre_hook(self._see_step) if self._shop.serves else None
+
+    def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """``model`` itself, as it is on rank 0. Collective."""
+        self._shop.setup_model(model)
+        known = set(map(id, self._buffers))
+        self._buffers.extend(b for b in model.buffers() if id(b) not in known)
+        return model
+
+    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """Nothing has to be prepared."""
+        if self._sums is None:
+            self._before = [buffer.detach().clone() for buffer in self._buffers]
+
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+    ) -> None:
+        """After a worker's last turn, ``.grad`` holds the mean over its own micro-batches of the step."""
+        self._target = target
+        if self._sums is None:
+            self._sums = Sums(self._shop.lots(target), turn.of, exact=False)
+        target.backward(loss, weight)
+        self._sums.take(turn)
+        if turn.last:
+            self._sums.give()
+            if self._sums.samples:
+                divide_by_counts(target, turn.step_samples, self._sums.samples)
+
+    def serve(self, target: ParameterSet, turn: MicroBatchPosition) -> bool:
+        """See `HasServerRanks.serve`: ``.grad`` holds the step's first push; `end_micro_batch` applies the others."""
+        self._target = target
+        self._applying = self._next()
+        return self._applying is not None or min(self._done.values()) > self._step
+
+    def part(self, *, whole: bool) -> bool:
+        """See `HasServerRanks.part`."""
+        return self._round.part(whole=whole)
+
+    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
+        """See `Strategy.normalize_by_count`: to the mean over the worker's own items. Each worker by itself."""
+        if self._sums is not None and counted:
+            divide_by_counts(target, self._sums.samples, counted)
+
+    def before_optimizer_step(self, target: ParameterSet) -> None:
+        """See `Strategy.before_optimizer_step`: a worker pushes; a server makes the step."""
+        self._optimizers.clear()
+        if self._shop.serves:
+            return
+        assert self._sums is not None
+        lots = self._shop.lots(target)
+        push = Sums(lots, 1, exact=False)
+        push.take(MicroBatchPosition(0, 1, last=True, is_padding=not self._sums.samples))
+        for server in self._shop.staff.servers:
+            content = replace(push_for(server, lots, push, self._step, 1), version=self._versions[server])
+            self._asked[server] = self._shop.line.send(server, content)
+        self._sums = None
+
+    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """See `Strategy.end_micro_batch`: a worker pulls; a server goes on until each worker has pushed the step."""
+        if not turn.last:
+            return
+        asked, self._asked = self._asked, {}
+        for server, answer in asked.items():
+            values = self._shop.line.wait(server, answer, PULL)
+            self._versions[server] = self._shop.take_home(self._target, server, values)
+        if self._shop.serves:
+            self._end_serving()
+        self._step += 1
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """See `Strategy.evaluating`."""
+        self._refresh()
+        yield
+
+    def finish_training(self) -> None:
+        """See `Strategy.finish_training`. Servers' updates are said, and how old the gradients were."""
+        self._refresh()
+        ages = self._group.gather_objects((len(self._ages), sum(self._ages), max(self._ages, default=0)), "staleness")
+        updates, total, most = (sum(a for a, _, _ in ages), sum(a for _, a, _ in ages), max(a for _, _, a in ages))
+        self._shop.say(
+            f"asynchronous: {updates} updates on {len(self._shop.staff.servers)} servers; gradients were "
+            f"{total / max(updates, 1):.1f} updates old in the mean, {most} at most"
+        )
+
+    def discard_step(self) -> None:
+        """See `Strategy.discard_step`."""
+        self._sums = None
+        with torch.no_grad():
+            for buffer, before in zip(self._buffers, self._before, strict=True):
+                buffer.copy_(before)
+
+    def resync(self) -> None:
+        """Nothing is remembered beside what models hold."""
+        self._round.rejoin()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing beside model and optimizer."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to put back."""
+
+    def close(self) -> None:
+        """See `Strategy.close`."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._shop.line.close()
+
+    def _refresh(self) -> None:
+        """Every rank holds the newest there is. Collective."""
+        self._meet()
+        versions = self._shop.stock.refresh(range(self._group.size))
+        self._versions.update((rank, version) for rank, version in versions.items() if rank in self._versions)
+
+    def _next(self) -> Letter | None:
+        """The next push that says something is in ``.grad``; None once each worker has pushed this step, or parted."""
+        while min(self._done.values()) <= self._step:
+            parted = self._round.come
+            waiting = {rank for rank, steps in self._done.items() if steps <= self._step} - parted
+            if not waiting:
+                if len(parted) < len(self._done) or len(set(self._done.values())) > 1:
+                    raise strayed(rank for rank in parted if self._done[rank] <= self._step)
+                return None
+            letter = self._shop.line.take(f"the push of {named(waiting)}")
+            if isinstance(letter.content, Parting):
+                self._round.keep(letter)
+                continue
+            push: Push = letter.content
+            if push.step != self._done[letter.sender]:
+                raise MismatchError(
+                    f"rank {letter.sender} pushed its step {push.step}, after {self._done[letter.sender]} steps"
+                )
+            if push.nodes:
+                self._ages.append(self._shop.stock.version - push.version)
+                for lot, sums, used in zip(self._shop.mine(self._target), push.sums, push.used, strict=True):
+                    set_gradients(lot, sums[0], used)
+                return letter
+            self._answer(letter)
+        return None
+
+    def _end_serving(self) -> None:
+        letter, self._applying = self._applying, None
+        while letter is not None:
+            self._shop.stock.version += 1
+            self._answer(letter)
+            letter = self._next()
+            if letter is not None:
+                for optimizer in tuple(self._optimizers):
+                    optimizer.step()
+                for parameter in self._target.parameters:
+                    parameter.grad = None
+
+    def _answer(self, letter: Letter) -> None:
+        """The letter's step is done; those are answered that are not too far ahead of the slowest."""
+        self._done[letter.sender] += 1
+        slowest = min(self._done.values())
+        ready, self._held_back = [*self._held_back, letter], []
+        values = self._shop.values(self._target)
+        for held in ready:
+            ahead = self._done[held.sender] - slowest
+            if self._staleness is None or ahead <= self._staleness:
+                held.answer(values)
+            else:
+                self._held_back.append(held)
+
+    def _see_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """A worker clips what it pushes; a server does not clip it again."""
+        if self._shop.serves:
+            return torch.zeros((), device=self._group.device)
+        return ReplicatedLayout().norm(parameters)
+
+    def _meet(self) -> None:
+        """Buffers are their mean over the workers, or the greatest, if they are whole numbers. Collective."""
+        if self._shop.serves:
+            return
+        among = self._shop.among
+        for buffer in self._buffers:
+            if buffer.is_floating_point():
+                buffer.copy_(among.sum_tensor(buffer, "the mean of buffers") / among.size)
+            elif buffer.dtype is not torch.bool:
+                counts = among.gather_objects(buffer.cpu(), "buffers of whole numbers")
+                buffer.copy_(torch.stack(counts).amax(0))
+
+
+def push_for(server: int, lots: Sequence[Lot], sums: Sums, step: int, micro_batches: int) -> Push:
+    """What of ``sums`` is for ``server``."""
+    numbers = [number for number, lot in enumerate(lots) if lot.owner == server]
+    return Push(
+        step,
+        micro_batches,
+        sums.nodes,
+        sums=[_rows(sums.rows(number), lots[number]) for number in numbers],
+        used=[sums.used(number) for number in numbers],
+    )
+
+
+def _rows(sums: Sequence[torch.Tensor], lot: Lot) -> torch.Tensor:
+    """In the memory of the CPU, of shape (nodes, elements)."""
+    if sums:
+        return torch.stack(list(sums)).cpu()
+    elements = sum(tensor.numel() for tensor in lot.tensors)
+    return torch.empty(0, elements, dtype=lot.tensors[0].dtype)

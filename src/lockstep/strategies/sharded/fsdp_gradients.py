@@ -1,0 +1,265 @@
+"""Gradients of blocks that `fully_shard` gathers and disperses: folded along the tree, whole, then scattered.
+
+micro-batch 0     backward: block 2, 1, 0     each hands over its gradient, whole and flat: folded, and kept
+micro-batch 1     backward: block 2, 1, 0     ... folded
+the last one      backward: block 2           ... folded; nodes exchanged; each rank folds its rows: `.grad`
+                            block 1, 0        likewise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lockstep.collectives import Group, Node, ReduceScatter, translating_peer_errors
+from lockstep.errors import UsageError
+from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, negative_zeros_like
+
+
+class Sums(Protocol):
+    """What a rank has of one block's gradient in a step: see `TreeAccumulator`."""
+
+    sums: list[torch.Tensor]
+
+    def push(self, node: Node, value: torch.Tensor) -> None:
+        """Add what a node of the tree has brought."""
+        ...
+
+
+class RunningSum:
+    """One sum, to which each micro-batch adds as it comes: no promise of bits, and no more memory than one."""
+
+    def __init__(self) -> None:
+        self.sums: list[torch.Tensor] = []
+
+    def push(self, node: Node, value: torch.Tensor) -> None:
+        """See `Sums.push`."""
+        self.sums = [self.sums[0].add_(value) if self.sums else value]
+
+
+class Unit:
+    """What a block hands its gradients to, in place of torch's reduce-scatter.
+
+    Args:
+        parameters: of the block and of no block inside it, divided into rows.
+        ranks: that hold a copy.
+        scatter: sums over ranks.
+        fold: makes an empty sum for a step of so many micro-batches.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], ranks: int, scatter: ReduceScatter, fold: Callable[[int], Sums]
+    ) -> None:
+        self.parameters: Final = parameters
+        self.torn = False  #: whether a gradient came in parts, or without some of the parameters
+        self._ranks: Final = ranks
+        self._scatter: Final = scatter
+        self._open: Final = fold
+        self._sums: Sums | None = None
+        self._turn: MicroBatchPosition | None = None  # None: the backward pass is not for this block
+        self._came = False
+
+    def expect(self, turn: MicroBatchPosition | None) -> None:
+        """The next backward pass is the one of ``turn``; None: it is for others."""
+        self._turn, self._came, self.torn = turn, False, False
+
+    def forget(self) -> None:
+        """What this step has gathered."""
+        self._sums = None
+
+    # What torch calls, with its names.
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the flat gradients."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: object = None,
+        op: object = None,
+        async_op: bool = False,
+    ) -> None:
+        """Take the flat gradient of a micro-batch; after the last one, give this rank's rows of the sum."""
+        turn = self._turn
+        if turn is None:
+            output_tensor.copy_(negative_zeros_like(output_tensor))  # is added to a gradient that may be there already
+            return
+        self.torn = self.torn or self._came or input_tensor.numel() != self._length()
+        if self.torn:
+            return
+        self._came = True
+        if self._sums is None:
+            self._sums = self._open(turn.of)
+        if not turn.is_padding:
+            if input_tensor.is_cuda:
+                input_tensor.record_stream(torch.cuda.current_stream(input_tensor.device))
+            self._sums.push((turn.index, turn.index + 1), input_tensor)
+        if turn.last:
+            self._scatter(output_tensor, self._sums.sums, turn.of)
+            self._sums = None
+
+    def _length(self) -> int:
+        """Of a whole gradient: each parameter's rows are padded to what the ranks hold alike."""
+        padded = 0
+        for parameter in self.parameters:
+            if parameter.requires_grad:
+                rows = len(parameter)
+                padded += -(-rows // self._ranks) * self._ranks * (parameter.numel() // max(rows, 1))
+        return padded
+
+
+class Gradients(Protocol):
+    """From the loss of one micro-batch after the other to the gradient of the step."""
+
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+    ) -> None:
+        """See `Strategy.backward`."""
+        ...
+
+    def discard_step(self) -> None:
+        """What the step has gathered is forgotten."""
+        ...
+
+
+class Uses(Protocol):
+    """Which parameters have had a part in the losses of a step."""
+
+    def before(self) -> None:
+        """Between the forward pass of a micro-batch and its backward pass."""
+        ...
+
+    def after(self, turn: MicroBatchPosition) -> None:
+        """After the backward pass. All ranks, after their last turns: ``.grad`` is None where there was no part."""
+        ...
+
+
+class AllUsed:
+    """Each parameter has to have a part in each loss."""
+
+    def before(self) -> None:
+        """Nothing has to be prepared."""
+
+    def after(self, turn: MicroBatchPosition) -> None:
+        """Nothing has to be found out."""
+
+
+class Watched:
+    """Parameters of a model that is gathered as one; those which have no part in a loss get a gradient of nothing."""
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        self._model: Final = model
+        self._group: Final = group
+        self._divided: Final = list(model.parameters())
+        self._known: Final[set[int]] = set()  # gathered parameters that tell of their gradients
+        self._found: set[int] = set()  # places of those that had a part in the loss of this turn
+        self._used: Final[set[int]] = set()  # ... of some turn of this step
+
+    def before(self) -> None:
+        """See `Uses.before`."""
+        for place, gathered in enumerate(self._model.parameters()):
+            if gathered.requires_grad and not isinstance(gathered, DTensor):
+                if id(gathered) not in self._known:  # torch makes them once
+                    self._known.add(id(gathered))
+                    gathered.register_post_accumulate_grad_hook(lambda _, place=place: self._found.add(place))
+                gathered.grad = negative_zeros_like(gathered)
+        self._found.clear()
+
+    def after(self, turn: MicroBatchPosition) -> None:
+        """See `Uses.after`."""
+        if not turn.is_padding:
+            self._used.update(self._found)
+        if turn.last:
+            used = set().union(*self._group.gather_objects(sorted(self._used), "which parameters are used"))
+            self._used.clear()
+            for place, parameter in enumerate(self._divided):
+                if place not in used:
+                    parameter.grad = None
+
+
+class Learner:
+    """A model whose blocks hand their gradients to units."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], uses: Uses) -> None:
+        self.parameters: Final = {p: name for name, p in model.named_parameters() if p.requires_grad}  #: with names
+        self.units: Final = units
+        self.uses: Final = uses
+
+    def is_in(self, target: ParameterSet) -> bool:
+        """Whether ``target`` holds its parameters."""
+        return any(id(p) in target.places for p in self.parameters)
+
+    def check_whole(self) -> None:
+        """Nothing, if all its parameters have got a gradient in one backward pass.
+
+        Raises:
+            UsageError: with the names of those that have not, or of those whose block's came in parts.
+        """
+        unused = [name for p, name in self.parameters.items() if p.grad is None]
+        if unused:
+            raise UsageError(
+                f"{len(unused)} of {len(self.parameters)} parameters had no part in the loss: {', '.join(unused[:5])}. "
+                "Use them in forward(), freeze them with requires_grad_(False), or say "
+                "run.model(model, find_unused_parameters=True), which gathers the whole model at once"
+            )
+        torn = [self.parameters[p] for u in self.units if u.torn for p in u.parameters if p in self.parameters]
+        if torn:
+            raise UsageError(
+                f"the gradient of the block with {', '.join(torn[:5])} came in parts, as when forward() calls the "
+                "block several times, and some modules inside it only once; let wrap=... name smaller blocks, or "
+                "say wrap=whole"
+            )
+
+
+class InUnits:
+    """`Gradients` of models that `fully_shard` has divided."""
+
+    def __init__(self) -> None:
+        self._learners: Final[list[Learner]] = []
+
+    def add(self, learner: Learner) -> None:
+        """Backward passes will reach it."""
+        self._learners.append(learner)
+
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+    ) -> None:
+        """See `Strategy.backward`."""
+        mine = [learner for learner in self._learners if learner.is_in(target)]
+        others = [learner for learner in self._learners if not learner.is_in(target)]
+        for learner in mine:
+            for unit in learner.units:
+                unit.expect(turn)
+            for parameter in learner.parameters:
+                parameter.grad = None
+            learner.uses.before()
+        for learner in others:
+            for unit in learner.units:
+                unit.expect(None)
+        # They are reached too, for torch's hooks know the gathered parameters, which a target does not.
+        empty = [p for learner in others for p in learner.parameters if p.grad is None]
+        with translating_peer_errors("the reduction of gradients"):
+            loss.backward(weight)
+            for parameter in empty:
+                parameter.grad = None
+            for learner in mine:
+                learner.check_whole()
+                learner.uses.after(turn)
+                for unit in learner.units:
+                    unit.expect(None)
+        if not turn.last:
+            for learner in mine:
+                for parameter in learner.parameters:
+                    parameter.grad = None
+
+    def discard_step(self) -> None:
+        """See `Gradients.discard_step`."""
+        for learner in self._learners:
+            for unit in learner.units:
+                unit.forget()

@@ -1,0 +1,133 @@
+"""One replica, on one rank, which holds the whole tree. Every other strategy is measured against it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lockstep.collectives import Group, Runs, open_all_reduce
+from lockstep.errors import SettingError
+from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.gradient_accumulation import (
+    MicroBatchPosition,
+    ParameterSet,
+    TreeGradientAccumulator,
+    divide_by_counts,
+    total_count,
+)
+from lockstep.strategies.protocol import ReplicaAssignment, StrategyContext
+from lockstep.strategies.state_layout import ReplicatedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The strategy ``none`` has none."""
+
+
+def open_strategy(terms: StrategyContext, options: Options) -> SingleProcess:
+    """The strategy ``none``.
+
+    Raises:
+        SettingError: if there are several ranks.
+    """
+    ranks = terms.group.size
+    if ranks > 1:
+        raise SettingError(f"strategy='none' is for one rank, and there are {ranks}; use 'ddp' or start one rank")
+    return SingleProcess(terms.group, terms.runs, exact=terms.exact)
+
+
+class SingleProcess:
+    """The strategy ``none``.
+
+    Args:
+        group: of one rank.
+        runs: the micro-batches of each rank.
+        exact: whether gradients are folded along the tree.
+        wrap: what is called in place of a model.
+    """
+
+    share: Final = ReplicaAssignment(0, 1)
+    meets_in_forward: Final = False
+    can_update_trainable: Final = True
+
+    def __init__(
+        self, group: Group, runs: Runs, *, exact: bool, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+    ) -> None:
+        self._wrap: Final = wrap
+        self.state_layout: Final = ReplicatedLayout()
+        self._group: Final = group
+        self._exact: Final = exact
+        self._buffers: Final = Buffers(open_all_reduce(group, runs), group, group.device)
+        self._pending: dict[ParameterSet, TreeGradientAccumulator] = {}
+
+    def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """``model`` itself, or wrapped."""
+        self._buffers.setup_model(model)
+        return self._wrap(model)
+
+    def update_trainable(self, target: ParameterSet) -> None:
+        """See `UpdatesTrainable.update_trainable`."""
+        self._buffers.check_known()
+
+    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """Nothing has to be prepared."""
+
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+    ) -> None:
+        """See `Strategy.backward`."""
+        target.backward(loss, weight)
+        if self._exact and turn.of > 1:
+            if target not in self._pending:
+                self._pending[target] = TreeGradientAccumulator(target, turn.of)
+            self._pending[target].take(turn)
+            if turn.last:
+                self._pending.pop(target).give()
+        else:
+            for parameter in target.sparse:
+                if parameter.grad is not None:
+                    # As a sum over ranks is: clipping before two entries of a row are added rounds otherwise.
+                    parameter.grad = parameter.grad.coalesce()
+
+    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
+        """See `Strategy.normalize_by_count`."""
+        divide_by_counts(target, samples, total_count(self._group, counted))
+
+    def before_optimizer_step(self, target: ParameterSet) -> None:
+        """Everything is this rank's."""
+
+    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+        """See `Strategy.end_micro_batch`."""
+        self._buffers.settle(turn)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """The model is what it is."""
+        return contextlib.nullcontext()
+
+    def finish_training(self) -> None:
+        """The model is trained."""
+
+    def discard_step(self) -> None:
+        """See `Strategy.discard_step`."""
+        self._pending.clear()
+        self._buffers.restore()
+
+    def resync(self) -> None:
+        """See `Strategy.resync`."""
+        self._buffers.resync()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing beside model and optimizer."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to put back."""
+
+    def close(self) -> None:
+        """Nothing is held open."""

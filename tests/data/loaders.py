@@ -1,0 +1,112 @@
+"""Feeds of several ranks in one process, and what they gave."""
+
+import threading
+
+from lockstep.batch import BatchPlan
+from lockstep.data import open_micro_batch_loader
+
+
+def no_agreement_needed(counts):
+    raise AssertionError("only iterables ask the other ranks")
+
+
+class Meeting:
+    """An all-gather among threads, of which only one runs at a time: global generators are the process's own."""
+
+    def __init__(self, size):
+        self.size = size
+        self.turn = threading.Lock()
+        self.barrier = threading.Barrier(size, timeout=20)
+        self.table = [None] * size
+        self.calls = [0] * size
+
+    def agree_as(self, rank):
+        def agree(counts):
+            self.calls[rank] += 1
+            self.table[rank] = list(counts)
+            self.turn.release()
+            try:
+                self.barrier.wait()
+                everyone = list(self.table)
+                self.barrier.wait()
+            finally:
+                self.turn.acquire()
+            return everyone
+
+        return agree
+
+
+def feed_of(dataset, plan, rank=0, *, agree=no_agreement_needed, shuffle=None, drop_last=False, workers=0, **options):
+    return open_micro_batch_loader(
+        dataset, plan, rank, seed=7, shuffle=shuffle, drop_last=drop_last, workers=workers, agree=agree, **options
+    )
+
+
+def on_world(dataset, sizes, world, *, epoch=0, first_step=0, steps=None, padding="none", **options):
+    """The micro-batches that each rank gets in ``steps`` steps, one list for each rank."""
+    return passes(
+        dataset, sizes, world, lambda feed: feed.epoch(epoch, first_step, padding=padding), steps=steps, **options
+    )
+
+
+def evaluated(dataset, sizes, world, *, padding="none", **options):
+    """The micro-batches that each rank gets in an evaluation, one list for each rank."""
+    return passes(dataset, sizes, world, lambda feed: feed.evaluation(padding=padding), **options)
+
+
+def passes(dataset, sizes, world, over, *, steps=None, **options):
+    """What ``over`` a feed gives each rank, one list for each."""
+    meeting = Meeting(world)
+    got = [[] for _ in range(world)]
+    wrong = []
+
+    def run(rank):
+        with meeting.turn:
+            try:
+                feed = feed_of(dataset, BatchPlan(*sizes, world), rank, agree=meeting.agree_as(rank), **options)
+                for batch in over(feed):
+                    got[rank].append(batch)
+                    if steps is not None and batch.last and sum(b.last for b in got[rank]) == steps:
+                        break
+                feed.close()
+            except BaseException as error:  # noqa: BLE001 - raised again, in the test's own thread
+                meeting.barrier.abort()
+                wrong.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if wrong:
+        raise next((e for e in wrong if not isinstance(e, threading.BrokenBarrierError)), wrong[0])
+    return got
+
+
+def content(data):
+    (column,) = data if isinstance(data, list) else [data]
+    return tuple(column.tolist())
+
+
+def samples_of(got):
+    return [x for rank in got for batch in rank if not batch.padding for x in content(batch.data)]
+
+
+def place_of(batch):
+    """What a micro-batch says of where it stands: the same whoever computes it, and in evaluation as in training."""
+    return batch.step, batch.index, batch.of, batch.samples, batch.step_samples
+
+
+def steps_of(got):
+    """{step: {index of the micro-batch: (its samples, what it says of its place)}}, over all ranks."""
+    table = {}
+    for rank in got:
+        step = None
+        for b in rank:
+            if not b.padding:
+                assert step in (None, b.step), "the last one of a step said that it is not"
+                place = table.setdefault(b.step, {})
+                assert b.index not in place
+                place[b.index] = (content(b.data), place_of(b))
+                step = None if b.last else b.step
+    return table

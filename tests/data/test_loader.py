@@ -1,0 +1,511 @@
+"""Each sample once, the same micro-batches on any world (P3 and the data's part of P1), and what is refused."""
+
+import random
+from collections import Counter
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from loaders import Meeting, content, feed_of, on_world, samples_of, steps_of
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from lockstep.batch import BatchPlan
+from lockstep.data import choose_workers, is_in_memory
+from lockstep.data.loader import _pinned
+from lockstep.data.sampling import order_of, slots_of
+from lockstep.errors import DataError
+
+
+class Stream:
+    """A stream of ``length`` numbers that can only be iterated."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+class StridedStream(Stream):
+    def __iter__(self):
+        raise AssertionError("stride serves better")
+
+    def stride(self, start, step):
+        return iter(range(start, self.length, step))
+
+
+class Numbers(Dataset):
+    """A plain data set with an index."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return index
+
+
+KINDS = {
+    "tensor": torch.arange,
+    "subset": lambda n: Subset(TensorDataset(torch.arange(n + 3)), range(3, n + 3)),
+    "samples": Numbers,
+    "stream": Stream,
+    "strided": StridedStream,
+}
+
+
+@st.composite
+def cases(draw, streams=False):
+    micro_batch = draw(st.integers(1, 5))
+    micro_batches = draw(st.integers(1, 6))
+    spare = 0 if streams or micro_batches == 1 else draw(st.integers(0, micro_batch - 1))
+    global_batch = micro_batch * micro_batches - spare
+    length = draw(st.integers(1, 4 * global_batch + 3))
+    worlds = draw(st.lists(st.integers(1, micro_batches), min_size=1, max_size=3))
+    return length, (global_batch, micro_batch), worlds, draw(st.booleans())
+
+
+# ---- the law -----------------------------------------------------------------------------------------------------
+
+
+@given(cases(), st.booleans(), st.integers(0, 3))
+def test_order_holds_each_sample_once_through_changing_worlds(case, shuffle, epoch):
+    length, sizes, worlds, drop_last = case
+    steps = BatchPlan(*sizes, 1).steps(length, drop_last=drop_last)
+    order = order_of(length, 7, epoch, shuffle=shuffle)
+    seen = Counter()
+    for step in range(steps):
+        plan = BatchPlan(*sizes, worlds[step % len(worlds)])  # a resize before every step
+        indices = []
+        for rank in range(plan.world_size):
+            slots = list(slots_of(plan, rank, length, drop_last=drop_last, first_step=step, padding="none"))
+            mine = [s for s in slots if step * plan.global_batch <= s.start < (step + 1) * plan.global_batch]
+            seen.update(int(i) for s in mine for i in order[s.start : s.stop])
+            indices += [s.index for s in mine]
+            assert [s.last for s in mine] == [False] * (len(mine) - 1) + [True] * bool(mine)
+            assert {s.step for s in slots} <= set(range(step, steps))
+            assert {s.step for s in mine} <= {step}
+        assert indices == list(range(len(indices)))
+    left_out = length % sizes[0] if drop_last else 0
+    assert sum(seen.values()) == len(seen) == length - left_out
+    assert set(seen) <= set(range(length))
+
+
+@given(cases(streams=True), st.sampled_from(sorted(KINDS)), st.integers(0, 2))
+def test_each_sample_once_and_the_same_micro_batches_on_any_world(case, kind, epoch):
+    length, sizes, worlds, drop_last = case
+    dataset = KINDS[kind](length)
+    alone = on_world(dataset, sizes, 1, epoch=epoch, drop_last=drop_last)
+    expected = length - (length % sizes[0] if drop_last else 0)
+    first = 3 if kind == "subset" else 0
+    seen = sorted(samples_of(alone))
+    assert len(seen) == expected
+    assert len(set(seen)) == expected
+    assert set(seen) <= set(range(first, first + length))
+    for world in worlds:
+        many = on_world(dataset, sizes, world, epoch=epoch, drop_last=drop_last)
+        if expected:
+            assert steps_of(many) == steps_of(alone)
+        else:
+            assert not any(many)
+
+
+@given(cases(streams=True), st.sampled_from(sorted(KINDS)), st.data())
+def test_an_epoch_resumes_at_any_step_on_another_world(case, kind, data):
+    length, sizes, worlds, drop_last = case
+    dataset = KINDS[kind](length)
+    steps = BatchPlan(*sizes, 1).steps(length, drop_last=drop_last)
+    first_step = data.draw(st.integers(0, steps))
+    whole = samples_of(on_world(dataset, sizes, 1, drop_last=drop_last))
+    before = []
+    if first_step:
+        before = samples_of(on_world(dataset, sizes, worlds[0], steps=first_step, drop_last=drop_last, padding="one"))
+    after = samples_of(on_world(dataset, sizes, worlds[-1], first_step=first_step, drop_last=drop_last))
+    assert sorted(before + after) == sorted(whole)
+
+
+@given(cases(streams=True), st.sampled_from(sorted(KINDS)))
+def test_every_rank_computes_in_every_step_if_padding_stands_in(case, kind):
+    length, sizes, worlds, _ = case
+    dataset = KINDS[kind](length)
+    steps = BatchPlan(*sizes, 1).steps(length)
+    for world in worlds:
+        bare, shaded = (on_world(dataset, sizes, world, padding=padding) for padding in ("none", "one"))
+        assert not any(b.padding for rank in bare for b in rank)
+        assert [sum(b.last for b in rank) for rank in shaded] == [steps] * world
+        for rank_bare, rank_shaded in zip(bare, shaded, strict=True):
+            assert [content(b.data) for b in rank_shaded if not b.padding] == [content(b.data) for b in rank_bare]
+            padding = [b for b in rank_shaded if b.padding]
+            assert all(b.index == b.of - 1 and b.last and len(content(b.data)) == b.samples for b in padding)
+            assert all(content(b.data) == steps_of(bare)[b.step][b.index][0] for b in padding)
+
+
+@given(cases(streams=True), st.sampled_from(sorted(KINDS)))
+def test_with_even_padding_all_ranks_compute_equally_many_in_every_step(case, kind):
+    length, sizes, worlds, _ = case
+    dataset = KINDS[kind](length)
+    for world in worlds:
+        bare, even = (on_world(dataset, sizes, world, padding=padding) for padding in ("none", "even"))
+        turns = []
+        for rank_bare, rank_even in zip(bare, even, strict=True):
+            assert [content(b.data) for b in rank_even if not b.padding] == [content(b.data) for b in rank_bare]
+            steps, here = [], []
+            for batch in rank_even:
+                here.append(batch)
+                if batch.last:
+                    assert sorted(here, key=lambda b: not b.padding) == here  # padding come first
+                    steps.append(len(here))
+                    here = []
+            assert not here
+            turns.append(steps)
+        assert all(steps == turns[0] for steps in turns)
+
+
+def test_a_padding_micro_batch_stands_in_where_the_last_step_is_shorter_than_the_world():
+    got = on_world(torch.arange(9), (8, 2), 4, padding="one", shuffle=False)
+    assert [[(content(b.data), b.padding, b.index, b.of) for b in rank[1:]] for rank in got] == [
+        [((8,), True, 0, 1)],
+        [((8,), True, 0, 1)],
+        [((8,), True, 0, 1)],
+        [((8,), False, 0, 1)],
+    ]
+
+
+# ---- order -------------------------------------------------------------------------------------------------------
+
+
+def test_order_changes_with_epoch_and_seed_and_leaves_global_generators_alone():
+    state = torch.get_rng_state()
+    orders = [order_of(100, seed, epoch, shuffle=True).tolist() for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(o) for o in orders}) == 4
+    assert orders[0] == order_of(100, 0, 0, shuffle=True).tolist()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_order_is_stable_between_versions():
+    # Written down once: a checkpoint of today must find the same samples tomorrow.
+    assert order_of(8, 0, 0, shuffle=True).tolist() == [5, 0, 1, 6, 3, 7, 4, 2]
+
+
+# ---- randomness --------------------------------------------------------------------------------------------------
+
+
+class Augmented(Dataset):
+    """Draws from every global generator, as augmentations do."""
+
+    def __len__(self):
+        return 21
+
+    def __getitem__(self, index):
+        return torch.tensor([index, float(torch.rand(())), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+class AugmentedAtOnce(Augmented):
+    def __getitems__(self, indices):
+        return [torch.cat([torch.tensor([i]), torch.rand(3)]) for i in indices]
+
+
+class AugmentedStream(IterableDataset):
+    """Draws in a generator, also for samples that another rank keeps: a shuffle buffer."""
+
+    def __init__(self):
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        start = random.randrange(1000)
+        held = list(range(start, start + 4))
+        for number in range(start + 4, start + 25):
+            place = random.randrange(len(held))
+            yield torch.tensor([held[place], torch.rand(()).item()], dtype=torch.float64)
+            held[place] = number
+
+
+def table_of(got):
+    return sorted(row for rank in got for b in rank if not b.padding for row in map(tuple, b.data.tolist()))
+
+
+@pytest.mark.parametrize("dataset", [Augmented(), Subset(Augmented(), range(0, 21, 2)), AugmentedAtOnce()])
+def test_augmentation_depends_on_neither_world_nor_workers(dataset):
+    alone = table_of(on_world(dataset, (8, 2), 1, epoch=1))
+    assert len(alone) == len(dataset)
+    assert len({row[1] for row in alone}) == len(dataset)
+    for world in (2, 3, 4):
+        torch.rand(5)
+        assert table_of(on_world(dataset, (8, 2), world, epoch=1)) == alone
+    assert table_of(on_world(dataset, (8, 2), 2, epoch=1, workers=1)) == alone
+    assert table_of(on_world(dataset, (8, 2), 1, epoch=2)) != alone
+
+
+def test_persistent_workers_read_each_epoch_from_its_step_also_after_a_break():
+    plan = BatchPlan(8, 2, 1)
+    here, there = feed_of(Augmented(), plan), feed_of(Augmented(), plan, workers=2)
+
+    def some(feed, epoch, first_step, batches):
+        return [b.data.tolist() for b in islice(feed.epoch(epoch, first_step, padding="one"), batches)]
+
+    for epoch, first_step, batches in [(0, 0, 99), (1, 0, 3), (1, 1, 99), (4, 2, 99), (0, 0, 1), (2, 0, 99)]:
+        assert some(there, epoch, first_step, batches) == some(here, epoch, first_step, batches)
+    there.close()
+
+
+def test_workers_read_a_stream_as_this_process_does():
+    plan = BatchPlan(6, 2, 1)
+    for epoch, first_step in [(0, 0), (1, 2)]:
+        tables = []
+        for workers in (0, 2):
+            feed = feed_of(AugmentedStream(), plan, agree=lambda counts: [counts], workers=workers)
+            tables.append([b.data.tolist() for b in feed.epoch(epoch, first_step, padding="none")])
+            feed.close()
+        assert tables[0] == tables[1]
+
+
+def test_a_stream_that_shuffles_itself_is_shuffled_alike_on_every_rank():
+    alone = table_of(on_world(AugmentedStream(), (6, 2), 1, epoch=3))
+    assert len(alone) == 21
+    for world in (2, 3):
+        assert table_of(on_world(AugmentedStream(), (6, 2), world, epoch=3)) == alone
+
+
+def test_a_stream_that_shuffles_as_it_begins_is_seeded_before_that():
+    class Eager:
+        def __iter__(self):
+            return iter(random.sample(range(21), 21))
+
+    def order(world):
+        return steps_of(on_world(Eager(), (6, 2), world, epoch=3))
+
+    alone = order(1)
+    random.random()
+    assert order(1) == order(2) == order(3) == alone
+
+
+def test_a_stream_is_told_its_epoch():
+    dataset = AugmentedStream()
+    on_world(dataset, (6, 2), 1, epoch=3)
+    assert dataset.epochs == [3]
+
+
+# ---- what the user gets back ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_loader_is_a_data_loader_and_gives_the_first_epoch_of_this_rank(kind):
+    meeting = on_world(KINDS[kind](10), (4, 1), 2)
+    for rank in range(2):
+        feed = feed_of(KINDS[kind](10), BatchPlan(4, 1, 2), rank)
+        assert isinstance(feed.loader, DataLoader)
+        batches = [content(b) for b in feed.loader]
+        if kind in ("stream", "strided"):
+            assert feed.length is None
+            assert feed.steps_per_epoch is None
+            batches, expected = batches[:4], [content(b.data) for b in meeting[rank]][:4]
+        else:
+            assert len(feed.loader.dataset) == feed.length == 10
+            assert feed.steps_per_epoch == 3
+            expected = [content(b.data) for b in meeting[rank]]
+        assert batches == expected
+
+
+def test_the_data_set_behind_the_loader_is_as_the_user_gave_it():
+    feed = feed_of(Numbers(5), BatchPlan(2, 1, 1))
+    assert [feed.loader.dataset[i] for i in range(len(feed.loader.dataset))] == list(range(5))
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "kind"),
+    [
+        (TensorDataset(X, Y), list),
+        ((X, Y), tuple),
+        ([X, Y], list),
+        (Pair(X, Y), Pair),
+        (Subset(Subset(TensorDataset(X, Y), [-2, -1, 3, 1, 2, 0]), [-1, -2, 3, 0, 2, 1]), list),
+    ],
+)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_tensors_come_in_the_shape_they_were_given(dataset, kind, shuffle):
+    assert is_in_memory(dataset)
+    feed = feed_of(dataset, BatchPlan(4, 2, 1), shuffle=shuffle)
+    seen = []
+    for batch, again in zip(feed.epoch(0, padding="none"), feed.loader, strict=True):
+        assert type(batch.data) is type(again) is kind
+        x, y = batch.data
+        assert torch.equal(x, X[y])
+        assert torch.equal(x, again[0])
+        assert torch.equal(y, again[1])
+        seen += y.tolist()
+    assert sorted(seen) == list(range(6))
+    if not shuffle:
+        assert seen == ([0, 2, 1, 4, 3, 5] if isinstance(dataset, Subset) else list(range(6)))
+
+
+def test_a_dict_of_tensors_comes_as_a_dict():
+    (first, *_) = feed_of({"x": X, "y": Y}, BatchPlan(4, 2, 1), shuffle=False).epoch(0, padding="none")
+    assert first.data.keys() == {"x", "y"}
+    assert first.data["y"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_batch_changed_in_place_leaves_the_data_set_as_it_was(shuffle):
+    x = torch.ones(6)
+    for batch in feed_of(x, BatchPlan(4, 2, 1), shuffle=shuffle).epoch(0, padding="none"):
+        batch.data.zero_()
+    assert x.sum() == 6
+
+
+def test_a_collate_function_gets_lists_of_samples():
+    feed = feed_of(TensorDataset(Y), BatchPlan(4, 2, 1), shuffle=False, collate_fn=lambda samples: ("mine", samples))
+    first = next(iter(feed.epoch(0, padding="none")))
+    assert first.data == ("mine", [(torch.tensor(0),), (torch.tensor(1),)])
+
+
+def test_a_list_of_samples_needs_a_collate_function():
+    ragged, equal = [torch.zeros(3), torch.zeros(4)], [torch.zeros(3)] * 4
+    for samples in (ragged, equal):
+        (first, *_) = feed_of(samples, BatchPlan(2, 2, 1), shuffle=False, collate_fn=list).epoch(0, padding="none")
+        assert [len(sample) for sample in first.data] == [len(sample) for sample in samples[:2]]
+    assert [is_in_memory(samples) for samples in (ragged, equal)] == [False, True]
+
+
+def test_data_in_memory_needs_no_seeding_and_moves_no_generator():
+    state = torch.get_rng_state()
+    list(feed_of((X, Y), BatchPlan(4, 2, 1)).epoch(0, padding="none"))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- agreement -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Stream, StridedStream])
+@pytest.mark.parametrize(("length", "calls"), [(16, 3), (17, 3), (23, 3), (24, 4)])
+def test_ranks_agree_once_a_step_and_end_together(kind, length, calls):
+    meeting = Meeting(1)
+    feed = feed_of(kind(length), BatchPlan(8, 2, 1), agree=meeting.agree_as(0))
+    with meeting.turn:
+        list(feed.epoch(0, padding="one"))
+    assert meeting.calls == [calls]
+
+
+def test_streams_divided_by_the_data_set_itself_are_found():
+    class DividedByRank:
+        def __init__(self):
+            self.rank = iter(range(2))
+
+        def __iter__(self):
+            return iter(range(next(self.rank), 100, 2))
+
+    with pytest.raises(DataError, match="different streams"):
+        on_world(DividedByRank(), (8, 2), 2)
+
+
+def test_a_stride_that_gives_too_much_is_found():
+    class Wrong(Stream):
+        def stride(self, start, step):
+            return iter(range(start, self.length))
+
+    with pytest.raises(DataError, match=r"different streams.*\[2, 2, 1, 0\]"):
+        on_world(Wrong(3), (8, 2), 2)
+
+
+def test_a_wasteful_stream_is_named_once():
+    assert "stride(start, step)" in feed_of(Stream(5), BatchPlan(4, 1, 2)).notes[0]
+    assert feed_of(Stream(5), BatchPlan(4, 1, 1)).notes == ()
+    assert feed_of(StridedStream(5), BatchPlan(4, 1, 2)).notes == ()
+    assert feed_of(Numbers(5), BatchPlan(4, 1, 2)).notes == ()
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+class NoLength:
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "says"),
+    [
+        (torch.zeros(0), r"empty \(length 0\)"),
+        (Numbers(0), r"empty \(length 0\)"),
+        (DataLoader(Numbers(4)), "pass its data set"),
+        ((torch.zeros(3), torch.zeros(4)), r"differ in length \(3, 4\)"),
+        ((torch.zeros(3), "abc"), "also holds a str"),
+        (torch.tensor(3.0).expand(()), "without dimensions"),
+        ([torch.zeros(3), torch.zeros(3)], "may be columns or samples"),
+        (NoLength(), "NoLength has no length"),
+        (iter([1, 2]), "can be read only once"),
+        ((x for x in range(3)), "can be read only once"),
+        (5, "int is no data set"),
+        (Subset(TensorDataset(Y), [0, 6]), "0 to 6 of a data set of 6"),
+    ],
+)
+def test_what_is_no_data_set_is_refused_with_a_way_out(dataset, says):
+    with pytest.raises(DataError, match=says):
+        feed_of(dataset, BatchPlan(4, 2, 1))
+
+
+def test_a_stream_cannot_be_shuffled():
+    with pytest.raises(DataError, match="shuffle=False takes it as it comes"):
+        feed_of(Stream(5), BatchPlan(4, 2, 1), shuffle=True)
+
+
+def test_a_stream_needs_equal_micro_batches():
+    with pytest.raises(DataError, match="global_batch=6 would do"):
+        feed_of(Stream(5), BatchPlan(5, 2, 1))
+
+
+def test_an_empty_stream_is_refused_when_it_is_read():
+    with pytest.raises(DataError, match="gave no sample in epoch 2"):
+        on_world(Stream(0), (4, 2), 2, epoch=2)
+
+
+@pytest.mark.parametrize("dataset", [torch.arange(9), Numbers(9)])
+def test_an_epoch_cannot_begin_after_its_end(dataset):
+    feed = feed_of(dataset, BatchPlan(4, 2, 1))
+    assert list(feed.epoch(0, 3, padding="one")) == []
+    with pytest.raises(DataError, match="has 3 steps of 4"):
+        list(feed.epoch(0, 4, padding="one"))
+
+
+@pytest.mark.parametrize(
+    ("cpus", "in_memory", "workers"), [(8, True, 0), (8, False, 7), (32, False, 8), (1, False, 0), (4, False, 3)]
+)
+def test_workers_are_chosen_from_the_cpus_of_a_rank(cpus, in_memory, workers):
+    assert choose_workers(cpus, in_memory=in_memory) == workers
+
+
+class Holder:
+    """A batch of a class of its own, which knows how to go to page-locked memory."""
+
+    def pin_memory(self):
+        return "pinned"
+
+
+class Named(NamedTuple):
+    text: str
+    number: int
+
+
+def test_a_batch_goes_to_page_locked_memory_with_all_that_it_holds():
+    name = Named("text", 1)
+    data = [("one", "two"), {"number": 3, "holder": Holder()}, name, None, 0.5]
+    assert _pinned(data) == [("one", "two"), {"number": 3, "holder": "pinned"}, name, None, 0.5]
+    assert type(_pinned(data)[2]) is Named

@@ -1,0 +1,41 @@
+"""The launcher's watch over its ranks, with a clock of the test's: what it says of a hang stays said."""
+
+import os
+import socket
+
+from lockstep.heartbeat_message import Heartbeat, SourceLine
+from lockstep.launch.diagnosis.error_record import Failure
+from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
+from lockstep.launch.diagnosis.hang_monitor import Vigil
+
+
+def test_ranks_that_are_ended_for_a_hang_are_not_blamed_for_falling_silent(tmp_path):
+    now, said = 100.0, []
+    vigil = Vigil(
+        HangTimeouts(hang_after_s=2.0),
+        None,
+        stacks=lambda rank: tmp_path / f"stacks-{rank}",
+        hangs=tmp_path / "hangs",
+        say=said.append,
+        shown=str,
+        now=lambda: now,
+    )
+    with vigil, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+        vigil.begin(range(2))
+        hang = None
+        while hang is None:  # rank 0 waits for rank 1
+            assert now < 105
+            for rank, call in enumerate(("all_reduce", "")):
+                place = SourceLine("train.py", 7, "train")
+                beat = Heartbeat(rank, os.getpid(), -1, 0, "script", place, call, bool(call), 3 + (not rank), 0.0, now)
+                line.sendto(beat.to_text().encode(), vigil.channel)
+            hang = vigil.look()
+            now += 0.5
+        while now < 120:  # both are being ended, and say nothing more
+            assert vigil.look() is None
+            now += 0.5
+        vigil.blame(lambda rank: tmp_path / f"failure-{rank}")
+    assert len(said) == 1
+    assert hang.stall.culprits == (1,)
+    assert Failure.read(tmp_path / "failure-1") is not None
+    assert not (tmp_path / "failure-0").exists()

@@ -1,0 +1,365 @@
+"""Laws of what nodes decide together, on nodes that exist only as values: they die, are cut off, fail and come back."""
+
+import signal
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.launch.diagnosis.root_cause import Ending
+from lockstep.launch.rendezvous.membership import How, Line, Minutes, Plan, Rules, Seat, decide, missing, opened
+
+TICK_S = 0.25
+
+
+def tell(endings, ranks):
+    return [("fail", f"{len(endings)} of {ranks} ended badly")]
+
+
+@dataclass
+class Node:
+    """One machine with its agent: what it does by itself is little, and all else is the plan."""
+
+    name: str
+    line: Line
+    alive: bool = True
+    linked: bool = True
+    said_s: float = 0.0
+    heard_s: float = 0.0
+    plan: Plan = field(default_factory=Plan)
+    slow: int = 0  # ticks
+    asked_for: int = 0  # ticks
+    endings: tuple = ()
+    will: int | None = None  # how its ranks end by themselves
+
+    def live(self, now_s, plan):
+        """One tick of an agent; as the real one, it knows of the chair only what arrives."""
+        if self.linked:
+            self.plan, self.heard_s = plan, now_s
+        # Some nodes are slower than others to see something and to end their ranks.
+        cut_off = now_s - self.heard_s >= 5.0 + self.slow * TICK_S
+        self.asked_for = self.asked_for + 1 if self.plan.how > How.NOT else 0
+        if self.line.running:
+            if cut_off or self.plan.place(self.line.seat) is None or self.plan.generation != self.line.generation:
+                self.end(-signal.SIGKILL, now_s, by_us=True)
+            elif self.will is not None:
+                self.end(self.will, now_s, by_us=False)
+            elif self.asked_for <= self.slow:
+                pass
+            elif self.plan.how is How.GENTLY:
+                self.end(75, now_s, by_us=True)
+            elif self.plan.how > How.NOT:
+                self.end(-signal.SIGTERM, now_s, by_us=True)
+        elif (
+            not cut_off
+            and self.plan.phase == "generation"
+            and self.plan.place(self.line.seat) is not None
+            and self.line.generation != self.plan.generation
+        ):
+            self.line = replace(self.line, generation=self.plan.generation, running=True, trouble=False)
+            self.endings, self.will = (), None
+
+    def end(self, status, now_s, *, by_us):
+        self.endings = (Ending(0, status, now_s, ended_by_us=by_us),)
+        self.line = replace(self.line, running=False, trouble=not by_us and status not in (0, 74, 75))
+
+
+@dataclass
+class World:
+    rules: Rules
+    now_s: float = 100.0
+    minutes: Minutes = field(default_factory=lambda: opened(0, 100.0))
+    nodes: list = field(default_factory=list)
+    began: list = field(default_factory=list)
+
+    def come(self):
+        number = len(self.nodes)
+        self.nodes.append(
+            Node(
+                f"n{number}",
+                Line(f"s{number}", f"n{number}", 2),
+                said_s=self.now_s,
+                heard_s=self.now_s,
+                slow=(number + 2) % 3,
+            )
+        )
+
+    def seats(self):
+        return [Seat(node.line, self.now_s - node.said_s, node.endings) for node in self.nodes]
+
+    def tick(self):
+        self.now_s += TICK_S
+        for node in self.nodes:
+            if node.alive:
+                node.live(self.now_s, self.minutes.plan)
+            if node.alive and node.linked:
+                node.said_s = self.now_s
+        seats, before = self.seats(), self.minutes
+        self.minutes = decide(before, seats, self.rules, self.now_s, tell)
+        assert self.minutes == decide(before, seats, self.rules, self.now_s, tell)
+        self.obey_the_laws(before, self.minutes)
+
+    def obey_the_laws(self, before, after):
+        assert after.plan.number >= before.plan.number
+        assert (after.plan == before.plan) == (after.plan.number == before.plan.number)
+        assert after.plan.words[: len(before.plan.words)] == before.plan.words
+        assert after.plan.words[-2:-1] != after.plan.words[-1:] or not after.plan.words, (
+            "nothing is said twice in a row"
+        )
+        assert after.failures <= self.rules.max_restarts
+        assert after.changes <= self.rules.max_changes
+        assert Plan.from_json(after.plan.to_json()) == after.plan
+        if before.plan.phase == "over":
+            assert after == before
+        if after.plan.generation == before.plan.generation and before.plan.phase == "generation":
+            assert after.plan.how >= before.plan.how
+            assert after.plan.members == before.plan.members
+        if before.plan.phase == "gather" and after.plan.phase == "generation":
+            self.began.append(after.plan.generation)
+            assert self.began == list(range(len(self.began)))
+            seats = [member.seat for member in after.plan.members]
+            assert len(set(seats)) == len(seats)
+            assert self.rules.least <= len(seats) <= self.rules.most
+            assert not [node.name for node in self.nodes if node.alive and node.line.running], "two worlds at once"
+            assert seats[0] == "s0", "the chair's ranks come first: only they commit"
+            for node in self.nodes:
+                assert node.line.seat not in seats or self.now_s - node.said_s < self.rules.lost_after_s
+
+    def until(self, done, within_s=500.0):
+        end_s = self.now_s + within_s
+        while not done():
+            assert self.now_s < end_s, f"stuck in {self.minutes}"
+            self.tick()
+
+    @property
+    def plan(self):
+        return self.minutes.plan
+
+    @property
+    def said(self):
+        return "\n".join(text for _, text in self.plan.words)
+
+    def running(self):
+        members = {member.seat for member in self.plan.members}
+        own = [node for node in self.nodes if node.line.seat in members]
+        return self.plan.phase == "generation" and all(n.line.running and n.alive and n.linked for n in own)
+
+
+def world(nodes, least, most=None, **rules):
+    made = World(Rules(least=least, most=most or least, **rules))
+    for _ in range(nodes):
+        made.come()
+    return made
+
+
+events = st.one_of(
+    st.tuples(st.sampled_from(["die", "cut", "mend"]), st.integers(1, 5)),
+    st.tuples(st.sampled_from(["fail", "finish", "unsaved", "usage"]), st.integers(0, 5)),
+    st.tuples(st.just("come"), st.just(0)),
+    st.tuples(st.just("stop"), st.integers(0, 5)),
+    st.tuples(st.just("wait"), st.integers(1, 60)),
+)
+
+
+@settings(max_examples=400)
+@given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 2), st.integers(0, 3), st.lists(events, max_size=12))
+def test_whatever_happens_the_laws_hold_and_it_ends_or_runs(least, more, max_restarts, max_changes, happens):
+    here = World(
+        Rules(least=least, most=least + more, max_restarts=max_restarts, max_changes=max_changes, join_timeout_s=60.0)
+    )
+    here.come()
+    for what, which in happens:
+        node = here.nodes[which % len(here.nodes)]
+        chair = node is here.nodes[0]
+        match what:
+            case "die" if not chair:
+                node.alive = False
+                node.line = replace(node.line, running=False)
+            case "cut" if not chair:
+                node.linked = False
+            case "mend":
+                node.linked = True
+            case "come":
+                here.come()
+            case "finish" | "unsaved":
+                for each in here.nodes:  # ranks that were together until the end
+                    each.will = {"finish": 0, "unsaved": 74}[what]
+            case "fail" | "usage":
+                node.will = {"fail": 1, "usage": 2}[what]
+            case "stop" if node.alive:
+                node.line = replace(node.line, stops=node.line.stops + 1, stopped_by=signal.SIGTERM)
+            case "wait":
+                for _ in range(which * 4):
+                    here.tick()
+        here.tick()
+    here.until(lambda: here.plan.phase == "over" or here.running())
+    if here.plan.phase == "over":
+        here.until(lambda: not any(node.line.running for node in here.nodes if node.alive))
+        assert here.plan.words or here.plan.code in (0, 75), "nothing ends badly without a word"
+
+
+def test_a_job_of_one_node_begins_at_once_and_ends_with_its_ranks():
+    alone = world(1, 1)
+    alone.tick()
+    assert (alone.plan.phase, alone.plan.generation, alone.plan.words) == ("generation", 0, ())
+    alone.tick()
+    alone.nodes[0].will = 0
+    alone.until(lambda: alone.plan.phase == "over")
+    assert (alone.plan.code, alone.plan.words) == (0, ())
+
+
+def test_a_failure_is_listened_to_told_and_restarted_within_its_budget():
+    pair = world(2, 2, max_restarts=1)
+    for generation in range(2):
+        pair.until(pair.running)
+        assert pair.plan.generation == generation
+        pair.nodes[1].will = 1
+        pair.tick()
+        assert pair.plan.how is How.NOT, "the true cause may still come"
+        pair.until(lambda: pair.plan.how is How.HARD or pair.plan.phase != "generation")
+        pair.until(lambda: pair.plan.phase != "generation")
+    assert (pair.plan.phase, pair.plan.code) == ("over", 1)
+    assert [manner for manner, _ in pair.plan.words].count("fail") == 2
+    assert "restarting all ranks as generation 1 (restart 1 of 1)" in pair.said
+    assert pair.minutes.failures == 1
+    assert pair.minutes.changes == 0
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_run_that_could_not_save_its_end_is_told_and_not_restarted(comes):
+    pair = world(2, 2, 3, max_restarts=5, max_changes=5)
+    pair.until(pair.running)
+    if comes:
+        pair.come()
+        pair.until(lambda: pair.plan.how is How.GENTLY)  # for the newcomer
+    for node in pair.nodes:
+        node.will = 74
+    pair.until(lambda: pair.plan.phase == "over")
+    assert (pair.plan.code, pair.plan.generation) == (74, 0)
+    assert pair.plan.words[-1] == ("fail", "2 of 4 ended badly")
+
+
+def test_a_lost_node_is_named_waited_for_and_replaced():
+    pair = world(2, 2, max_changes=3)
+    pair.until(pair.running)
+    pair.nodes[1].alive = False
+    pair.until(lambda: pair.plan.phase == "gather", within_s=7)
+    assert "lost node n1 (ranks 2, 3 of 4): nothing heard for 5 s; ending all ranks" in pair.said
+    pair.until(lambda: "waiting for 1 of 2 nodes: here n0 (" in pair.said, within_s=5)
+    pair.come()
+    pair.until(pair.running, within_s=2)
+    assert [member.host for member in pair.plan.members] == ["n0", "n2"]
+    assert (pair.plan.generation, pair.minutes.failures, pair.minutes.changes) == (1, 0, 1)
+
+
+def test_a_fixed_job_without_restarts_ends_with_its_first_loss():
+    pair = world(2, 2)
+    pair.until(pair.running)
+    pair.nodes[1].alive = False
+    pair.until(lambda: pair.plan.phase == "over", within_s=7)
+    assert pair.plan.code == 1
+    assert pair.plan.words[-1][0] == "fail"
+    assert "lost node n1" in pair.plan.words[-1][1]
+
+
+def test_a_node_that_is_cut_off_ends_its_ranks_before_the_others_go_on():
+    # `World.obey_the_laws` sees at each begin that no rank of an older generation lives.
+    some = world(3, 1, 3, max_changes=5)
+    some.until(some.running)
+    some.nodes[2].linked = False
+    some.until(lambda: some.plan.generation == 1 and some.running())
+    assert [member.host for member in some.plan.members] == ["n0", "n1"]
+    assert not some.nodes[2].line.running
+    some.nodes[2].linked = True
+    some.until(lambda: some.plan.generation == 2 and some.running())
+    assert [member.host for member in some.plan.members] == ["n0", "n1", "n2"]
+    assert "n2 came: stopping at a checkpoint" in some.said
+
+
+def test_a_spare_does_not_begin_before_the_one_that_was_cut_off_has_ended():
+    some = world(3, 2, max_changes=1)
+    for node, slow in zip(some.nodes, (0, 4, 0), strict=True):
+        node.slow = slow
+    some.until(some.running)
+    some.nodes[1].linked = False
+    some.until(lambda: some.plan.generation == 1 and some.running())
+    assert [member.host for member in some.plan.members] == ["n0", "n2"]
+
+
+def test_a_node_whose_ranks_still_end_is_not_counted_as_ready():
+    pair = world(2, 2)
+    pair.nodes[1].line = replace(pair.nodes[1].line, running=True)
+    assert decide(pair.minutes, pair.seats(), pair.rules, pair.now_s, tell).plan.phase == "gather"
+
+
+def test_a_node_that_comes_and_goes_costs_a_bounded_number_of_restarts():
+    pair = world(2, 1, 2, max_changes=4)
+    for _ in range(20):
+        pair.until(pair.running)
+        pair.nodes[1].linked = False
+        for _ in range(400):
+            pair.tick()
+        if pair.plan.phase == "over":
+            break
+        pair.nodes[1].linked = True
+        for _ in range(400):
+            pair.tick()
+    assert pair.minutes.changes == 4
+    assert len(pair.began) <= 5
+
+
+def test_more_nodes_than_asked_for_wait_as_spares():
+    many = world(4, 2, 3, max_changes=2)
+    many.until(many.running)
+    assert [member.host for member in many.plan.members] == ["n0", "n1", "n2"]
+    for _ in range(400):
+        many.tick()
+    assert many.plan.how is How.NOT, "a spare stops nobody"
+    many.nodes[1].alive = False
+    many.until(lambda: many.plan.generation == 1 and many.running())
+    assert [member.host for member in many.plan.members] == ["n0", "n2", "n3"]
+
+
+def test_the_last_call_waits_for_more_but_not_for_ever():
+    two = world(2, 2, 4, last_call_s=3.0)
+    two.tick()
+    assert two.plan.phase == "gather"
+    two.until(two.running, within_s=4)
+    assert "4 ranks on 2 of at most 4 nodes: n0 (2), n1 (2)" in two.said
+    four = world(4, 2, 4, last_call_s=3.0)
+    four.tick()
+    assert four.plan.phase == "generation"
+
+
+def test_who_does_not_come_is_named_and_given_up_at_the_deadline():
+    one = world(1, 3, join_timeout_s=30.0, expected=("n0.cluster", "n7", "n8.cluster"))
+    one.until(lambda: one.plan.phase == "over", within_s=31)
+    assert "waiting for 2 of 3 nodes: here n0; still missing: n7, n8.cluster (3 s)" in one.said
+    assert one.said.endswith("gave up waiting for 2 of 3 nodes: here n0; still missing: n7, n8.cluster (30 s)")
+    assert (one.plan.code, one.minutes.missing) == (124, True)
+    assert missing(one.seats(), one.rules) == ("n7", "n8.cluster")
+
+
+@pytest.mark.parametrize(("times", "how"), [(1, How.GENTLY), (2, How.NOW), (3, How.KILL)])
+def test_a_stop_on_any_node_stops_all_and_two_nodes_that_are_asked_once_are_asked_once(times, how):
+    pair = world(2, 2, max_restarts=5)
+    pair.until(pair.running)
+    for node in pair.nodes:
+        node.line = replace(node.line, stops=times if node.name == "n1" else 1, stopped_by=signal.SIGTERM)
+    seats = pair.seats()
+    assert decide(pair.minutes, seats, pair.rules, pair.now_s, tell).plan.how is how
+    pair.until(lambda: pair.plan.phase == "over")
+    assert pair.plan.code == (75 if times == 1 else 143)
+
+
+def test_a_cause_of_its_own_outweighs_a_loss():
+    pair = world(2, 2, max_restarts=1, max_changes=1)
+    pair.until(pair.running)
+    pair.nodes[0].will = 1
+    pair.tick()
+    pair.nodes[1].alive = False
+    pair.until(lambda: pair.plan.phase != "generation")
+    assert pair.minutes.failures == 1
+    assert pair.minutes.changes == 0
+    assert any(manner == "fail" for manner, _ in pair.plan.words)

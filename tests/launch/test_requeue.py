@@ -1,0 +1,98 @@
+"""A job that is started again finds its runs again, and asks for it only where that is meant."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.launch.schedulers.allocation import Allocation
+from lockstep.launch.schedulers.requeue import directory, noted, requeue
+
+
+class FileSystem:
+    """Run directories, without files."""
+
+    def __init__(self):
+        self.told = {}
+
+    def start(self, given_, command, tmp_path):
+        path, on = directory(given_, tmp_path, "train", command, self.told.get)
+        path.mkdir(exist_ok=True)
+        self.told.setdefault(path, {"starts": []})["starts"].append(noted(given_, command))
+        return path.name, on
+
+
+@given(st.lists(st.sampled_from(["a", "b"]), min_size=1, max_size=5), st.lists(st.integers(0, 5), max_size=3))
+def test_each_run_of_a_job_goes_on_in_its_own_directory(tmp_path_factory, commands, cuts):
+    tmp_path = tmp_path_factory.mktemp("runs")
+    disk = FileSystem()
+    first = []
+    for restart, reached in enumerate([*cuts, len(commands)]):
+        # The job got to its ``reached``-th run, and began each time at the first.
+        for place, command in enumerate(commands[:reached]):
+            name, on = disk.start(Allocation("slurm", "5", restarts=restart), command, tmp_path)
+            if place < len(first):
+                assert (name, on) == (first[place], True)
+            else:
+                assert not on
+                assert name not in first
+                first.append(name)
+
+
+def test_another_job_begins_anew(tmp_path):
+    disk = FileSystem()
+    assert disk.start(Allocation("slurm", "5"), "a", tmp_path) == ("train-job5", False)
+    assert disk.start(Allocation("slurm", "6", restarts=1), "a", tmp_path) == ("train-job6", False)
+    assert disk.start(Allocation("slurm", "5", restarts=1), "a", tmp_path) == ("train-job5", True)
+
+
+def slurm(**answers):
+    asked = []
+
+    def ask(words):
+        asked.append(" ".join(words))
+        return answers.get(words[0], (0, ""))
+
+    return asked, ask
+
+
+def test_a_slurm_job_is_put_in_the_queue_again():
+    asked, ask = slurm(squeue=(0, "RUNNING None\n"))
+    done = requeue(Allocation("slurm", "5"), 75, ask)
+    assert (done.code, asked[-1]) == (75, "scontrol requeue 5")
+    assert "in the queue again" in done.said
+
+
+def test_a_cancelled_job_is_not():
+    asked, ask = slurm(squeue=(0, "COMPLETING None\n"))
+    assert "was cancelled" in requeue(Allocation("slurm", "5"), 75, ask).said
+    assert not any("requeue" in words for words in asked)
+
+
+def test_one_whose_time_is_up_is():
+    asked, ask = slurm(squeue=(0, "COMPLETING TimeLimit\n"))
+    requeue(Allocation("slurm", "5"), 75, ask)
+    assert "scontrol requeue 5" in asked
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"), [((127, "not found"), "container"), ((1, "Access denied\n"), "Access denied")]
+)
+def test_where_it_cannot_be_done_that_is_said(answer, why):
+    _, ask = slurm(squeue=(127, ""), scontrol=answer)
+    done = requeue(Allocation("slurm", "5"), 75, ask)
+    assert done.code == 75
+    assert why in done.said
+    assert "from outside: scontrol requeue 5" in done.said
+
+
+def test_grid_engine_is_told_by_the_exit_code():
+    listed = "job-ID prior name user state\n---\n  4 0.5 d root dr 11/21/2026\n  5 0.5 train root {} 11/21/2026\n"
+    assert requeue(Allocation("sge", "5.2"), 75, lambda words: (0, listed.format("r"))).code == 99
+    assert requeue(Allocation("sge", "5.2"), 75, lambda words: (127, "")).code == 99
+    deleted = requeue(Allocation("sge", "5.2"), 75, lambda words: (0, listed.format("dr")))
+    assert (deleted.code, "was deleted" in deleted.said) == (75, True)
+
+
+def test_outside_of_a_job_nothing_is_started_again():
+    done = requeue(Allocation(), 75, pytest.fail)
+    assert (done.code, "no Slurm or Grid Engine job" in done.said) == (75, True)

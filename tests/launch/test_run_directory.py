@@ -1,0 +1,200 @@
+"""All that is checked before anything starts."""
+
+import json
+from dataclasses import replace
+from datetime import datetime
+
+import pytest
+
+from lockstep.errors import LockstepError, SettingError
+from lockstep.launch.host import Machine, visible
+from lockstep.launch.request import Function, Module, Request, Script
+from lockstep.launch.run_directory import note_generation, prepare, settle
+from lockstep.launch.workers.rank_environment import in_common, of_rank
+from lockstep.world import World
+
+NOW = datetime(2026, 11, 21, 10, 15)
+CPUS = Machine(gpus=0, cpus=6)
+GPUS = Machine(gpus=2, cpus=6)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+def ask(machine=CPUS, env=None, name="train.py", **request):
+    return prepare(Request(Script(name), **request), machine=machine, env=env or {}, now=NOW)
+
+
+def begin(**request):
+    job = ask(**request)
+    settle(job, now=NOW).close()
+    note_generation(job, job.generation, ranks=job.ranks, hosts=["n1"], now=NOW)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "ranks"),
+    [
+        (CPUS, None, 1),
+        (GPUS, None, 2),
+        (CPUS, "auto", 6),
+        (GPUS, "auto", 2),
+        (GPUS, "cpu", 6),
+        (GPUS, "gpu", 2),
+        (CPUS, "16", 16),
+        (CPUS, 3, 3),
+        (GPUS, "1", 1),
+    ],
+)
+def test_how_many_ranks(here, machine, asked, ranks):
+    assert ask(machine, nproc_per_node=asked).ranks == ranks
+
+
+def test_without_a_gpu_it_says_so(here):
+    assert ask().notes == ("No GPU found: 1 rank on the CPU; --nproc-per-node 2 rehearses",)
+    assert ask(nproc_per_node=1).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("machine", "request_", "says"),
+    [
+        (CPUS, {"nproc_per_node": "gpu"}, "no usable GPU; give a number of ranks to rehearse"),
+        (CPUS, {"nproc_per_node": "0"}, "at least 1"),
+        (CPUS, {"nproc_per_node": "many"}, "give a number of ranks, gpu, cpu or auto"),
+        (GPUS, {"nproc_per_node": "4"}, "may use 2 GPUs; use --nproc-per-node 2, or rehearse on the CPU"),
+        (GPUS, {"nproc_per_node": "4", "env": {"CUDA_VISIBLE_DEVICES": "0,1"}}, r"2 GPUs \(CUDA_VISIBLE_DEVICES=0,1\)"),
+        (CPUS, {"max_restarts": -1}, "at least 0"),
+        (CPUS, {"grace_s": float("nan")}, "at least 0 seconds"),
+        (CPUS, {"name": "trian.py"}, r"no such file: trian.py; did you mean train.py\?"),
+        (CPUS, {"name": "far/away.py"}, "check the path"),
+        (CPUS, {"name": "."}, r"directory without a __main__.py"),
+        (CPUS, {"resume": True, "fresh": True}, "contradict"),
+        (CPUS, {"resume": True}, "say which run, with --run-dir DIR"),
+        (CPUS, {"run_dir": "train.py"}, "is a file"),
+        (CPUS, {"env": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}}, "already"),
+        (CPUS, {"env": {"RANK": "1"}}, "WORLD_SIZE is not"),
+    ],
+)
+def test_what_is_refused_and_how(here, machine, request_, says):
+    with pytest.raises(LockstepError, match=says):
+        ask(machine, **request_)
+    assert sorted(path.name for path in here.iterdir()) == ["train.py"], "nothing may have been done"
+
+
+def test_a_module_that_is_not_there_is_refused(here):
+    with pytest.raises(SettingError, match=r"no such module: trian; did you mean train\?"):
+        prepare(Request(Module("trian")), machine=CPUS, env={}, now=NOW)
+    assert prepare(Request(Module("json.tool")), machine=CPUS, env={}, now=NOW).run_dir.name.startswith("tool-")
+
+
+def test_a_new_run_has_a_directory_of_its_own(here):
+    first = begin()
+    assert first.run_dir == here / "runs" / "train-20261121-101500"
+    assert ask().run_dir.name == "train-20261121-101500-2"
+    with pytest.raises(SettingError, match="the newest is --run-dir runs/train-20261121-101500"):
+        ask(resume=True)
+
+
+def test_an_earlier_run_is_continued_or_set_aside_only_when_told(here):
+    begin(run_dir="r")
+    (here / "r" / "checkpoints").mkdir()
+    with pytest.raises(SettingError, match="holds an earlier run") as refused:
+        ask(run_dir="r", options=("--strategy", "fsdp"))
+    assert "\n  lockstep run --resume --run-dir r --strategy fsdp train.py\n" in str(refused.value)
+    assert str(refused.value).endswith("\n  lockstep run --fresh --run-dir r --strategy fsdp train.py")
+
+    resumed = begin(run_dir="r", resume=True)
+    assert (resumed.begins, resumed.generation) == ("resume", 1)
+    about = json.loads((here / "r" / "run.json").read_text())
+    assert [start["begins"] for start in about["starts"]] == ["new", "resume"]
+    assert [generation["number"] for generation in about["generations"]] == [0, 1]
+
+    fresh = begin(run_dir="r", fresh=True)
+    assert (fresh.begins, fresh.generation) == ("fresh", 0)
+    assert (here / "r-before-20261121-101500" / "checkpoints").is_dir()
+    assert not (here / "r" / "checkpoints").exists()
+    assert "r-before-20261121-101500; nothing of it was deleted" in fresh.notes[-1]
+
+
+@pytest.mark.parametrize("how", [{}, {"fresh": True}, {"resume": True}])
+@pytest.mark.parametrize("mark", [None, "", "{}", '{"name": "somebody else\'s"}'])
+def test_a_directory_that_is_no_runs_is_never_touched(here, how, mark):
+    (here / "thesis").mkdir()
+    (here / "thesis" / "chapter.tex").write_text("years of work")
+    if mark is not None:
+        (here / "thesis" / "run.json").write_text(mark)
+    with pytest.raises(SettingError, match="is not empty and holds no run"):
+        ask(run_dir="thesis", **how)
+    assert (here / "thesis" / "chapter.tex").read_text() == "years of work"
+
+
+def test_to_resume_where_there_is_nothing_begins_and_says_so(here):
+    job = ask(run_dir="r", resume=True)
+    assert (job.begins, job.generation) == ("resume", 0)
+    assert job.notes[-1] == "nothing to resume in r: this run begins at its first step"
+
+
+def test_a_run_directory_has_one_launcher_at_a_time(here):
+    job = ask(run_dir="r")
+    with settle(job, now=NOW):
+        for how in ({"resume": True}, {"fresh": True}):
+            with pytest.raises(SettingError, match="another lockstep run works in r"):
+                settle(ask(run_dir="r", **how), now=NOW)
+    settle(ask(run_dir="r", resume=True), now=NOW).close()
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused(here):
+    with pytest.raises(SettingError, match="cannot be made ready: "):
+        settle(ask(run_dir="train.py/r"), now=NOW)
+
+
+def test_a_rank_reads_its_own_place_from_what_it_is_given(here):
+    job = ask(nproc_per_node=3, run_dir="r", settings={"precision": "bf16"})
+    env = {"HOME": "/h", "RANK": "7", "LOCKSTEP_RESUME": "1", "LOCKSTEP_SETTINGS": '{"seed": 3}'}
+    common = in_common(job, env, "/tmp/beats")
+    assert common["LOCKSTEP_CHANNEL"] == "/tmp/beats"
+    world = World.from_env({**common, **of_rank(job, World(2, 3, 2, 3, 0, 1, generation=4, port=1234), 0)})
+    assert (world.rank, world.size, world.local_rank, world.nodes, world.port) == (2, 3, 2, 1, 1234)
+    assert (world.generation, world.launcher, world.run_dir) == (4, "lockstep", str(here / "r"))
+    assert json.loads(common["LOCKSTEP_SETTINGS"]) == {"seed": 3, "precision": "bf16"}
+    assert common["OMP_NUM_THREADS"] == "1"
+    assert "LOCKSTEP_RESUME" not in common
+    assert in_common(job, {"OMP_NUM_THREADS": "4"}, "")["OMP_NUM_THREADS"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("begins", "restart", "resume", "fresh"),
+    [("new", 0, None, None), ("resume", 0, "1", None), ("fresh", 0, None, "1"), ("fresh", 1, "1", None)],
+)
+def test_how_a_generation_begins(here, begins, restart, resume, fresh):
+    variables = of_rank(replace(ask(), begins=begins), World(0, 1, 0, 1, 0, 1, generation=restart), restart)
+    assert (variables.get("LOCKSTEP_RESUME"), variables.get("LOCKSTEP_FRESH")) == (resume, fresh)
+
+
+def test_requests_can_be_said_again():
+    assert Request(Module("pack.train", ("--lr", "a b"))).command("--resume") == (
+        "lockstep run --resume -m pack.train --lr 'a b'"
+    )
+    assert Request(Function(test_requests_can_be_said_again)).program.stem == "test_requests_can_be_said_again"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "present", "count"),
+    [
+        (None, 4, 4),
+        ("", 4, 0),
+        ("0,2", 4, 2),
+        ("0, 2", 4, 2),
+        ("-1", 4, 0),
+        ("1,-1,2", 4, 1),
+        ("0,9,1", 4, 1),
+        ("GPU-5ebe9f43,GPU-77", 4, 2),
+        ("0", 0, 0),
+    ],
+)
+def test_gpus_that_are_visible(allowed, present, count):
+    assert visible(allowed, present) == count

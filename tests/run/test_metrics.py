@@ -1,0 +1,58 @@
+"""Means are those of the exact sums, whatever kind of number is measured."""
+
+import math
+
+import pytest
+import torch
+
+from lockstep.collectives import alone
+from lockstep.errors import UsageError
+from lockstep.run.metrics import MetricMeans
+
+
+def mean(*values, samples=1, counts=None):
+    measures = MetricMeans()
+    for value, count in zip(values, counts or [None] * len(values), strict=True):
+        measures.add("it", value, samples, count)
+    return measures.reduce(alone())["it"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.1], 0.1),  # not the nearest number of 32 bits
+        ([1e308, 1e308, -1e308], 1e308 / 3),
+        ([1e16, 1.0, -1e16], 1 / 3),
+        ([5e-324], 5e-324),
+        ([2**53 - 1], float(2**53 - 1)),
+        ([True, False], 0.5),
+        ([torch.tensor([True, False, True, False])], 0.5),
+        ([torch.tensor([2**52, 1, -(2**52)])], 1 / 3),
+        ([torch.tensor([0.1, 0.2], dtype=torch.float64)], (0.1 + 0.2) / 2),
+        ([torch.tensor([1.0, 2**-8, -1.0], dtype=torch.bfloat16)], 2**-8 / 3),
+        ([torch.tensor([1e8, 1.0, -1e8])], 1 / 3),
+        ([math.inf, 1.0], math.inf),
+        ([-math.inf, 1.0], -math.inf),
+    ],
+)
+def test_means_are_exact(values, expected):
+    assert mean(*values) == expected
+    assert mean(*reversed(values)) == expected
+
+
+@pytest.mark.parametrize("values", [[math.nan, 1.0], [math.inf, -math.inf], [torch.tensor([math.nan, 1.0])]])
+def test_what_is_not_a_number_stays_so(values):
+    assert math.isnan(mean(*values))
+
+
+def test_a_mean_weighs_what_it_is_the_mean_of():
+    assert mean(1.0, 4.0, samples=7) == 2.5
+    assert mean(1.0, 4.0, samples=7, counts=[2, 1]) == 2.0
+    assert mean(torch.tensor(1.0), torch.tensor(4.0), counts=[torch.tensor(2), torch.tensor(1)]) == 2.0
+    assert mean(0.5, math.nan, counts=[3, 0]) != mean(0.5, counts=[3]), "nan stays, also as the mean of nothing"
+    assert mean(0.5, 100.0, counts=[3, 0]) == 0.5
+
+
+def test_a_count_is_for_one_number():
+    with pytest.raises(UsageError, match=r"measure\(it=tensor of shape \(3,\), count=...\): count is for one number"):
+        mean(torch.ones(3), counts=[3])

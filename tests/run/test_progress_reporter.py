@@ -1,0 +1,66 @@
+"""What the screen shows of a run is true: its loss is that of the last micro-batch."""
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.launch_contract import STATUS
+from lockstep.progress import Progress
+from lockstep.report import StatusFile
+from lockstep.run import Run
+from lockstep.run.progress_reporter import ProgressReporter, RunLength
+from lockstep.run.stop_requests import JobDeadline
+from lockstep.world import World
+
+
+class OnGpu:
+    """A loss that a GPU computes; reading it is noted."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, value):
+        self.value, self.read = value, False
+
+    def __float__(self):
+        self.read = True
+        return self.value
+
+
+@pytest.fixture
+def shown(tmp_path):
+    path = tmp_path / "status"
+    teller = ProgressReporter(World.from_env({}), {STATUS: str(path)}, JobDeadline(None))
+
+    def show(state, loss):
+        teller.show(state, Progress(step=1), RunLength(), loss, lambda: None)
+        return StatusFile.read(path).loss
+
+    yield show
+    teller.close()
+
+
+def test_on_a_cpu_it_is_the_loss_of_now(shown):
+    assert shown("training", None) is None
+    for value in (0.5, 0.25):
+        assert shown("training", torch.tensor(value)) == value
+    assert shown("evaluating", torch.tensor(0.125)) == 0.125
+
+
+@pytest.mark.parametrize("end", ["done", "unsaved", "stopped"])
+def test_a_gpu_is_not_waited_for_until_the_end(shown, end):
+    losses = [OnGpu(value) for value in (3.0, 2.0, 1.0)]
+    assert [shown("training", loss) for loss in losses] == [None, 3.0, 2.0]
+    assert not losses[-1].read
+    assert shown(end, losses[-1]) == 1.0
+
+
+def test_the_final_line_tells_the_last_loss(monkeypatch, capfd):
+    monkeypatch.setenv("TERM", "dumb")
+    with Run() as run:
+        model = run.model(nn.Linear(1, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        for epoch in run.epochs(2):
+            for x in run.train(run.loader(torch.ones(8, 1), global_batch=4, micro_batch=2)):
+                loss = (model(x) * 0).sum() + 0.5 * epoch + 0.125 * run.progress.epoch_step
+                run.step(loss)
+    assert "done | step 4/4 | epoch 2/2" in capfd.readouterr().err.splitlines()[-1].replace(" | loss 0.625", "")
