@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cut import Residual
+from test_partition import Residual
 from torch import fx, nn
 from torch.nn import functional as F
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
-from lockstep.strategies import data_parallel, zero
+from lockstep.strategies import ddp, zero
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet
 from lockstep.strategies.protocol import (
     ChecksOptimizers,
@@ -156,7 +156,7 @@ class Auto:
             return zero.open_strategy(terms, zero.Options())
         if choice.name == "fsdp":
             return fully_sharded.open_strategy(terms, fully_sharded.Options())
-        return data_parallel.open_strategy(terms, data_parallel.Options())
+        return ddp.open_strategy(terms, ddp.Options())
 
     @property
     def _strategy(self) -> Strategy:

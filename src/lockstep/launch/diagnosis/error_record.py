@@ -139,4 +139,4 @@ def _kind(error: BaseException) -> str:
     return of.__qualname__ if of.__module__ in ("builtins", "__main__") else f"{of.__module__}.{of.__qualname__}"
 
 
-_HERE = str(Path(__file__).parent)
+_HERE = str(Path(__file__).parents[1])

@@ -355,7 +355,7 @@ def _serve_copied(line: socket.socket, launchers_end: socket.socket, program: Fu
 def own_python(role: str, words: list[str]) -> list[str]:
     """The command for one of this package's own processes (see `lockstep.launch.__main__`)."""
     # -P: the current directory must not lend its random.py to us; the program's own path is set by its ranks.
-    return [sys.executable, "-P", "-m", __package__, role, *words]
+    return [sys.executable, "-P", "-m", "lockstep.launch", role, *words]
 
 
 def _copy() -> int:
@@ -391,7 +391,7 @@ def _kill_group(process: int) -> None:
 
 def with_this_package(env: Mapping[str, str]) -> dict[str, str]:
     """``env`` under which another Python finds the package that runs here, such as one that is not installed."""
-    home = str(Path(__file__).parents[2])
+    home = str(Path(__file__).parents[3])
     if home in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()):
         return dict(env)
     return {**env, "PYTHONPATH": os.pathsep.join(path for path in (env.get("PYTHONPATH"), home) if path)}
