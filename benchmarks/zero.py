@@ -104,12 +104,12 @@ def lockstep(word: str, millions: float, group: Group, plan: BatchPlan) -> Way:
 
     def save(place: Path) -> float:
         saves[:] = saves or [Checkpoints(place, group, keep=9, say=print)]
-        saves[0].settle()
+        saves[0].wait()
         group.barrier("the one before is saved")
         began = time.perf_counter()
         saves[0].save(strategy.state_layout.optimizer_state(optimizer), len(list(place.iterdir())), {})
         took = time.perf_counter() - began
-        saves[0].settle()
+        saves[0].wait()
         return took
 
     return Way(step, optimizer, save)

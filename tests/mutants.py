@@ -281,7 +281,7 @@ MUTANTS = [
     mutant("run/train_step.py", "if not self._precision.stepped():", "if False:", HAND, FINITE),
     mutant(
         "run/train_step.py",
-        "        self._strategy.end(work.turn)\n        if not self._precision",
+        "        self._strategy.end_micro_batch(work.turn)\n        if not self._precision",
         "        if not self._precision",
         STEP,
         HAND,
@@ -291,8 +291,8 @@ MUTANTS = [
     mutant(
         "run/train_step.py",
         "            self._counts.clear()\n            self._items.clear()\n            self._begun.clear()\n"
-        "            self._strategy.abandon()",
-        "            self._items.clear()\n            self._begun.clear()\n            self._strategy.abandon()",
+        "            self._strategy.discard_step()",
+        "            self._items.clear()\n            self._begun.clear()\n            self._strategy.discard_step()",
         LOOP,
         STEP,
         MEAN,
@@ -489,7 +489,7 @@ MUTANTS = [
     mutant("checkpoint/commit.py", "        disk.sync(file)\n    finally:", "    finally:", "tests/checkpoint"),
     mutant("checkpoint/commit.py", "    if found != piece.crc32:", "    if False:", "tests/checkpoint"),
     mutant(
-        "checkpoint/async_save.py",
+        "checkpoint/save_thread.py",
         "if self._disk.size(save.scratch / name) != length:",
         "if False:",
         "tests/checkpoint",

@@ -310,7 +310,7 @@ def test_the_newest_is_protected_also_by_those_who_resume_from_a_later_one(tmp_p
     saves.protect_newest()  # there is none yet
     for step in (1, 2, 3, 4):
         saves.save(STATE, step, {"step": step})
-        saves.settle()
+        saves.wait()
         if step == 2:
             saves.protect_newest()
             saves.protect_newest()
@@ -321,10 +321,10 @@ def test_the_newest_is_protected_also_by_those_who_resume_from_a_later_one(tmp_p
     assert resumed.newest().about == {"step": 4}
     for step in (5, 6):
         resumed.save(STATE, step, {})
-        resumed.settle()
+        resumed.wait()
     resumed.protect_newest()
     resumed.save(STATE, 7, {})
-    resumed.settle()
+    resumed.wait()
     resumed.save(STATE, 8, {})
     resumed.close()
     assert steps_in(tmp_path) == [8, 6, 2]
@@ -334,7 +334,7 @@ def test_the_newest_is_protected_also_by_those_who_resume_from_a_later_one(tmp_p
     anew.archive()
     for step in (2, 6, 9):
         anew.save(STATE, step, {})
-        anew.settle()
+        anew.wait()
     anew.close()
     assert steps_in(tmp_path) == [9], "another run's protection is not this one's"
     assert said == []
@@ -346,7 +346,7 @@ def test_the_one_in_flight_is_protected_beside_the_newest(tmp_path, fails):
     gate.open.set()
     saves = Checkpoints(tmp_path, alone(), keep=1, say=said.append, disk=gate)
     saves.save(STATE, 1, {})
-    saves.settle()
+    saves.wait()
     gate.open.clear()
     gate.reached.clear()
     saves.save(STATE, 2, {})
@@ -357,7 +357,7 @@ def test_the_one_in_flight_is_protected_beside_the_newest(tmp_path, fails):
     gate.open.set()
     for step in (3, 4):
         saves.save(STATE, step, {})
-        saves.settle()
+        saves.wait()
     saves.close()
     assert steps_in(tmp_path) == ([4, 1] if fails else [4, 2, 1])
     assert len(said) == fails
@@ -369,7 +369,7 @@ def test_one_save_at_a_time_beside_the_training(tmp_path):
     saves = Checkpoints(tmp_path, alone(), keep=3, say=said.append, disk=gate, clock=lambda: float(next(ticks)))
     saves.save(STATE, 1, {})
     assert gate.reached.wait(30), "it is being written while we are here"
-    assert saves.news() == ()
+    assert saves.finished_saves() == ()
     assert saves.last_committed_step is None
     assert list_checkpoints(tmp_path) == ()
     threading.Timer(0.05, gate.open.set).start()
@@ -379,8 +379,8 @@ def test_one_save_at_a_time_beside_the_training(tmp_path):
     assert said[0].startswith("step 2: waited ")
     assert "for the checkpoint of step 1 to be written" in said[0]
     saves.close()
-    assert [(news.step, news.committed) for news in saves.news()] == [(1, True), (2, True)]
-    assert saves.news() == ()
+    assert [(news.step, news.committed) for news in saves.finished_saves()] == [(1, True), (2, True)]
+    assert saves.finished_saves() == ()
 
 
 class Roomy(LocalFileSystem):
@@ -406,9 +406,9 @@ def test_a_full_disk_stops_neither_the_training_nor_harms_what_is_there(small_di
     root = small_disk / "checkpoints"
     saves, said = checkpoints(root, keep=1, disk=disk)
     saves.save({"w": torch.ones(50_000)}, 1, {})
-    saves.settle()
+    saves.wait()
     saves.save({"w": torch.ones(260_000)}, 2, {})
-    saves.settle()
+    saves.wait()
     assert len(said) == 1
     assert said[0].startswith(f"checkpoint of step 2 not saved: {root} is full (")
     assert said[0].endswith("needed). Training goes on; last good: step 1")
@@ -425,7 +425,7 @@ def test_the_last_save_does_not_fail_in_silence(tmp_path):
     saves, said = checkpoints(tmp_path / "root")
     saves.save(STATE, 1, {})
     while not said:
-        saves.news()
+        saves.finished_saves()
     assert said[0].startswith("checkpoint of step 1 not saved: ")
     assert said[0].endswith("Training goes on; there is none yet")
     ended = saves.close()

@@ -31,8 +31,8 @@ def run(disk, steps, *, keep=1, flavour=0):
     committed = []
     for step in steps:
         saves.save(state(step, flavour), step, {})
-        saves.settle()
-        committed += [news.step for news in saves.news() if news.committed]
+        saves.wait()
+        committed += [news.step for news in saves.finished_saves() if news.committed]
     saves.close()
     return said, committed
 

@@ -83,22 +83,22 @@ def save_and_load_each_others(group, root, said, tell):
     tell(("found", saves.newest().step))
     tell(("first", same(saves.load(saves.newest()), state(1))))
     saves.save(state(2), 2, {})
-    saves.settle()
+    saves.wait()
     tell(("committed", saves.last_committed_step))
     tell(("second", same(saves.load(saves.newest()), state(2))))
 
     other = state(3) | ({"extra": torch.ones(1)} if group.rank else {})
     saves.save(other, 3, {})
-    saves.settle()
+    saves.wait()
     saves.save(state(4) | {"clock": group.rank}, 4, {})
-    saves.settle()
+    saves.wait()
     saves.close()
-    tell(("news", [(news.step, news.committed) for news in saves.news()]))
+    tell(("news", [(news.step, news.committed) for news in saves.finished_saves()]))
 
     broken = Checkpoints(root, group, keep=9, say=said.append, disk=Broken() if group.rank else LocalFileSystem())
     broken.save(state(5), 5, {})
-    broken.settle()
-    tell(("last", [(news.step, news.committed) for news in broken.news()]))
+    broken.wait()
+    tell(("last", [(news.step, news.committed) for news in broken.finished_saves()]))
     tell(("end of all", broken.close().why_not))
 
 
@@ -151,7 +151,7 @@ def one_hears_nothing(group, root, said, tell):
     saves = Checkpoints(root, group, keep=1, say=said.append, disk=disk, peer_timeout_s=patience_s)
     saves.save(state(1), 1, {})
     if group.rank:
-        saves.settle()
+        saves.wait()
         tell(("before", saves.last_committed_step))
         sign.touch()
     tell(("ended", saves.close()))
@@ -168,7 +168,7 @@ def test_in_the_end_all_know_what_the_leader_knows(tmp_path):
 def one_dies(group, root, said, tell):
     saves = Checkpoints(root, group, keep=1, say=said.append)
     saves.save(state(1), 1, {})
-    saves.settle()
+    saves.wait()
     group.barrier("one is saved")
     if group.rank == 1:
         tell(("end", None))

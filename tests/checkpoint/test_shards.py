@@ -205,7 +205,7 @@ def faults(root):
         saves.save({"model": {"table": tree}}, step, {})
     saves.close()
     group.close()
-    return said, [(one.step, one.committed) for one in saves.news()], os.listdir(root)
+    return said, [(one.step, one.committed) for one in saves.finished_saves()], os.listdir(root)
 
 
 def test_parts_that_make_no_whole_are_not_saved_and_the_leader_says_why(tmp_path):

@@ -11,14 +11,15 @@ from lockstep.checkpoint.json_state import Tree
 from lockstep.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Piece, TensorRecord
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.async_save import Checkpoints, Outcome, Saved
+    from lockstep.checkpoint.async_save import Checkpoints, Saved
+    from lockstep.checkpoint.save_thread import Outcome
     from lockstep.checkpoint.tensors import load_tree
 else:
     # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
     import importlib
 
     def __getattr__(name):  # noqa: ANN001, ANN202 - no type checker looks here
-        homes = {"Checkpoints": "async_save", "Outcome": "async_save", "Saved": "async_save", "load_tree": "tensors"}
+        homes = {"Checkpoints": "async_save", "Saved": "async_save", "Outcome": "save_thread", "load_tree": "tensors"}
         if name not in homes:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)

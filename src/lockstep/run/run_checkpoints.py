@@ -184,7 +184,7 @@ class DirectoryCheckpointer:
 
     def committed_step(self) -> int | None:
         """See `RunCheckpointer.committed_step`."""
-        self._checkpoints.news()
+        self._checkpoints.finished_saves()
         if self._began_s is not None and self._checkpoints.last_committed_step == self.saved_step:
             self._end.save_s, self._began_s = time.monotonic() - self._began_s, None
         return self._checkpoints.last_committed_step
@@ -200,7 +200,7 @@ class DirectoryCheckpointer:
             SystemExit: with code 75, once the checkpoint is committed.
             CheckpointError: if it could not be.
         """
-        self._checkpoints.settle()
+        self._checkpoints.wait()
         part()
         if self._checkpoints.last_committed_step != step:
             raise CheckpointError(f"stopped by {reason} at step {step}, and its checkpoint was not saved")

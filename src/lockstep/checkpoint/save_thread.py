@@ -1,0 +1,319 @@
+"""One save in its thread, from the copied bytes to a committed checkpoint.
+
+every rank's thread           wait for the leader's go-ahead; write this rank's part, flush it; publish its pieces
+                              and their checksums
+the leader's thread           is there room on the disk? make the scratch directory; publish the go-ahead; wait for
+                              all parts, which must make whole tensors; commit; publish the outcome; retention
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.commit import (
+    Committed,
+    commit,
+    expired,
+    list_checkpoints,
+    make_directories,
+    read_manifest,
+    remove,
+    write_file,
+)
+from lockstep.checkpoint.filesystem import FileSystem
+from lockstep.checkpoint.layout import Box, File, Placed, coverage_error
+from lockstep.checkpoint.manifest import Manifest, Piece
+from lockstep.checkpoint.tensors import TensorEntry
+from lockstep.collectives import KeyValueStore
+from lockstep.errors import CheckpointError, DamagedCheckpoint, LockstepError
+
+#: Between two looks at the store, so that a thread which waits for a peer can be told to give up.
+_POLL_S = 0.02
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one save ended."""
+
+    step: int
+    size_bytes: int  #: of the state
+    why_not: str = ""  #: empty if it was committed
+    remarks: tuple[str, ...] = ()
+    took_s: float = 0.0  #: from the copy to the end
+
+    @property
+    def committed(self) -> bool:
+        """Whether the checkpoint is visible and survives a power cut."""
+        return not self.why_not
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """One save, as a rank knows it before a byte is written."""
+
+    manifest: Manifest  #: without tensors
+    names: tuple[TensorEntry, ...]
+    file: File  #: of this rank
+    ranks: int  #: that save together
+    scratch: Path
+    digest: list[int]  #: sums of the tree's shape and of its plain values
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole state."""
+        return sum(named.whole.length for named in self.names)
+
+    @property
+    def needed_bytes(self) -> int:
+        """An upper bound of what the files take, the manifest included."""
+        more_pieces = sum(min(self.ranks, n.whole.length // n.whole.element) for n in self.names if n.divided)
+        manifest = 512 * len(self.names) + 256 * more_pieces + 2 * len(self.manifest.dump())
+        return self.size_bytes + manifest + 4096 * (self.ranks + 2)
+
+    def outcome(self, why_not: str = "", remarks: tuple[str, ...] = ()) -> Outcome:
+        """How the save ended, ``why_not`` if it failed."""
+        return Outcome(self.manifest.step, self.size_bytes, why_not, remarks)
+
+
+class SaveWriter:
+    """What one rank does for its saves, in their threads. Nothing here raises: an error becomes the outcome.
+
+    Args:
+        root: directory for the checkpoints of the run.
+        rank: of this process.
+        ranks: that save together.
+        keep: how many checkpoints retention leaves.
+        protected: the steps whose checkpoints retention leaves alone, as they are when it looks.
+        disk: the file system.
+    """
+
+    def __init__(
+        self, root: Path, rank: int, ranks: int, *, keep: int, protected: Callable[[], frozenset[int]], disk: FileSystem
+    ) -> None:
+        self.root = root
+        self._rank, self._ranks, self._keep, self._protected, self._disk = rank, ranks, keep, protected, disk
+
+    def write(self, save: SaveRequest, content: memoryview, messages: SaveMessages) -> Outcome:
+        """This rank's side of a save. Whatever goes wrong is told to the others and becomes the outcome."""
+        return self._lead(save, content, messages) if self._rank == 0 else self._follow(save, content, messages)
+
+    def _follow(self, save: SaveRequest, content: memoryview, messages: SaveMessages) -> Outcome:
+        part = _part_of(self._rank)
+        try:
+            if messages.wait_for("go-ahead of the leader"):
+                messages.publish(part, self._write_part(save, content))
+            why_not = messages.wait_for("outcome of the leader")
+            messages.publish(part, None)  # the leader has read it, and the store need not hold it for ever
+        except (LockstepError, RuntimeError) as error:
+            why_not = _one_line(error)
+        return save.outcome(why_not)
+
+    def _lead(self, save: SaveRequest, content: memoryview, messages: SaveMessages) -> Outcome:
+        remarks: tuple[str, ...] = ()
+        try:
+            why_not = self._open(save)
+            messages.publish("go-ahead of the leader", not why_not)
+            if not why_not:
+                why_not, remarks = self._gather(save, self._write_part(save, content), messages)
+        except (OSError, LockstepError, RuntimeError) as error:
+            why_not = self._explain(error, save)
+        if why_not:
+            self._clean(save)
+        try:
+            messages.publish("outcome of the leader", why_not)
+        except (LockstepError, RuntimeError) as error:
+            remarks += (f"the other ranks could not be told how it ended: {_one_line(error)}",)
+        if not why_not:
+            remarks += self._retain(save.manifest.step)
+        return save.outcome(why_not, remarks)
+
+    def _open(self, save: SaveRequest) -> str:
+        """Make the scratch; why not, if it cannot be, or if the disk has no room."""
+        try:
+            make_directories(self.root, self._disk)
+            free = self._disk.free_bytes(self.root)
+            if free < save.needed_bytes:
+                return _full(self.root, free, save.needed_bytes)
+            self._disk.make_directory(save.scratch)
+        except OSError as error:
+            return self._explain(error, save)
+        return ""
+
+    def _write_part(self, save: SaveRequest, content: memoryview) -> dict[str, Any]:
+        """Write this rank's part; what to tell the leader about it. Never raises."""
+        try:
+            if save.file.length:
+                write_file(save.scratch / save.file.name, content, self._disk)
+        except OSError as error:
+            return {"why_not": self._explain(error, save)}
+        return {
+            "why_not": "",
+            "digest": save.digest,
+            "file": save.file.name,
+            "length": save.file.length,
+            "pieces": [
+                _piece_report(box, placed, content)
+                for placed in save.file.tensors
+                if placed.length and (box := save.names[placed.tensor].box)
+            ],
+        }
+
+    def _gather(self, save: SaveRequest, own: dict[str, Any], messages: SaveMessages) -> tuple[str, tuple[str, ...]]:
+        """Wait for all parts and commit them; why not, and remarks."""
+        reports = [own] + [messages.wait_for(_part_of(rank)) for rank in range(1, self._ranks)]
+        for rank, report in enumerate(reports):
+            if report["why_not"]:
+                return f"rank {rank}: {report['why_not']}" if rank else report["why_not"], ()
+        shape, values = save.digest
+        mismatched = [rank for rank, report in enumerate(reports) if report["digest"][0] != shape]
+        if mismatched:
+            return f"{_ranks(mismatched)} would save other tensors than rank 0", ()
+        others = [rank for rank, report in enumerate(reports) if report["digest"][1] != values]
+        remarks = (f"{_ranks(others)} held other plain values than rank 0, whose were saved",) if others else ()
+        files = {report["file"]: report["length"] for report in reports if report["length"]}
+        for name, length in files.items():
+            if self._disk.size(save.scratch / name) != length:
+                return f"{save.scratch / name} is not in full where the leader looks", ()
+        pieces = _pieces_by_tensor(reports)
+        for number, named in enumerate(save.names):
+            fault = coverage_error([(f"rank {rank}", Box(p.start, p.shape)) for rank, p in pieces[number]], named.shape)
+            if fault:
+                return f"{named.path}: {fault}", ()
+        stored = tuple(named.stored(p for _, p in pieces[number]) for number, named in enumerate(save.names))
+        commit(save.scratch, replace(save.manifest, tensors=stored, files=files), self.root, self._disk)
+        return "", remarks
+
+    def _retain(self, step: int) -> tuple[str, ...]:
+        """Remove what is superseded; a remark, if that fails."""
+        try:
+            found = list_checkpoints(self.root, self._disk)
+            newest = next(one for one in found if one.step == step)
+            superseded = expired(found, self._whole, newest, self._keep, self._protected())
+            remove([one.path for one in superseded], self.root, self._disk)
+        except OSError as error:
+            return (f"cannot remove older checkpoints: {error}",)
+        return ()
+
+    def _whole(self, one: Committed) -> bool:
+        try:
+            read_manifest(one.path, self._disk)
+        except (DamagedCheckpoint, OSError):
+            return False
+        except CheckpointError:  # of a newer version: not ours to judge
+            return True
+        return True
+
+    def _clean(self, save: SaveRequest) -> None:
+        try:
+            if self._disk.is_directory(save.scratch):
+                remove([save.scratch], self.root, self._disk)
+        except OSError:
+            pass  # the next start sweeps it away
+
+    def _explain(self, error: Exception, save: SaveRequest) -> str:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            try:
+                return _full(self.root, self._disk.free_bytes(self.root), save.needed_bytes)
+            except OSError:
+                pass
+        return _one_line(error)
+
+
+class SaveMessages:
+    """The messages that ranks exchange about one save, through the store."""
+
+    def __init__(
+        self, store: KeyValueStore, save: str, give_up: threading.Event, timeout_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._store, self._save, self._give_up = store, save, give_up
+        self._timeout_s, self._clock = timeout_s, clock
+
+    def publish(self, key: str, value: object) -> None:
+        """Every rank that waits for ``key`` of this save gets ``value``, which JSON can hold."""
+        self._store.set(f"{self._save} {key}", json.dumps(value))
+
+    def wait_for(self, key: str) -> Any:
+        """What a rank published under ``key``, once it has.
+
+        Raises:
+            CheckpointError: if it does not come in time, or the run gives up.
+        """
+        full_key = f"{self._save} {key}"
+        deadline = self._clock() + self._timeout_s
+        while not self._store.is_set(full_key):
+            if self._give_up.wait(_POLL_S) or self._clock() > deadline:
+                limit = "before the run gave up" if self._give_up.is_set() else f"within {self._timeout_s:g} s"
+                raise CheckpointError(f"the {key} did not come {limit}")
+        return json.loads(self._store.get(full_key, self._timeout_s))
+
+
+class SaveThread:
+    """A save in its thread. Not a daemon: an interpreter that ends waits for it."""
+
+    def __init__(self, clock: Callable[[], float], save: SaveRequest, write: Callable[[], Outcome]) -> None:
+        self.step = save.manifest.step
+        self._outcome = save.outcome("its thread ended early")
+        self._clock, self._began, self._write = clock, clock(), write
+        self._thread = threading.Thread(target=self._run, name="lockstep-checkpoint", daemon=False)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._outcome = replace(self._write(), took_s=self._clock() - self._began)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread is over."""
+        return not self._thread.is_alive()
+
+    def outcome(self) -> Outcome:
+        """How it ended; waits for the end."""
+        self._thread.join()
+        return self._outcome
+
+
+def _piece_report(box: Box, placed: Placed, content: memoryview) -> list[Any]:
+    """What a rank tells the leader about one piece."""
+    crc32 = zlib.crc32(content[placed.offset : placed.offset + placed.length])
+    return [placed.tensor, placed.offset, placed.length, crc32, box.start, box.shape]
+
+
+def _pieces_by_tensor(reports: Sequence[Mapping[str, Any]]) -> dict[int, list[tuple[int, Piece]]]:
+    """The pieces in the reports, each with its rank, by the number of its tensor."""
+    found: dict[int, list[tuple[int, Piece]]] = defaultdict(list)
+    for rank, report in enumerate(reports):
+        for number, offset, length, crc32, start, shape in report["pieces"]:
+            found[number].append((rank, Piece(report["file"], offset, length, crc32, tuple(start), tuple(shape))))
+    return found
+
+
+def _full(root: Path, free: int, needed: int) -> str:
+    return f"{root} is full ({_amount(free)} free, {_amount(needed)} needed)"
+
+
+def _amount(size_bytes: int) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if size_bytes >= unit / 10:
+            return f"{size_bytes / unit:.1f} {name}"
+    return f"{size_bytes / 1e3:.1f} kB"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _part_of(rank: int) -> str:
+    return f"part of rank {rank}"
+
+
+def _one_line(error: Exception) -> str:
+    kind = "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
+    return f"{kind}{error}".splitlines()[0]
