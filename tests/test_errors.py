@@ -33,8 +33,3 @@ def test_each_stands_where_it_is_drawn(name):
     bases = [base.__name__ for base in ALL[name].__mro__[1:]]
     assert (parent or "Exception") in bases
     assert not builtin or builtin in bases
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_each_says_when_it_is_raised(name):
-    assert ALL[name].__doc__.endswith(".")
