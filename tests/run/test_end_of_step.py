@@ -319,6 +319,27 @@ def left_with_a_loss_missing():
         return run.progress.step, state_hash(first, second)
 
 
+def left_by_break(bodies):
+    """Bits after two epochs of four micro-batches a step, of which the first was left after so many micro-batches."""
+    with Run(seed=2) as run:
+        model = run.model(nn.Linear(2, 1))
+        optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+        batches = run.loader(torch.sin(torch.arange(32.0)).view(16, 2), global_batch=8, micro_batch=2)
+        for epoch in run.epochs(2):
+            for body, batch in enumerate(run.train(batches), 1):
+                run.step(model(batch).square().mean(), count=3)
+                if epoch == 0 and body == bodies:
+                    break
+        return run.progress.step, state_hash(model, optimizer)
+
+
+def test_a_step_that_was_left_half_done_leaves_nothing_behind():
+    """Neither gradients nor the counts of its items."""
+    after_a_step, within_the_next = left_by_break(4), left_by_break(6)
+    assert after_a_step[0] == 3
+    assert within_the_next == after_a_step
+
+
 def test_a_step_that_was_left_before_each_optimizer_had_its_loss_is_forgotten():
     expected = left_with_a_loss_missing()
     assert expected[0] == 7
