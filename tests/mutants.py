@@ -278,7 +278,7 @@ MUTANTS = [
         HAND,
         WORLDS,
     ),
-    mutant("run/stepping.py", "if id(scheduler.optimizer) in stepped:", "if True:", LOOP, HAND, "tests/run"),
+    mutant("run/stepping.py", "if id(scheduler.optimizer) in stepped:", "if True:", LOOP, HAND, FINITE),
     mutant(
         "run/stepping.py",
         "            self._counts.clear()\n            self._items.clear()\n            self._begun.clear()\n"
@@ -411,9 +411,6 @@ MUTANTS = [
         LOOP,
     ),
     mutant("run/loop.py", "if self.leads and self._resumed_within is None:", "if self.leads:", STEP),
-    mutant(
-        "run/loop.py", "        self._end_step()\n        self._passes += 1", "        self._passes += 1", STEP, LOOP
-    ),
     mutant(
         "progress.py",
         "replace(self, epoch=self.epoch + 1, epoch_step=0)",
