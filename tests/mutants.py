@@ -287,7 +287,7 @@ MUTANTS = [
         HAND,
         WORLDS,
     ),
-    mutant("run/train_step.py", "if id(scheduler.optimizer) in stepped:", "if True:", LOOP, HAND, "tests/run"),
+    mutant("run/train_step.py", "if id(scheduler.optimizer) in stepped:", "if True:", LOOP, HAND, FINITE),
     mutant(
         "run/train_step.py",
         "            self._counts.clear()\n            self._items.clear()\n            self._begun.clear()\n"
@@ -420,9 +420,6 @@ MUTANTS = [
         LOOP,
     ),
     mutant("run/run.py", "if self.leads and self._resumed_within is None:", "if self.leads:", STEP),
-    mutant(
-        "run/run.py", "        self._end_step()\n        self._passes += 1", "        self._passes += 1", STEP, LOOP
-    ),
     mutant(
         "progress.py",
         "replace(self, epoch=self.epoch + 1, epoch_step=0)",

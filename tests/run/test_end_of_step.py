@@ -319,6 +319,27 @@ def left_with_a_loss_missing():
         return run.progress.step, state_hash(first, second)
 
 
+def left_by_break(bodies):
+    """Bits after two epochs of four micro-batches a step, of which the first was left after so many micro-batches."""
+    with Run(seed=2) as run:
+        model = run.model(nn.Linear(2, 1))
+        optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+        batches = run.loader(torch.sin(torch.arange(32.0)).view(16, 2), global_batch=8, micro_batch=2)
+        for epoch in run.epochs(2):
+            for body, batch in enumerate(run.train(batches), 1):
+                run.step(model(batch).square().mean(), count=3)
+                if epoch == 0 and body == bodies:
+                    break
+        return run.progress.step, state_hash(model, optimizer)
+
+
+def test_a_step_that_was_left_half_done_leaves_nothing_behind():
+    """Neither gradients nor the counts of its items."""
+    after_a_step, within_the_next = left_by_break(4), left_by_break(6)
+    assert after_a_step[0] == 3
+    assert within_the_next == after_a_step
+
+
 def test_a_step_that_was_left_before_each_optimizer_had_its_loss_is_forgotten():
     expected = left_with_a_loss_missing()
     assert expected[0] == 7
@@ -417,9 +438,9 @@ def test_what_counts_bodies_is_refused_with_the_way_out():
 # ---- between run.epochs and run.train --------------------------------------------------------------------------------
 
 
-def with_a_beginning(directory, kill=None):
+def with_a_beginning(directory, save_every="1 step", kill=None, saved=None):
     """Each epoch begins with what changes saved state: a scheduler kept, weights reset, a log, an evaluation."""
-    with Run(checkpoint=directory, save_every="1 step", keep=20) as run:
+    with Run(checkpoint=directory, save_every=save_every, keep=20) as run:
         module = net()
         model = run.model(module)
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -437,7 +458,7 @@ def with_a_beginning(directory, kill=None):
             run.log(begins=epoch)
             for batch in run.train(batches):
                 if run.step(model(batch).square().mean()) and kill == run.progress.step:
-                    wait_for_save(directory, kill - 1)
+                    wait_for_save(directory, saved)
                     os.kill(os.getpid(), signal.SIGKILL)
             run.log(ends=epoch)
             for batch in run.evaluate(batches):
@@ -447,10 +468,12 @@ def with_a_beginning(directory, kill=None):
         return state_hash(module, optimizer, scheduler), run.metrics, told[-1]
 
 
-@pytest.mark.parametrize(("step", "world"), [(3, 2), (8, 3)])
-def test_what_an_epoch_begins_with_counts_once_however_often_it_is_resumed(tmp_path, step, world):
+@pytest.mark.parametrize(
+    ("kill", "saved", "save_every", "world"), [(3, 2, "1 step", 2), (6, 5, "1 step", 1), (7, 5, "1 epoch", 3)]
+)
+def test_what_an_epoch_begins_with_counts_once_however_often_it_is_resumed(tmp_path, kill, saved, save_every, world):
     (expected,) = run_ranks(with_a_beginning, 1, tmp_path / "undisturbed")
-    outcomes = run_each(with_a_beginning, world, tmp_path / "killed", step)
+    outcomes = run_each(with_a_beginning, world, tmp_path / "killed", save_every, kill, saved)
     assert "killed by SIGKILL" in str([o.error for o in outcomes]), outcomes
     (found,) = run_ranks(with_a_beginning, 1, tmp_path / "killed", env={"LOCKSTEP_RESUME": "1"})
     assert found == expected

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import time
 
 import pytest
@@ -208,6 +209,33 @@ def test_in_fp16_skipped_steps_are_no_error_and_a_vanishing_loss_scale_is():
                 "skipped; no checkpoint was saved before. Look at"
             )
             assert rest == [16, 0.5, True]
+
+
+def in_fp16_with_a_schedule(directory=None, epochs=5):
+    """Steps made, the schedule's count of them, how often the loss scale was halved, and the bits."""
+    with Run(precision="fp16", checkpoint=directory) as run:
+        model = run.model(nn.Linear(2, 1))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=1e-6))
+        schedule = run.scheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+        for _ in run.epochs(epochs):
+            for x in run.train(run.loader(X, **SIZES)):
+                run.step((model(x) * 300).float().square().mean())
+        halved = int(math.log2(65536 / run._precision.loss_scale))
+        return run.progress.step, schedule.last_epoch, halved, state_hash(model, optimizer)
+
+
+def test_in_fp16_a_schedule_counts_the_steps_that_were_made():
+    steps, counted, halved, _ = in_fp16_with_a_schedule()
+    assert steps == 20
+    assert halved > 0
+    assert counted == steps - halved
+
+
+def test_in_fp16_a_resume_goes_on_with_the_loss_scale(tmp_path, monkeypatch):
+    whole = in_fp16_with_a_schedule()
+    in_fp16_with_a_schedule(tmp_path, epochs=3)
+    monkeypatch.setenv("LOCKSTEP_RESUME", "1")
+    assert in_fp16_with_a_schedule(tmp_path) == whole
 
 
 def test_a_sum_that_overflows_is_no_gradient_that_is_not_finite():

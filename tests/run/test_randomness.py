@@ -163,3 +163,26 @@ def test_a_model_that_is_in_evaluation_mode_as_a_whole_learns_in_training_mode()
         for _ in run.evaluate(run.loader(X, **SIZES)):
             pass
         assert not model.training, "as it was before"
+
+
+def drawn_after_a_break(strategy):
+    """What is drawn where the loop was left before a step, in the body of its first micro-batch on each rank."""
+    with Run(seed=3, strategy=strategy) as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader(X, **SIZES)
+        numbers = []
+        for _ in run.epochs(2):
+            for batch in run.train(batches):
+                if run.progress.epoch_step == 2:
+                    break
+                run.step(model(batch).square().mean())
+            numbers.append(draw())
+        return numbers
+
+
+def test_the_script_draws_alike_after_a_loop_that_it_left():
+    found = [ranks for world in (1, 2, 3) for ranks in on_world(world, [(drawn_after_a_break, "ddp")])]
+    assert len({str(numbers) for ranks in found for numbers in ranks}) == 1
+    first, second = found[0][0]
+    assert first != second

@@ -429,7 +429,6 @@ class Run:
                 if self._in_epochs
                 else "a second run.train(...) outside of epochs: write `for epoch in run.epochs(n):` around it"
             )
-        self._end_step()
         self._passes += 1
         self._set_plan(feed)
         if self._resumed_within is not None:
