@@ -641,7 +641,7 @@ def _leaving(run: Run, lesson: _Lesson) -> None:
             raise _Left
         os.kill(os.getpid(), signal.SIGKILL)
 
-    progress_marker().followers += (follow,)
+    progress_marker().listeners += (follow,)
 
 
 def _evaluate(lesson: _Lesson) -> dict[str, float]:

@@ -20,7 +20,7 @@ from lockstep.faults import FaultPlan
 from lockstep.launch.agent import Agent, Stops
 from lockstep.launch.console import Screen
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
-from lockstep.launch.diagnosis.hang_monitor import Vigil
+from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.host import Machine
 from lockstep.launch.rendezvous.join import Joined, alone, join, preside
 from lockstep.launch.rendezvous.store import Endpoint
@@ -56,7 +56,7 @@ def start(request: Request) -> int:
         request = replace(request, nodes=replace(request.nodes, hosts=tuple(node.name for node in given.nodes)))
     spreads = request.everywhere and given.starts_launchers
     # On a login node nothing tells what the allotted ones have.
-    machine = Machine.look(os.environ) if given.inside else Machine(given.gpus_per_node or 0, given.nodes[0].slots)
+    machine = Machine.detect(os.environ) if given.inside else Machine(given.gpus_per_node or 0, given.nodes[0].slots)
     went_on = False
     if request.nodes is not None:
         code = _among_others(request, request.nodes, machine, given)
@@ -177,7 +177,7 @@ def launch(
         on_hang=on_hang,
         way="fork",
     )
-    job = prepare(request, machine=Machine.look(os.environ), env=os.environ, now=datetime.now())
+    job = prepare(request, machine=Machine.detect(os.environ), env=os.environ, now=datetime.now())
     code, last_words = _carry_out(job)
     if code == 130:
         raise KeyboardInterrupt
@@ -227,7 +227,7 @@ def _announce(job: Job, screen: Screen) -> None:
 
 def _work(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
     job, request = joined.job, joined.job.request
-    vigil = Vigil(
+    hang_monitor = HangMonitor(
         HangTimeouts(request.hang_after_s),
         request.on_hang,
         stacks=job.stacks,
@@ -235,11 +235,11 @@ def _work(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
         say=screen.say,
         shown=shown,
     )
-    with vigil:
+    with hang_monitor:
         env = {**os.environ, **_ends(request, os.environ), **({FAULTS: request.faults} if request.faults else {})}
-        nursery = open_nursery(request.program, job.way, in_common(job, env, vigil.channel))
+        nursery = open_nursery(request.program, job.way, in_common(job, env, hang_monitor.channel))
         with contextlib.closing(nursery), contextlib.closing(screen):
-            agent = Agent(joined, Crew(job, nursery, screen, vigil), screen, stops)
+            agent = Agent(joined, Crew(job, nursery, screen, hang_monitor), screen, stops)
             code = _judged(job, screen, agent.run())
             if code not in (EXIT_OK, EXIT_STOPPED) and (status := StatusFile.read(job.status)) is not None:
                 StatusFile(job.status).write(replace(status, state="unsaved" if code == EXIT_NOT_SAVED else "failed"))

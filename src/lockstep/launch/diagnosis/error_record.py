@@ -45,7 +45,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, *, rank: int, host: str, now_s: float, log_bytes: int, gpu: str = "") -> Self:
         """The record for ``error``."""
-        file, line = blame(error)
+        file, line = user_frame(error)
         return cls(
             rank=rank,
             host=host,
@@ -82,7 +82,7 @@ class Failure:
             return None
 
 
-def blame(error: BaseException) -> tuple[str, int]:
+def user_frame(error: BaseException) -> tuple[str, int]:
     """File and line of the user's code that led to ``error``: the innermost frame outside installed packages.
 
     Where the user's program is itself installed, the innermost frame of all.
@@ -94,7 +94,7 @@ def blame(error: BaseException) -> tuple[str, int]:
     return (own or frames or [("", 0)])[-1]
 
 
-def without_ours(trace: TracebackType | None) -> TracebackType | None:
+def strip_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """``trace`` from the first line of the program on, without how we got there."""
     start = trace
     while start is not None:

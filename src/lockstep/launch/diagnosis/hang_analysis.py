@@ -1,6 +1,6 @@
 """Which ranks are late, who keeps the others waiting, and why: decided from heartbeats alone.
 
-    heartbeats ─► Watch ─► sights ─► late(...) ─► explain(..., states) ─► Stall ─► report(...)
+    heartbeats ─► Watch ─► rank_states ─► late(...) ─► diagnose_hang(..., states) ─► Stall ─► report(...)
                   the listener's     somebody     who waits, who is       what one reads
                   own clock          is too long  waited for, and why
 
@@ -31,7 +31,7 @@ _LONG = frozenset({"script", "start", "save", "evaluate", "exit"})
 #: CPU time, as a part of the time that went by, below which a thread does not compute.
 _IDLE = 0.05
 
-Kind = Literal["busy", "loader", "left", "apart", "together", "stopped", "disk", "locked"]
+Kind = Literal["busy", "loader", "exited", "mismatched", "all_waiting", "stopped", "disk", "gil_held"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class RankState:
         if self.is_silent or self.beat is None:
             return self.silent_s if self.silent_s > allowed_s else 0.0
         at_a_place = (self.beat.meets or self.idle) and self.same_place_s > allowed_s
-        in_a_phase = self.beat.phase != "script" and self.beat.moves > 0 and self.same_phase_s > allowed_s
+        in_a_phase = self.beat.phase != "script" and self.beat.phase_changes > 0 and self.same_phase_s > allowed_s
         return max(self.same_place_s * at_a_place, self.same_phase_s * in_a_phase)
 
 
@@ -99,22 +99,22 @@ class HeartbeatTracker:
 
     def __init__(self, ranks: Iterable[int], now: float) -> None:
         self._tracks: Final = {rank: _Track(now, now, now, now) for rank in ranks}
-        self._left: dict[int, int] = {}
+        self._exited: dict[int, int] = {}
         self._looked_at = now
 
     def hear(self, beat: Heartbeat, now: float) -> None:
         """A heartbeat has come. One of a rank that is not of this generation says nothing."""
         track = self._tracks.get(beat.rank)
-        if track is None or beat.rank in self._left:
+        if track is None or beat.rank in self._exited:
             return
         if all(other.beat is None for other in self._tracks.values()):
             # Ranks come to life together; how long that took says nothing about them.
             for other in self._tracks.values():
                 other.heard_at = now
         last, track.beat, track.heard_at = track.beat, beat, now
-        if last is None or _spot(last) != _spot(beat):
+        if last is None or _where_it_is(last) != _where_it_is(beat):
             track.place_since, track.cpu_s = now, beat.cpu_s
-        if last is None or _stage(last) != _stage(beat):
+        if last is None or _progress_of(last) != _progress_of(beat):
             track.phase_since = now
         if last is None or beat.step != last.step:
             if last is not None and beat.step > last.step >= 0:
@@ -122,11 +122,11 @@ class HeartbeatTracker:
                 del track.steps[:-_STEPS_KEPT]
             track.stepped_at = now
 
-    def left(self, rank: int, status: int) -> None:
+    def rank_exited(self, rank: int, status: int) -> None:
         """A rank's process has ended."""
-        self._left[rank] = status
+        self._exited[rank] = status
 
-    def look(self, now: float) -> None:
+    def note_time(self, now: float) -> None:
         """To be called often: a pause between two looks means that the listener was away, not the ranks."""
         gap = now - self._looked_at
         self._looked_at = now
@@ -138,16 +138,16 @@ class HeartbeatTracker:
                 track.stepped_at += gap
 
     @property
-    def gone(self) -> dict[int, int]:
+    def exited(self) -> dict[int, int]:
         """Ranks whose process has ended, with its exit status."""
-        return dict(self._left)
+        return dict(self._exited)
 
     @property
     def step_times(self) -> list[float]:
         """How long the last steps took, of all ranks."""
         return [taken for track in self._tracks.values() for taken in track.steps]
 
-    def sights(self, now: float) -> list[RankState]:
+    def rank_states(self, now: float) -> list[RankState]:
         """Every rank that lives, by rank."""
         return [
             RankState(
@@ -160,33 +160,38 @@ class HeartbeatTracker:
                 and track.beat.cpu_s - track.cpu_s <= _IDLE * max(0.0, track.heard_at - track.place_since),
             )
             for rank, track in sorted(self._tracks.items())
-            if rank not in self._left
+            if rank not in self._exited
         ]
 
 
-def with_stacks(stall: HangDiagnosis, stacks: Mapping[int, Stacks]) -> HangDiagnosis:
-    """``stall`` with the places of silent ranks as their stacks tell them: their last heartbeats are old."""
-    return replace(stall, sights=tuple(_informed(s, stacks.get(s.rank, NOTHING).main.own()) for s in stall.sights))
+def with_stacks(diagnosis: HangDiagnosis, stacks: Mapping[int, Stacks]) -> HangDiagnosis:
+    """``diagnosis`` with the places of silent ranks as their stacks tell them: their last heartbeats are old."""
+    return replace(
+        diagnosis,
+        rank_states=tuple(_informed(s, stacks.get(s.rank, NOTHING).main.own()) for s in diagnosis.rank_states),
+    )
 
 
-def _informed(sight: RankState, own: Sequence[SourceLine]) -> RankState:
-    if not sight.is_silent or sight.beat is None or not own:
-        return sight
-    return replace(sight, beat=replace(sight.beat, place=own[0], call="", meets=False))
+def _informed(rank_state: RankState, own: Sequence[SourceLine]) -> RankState:
+    if not rank_state.is_silent or rank_state.beat is None or not own:
+        return rank_state
+    return replace(rank_state, beat=replace(rank_state.beat, place=own[0], call="", meets=False))
 
 
-def overdue_ranks(sights: Sequence[RankState], patience: HangTimeouts, step_times: Sequence[float]) -> list[int]:
+def overdue_ranks(rank_states: Sequence[RankState], timeouts: HangTimeouts, step_times: Sequence[float]) -> list[int]:
     """The ranks that have been where they are for too long.
 
     What one rank does by right, such as a long evaluation, the others may wait for. While no rank was ever heard,
     none is late: whoever is to start them is not ready yet.
     """
-    heard = [sight for sight in sights if sight.beat is not None]
+    heard = [rank_state for rank_state in rank_states if rank_state.beat is not None]
     if not heard:
         return []
-    allowed_s = max(patience.allowed_s(_beat(sight).phase, step_times) for sight in heard)
-    unborn_s = max(allowed_s, patience.long_s)
-    return [sight.rank for sight in sights if sight.late_s(allowed_s if sight.beat else unborn_s)]
+    allowed_s = max(timeouts.allowed_s(_beat(rank_state).phase, step_times) for rank_state in heard)
+    unborn_s = max(allowed_s, timeouts.long_s)
+    return [
+        rank_state.rank for rank_state in rank_states if rank_state.late_s(allowed_s if rank_state.beat else unborn_s)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +201,16 @@ class HangDiagnosis:
     kind: Kind
     culprits: tuple[int, ...]  #: who is waited for; all that stand still, if nobody can be told from the others
     waiting: tuple[int, ...]
-    sights: tuple[RankState, ...]
+    rank_states: tuple[RankState, ...]
     for_s: float  #: since when nothing has moved
-    gone: Mapping[int, int] = field(default_factory=dict)  #: ranks that had ended, with their exit status
+    exited: Mapping[int, int] = field(default_factory=dict)  #: ranks that had ended, with their exit status
 
     @property
     def is_certain(self) -> bool:
         """It cannot end well by itself: none of the culprits can be doing what the user wants."""
-        return self.kind in ("stopped", "apart", "left") or (self.kind in ("locked", "disk") and bool(self.waiting))
+        return self.kind in ("stopped", "mismatched", "exited") or (
+            self.kind in ("gil_held", "disk") and bool(self.waiting)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,22 +225,24 @@ class Recovered:
         return f"{format_ranks(self.ranks)} {moves} again, after {self.after_s:.0f} s: the run goes on"
 
 
-def explain(sights: Sequence[RankState], states: Mapping[int, str], gone: Mapping[int, int]) -> HangDiagnosis:
+def diagnose_hang(
+    rank_states: Sequence[RankState], states: Mapping[int, str], exited: Mapping[int, int]
+) -> HangDiagnosis:
     """Who keeps whom waiting.
 
     Args:
-        sights: of all ranks that live.
+        rank_states: of all ranks that live.
         states: the letters by which the kernel tells what a process does (``R S D T Z``), by rank; may be incomplete.
-        gone: ranks that have ended, with their exit status.
+        exited: ranks that have ended, with their exit status.
     """
-    silent = [s for s in sights if s.is_silent or states.get(s.rank, "")[:1] in ("T", "t")]
-    heard = [s for s in sights if s not in silent]
-    waiting = [s for s in heard if _beat(s).meets] or _ahead(heard)
+    silent = [s for s in rank_states if s.is_silent or states.get(s.rank, "")[:1] in ("T", "t")]
+    heard = [s for s in rank_states if s not in silent]
+    waiting = [s for s in heard if _beat(s).meets] or _ahead_of_others(heard)
     others = [s for s in heard if s not in waiting]
     kind: Kind
     culprits: Sequence[RankState]
     if silent:
-        kind, culprits = _silence(silent, states), silent
+        kind, culprits = _kind_of_silence(silent, states), silent
     elif others:
         kind, culprits = "busy", others
         if not waiting:
@@ -243,27 +252,27 @@ def explain(sights: Sequence[RankState], states: Mapping[int, str], gone: Mappin
         if all(_beat(s).call == "next(loader)" for s in culprits):
             kind = "loader"
     else:
-        kind, culprits = _meeting(waiting, gone)
+        kind, culprits = _all_wait(waiting, exited)
     blamed = {s.rank for s in culprits}
     idle = [s.same_place_s for s in waiting] or [max(s.silent_s, s.same_place_s) for s in culprits]
     return HangDiagnosis(
         kind=kind,
-        culprits=tuple(sorted(blamed)) if kind != "left" else tuple(sorted(gone)),
-        waiting=tuple(s.rank for s in waiting if s.rank not in blamed or kind == "left"),
-        sights=tuple(sights),
+        culprits=tuple(sorted(blamed)) if kind != "exited" else tuple(sorted(exited)),
+        waiting=tuple(s.rank for s in waiting if s.rank not in blamed or kind == "exited"),
+        rank_states=tuple(rank_states),
         for_s=max(idle, default=0.0),
-        gone=dict(gone),
+        exited=dict(exited),
     )
 
 
-def _silence(silent: Sequence[RankState], states: Mapping[int, str]) -> Kind:
+def _kind_of_silence(silent: Sequence[RankState], states: Mapping[int, str]) -> Kind:
     letters = {states.get(s.rank, "")[:1] for s in silent}
     if letters <= {"T", "t"}:
         return "stopped"
-    return "disk" if letters <= {"D"} else "locked"
+    return "disk" if letters <= {"D"} else "gil_held"
 
 
-def _ahead(heard: Sequence[RankState]) -> list[RankState]:
+def _ahead_of_others(heard: Sequence[RankState]) -> list[RankState]:
     """Those that have begun a collective which others have not, and stay where they are: they wait without a sign."""
     counts = {_beat(s).collectives for s in heard}
     if len(counts) < 2:
@@ -271,36 +280,36 @@ def _ahead(heard: Sequence[RankState]) -> list[RankState]:
     return [s for s in heard if _beat(s).collectives == max(counts) and s.same_place_s > SILENT_S / 2]
 
 
-def _meeting(waiting: Sequence[RankState], gone: Mapping[int, int]) -> tuple[Kind, Sequence[RankState]]:
+def _all_wait(waiting: Sequence[RankState], exited: Mapping[int, int]) -> tuple[Kind, Sequence[RankState]]:
     """Every rank that lives waits for the others."""
-    if gone:
-        return "left", waiting
+    if exited:
+        return "exited", waiting
     calls: dict[object, list[RankState]] = {}
-    for sight in waiting:
-        calls.setdefault(_meeting_of(_beat(sight)), []).append(sight)
+    for rank_state in waiting:
+        calls.setdefault(_collective_of(_beat(rank_state)), []).append(rank_state)
     if len(calls) < 2:
-        return "together", waiting
+        return "all_waiting", waiting
     fewest, most = min(map(len, calls.values())), max(map(len, calls.values()))
     # One against many is the odd one out; halves are not told apart.
     odd = [s for group in calls.values() if len(group) == fewest for s in group] if fewest < most else waiting
-    return "apart", odd
+    return "mismatched", odd
 
 
-def _meeting_of(beat: Heartbeat) -> object:
+def _collective_of(beat: Heartbeat) -> object:
     return (beat.step, beat.phase, beat.call, beat.place, beat.collectives)
 
 
-def _beat(sight: RankState) -> Heartbeat:
-    assert sight.beat is not None, "a rank that was never heard is silent"
-    return sight.beat
+def _beat(rank_state: RankState) -> Heartbeat:
+    assert rank_state.beat is not None, "a rank that was never heard is silent"
+    return rank_state.beat
 
 
-def _stage(beat: Heartbeat) -> tuple[object, ...]:
-    return (beat.step, beat.moves, beat.phase, beat.collectives)
+def _progress_of(beat: Heartbeat) -> tuple[object, ...]:
+    return (beat.step, beat.phase_changes, beat.phase, beat.collectives)
 
 
-def _spot(beat: Heartbeat) -> tuple[object, ...]:
-    return (*_stage(beat), beat.place, beat.call)
+def _where_it_is(beat: Heartbeat) -> tuple[object, ...]:
+    return (*_progress_of(beat), beat.place, beat.call)
 
 
 # ---- words ----------------------------------------------------------------------------------------------------------
@@ -315,70 +324,72 @@ class Worker:
     stacks: Stacks = NOTHING
 
 
-def headline(stall: HangDiagnosis, shown: Callable[[str], str]) -> str:
+def headline(diagnosis: HangDiagnosis, shown: Callable[[str], str]) -> str:
     """Who waits where, in one line.
 
     Such as ``ranks 0, 1, 3 in the reduction of step 412 (train.py:88); rank 2 in next(loader) for 61 s (data.py:17)``.
     """
-    waits = [s for s in stall.sights if s.rank in stall.waiting]
-    blamed = [s for s in stall.sights if s.rank in stall.culprits]
-    rest = [s for s in stall.sights if s not in waits and s not in blamed]
-    parts = [*_grouped(waits, shown, since=False), *_grouped(blamed, shown, since=True)]
-    parts += _grouped(rest, shown, since=False)
-    parts += [f"rank {rank} had left with exit code {status}" for rank, status in sorted(stall.gone.items())]
+    waits = [s for s in diagnosis.rank_states if s.rank in diagnosis.waiting]
+    blamed = [s for s in diagnosis.rank_states if s.rank in diagnosis.culprits]
+    rest = [s for s in diagnosis.rank_states if s not in waits and s not in blamed]
+    parts = [*_by_activity(waits, shown, since=False), *_by_activity(blamed, shown, since=True)]
+    parts += _by_activity(rest, shown, since=False)
+    parts += [f"rank {rank} had left with exit code {status}" for rank, status in sorted(diagnosis.exited.items())]
     return "; ".join(parts)
 
 
-def sentence(stall: HangDiagnosis, shown: Callable[[str], str]) -> str:
+def sentence(diagnosis: HangDiagnosis, shown: Callable[[str], str]) -> str:
     """What the culprits do, and who waits for them where; for the last block on the screen."""
-    blamed = _grouped([s for s in stall.sights if s.rank in stall.culprits], shown, since=True)
-    waits = _grouped([s for s in stall.sights if s.rank in stall.waiting], shown, since=False)
-    said = "; ".join(blamed) or f"{format_ranks(stall.culprits)} had left"
+    blamed = _by_activity([s for s in diagnosis.rank_states if s.rank in diagnosis.culprits], shown, since=True)
+    waits = _by_activity([s for s in diagnosis.rank_states if s.rank in diagnosis.waiting], shown, since=False)
+    said = "; ".join(blamed) or f"{format_ranks(diagnosis.culprits)} had left"
     return f"{said}; waiting: {'; '.join(waits)}" if waits else said
 
 
-def why(stall: HangDiagnosis) -> str:
+def why(diagnosis: HangDiagnosis) -> str:
     """What it means, in one line."""
-    who, one = format_ranks(stall.culprits), len(stall.culprits) == 1
-    match stall.kind:
+    who, one = format_ranks(diagnosis.culprits), len(diagnosis.culprits) == 1
+    match diagnosis.kind:
         case "stopped":
             return f"{who} {'is' if one else 'are'} stopped (SIGSTOP, by a debugger, a scheduler or by hand)"
         case "disk":
             return f"{who} cannot be interrupted: the kernel waits for a disk, a network file system or a driver"
-        case "locked":
+        case "gil_held":
             return f"{who} {'is' if one else 'are'} in compiled code that holds Python's lock: no heartbeat comes"
-        case "apart" if not stall.waiting:
+        case "mismatched" if not diagnosis.waiting:
             return f"ranks have parted ways: {who} wait in different collectives"
-        case "apart":
+        case "mismatched":
             return f"ranks have parted ways: {who} wait{'s' * one} in another collective than the others"
-        case "left":
+        case "exited":
             return f"{who} {'has' if one else 'have'} left, and the others wait for {'it' if one else 'them'}"
-        case "together":
+        case "all_waiting":
             return "all ranks wait in the same call for each other: the network between them, or a lost message"
         case "loader":
             return f"{who} wait{'s' * one} for the processes of {'its' if one else 'their'} data loader"
-        case "busy" if stall.waiting:
+        case "busy" if diagnosis.waiting:
             return f"{who} keep{'s' * one} the others waiting"
         case _:
             return f"{who} {'does' if one else 'do'} not get on, and nobody waits for another rank"
 
 
-def remedy(stall: HangDiagnosis) -> str:
+def remedy(diagnosis: HangDiagnosis) -> str:
     """What the user can do."""
-    match stall.kind:
+    match diagnosis.kind:
         case "stopped":
-            pids = " ".join(str(s.beat.process) for s in stall.sights if s.rank in stall.culprits and s.beat)
+            pids = " ".join(
+                str(s.beat.process) for s in diagnosis.rank_states if s.rank in diagnosis.culprits and s.beat
+            )
             return f"to let it go on: kill -CONT {pids}"
-        case "apart" | "left":
+        case "mismatched" | "exited":
             return (
                 "every rank must make the same calls in the same order: look for one inside `if rank == 0`, and for "
                 "loops of different length"
             )
-        case "together":
+        case "all_waiting":
             return "look at the links between the machines; lockstep run --hang-after SECONDS waits longer"
         case "disk":
             return "look at the file systems that the script reads and writes"
-        case "locked":
+        case "gil_held":
             return "its stack says which call it is; an endless loop in an extension, or a lock taken twice"
         case "loader":
             return "look at the dataset's code and its locks; workers=0 loads in the rank itself, where it can be seen"
@@ -387,7 +398,7 @@ def remedy(stall: HangDiagnosis) -> str:
 
 
 def report(
-    stall: HangDiagnosis,
+    diagnosis: HangDiagnosis,
     stacks: Mapping[int, Stacks],
     workers: Mapping[int, Sequence[Worker]],
     *,
@@ -398,19 +409,23 @@ def report(
     """All of it: who waits where, why, each rank's stack (equal ones once), and what can be done.
 
     Args:
-        stall: what `explain` has found.
+        diagnosis: what `diagnose_hang` has found.
         stacks: by rank, of those that have answered.
         workers: the processes of a rank that waits for its data.
         shown: a file as the user would write it.
         source: the text of a line of a file, "" if it is not known.
         most: lines of one stack.
     """
-    lines = [f"hang: no progress for {stall.for_s:.0f} s", f"  {headline(stall, shown)}", f"  => {why(stall)}"]
+    lines = [
+        f"hang: no progress for {diagnosis.for_s:.0f} s",
+        f"  {headline(diagnosis, shown)}",
+        f"  => {why(diagnosis)}",
+    ]
     folded: dict[tuple[SourceLine, ...], list[int]] = {}
-    for sight in sorted(stall.sights, key=lambda s: (s.rank not in stall.culprits, s.rank)):
-        folded.setdefault(_stack(stacks.get(sight.rank, NOTHING).main, sight), []).append(sight.rank)
+    for rank_state in sorted(diagnosis.rank_states, key=lambda s: (s.rank not in diagnosis.culprits, s.rank)):
+        folded.setdefault(_stack(stacks.get(rank_state.rank, NOTHING).main, rank_state), []).append(rank_state.rank)
     for frames, ranks in folded.items():
-        told = _told(frames, shown, source, most)
+        told = _stack_lines(frames, shown, source, most)
         lines += (
             [f"  {format_ranks(ranks)}, innermost first:", *told]
             if told
@@ -420,17 +435,17 @@ def report(
         for child in children:
             state = _STATES.get(child.state[:1], child.state)
             who = f"  a process that rank {rank} has started ({child.process}, {state})"
-            told = _told(child.stacks.main.own(), shown, source, most)
+            told = _stack_lines(child.stacks.main.own(), shown, source, most)
             lines += [f"{who}, innermost first:", *told] if told else [f"{who}: no stack came"]
-    return "\n".join([*lines, f"  {remedy(stall)}"])
+    return "\n".join([*lines, f"  {remedy(diagnosis)}"])
 
 
-def _stack(stack: Stack, sight: RankState) -> tuple[SourceLine, ...]:
+def _stack(stack: Stack, rank_state: RankState) -> tuple[SourceLine, ...]:
     """What the rank wrote itself, or else its place when it was last heard."""
-    return stack.own() or ((sight.beat.place,) if sight.beat and sight.beat.place.file else ())
+    return stack.own() or ((rank_state.beat.place,) if rank_state.beat and rank_state.beat.place.file else ())
 
 
-def _told(
+def _stack_lines(
     frames: Sequence[SourceLine], shown: Callable[[str], str], source: Callable[[str, int], str], most: int
 ) -> list[str]:
     lines = []
@@ -443,10 +458,10 @@ def _told(
     return lines
 
 
-def _grouped(sights: Sequence[RankState], shown: Callable[[str], str], *, since: bool) -> list[str]:
+def _by_activity(rank_states: Sequence[RankState], shown: Callable[[str], str], *, since: bool) -> list[str]:
     groups: dict[tuple[str, str], list[RankState]] = {}
-    for sight in sights:
-        groups.setdefault(_where(sight, shown), []).append(sight)
+    for rank_state in rank_states:
+        groups.setdefault(_activity(rank_state, shown), []).append(rank_state)
     told = []
     for (doing, at), members in groups.items():
         seconds = max(max(s.silent_s, s.same_place_s, s.same_phase_s) for s in members)
@@ -454,14 +469,14 @@ def _grouped(sights: Sequence[RankState], shown: Callable[[str], str], *, since:
     return told
 
 
-def _where(sight: RankState, shown: Callable[[str], str]) -> tuple[str, str]:
+def _activity(rank_state: RankState, shown: Callable[[str], str]) -> tuple[str, str]:
     """Such as ``in the reduction of step 412`` and `` (train.py:88)``."""
-    beat = sight.beat
+    beat = rank_state.beat
     if beat is None:
         return "not heard of", ""
     at = f" ({shown(beat.place.file)}:{beat.place.line})" if beat.place.file else ""
     of = f" of step {beat.step + 1}" if beat.step >= 0 else ""
-    if sight.is_silent:
+    if rank_state.is_silent:
         return "silent" + (f" in step {beat.step + 1}" if beat.step >= 0 else ""), at.replace("(", "(at ", 1)
     if beat.call == "next(loader)":
         return "in next(loader)", at
