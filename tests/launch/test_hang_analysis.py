@@ -13,16 +13,11 @@ from lockstep.launch.diagnosis.hang_analysis import (
     HangTimeouts,
     HeartbeatTracker,
     RankState,
-    Recovered,
-    Worker,
     diagnose_hang,
-    headline,
     overdue_ranks,
-    report,
-    sentence,
-    why,
     with_stacks,
 )
+from lockstep.launch.diagnosis.hang_report import Recovered, Worker, headline, report, sentence, why
 from rank_states import anything, beat, rank_state, waiting, worlds
 
 states = st.dictionaries(st.integers(0, 5), st.sampled_from("RSDTZ"))

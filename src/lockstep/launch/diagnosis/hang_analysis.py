@@ -1,47 +1,56 @@
-"""Which ranks are late, who keeps the others waiting, and why: decided from heartbeats alone.
+"""Which ranks are overdue, who keeps the others waiting, and why: decided from heartbeats alone.
 
-    heartbeats ─► Watch ─► rank_states ─► late(...) ─► diagnose_hang(..., states) ─► Stall ─► report(...)
-                  the listener's     somebody     who waits, who is       what one reads
-                  own clock          is too long  waited for, and why
+    heartbeats ─► HeartbeatTracker ─► RankState, each ─► overdue_ranks ─► diagnose_hang ─► HangDiagnosis ─► hang_report
+                  the listener's                         a rank is too    who waits, who is
+                  own clock                              long anywhere    waited for, and why
 
-                     ┌─ none is heard from ──────────────  stopped, locked, disk: the process state says which
+                     ┌─ no heartbeat comes from it ──────  stopped, gil_held, disk: the process state says which
     a rank that is ──┼─ in a call where ranks meet ──────  it waits
                      └─ somewhere else ──────────────────  it is waited for
 
-All but `HeartbeatTracker` are functions of values: each kind of trouble can be tried without having it.
+All but `HeartbeatTracker` are functions of values, so that each kind of hang can be tested without causing it.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from lockstep.heartbeat import NOTHING, Stack, Stacks
+from lockstep.heartbeat import NOTHING, Stacks
 from lockstep.heartbeat_message import Heartbeat, SourceLine
 
-#: From here on a rank counts as silent: it has missed this many seconds of heartbeats.
+#: A rank from which no heartbeat came for longer than this is silent.
 SILENT_S: Final = 2.0
-#: A pause in the listener's own life from which on it does not blame the ranks for what it has not heard.
+#: After a longer pause of the listener itself, heartbeats that it missed meanwhile do not count against the ranks.
 ABSENT_S: Final = 1.5
 _STEPS_KEPT = 64
-#: Phases of which nobody knows how long they take by right.
+#: Phases that may take long without anything being wrong.
 _LONG = frozenset({"script", "start", "save", "evaluate", "exit"})
-#: CPU time, as a part of the time that went by, below which a thread does not compute.
+#: A thread that uses less than this fraction of the elapsed time as CPU time does not compute.
 _IDLE = 0.05
 
-Kind = Literal["busy", "loader", "exited", "mismatched", "all_waiting", "stopped", "disk", "gil_held"]
+Kind = Literal[
+    "busy",  # a rank does something else, whatever it is, while the others wait or nobody does
+    "loader",  # ... and it waits for the processes of its data loader
+    "exited",  # the process of a rank has ended, and the others wait for it
+    "mismatched",  # all wait, in different collectives
+    "all_waiting",  # all wait, in the same collective
+    "stopped",  # a rank's process is stopped, by SIGSTOP or a debugger
+    "disk",  # it cannot be interrupted: the kernel waits for a disk or a driver
+    "gil_held",  # it runs, but no heartbeat comes: compiled code holds Python's global interpreter lock
+]
 
 
 @dataclass(frozen=True, slots=True)
 class HangTimeouts:
-    """How long a rank may take."""
+    """How long a rank may stay where it is, in seconds."""
 
-    hang_after_s: float | None = None  #: the user's own word, for everything; None: what follows
+    hang_after_s: float | None = None  #: given by the user, for everything; None: the values below
     floor_s: float = 30.0  #: within a step
     long_s: float = 120.0  #: outside of steps, and before the first one is done
-    times: float = 10.0  #: how many usual steps a step may take
+    times: float = 10.0  #: a step may take this many times the median step
 
     def allowed_s(self, phase: str, step_times: Sequence[float]) -> float:
         """Seconds that a rank may stay in ``phase``, where steps have taken ``step_times`` seconds."""
@@ -53,22 +62,22 @@ class HangTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What is known about one rank that has not left."""
+    """What is known about one rank whose process has not ended."""
 
     rank: int
-    beat: Heartbeat | None  #: the last one; None: nothing was ever heard
+    beat: Heartbeat | None  #: the last one; None: none has come yet
     silent_s: float  #: since the last heartbeat
-    same_place_s: float  #: since it was seen anywhere else
+    same_place_s: float  #: since its last heartbeat from another line or phase
     same_phase_s: float  #: since it went to another phase or step, or began a collective
     idle: bool  #: at the same place it has used next to no CPU time
 
     @property
     def is_silent(self) -> bool:
-        """No heartbeat comes any more."""
+        """No heartbeat comes from it."""
         return self.beat is None or self.silent_s > SILENT_S
 
     def late_s(self, allowed_s: float) -> float:
-        """For how long it has been where it should have left by now; 0 if it is not late."""
+        """Seconds that it has been where it is, if that is more than ``allowed_s``; else 0."""
         if self.is_silent or self.beat is None:
             return self.silent_s if self.silent_s > allowed_s else 0.0
         at_a_place = (self.beat.meets or self.idle) and self.same_place_s > allowed_s
@@ -78,13 +87,13 @@ class RankState:
 
 @dataclass(slots=True)
 class _Track:
-    """What `HeartbeatTracker` remembers of one rank; times are of the listener's clock."""
+    """What `HeartbeatTracker` stores about one rank; times are on the listener's clock."""
 
     heard_at: float
     place_since: float
     phase_since: float
     stepped_at: float
-    cpu_s: float = 0.0  # when it came to this place
+    cpu_s: float = 0.0  # CPU time of the main thread when it came to this line
     beat: Heartbeat | None = None
     steps: list[float] = field(default_factory=list)
 
@@ -103,12 +112,12 @@ class HeartbeatTracker:
         self._looked_at = now
 
     def hear(self, beat: Heartbeat, now: float) -> None:
-        """A heartbeat has come. One of a rank that is not of this generation says nothing."""
+        """Take in a heartbeat that has come. One from a rank that is not in this generation is ignored."""
         track = self._tracks.get(beat.rank)
         if track is None or beat.rank in self._exited:
             return
         if all(other.beat is None for other in self._tracks.values()):
-            # Ranks come to life together; how long that took says nothing about them.
+            # Ranks start together; how long that took says nothing about them.
             for other in self._tracks.values():
                 other.heard_at = now
         last, track.beat, track.heard_at = track.beat, beat, now
@@ -123,11 +132,11 @@ class HeartbeatTracker:
             track.stepped_at = now
 
     def rank_exited(self, rank: int, status: int) -> None:
-        """A rank's process has ended."""
+        """The process of ``rank`` has ended with ``status``."""
         self._exited[rank] = status
 
     def note_time(self, now: float) -> None:
-        """To be called often: a pause between two looks means that the listener was away, not the ranks."""
+        """To be called often: a pause between two calls means that the listener was stopped, not the ranks."""
         gap = now - self._looked_at
         self._looked_at = now
         if gap > ABSENT_S:
@@ -144,11 +153,11 @@ class HeartbeatTracker:
 
     @property
     def step_times(self) -> list[float]:
-        """How long the last steps took, of all ranks."""
+        """How long the last steps of all ranks took, in seconds."""
         return [taken for track in self._tracks.values() for taken in track.steps]
 
     def rank_states(self, now: float) -> list[RankState]:
-        """Every rank that lives, by rank."""
+        """The state of every rank whose process has not ended, by rank."""
         return [
             RankState(
                 rank,
@@ -165,7 +174,7 @@ class HeartbeatTracker:
 
 
 def with_stacks(diagnosis: HangDiagnosis, stacks: Mapping[int, Stacks]) -> HangDiagnosis:
-    """``diagnosis`` with the places of silent ranks as their stacks tell them: their last heartbeats are old."""
+    """``diagnosis`` with the line of each silent rank taken from its stack, since its last heartbeat is old."""
     return replace(
         diagnosis,
         rank_states=tuple(_informed(s, stacks.get(s.rank, NOTHING).main.own()) for s in diagnosis.rank_states),
@@ -181,72 +190,62 @@ def _informed(rank_state: RankState, own: Sequence[SourceLine]) -> RankState:
 def overdue_ranks(rank_states: Sequence[RankState], timeouts: HangTimeouts, step_times: Sequence[float]) -> list[int]:
     """The ranks that have been where they are for too long.
 
-    What one rank does by right, such as a long evaluation, the others may wait for. While no rank was ever heard,
-    none is late: whoever is to start them is not ready yet.
+    The longest time that any rank is allowed holds for all, since the others may wait for a rank that evaluates. Until
+    the first heartbeat of any rank none is overdue: they are still being started.
     """
     heard = [rank_state for rank_state in rank_states if rank_state.beat is not None]
     if not heard:
         return []
     allowed_s = max(timeouts.allowed_s(_beat(rank_state).phase, step_times) for rank_state in heard)
-    unborn_s = max(allowed_s, timeouts.long_s)
+    not_started_s = max(allowed_s, timeouts.long_s)
     return [
-        rank_state.rank for rank_state in rank_states if rank_state.late_s(allowed_s if rank_state.beat else unborn_s)
+        rank_state.rank
+        for rank_state in rank_states
+        if rank_state.late_s(allowed_s if rank_state.beat else not_started_s)
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class HangDiagnosis:
-    """A world that does not get on."""
+    """A hang: no rank makes progress. Which kind, and which ranks cause it."""
 
     kind: Kind
-    culprits: tuple[int, ...]  #: who is waited for; all that stand still, if nobody can be told from the others
+    culprits: tuple[int, ...]  #: the ranks that the others wait for; all that make no progress, if none is different
     waiting: tuple[int, ...]
     rank_states: tuple[RankState, ...]
-    for_s: float  #: since when nothing has moved
+    for_s: float  #: how long there has been no progress
     exited: Mapping[int, int] = field(default_factory=dict)  #: ranks that had ended, with their exit status
 
     @property
     def is_certain(self) -> bool:
-        """It cannot end well by itself: none of the culprits can be doing what the user wants."""
+        """Whether it cannot resolve itself: no culprit can be doing what the user wants."""
         return self.kind in ("stopped", "mismatched", "exited") or (
             self.kind in ("gil_held", "disk") and bool(self.waiting)
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """A stalled world moves again."""
-
-    ranks: tuple[int, ...]
-    after_s: float
-
-    def __str__(self) -> str:
-        moves = "moves" if len(self.ranks) == 1 else "move"
-        return f"{format_ranks(self.ranks)} {moves} again, after {self.after_s:.0f} s: the run goes on"
-
-
 def diagnose_hang(
-    rank_states: Sequence[RankState], states: Mapping[int, str], exited: Mapping[int, int]
+    rank_states: Sequence[RankState], process_states: Mapping[int, str], exited: Mapping[int, int]
 ) -> HangDiagnosis:
-    """Who keeps whom waiting.
+    """Which ranks keep the others waiting, and how.
 
     Args:
-        rank_states: of all ranks that live.
-        states: the letters by which the kernel tells what a process does (``R S D T Z``), by rank; may be incomplete.
+        rank_states: of all ranks whose process has not ended.
+        process_states: the kernel's letter for what a process does (``R S D T Z``), by rank; may be incomplete.
         exited: ranks that have ended, with their exit status.
     """
-    silent = [s for s in rank_states if s.is_silent or states.get(s.rank, "")[:1] in ("T", "t")]
+    silent = [s for s in rank_states if s.is_silent or process_states.get(s.rank, "")[:1] in ("T", "t")]
     heard = [s for s in rank_states if s not in silent]
     waiting = [s for s in heard if _beat(s).meets] or _ahead_of_others(heard)
     others = [s for s in heard if s not in waiting]
     kind: Kind
     culprits: Sequence[RankState]
     if silent:
-        kind, culprits = _kind_of_silence(silent, states), silent
+        kind, culprits = _kind_of_silence(silent, process_states), silent
     elif others:
         kind, culprits = "busy", others
         if not waiting:
-            # Nobody waits, so those that moved last are not to blame for the rest.
+            # Nobody waits, so the ranks that made progress last do not cause the hang.
             longest = max(s.same_phase_s if s.same_place_s < SILENT_S else s.same_place_s for s in others)
             culprits = [s for s in others if max(s.same_place_s, s.same_phase_s) >= longest / 2]
         if all(_beat(s).call == "next(loader)" for s in culprits):
@@ -265,15 +264,15 @@ def diagnose_hang(
     )
 
 
-def _kind_of_silence(silent: Sequence[RankState], states: Mapping[int, str]) -> Kind:
-    letters = {states.get(s.rank, "")[:1] for s in silent}
+def _kind_of_silence(silent: Sequence[RankState], process_states: Mapping[int, str]) -> Kind:
+    letters = {process_states.get(s.rank, "")[:1] for s in silent}
     if letters <= {"T", "t"}:
         return "stopped"
     return "disk" if letters <= {"D"} else "gil_held"
 
 
 def _ahead_of_others(heard: Sequence[RankState]) -> list[RankState]:
-    """Those that have begun a collective which others have not, and stay where they are: they wait without a sign."""
+    """Ranks that have begun a collective which others have not, and do not move: they wait, though no call shows it."""
     counts = {_beat(s).collectives for s in heard}
     if len(counts) < 2:
         return []
@@ -281,7 +280,7 @@ def _ahead_of_others(heard: Sequence[RankState]) -> list[RankState]:
 
 
 def _all_wait(waiting: Sequence[RankState], exited: Mapping[int, int]) -> tuple[Kind, Sequence[RankState]]:
-    """Every rank that lives waits for the others."""
+    """The kind and the culprits where every rank waits for the others."""
     if exited:
         return "exited", waiting
     calls: dict[object, list[RankState]] = {}
@@ -290,7 +289,7 @@ def _all_wait(waiting: Sequence[RankState], exited: Mapping[int, int]) -> tuple[
     if len(calls) < 2:
         return "all_waiting", waiting
     fewest, most = min(map(len, calls.values())), max(map(len, calls.values()))
-    # One against many is the odd one out; halves are not told apart.
+    # The smallest group is in the wrong collective. If all groups are equally large, nobody can say which is right.
     odd = [s for group in calls.values() if len(group) == fewest for s in group] if fewest < most else waiting
     return "mismatched", odd
 
@@ -310,195 +309,3 @@ def _progress_of(beat: Heartbeat) -> tuple[object, ...]:
 
 def _where_it_is(beat: Heartbeat) -> tuple[object, ...]:
     return (*_progress_of(beat), beat.place, beat.call)
-
-
-# ---- words ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """A process that a rank has started, such as one of a loader."""
-
-    process: int
-    state: str  #: as the kernel says it, such as ``S``
-    stacks: Stacks = NOTHING
-
-
-def headline(diagnosis: HangDiagnosis, shown: Callable[[str], str]) -> str:
-    """Who waits where, in one line.
-
-    Such as ``ranks 0, 1, 3 in the reduction of step 412 (train.py:88); rank 2 in next(loader) for 61 s (data.py:17)``.
-    """
-    waits = [s for s in diagnosis.rank_states if s.rank in diagnosis.waiting]
-    blamed = [s for s in diagnosis.rank_states if s.rank in diagnosis.culprits]
-    rest = [s for s in diagnosis.rank_states if s not in waits and s not in blamed]
-    parts = [*_by_activity(waits, shown, since=False), *_by_activity(blamed, shown, since=True)]
-    parts += _by_activity(rest, shown, since=False)
-    parts += [f"rank {rank} had left with exit code {status}" for rank, status in sorted(diagnosis.exited.items())]
-    return "; ".join(parts)
-
-
-def sentence(diagnosis: HangDiagnosis, shown: Callable[[str], str]) -> str:
-    """What the culprits do, and who waits for them where; for the last block on the screen."""
-    blamed = _by_activity([s for s in diagnosis.rank_states if s.rank in diagnosis.culprits], shown, since=True)
-    waits = _by_activity([s for s in diagnosis.rank_states if s.rank in diagnosis.waiting], shown, since=False)
-    said = "; ".join(blamed) or f"{format_ranks(diagnosis.culprits)} had left"
-    return f"{said}; waiting: {'; '.join(waits)}" if waits else said
-
-
-def why(diagnosis: HangDiagnosis) -> str:
-    """What it means, in one line."""
-    who, one = format_ranks(diagnosis.culprits), len(diagnosis.culprits) == 1
-    match diagnosis.kind:
-        case "stopped":
-            return f"{who} {'is' if one else 'are'} stopped (SIGSTOP, by a debugger, a scheduler or by hand)"
-        case "disk":
-            return f"{who} cannot be interrupted: the kernel waits for a disk, a network file system or a driver"
-        case "gil_held":
-            return f"{who} {'is' if one else 'are'} in compiled code that holds Python's lock: no heartbeat comes"
-        case "mismatched" if not diagnosis.waiting:
-            return f"ranks have parted ways: {who} wait in different collectives"
-        case "mismatched":
-            return f"ranks have parted ways: {who} wait{'s' * one} in another collective than the others"
-        case "exited":
-            return f"{who} {'has' if one else 'have'} left, and the others wait for {'it' if one else 'them'}"
-        case "all_waiting":
-            return "all ranks wait in the same call for each other: the network between them, or a lost message"
-        case "loader":
-            return f"{who} wait{'s' * one} for the processes of {'its' if one else 'their'} data loader"
-        case "busy" if diagnosis.waiting:
-            return f"{who} keep{'s' * one} the others waiting"
-        case _:
-            return f"{who} {'does' if one else 'do'} not get on, and nobody waits for another rank"
-
-
-def remedy(diagnosis: HangDiagnosis) -> str:
-    """What the user can do."""
-    match diagnosis.kind:
-        case "stopped":
-            pids = " ".join(
-                str(s.beat.process) for s in diagnosis.rank_states if s.rank in diagnosis.culprits and s.beat
-            )
-            return f"to let it go on: kill -CONT {pids}"
-        case "mismatched" | "exited":
-            return (
-                "every rank must make the same calls in the same order: look for one inside `if rank == 0`, and for "
-                "loops of different length"
-            )
-        case "all_waiting":
-            return "look at the links between the machines; lockstep run --hang-after SECONDS waits longer"
-        case "disk":
-            return "look at the file systems that the script reads and writes"
-        case "gil_held":
-            return "its stack says which call it is; an endless loop in an extension, or a lock taken twice"
-        case "loader":
-            return "look at the dataset's code and its locks; workers=0 loads in the rank itself, where it can be seen"
-        case _:
-            return "if it takes so long by right: lockstep run --hang-after SECONDS waits longer"
-
-
-def report(
-    diagnosis: HangDiagnosis,
-    stacks: Mapping[int, Stacks],
-    workers: Mapping[int, Sequence[Worker]],
-    *,
-    shown: Callable[[str], str],
-    source: Callable[[str, int], str],
-    most: int = 12,
-) -> str:
-    """All of it: who waits where, why, each rank's stack (equal ones once), and what can be done.
-
-    Args:
-        diagnosis: what `diagnose_hang` has found.
-        stacks: by rank, of those that have answered.
-        workers: the processes of a rank that waits for its data.
-        shown: a file as the user would write it.
-        source: the text of a line of a file, "" if it is not known.
-        most: lines of one stack.
-    """
-    lines = [
-        f"hang: no progress for {diagnosis.for_s:.0f} s",
-        f"  {headline(diagnosis, shown)}",
-        f"  => {why(diagnosis)}",
-    ]
-    folded: dict[tuple[SourceLine, ...], list[int]] = {}
-    for rank_state in sorted(diagnosis.rank_states, key=lambda s: (s.rank not in diagnosis.culprits, s.rank)):
-        folded.setdefault(_stack(stacks.get(rank_state.rank, NOTHING).main, rank_state), []).append(rank_state.rank)
-    for frames, ranks in folded.items():
-        told = _stack_lines(frames, shown, source, most)
-        lines += (
-            [f"  {format_ranks(ranks)}, innermost first:", *told]
-            if told
-            else [f"  {format_ranks(ranks)}: no stack came"]
-        )
-    for rank, children in workers.items():
-        for child in children:
-            state = _STATES.get(child.state[:1], child.state)
-            who = f"  a process that rank {rank} has started ({child.process}, {state})"
-            told = _stack_lines(child.stacks.main.own(), shown, source, most)
-            lines += [f"{who}, innermost first:", *told] if told else [f"{who}: no stack came"]
-    return "\n".join([*lines, f"  {remedy(diagnosis)}"])
-
-
-def _stack(stack: Stack, rank_state: RankState) -> tuple[SourceLine, ...]:
-    """What the rank wrote itself, or else its place when it was last heard."""
-    return stack.own() or ((rank_state.beat.place,) if rank_state.beat and rank_state.beat.place.file else ())
-
-
-def _stack_lines(
-    frames: Sequence[SourceLine], shown: Callable[[str], str], source: Callable[[str, int], str], most: int
-) -> list[str]:
-    lines = []
-    for frame in frames[:most]:
-        text = source(frame.file, frame.line)
-        at = f"{shown(frame.file)}:{frame.line} in {frame.function}"
-        lines.append(f"      {at}" + (f"    {text}" if text else ""))
-    if len(frames) > most:
-        lines.append(f"      ... {len(frames) - most} more")
-    return lines
-
-
-def _by_activity(rank_states: Sequence[RankState], shown: Callable[[str], str], *, since: bool) -> list[str]:
-    groups: dict[tuple[str, str], list[RankState]] = {}
-    for rank_state in rank_states:
-        groups.setdefault(_activity(rank_state, shown), []).append(rank_state)
-    told = []
-    for (doing, at), members in groups.items():
-        seconds = max(max(s.silent_s, s.same_place_s, s.same_phase_s) for s in members)
-        told.append(f"{format_ranks([s.rank for s in members])} {doing}" + (f" for {seconds:.0f} s" * since) + at)
-    return told
-
-
-def _activity(rank_state: RankState, shown: Callable[[str], str]) -> tuple[str, str]:
-    """Such as ``in the reduction of step 412`` and `` (train.py:88)``."""
-    beat = rank_state.beat
-    if beat is None:
-        return "not heard of", ""
-    at = f" ({shown(beat.place.file)}:{beat.place.line})" if beat.place.file else ""
-    of = f" of step {beat.step + 1}" if beat.step >= 0 else ""
-    if rank_state.is_silent:
-        return "silent" + (f" in step {beat.step + 1}" if beat.step >= 0 else ""), at.replace("(", "(at ", 1)
-    if beat.call == "next(loader)":
-        return "in next(loader)", at
-    if beat.phase in ("reduction", "forward", "backward", "update", "save"):
-        inner = f" in {beat.call}" if beat.meets and beat.phase != "reduction" else ""
-        return f"in the {beat.phase}{of}{inner}", at
-    if beat.call:
-        return f"in {beat.call}{_DURING.get(beat.phase, '')}", at
-    return f"in {beat.place.function or 'Python'}{_DURING.get(beat.phase, '')}", at
-
-
-_DURING = {"evaluate": " of the evaluation", "start": " at the start", "exit": " at its end"}
-_STATES = {"T": "stopped", "D": "waits for a disk", "S": "sleeps", "R": "computes", "Z": "has ended"}
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Such as ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(words)}"

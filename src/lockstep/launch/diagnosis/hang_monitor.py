@@ -32,14 +32,11 @@ from lockstep.launch.diagnosis.hang_analysis import (
     HangDiagnosis,
     HangTimeouts,
     HeartbeatTracker,
-    Recovered,
-    Worker,
     diagnose_hang,
     overdue_ranks,
-    report,
-    sentence,
     with_stacks,
 )
+from lockstep.launch.diagnosis.hang_report import Recovered, Worker, report, sentence
 from lockstep.launch.diagnosis.wait_share import WaitShare
 from lockstep.launch.request import OnHang
 from lockstep.launch_contract import STACKS_SIGNAL
