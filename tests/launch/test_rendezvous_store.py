@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.errors import LaunchError, SettingError
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.root_cause import Ending
+from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.host import interface_of
 from lockstep.launch.rendezvous.join import inquire
 from lockstep.launch.rendezvous.membership import How, Line, Member, Plan
@@ -72,7 +72,7 @@ def test_what_one_lays_down_the_others_pick_up(store):
         assert soon(lambda: other.plan() == plan and other.plan()) == plan
         assert other.silent_s() < 30
 
-        ending = Ending(3, 1, 11.0, failure=RAISED, host="n2")
+        ending = RankExit(3, 1, 11.0, failure=RAISED, host="n2")
         other.post(Line("other", "n2", 2, generation=4, trouble=True), [ending])
         seat = soon(lambda: next((s for s in chair.seats() if s.endings), None))
         assert seat.line.trouble
@@ -165,7 +165,7 @@ def test_an_endpoint_knows_whether_it_is_here():
 def test_the_table_of_one_is_two_variables():
     alone = Alone()
     line = Line("alone", "n1", 2, generation=0)
-    ending = Ending(0, 0, 1.0)
+    ending = RankExit(0, 0, 1.0)
     alone.post(line, [ending])
     alone.publish(Plan(generation=3))
     assert (alone.chairs, alone.seats()[0].line, alone.seats()[0].endings) == (True, line, (ending,))

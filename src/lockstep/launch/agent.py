@@ -23,7 +23,14 @@ from datetime import datetime
 from lockstep.errors import LaunchError
 from lockstep.launch.child_process import STOPS
 from lockstep.launch.console import Screen
-from lockstep.launch.diagnosis.root_cause import Ending, block, diagnose, has_failed, not_saved, told_traceback
+from lockstep.launch.diagnosis.root_cause import (
+    RankExit,
+    find_root_cause,
+    format_failure,
+    format_not_saved,
+    format_traceback,
+    has_failed,
+)
 from lockstep.launch.rendezvous.join import Joined
 from lockstep.launch.rendezvous.membership import How, Minutes, Plan, Word, abandon, decide, missing, opened
 from lockstep.launch.run_directory import note_generation, shown
@@ -209,15 +216,15 @@ class Agent:
         self._fail(f"run failed: {self._line.host} was cut off from the other nodes and found no way back")
         return EXIT_FAILED
 
-    def _tell(self, endings: Sequence[Ending], ranks: int) -> Sequence[Word]:
+    def _tell(self, endings: Sequence[RankExit], ranks: int) -> Sequence[Word]:
         def log(rank: int) -> str:
             return shown(self._job.log(rank))
 
         if not any(map(has_failed, endings)):
-            return [("fail", not_saved(endings, ranks=ranks, log=log, again=self._job.to_resume))]
-        diagnosis = diagnose(endings)
-        told = block(diagnosis, ranks=ranks, log=log, shown=shown)
-        trace = told_traceback(diagnosis.cause)
+            return [("fail", format_not_saved(endings, ranks=ranks, log=log, again=self._job.to_resume))]
+        diagnosis = find_root_cause(endings)
+        told = format_failure(diagnosis, ranks=ranks, log=log, shown=shown)
+        trace = format_traceback(diagnosis.cause)
         traced: list[Word] = [("say", trace)] if trace else []
         return [*traced, ("fail", told)]
 

@@ -20,24 +20,15 @@ from lockstep.faults import FaultPlan
 from lockstep.launch.agent import Agent, Stops
 from lockstep.launch.console import Screen
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
-from lockstep.launch.diagnosis.hang_monitor import Vigil
+from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.host import Machine
 from lockstep.launch.rendezvous.join import Joined, alone, join, preside
 from lockstep.launch.rendezvous.store import Endpoint
 from lockstep.launch.request import Function, Nodes, OnHang, Request
 from lockstep.launch.run_directory import Job, begun, prepare, settle, shown
-from lockstep.launch.schedulers.allocation import (
-    Allocation,
-    allocation,
-    answer,
-    asked,
-    ends_at,
-    reachable,
-    starts,
-    text_of,
-)
-from lockstep.launch.schedulers.remote_start import spread
-from lockstep.launch.schedulers.requeue import WARNED, requeue
+from lockstep.launch.schedulers import allocation, job_ends_at
+from lockstep.launch.schedulers.remote_start import run_start_commands
+from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, text_of
 from lockstep.launch.workers.fork_server import open_nursery
 from lockstep.launch.workers.rank_environment import in_common
 from lockstep.launch.workers.worker_group import Crew
@@ -59,13 +50,13 @@ def start(request: Request) -> int:
         LaunchError: if ranks could not be started.
     """
     given = allocation(os.environ, text_of)
-    if request.nodes is None and request.everywhere and given.one_of_many:
+    if request.nodes is None and request.everywhere and given.has_launcher_per_node:
         request = replace(request, nodes=_as_given(given))
     elif request.nodes is not None and given.nodes:
         request = replace(request, nodes=replace(request.nodes, hosts=tuple(node.name for node in given.nodes)))
-    spreads = request.everywhere and given.spreads
+    spreads = request.everywhere and given.starts_launchers
     # On a login node nothing tells what the allotted ones have.
-    machine = Machine.look(os.environ) if given.inside else Machine(given.gpus_per_node or 0, given.nodes[0].slots)
+    machine = Machine.detect(os.environ) if given.inside else Machine(given.gpus_per_node or 0, given.nodes[0].slots)
     went_on = False
     if request.nodes is not None:
         code = _among_others(request, request.nodes, machine, given)
@@ -76,10 +67,10 @@ def start(request: Request) -> int:
     # A run that went on from a checkpoint and was warned before its first step has lost nothing.
     stopped = code == EXIT_STOPPED or (went_on and code in WARNED)
     # Where each node has its launcher, one of them asks for all.
-    if not stopped or not request.requeue or (given.one_of_many and given.node_rank):
+    if not stopped or not request.requeue or (given.has_launcher_per_node and given.node_rank):
         return code
-    again = requeue(given, code, asked)
-    Screen(sys.stdout, sys.stderr, os.environ).say(again.said)
+    again = given.scheduler.requeue(given, code, run_command)
+    Screen(sys.stdout, sys.stderr, os.environ).say(again.message)
     return again.code
 
 
@@ -90,16 +81,21 @@ def _spread_out(job: Job) -> int:
     run = replace(job.request, options=options).words(*begun(job))
     # Its own node is the first one, and knows a free port; from elsewhere one can only choose.
     endpoint = f"{_first_host(given)}:{_free_port() if given.inside else given.port()}"
-    lines = starts(given, [sys.executable, "-m", "lockstep", *run], endpoint=endpoint, directory=str(Path.cwd()))
+    launcher, here = [sys.executable, "-m", "lockstep", *run], str(Path.cwd())
+    commands = given.scheduler.start_commands(given, launcher, endpoint=endpoint, directory=here)
     for note in job.notes:
         screen.say(note)
     screen.say(f"{given}: starting a launcher on each node")
-    if given.scheduler == "pbs":
-        for line in lines[1:]:
-            screen.say(f"to be started on {line.host}: cd {shlex.quote(str(Path.cwd()))} && {line}")
-        lines = lines[:1]
+    for command in commands:
+        if command.by_user:
+            screen.say(f"to be started on {command.host}: cd {shlex.quote(here)} && {command}")
     with stops.listening(), contextlib.closing(screen):
-        return spread(lines, os.environ, lambda: stops.times)
+        return run_start_commands(
+            [command for command in commands if not command.by_user],
+            os.environ,
+            lambda: stops.times,
+            given.scheduler.stop_signals,
+        )
 
 
 def _as_given(given: Allocation) -> Nodes:
@@ -109,7 +105,7 @@ def _as_given(given: Allocation) -> Nodes:
 
 
 def _first_host(given: Allocation) -> str:
-    return reachable(given.nodes[0].name, _resolves, answer)
+    return given.scheduler.node_address(given.nodes[0].name, _resolves, output_of)
 
 
 def _resolves(host: str) -> bool:
@@ -181,7 +177,7 @@ def launch(
         on_hang=on_hang,
         way="fork",
     )
-    job = prepare(request, machine=Machine.look(os.environ), env=os.environ, now=datetime.now())
+    job = prepare(request, machine=Machine.detect(os.environ), env=os.environ, now=datetime.now())
     code, last_words = _carry_out(job)
     if code == 130:
         raise KeyboardInterrupt
@@ -231,7 +227,7 @@ def _announce(job: Job, screen: Screen) -> None:
 
 def _work(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
     job, request = joined.job, joined.job.request
-    vigil = Vigil(
+    hang_monitor = HangMonitor(
         HangTimeouts(request.hang_after_s),
         request.on_hang,
         stacks=job.stacks,
@@ -239,11 +235,11 @@ def _work(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
         say=screen.say,
         shown=shown,
     )
-    with vigil:
+    with hang_monitor:
         env = {**os.environ, **_ends(request, os.environ), **({FAULTS: request.faults} if request.faults else {})}
-        nursery = open_nursery(request.program, job.way, in_common(job, env, vigil.channel))
+        nursery = open_nursery(request.program, job.way, in_common(job, env, hang_monitor.channel))
         with contextlib.closing(nursery), contextlib.closing(screen):
-            agent = Agent(joined, Crew(job, nursery, screen, vigil), screen, stops)
+            agent = Agent(joined, Crew(job, nursery, screen, hang_monitor), screen, stops)
             code = _judged(job, screen, agent.run())
             if code not in (EXIT_OK, EXIT_STOPPED) and (status := StatusFile.read(job.status)) is not None:
                 StatusFile(job.status).write(replace(status, state="unsaved" if code == EXIT_NOT_SAVED else "failed"))
@@ -254,7 +250,7 @@ def _ends(request: Request, env: Mapping[str, str]) -> dict[str, str]:
     """The variable that tells ranks when their job ends."""
     at_s = request.ends_at_s
     if at_s is None and not env.get(ENDS_AT):
-        at_s = ends_at(env, answer)
+        at_s = job_ends_at(env, output_of)
     return {} if at_s is None else {ENDS_AT: f"{at_s:.0f}"}
 
 

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Literal, Self
 
-from lockstep.launch.diagnosis.hang_analysis import format_ranks
-from lockstep.launch.diagnosis.root_cause import Ending, exit_code, has_failed
+from lockstep.launch.diagnosis.hang_report import format_ranks
+from lockstep.launch.diagnosis.root_cause import RankExit, exit_code, has_failed
 from lockstep.launch_contract import EXIT_FAILED, EXIT_KILLED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT
 
 _FIRST_WORD_S = 3.0  #: of waiting, until it is said who is waited for; then at twice the time, and so on
@@ -32,7 +32,7 @@ Phase = Literal["gather", "generation", "over"]
 Manner = Literal["say", "fail"]
 Word = tuple[Manner, str]
 """What every agent shows: by the way, or as the last block of a generation that failed."""
-Tell = Callable[[Sequence[Ending], int], Sequence[Word]]
+Tell = Callable[[Sequence[RankExit], int], Sequence[Word]]
 """What to show of a generation with these endings that failed or could not save, and of so many ranks."""
 
 
@@ -87,7 +87,7 @@ class Seat:
 
     line: Line
     silent_s: float = 0.0  #: since it last said anything
-    endings: tuple[Ending, ...] = ()  #: of its ranks of ``line.generation``, once they have all ended
+    endings: tuple[RankExit, ...] = ()  #: of its ranks of ``line.generation``, once they have all ended
 
     def gone(self, rules: Rules) -> bool:
         """Whether it counts as lost."""
@@ -294,7 +294,7 @@ def _newcomers(minutes: Minutes, seats: Sequence[Seat], rules: Rules, now_s: flo
 
 
 def _judge(
-    minutes: Minutes, endings: Sequence[Ending], seats: Sequence[Seat], rules: Rules, now_s: float, tell: Tell
+    minutes: Minutes, endings: Sequence[RankExit], seats: Sequence[Seat], rules: Rules, now_s: float, tell: Tell
 ) -> Minutes:
     plan = minutes.plan
     asked = _first_stop(seats)

@@ -29,7 +29,7 @@ from typing import Any, Final, Literal, Protocol
 from lockstep.errors import LaunchError, SettingError
 from lockstep.launch.child_process import stops_held
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.root_cause import Ending
+from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.host import holder_of
 from lockstep.launch.rendezvous.membership import Line, Plan, Seat
 from lockstep.launch.workers.fork_server import with_this_package
@@ -54,7 +54,7 @@ class Table(Protocol):
         """The seat that does; another one once a new agent holds the table."""
         ...
 
-    def post(self, line: Line, endings: Sequence[Ending]) -> None:
+    def post(self, line: Line, endings: Sequence[RankExit]) -> None:
         """What this node says from now on; ``endings`` once all ranks of ``line.generation`` have ended."""
         ...
 
@@ -89,7 +89,7 @@ class Alone:
         self._seat = Seat(Line(self.chair, "", 0))
         self._plan = Plan()
 
-    def post(self, line: Line, endings: Sequence[Ending]) -> None:
+    def post(self, line: Line, endings: Sequence[RankExit]) -> None:
         """See `Table`."""
         self._seat = Seat(line, 0.0, tuple(endings))
 
@@ -253,7 +253,7 @@ class Shared:
         """See `Table`."""
         return self._creed.chair
 
-    def post(self, line: Line, endings: Sequence[Ending]) -> None:
+    def post(self, line: Line, endings: Sequence[RankExit]) -> None:
         """See `Table`."""
         with self._lock:
             if line != self._line:
@@ -396,7 +396,7 @@ class _Heard:
     ahead_s: float = float("inf")  #: of our clock before its; too large by how long its word took to come
     reports: tuple[int, ...] = ()
     reported: int = -1
-    endings: tuple[Ending, ...] = ()
+    endings: tuple[RankExit, ...] = ()
 
     def hear(self, told: Mapping[str, Any], now_s: float) -> _Heard:
         new = told["beat"] != self.beat
@@ -420,14 +420,14 @@ class _Heard:
 _NOTHING: Final = _Heard(Line("", "", 0))
 
 
-def _at_our_time(ending: Ending, ahead_s: float) -> Ending:
+def _at_our_time(ending: RankExit, ahead_s: float) -> RankExit:
     failure = ending.failure and replace(ending.failure, raised_s=ending.failure.raised_s + ahead_s)
     return replace(ending, at_s=ending.at_s + ahead_s, failure=failure)
 
 
-def _endings(text: str) -> tuple[Ending, ...]:
+def _endings(text: str) -> tuple[RankExit, ...]:
     return tuple(
-        Ending(**{**told, "failure": told["failure"] and Failure(**told["failure"])}) for told in json.loads(text)
+        RankExit(**{**told, "failure": told["failure"] and Failure(**told["failure"])}) for told in json.loads(text)
     )
 
 

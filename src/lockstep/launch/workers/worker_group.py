@@ -18,9 +18,9 @@ from pathlib import Path
 from lockstep.errors import LaunchError
 from lockstep.launch.console import Screen, Tail
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.hang_monitor import Vigil
-from lockstep.launch.diagnosis.host_memory import Ledger
-from lockstep.launch.diagnosis.root_cause import Ending
+from lockstep.launch.diagnosis.hang_monitor import HangMonitor
+from lockstep.launch.diagnosis.host_memory import MemoryTracker
+from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.diagnosis.wait_share import Waiting
 from lockstep.launch.rendezvous.membership import How, Plan
 from lockstep.launch.run_directory import Job
@@ -50,9 +50,9 @@ class Spot:
 class Crew:
     """This node's ranks."""
 
-    def __init__(self, job: Job, nursery: Nursery, screen: Screen, vigil: Vigil) -> None:
-        self._job, self._nursery, self._screen, self._vigil = job, nursery, screen, vigil
-        self._memory = Ledger(nursery.pid)
+    def __init__(self, job: Job, nursery: Nursery, screen: Screen, hang_monitor: HangMonitor) -> None:
+        self._job, self._nursery, self._screen, self._hang_monitor = job, nursery, screen, hang_monitor
+        self._memory = MemoryTracker(nursery.pid)
         self._ranks_file = RanksFile(job.run_dir, 0)
         self._next_ranks_s, self._late = 0.0, ""
         self._generation = -1
@@ -60,10 +60,10 @@ class Crew:
         self._host = ""
         self._starts_at: dict[int, int] = {}
         self._tail: Tail | None = None  # of the leader, where it is ours
-        self._fell: dict[int, Ending] = {}
+        self._fell: dict[int, RankExit] = {}
         self._how, self._kill_at_s = How.NOT, float("inf")
         #: How they ended, once all have.
-        self.endings: tuple[Ending, ...] = ()
+        self.endings: tuple[RankExit, ...] = ()
         #: They do not get on.
         self.hangs = False
         #: What they do is not to be tried again.
@@ -100,7 +100,7 @@ class Crew:
                     log.write(f"--- generation {generation}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n")
         self._starts_at = {rank: job.log(rank).stat().st_size for rank in self._ranks}
         births = [Birth(rank, self._variables(plan, spot, rank), str(job.log(rank))) for rank in self._ranks]
-        self._vigil.begin(self._ranks)
+        self._hang_monitor.begin(self._ranks)
         self._memory.begin()
         self._nursery.start(births, spot.meeting)
         self._tail = Tail(job.log(0), self._starts_at[0]) if first == 0 else None
@@ -114,8 +114,8 @@ class Crew:
         for event in self._nursery.events(timeout_s):
             match event:
                 case Fell(rank, status, at_s):
-                    self._vigil.left(rank, status)
-                    self._fell[rank] = Ending(rank, status, at_s, self._how is not How.NOT, host=self._host)
+                    self._hang_monitor.rank_exited(rank, status)
+                    self._fell[rank] = RankExit(rank, status, at_s, self._how is not How.NOT, host=self._host)
                 case Plain(why):
                     self._screen.say(f"note: ranks start as separate processes, which is slower: {why}")
                 case Lost():
@@ -124,13 +124,13 @@ class Crew:
                         "its own words, if it had any, are above"
                     )
         self._echo()
-        self._memory.look()
+        self._memory.poll()
         if (now_s := time.monotonic()) >= self._next_ranks_s:
             self._next_ranks_s = now_s + _RANKS_EVERY_S
-            ranks = [_row(one) for one in self._vigil.waits.ranks(now_s)]
+            ranks = [_row(one) for one in self._hang_monitor.waits.ranks(now_s)]
             self._late = lateness(ranks)
             self._ranks_file.write(ranks)
-        if self.running and not self.trouble and (hang := self._vigil.look()) is not None:
+        if self.running and not self.trouble and (hang := self._hang_monitor.poll()) is not None:
             self.hangs, self.final = True, not hang.restart
         if time.monotonic() >= self._kill_at_s:
             self._nursery.kill()
@@ -185,10 +185,10 @@ class Crew:
         self.close()
         generation = self._generation
         if self.trouble:
-            self._vigil.blame(lambda rank: self._job.failure(generation, rank))
+            self._hang_monitor.record_hangs(lambda rank: self._job.failure(generation, rank))
         self.endings = tuple(map(self._with_words, self._fell.values()))
 
-    def _with_words(self, ending: Ending) -> Ending:
+    def _with_words(self, ending: RankExit) -> RankExit:
         log = self._job.log(ending.rank)
         failure = Failure.read(self._job.failure(self._generation, ending.rank))
         killed = ending.status == -signal.SIGKILL or (failure is not None and failure.lost_worker)
@@ -232,16 +232,16 @@ def _end_of(log: Path, start: int) -> str:
         return file.read().decode(errors="replace")
 
 
-def told_by(endings: Sequence[Ending]) -> Sequence[Ending]:
+def told_by(endings: Sequence[RankExit]) -> Sequence[RankExit]:
     """Endings small enough for a table: one whole traceback of each kind, that of the first to end."""
     seen: set[object] = set()
-    small: list[Ending] = []
+    small: list[RankExit] = []
     for ending in sorted(endings, key=lambda ending: ending.since_s):
-        told_already = ending.failure is not None and ending.likeness in seen
-        seen.add(ending.likeness)
+        told_already = ending.failure is not None and ending.failure_key in seen
+        seen.add(ending.failure_key)
         small.append(_without_traceback(ending) if told_already else ending)
     return small
 
 
-def _without_traceback(ending: Ending) -> Ending:
+def _without_traceback(ending: RankExit) -> RankExit:
     return replace(ending, failure=ending.failure and replace(ending.failure, traceback=""))
