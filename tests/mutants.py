@@ -85,7 +85,7 @@ MUTANTS = [
     ),
     mutant(
         "collectives/all_reduce.py",
-        "return fold(route.micro_batches, route.all_nodes, pieces, lambda left, right: left.add_(right))",
+        "return fold(plan.micro_batches, plan.all_nodes, pieces, lambda left, right: left.add_(right))",
         "return torch.stack(list(pieces)).sum(0)",
         "tests/collectives",
         WORLDS,
@@ -171,12 +171,12 @@ MUTANTS = [
     ),
     mutant(
         "strategies/ddp.py",
-        "partials = [] if turn.is_padding else pending.partials(",
-        "partials = pending.partials(",
+        "partials = [] if position.is_padding else accumulator.partials(",
+        "partials = accumulator.partials(",
         HAND,
         WORLDS,
     ),
-    mutant("strategies/ddp.py", "self._reduce(number, _learning(model.module), init_sync=False)", "pass", LEARNS),
+    mutant("strategies/ddp.py", "self._make_ddp(number, _trainable(model.module), init_sync=False)", "pass", LEARNS),
     mutant(
         "strategies/gradient_accumulation.py",
         "parameter.grad = None\n        gradients.append(gradient.resolve_conj())",
@@ -241,12 +241,14 @@ MUTANTS = [
     ),
     mutant(
         "strategies/buffers.py",
-        "        with torch.no_grad():\n            self._gather(turn)\n        self._put_back()",
-        "        with torch.no_grad():\n            self._gather(turn)",
+        "        with torch.no_grad():\n            self._accumulate(position)\n        self._restore_base()",
+        "        with torch.no_grad():\n            self._accumulate(position)",
         STRATEGIES,
         BUFFERS,
     ),
-    mutant("strategies/buffers.py", "if self._looks:\n            quiet", "if False:\n            quiet", BUFFERS),
+    mutant(
+        "strategies/buffers.py", "if self._compares_values:\n            quiet", "if False:\n            quiet", BUFFERS
+    ),
     mutant(
         "strategies/buffers.py",
         "return buffer.is_floating_point() or buffer.is_complex()",
@@ -255,11 +257,16 @@ MUTANTS = [
     ),
     mutant(
         "strategies/buffers.py",
-        "torch.where(told, most, bounds.min).amax(0)",
-        "torch.where(told, least, bounds.max).amin(0)",
+        "torch.where(has_micro_batch, most, bounds.min).amax(0)",
+        "torch.where(has_micro_batch, least, bounds.max).amin(0)",
         BUFFERS,
     ),
-    mutant("strategies/buffers.py", "if i not in self._norms and (self._looks", "if False and (self._looks", BUFFERS),
+    mutant(
+        "strategies/buffers.py",
+        "if i not in self._norms and (self._compares_values",
+        "if False and (self._compares_values",
+        BUFFERS,
+    ),
     mutant("strategies/buffers.py", "base.masked_fill_(~base.isfinite(), 0)", "pass", BUFFERS),
     mutant("run/state.py", "buffers[name].copy_(value)", "pass", BUFFERS),
     mutant("run/state.py", "parameter.requires_grad_(learn[name])", "pass", LEARNS),

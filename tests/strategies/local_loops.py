@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.batch import BatchPlan
-from lockstep.collectives import TensorShard, alone, open_group
+from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.strategies import MicroBatchPosition, ParameterSet, StrategyContext, open_strategy
 from lockstep.testing import state_hash
 from lockstep.world import World
@@ -76,20 +76,20 @@ class Loop:
         strategy, run = self.strategy, self.plan.run(self.group.rank, micro_batches)
         samples = SAMPLES * micro_batches
         turns = [MicroBatchPosition(m, micro_batches, m == run[-1], False, SAMPLES, samples) for m in run]
-        for turn in turns or [MicroBatchPosition(0, micro_batches, True, True, 0, samples)]:
-            strategy.begin_micro_batch(turn)
-            inputs, outputs = batch(self.done, turn.index)
+        for position in turns or [MicroBatchPosition(0, micro_batches, True, True, 0, samples)]:
+            strategy.begin_micro_batch(position)
+            inputs, outputs = batch(self.done, position.index)
             loss = F.mse_loss(self.model(inputs), outputs)
-            items = SAMPLES if counts is None else counts[turn.index]
-            strategy.backward(loss, torch.tensor(items / turn.step_samples), self.target, turn)
-            if turn.last:
+            items = SAMPLES if counts is None else counts[position.index]
+            strategy.backward(loss, torch.tensor(items / position.step_samples), self.target, position)
+            if position.last:
                 if counts is not None:
-                    strategy.normalize_by_count(self.target, turn.step_samples, sum(counts[m] for m in run))
+                    strategy.normalize_by_count(self.target, position.step_samples, sum(counts[m] for m in run))
                 self.norms.append(float(strategy.state_layout.norm(self.target.parameters)))
                 strategy.before_optimizer_step(self.target)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            strategy.end_micro_batch(turn)
+            strategy.end_micro_batch(position)
         self.done += 1
 
     def steps(self, number):
@@ -146,7 +146,7 @@ def met(nodes=None):
     """The ranks' group; on so many nodes, as if the ranks were spread over them."""
     world = World.from_env(os.environ)
     if world.size == 1:
-        yield alone()
+        yield single_rank_group()
         return
     if nodes:
         each = world.size // nodes

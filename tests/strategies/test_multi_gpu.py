@@ -58,10 +58,10 @@ def stepped(device):
     batches = torch.randn(8, 5, 3, generator=random)
     run = BatchPlan(8, 1, 2).run(group.rank, 8)
     for index in run:
-        turn = MicroBatchPosition(index, 8, last=index == run[-1])
-        strategy.begin_micro_batch(turn)
-        strategy.backward(model(batches[index]).square().mean(), torch.tensor(0.125), target, turn)
-        strategy.end_micro_batch(turn)
+        position = MicroBatchPosition(index, 8, last=index == run[-1])
+        strategy.begin_micro_batch(position)
+        strategy.backward(model(batches[index]).square().mean(), torch.tensor(0.125), target, position)
+        strategy.end_micro_batch(position)
     found = state_hash([p.grad for p in plain.parameters()], dict(plain.named_buffers()))
     devices = {str(t.device) for p in plain.parameters() for t in (p, p.grad)}
     group.barrier("end")

@@ -1,7 +1,14 @@
 """The only room that speaks torch.distributed: ranks meet, agree, and add up along one fixed tree."""
 
 from lockstep.collectives.all_reduce import AllReduce, NativeAllReduce, RankOrderAllReduce, open_all_reduce
-from lockstep.collectives.group import Group, KeyValueStore, alone, is_peer_failure, open_group, translating_peer_errors
+from lockstep.collectives.group import (
+    Group,
+    KeyValueStore,
+    is_peer_failure,
+    open_group,
+    single_rank_group,
+    translating_peer_errors,
+)
 from lockstep.collectives.object_channel import ObjectChannel
 from lockstep.collectives.owner_broadcast import OwnerBroadcast, open_owner_broadcast
 from lockstep.collectives.reduce_scatter import (
@@ -13,7 +20,7 @@ from lockstep.collectives.reduce_scatter import (
 )
 from lockstep.collectives.reduction_plan import Runs
 from lockstep.collectives.reduction_tree import Node, TreeAccumulator, fold, nodes_of
-from lockstep.collectives.tensor_shard import TensorShard, elsewhere, owned
+from lockstep.collectives.tensor_shard import TensorShard, as_absent_shards, as_owned_shards
 
 __all__ = [
     "AllReduce",
@@ -31,15 +38,15 @@ __all__ = [
     "TensorShard",
     "TreeAccumulator",
     "TreeReduceScatter",
-    "alone",
+    "as_absent_shards",
+    "as_owned_shards",
     "broadcast_from_rank0",
-    "elsewhere",
     "fold",
     "is_peer_failure",
     "nodes_of",
     "open_all_reduce",
     "open_group",
     "open_owner_broadcast",
-    "owned",
+    "single_rank_group",
     "translating_peer_errors",
 ]

@@ -190,22 +190,22 @@ class Group:
         Its ranks are numbered anew, in the order of this group. Ranks that make several parts which overlap make them
         in the same order.
         """
-        mine = sorted(ranks)
-        here = [rank for rank in mine if self.nodes[rank] == self.nodes[self.rank]]
+        members = sorted(ranks)
+        same_node = [rank for rank in members if self.nodes[rank] == self.nodes[self.rank]]
         world = replace(
             self._world,
-            rank=mine.index(self.rank),
-            size=len(mine),
-            local_rank=here.index(self.rank),
-            local_size=len(here),
-            node_rank=sorted({self.nodes[rank] for rank in mine}).index(self.nodes[self.rank]),
-            nodes=len({self.nodes[rank] for rank in mine}),
+            rank=members.index(self.rank),
+            size=len(members),
+            local_rank=same_node.index(self.rank),
+            local_size=len(same_node),
+            node_rank=sorted({self.nodes[rank] for rank in members}).index(self.nodes[self.rank]),
+            nodes=len({self.nodes[rank] for rank in members}),
         )
-        if len(mine) == 1:
+        if len(members) == 1:
             return Group(world, self.device, HashStore(), None, self.timeout_s, over_cpu=self.over_cpu)
-        process_group, control = self.new_process_group(mine), self.new_process_group(mine, backend="gloo")
-        store = PrefixStore(f"part/{'-'.join(map(str, mine))}/{next(_parts)}", self._store)
-        nodes = [self.nodes[rank] for rank in mine]
+        process_group, control = self.new_process_group(members), self.new_process_group(members, backend="gloo")
+        store = PrefixStore(f"part/{'-'.join(map(str, members))}/{next(_subgroup_numbers)}", self._store)
+        nodes = [self.nodes[rank] for rank in members]
         return Group(world, self.device, store, control, self.timeout_s, process_group, nodes, over_cpu=self.over_cpu)
 
     def new_process_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
@@ -217,13 +217,13 @@ class Group:
         # Torch knows ranks by their numbers in the whole world.
         numbers = range(self.size) if self.process_group is None else dist.get_process_group_ranks(self.process_group)
         with translating_peer_errors("the opening of a process group"):
-            line: dist.ProcessGroup = dist.new_group(
+            process_group: dist.ProcessGroup = dist.new_group(
                 [numbers[rank] for rank in (range(self.size) if ranks is None else ranks)],
                 timeout=timedelta(seconds=self.timeout_s),
                 backend=backend,
                 use_local_synchronization=True,
             )
-        return line
+        return process_group
 
     def close(self) -> None:
         """The line is closed; peers that still wait for this rank are told that it left. Of the whole world's group."""
@@ -245,7 +245,7 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
             "this process has called init_process_group already; Run opens the group itself: remove that call"
         )
     if world.size == 1:
-        return alone(device)
+        return single_rank_group(device)
     try:
         socket.getaddrinfo(world.address, world.port)
     except OSError as error:
@@ -258,8 +258,8 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
     over_cpu = device.type == "cpu" or shares_gpu
     backend = "gloo" if over_cpu else "cpu:gloo,cuda:nccl"
     try:
-        meeting_point = _store_at(world.address, world.port, world.rank, world.size, timeout)
-        store = PrefixStore(f"lockstep/{next(_meetings)}", meeting_point)
+        root_store = _store_at(world.address, world.port, world.rank, world.size, timeout)
+        store = PrefixStore(f"lockstep/{next(_group_numbers)}", root_store)
         dist.init_process_group(
             backend,
             store=store,
@@ -281,8 +281,8 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
 
 # A process may open one group after another, as when a search makes several runs. Each finds only its own keys, and one
 # store serves them all: a new one at the same port could be taken for the old one, which may still be there.
-_meetings: Final = itertools.count()
-_parts: Final = itertools.count()
+_group_numbers: Final = itertools.count()
+_subgroup_numbers: Final = itertools.count()
 
 
 @functools.cache
@@ -292,7 +292,7 @@ def _store_at(address: str, port: int, rank: int, size: int, timeout: timedelta)
     return store
 
 
-def alone(device: torch.device | None = None) -> Group:
+def single_rank_group(device: torch.device | None = None) -> Group:
     """A group of one rank."""
     return Group(World(0, 1, 0, 1, 0, 1), device or torch.device("cpu"), HashStore(), None, 0.0)
 

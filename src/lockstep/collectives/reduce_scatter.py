@@ -47,7 +47,7 @@ class ShardGroups:
         self._group: Final = group
         self._opened = False
 
-    def line(self) -> dist.ProcessGroup:
+    def new_process_group(self) -> dist.ProcessGroup:
         """One more process group of torch's for the ranks of a copy, also for one rank alone. Those ranks."""
         if self._group.size > 1:
             return self._group.new_process_group(range(self.first, self.first + self.within.size))
@@ -97,19 +97,19 @@ class TreeReduceScatter:
     A rank sends and receives the bytes of a ring's reduce-scatter, times its nodes.
     """
 
-    def __init__(self, division: ShardGroups, runs: Runs) -> None:
-        within, ranks = division.within, division.within.size
-        self._division: Final = division
-        self._routes: Final = ReductionPlans(within.rank, ranks, lambda rank, of: runs(division.first + rank, of))
+    def __init__(self, shard_groups: ShardGroups, runs: Runs) -> None:
+        within, ranks = shard_groups.within, shard_groups.within.size
+        self._shard_groups: Final = shard_groups
+        self._plans: Final = ReductionPlans(within.rank, ranks, lambda rank, of: runs(shard_groups.first + rank, of))
         self._across: Final = open_all_reduce(
-            division.across,
+            shard_groups.across,
             lambda copy, of: range(runs(copy * ranks, of).start, runs(copy * ranks + ranks - 1, of).stop),
         )
 
     def __call__(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
         """See `ReduceScatter`."""
-        within, part = self._division.within, out.numel()
-        route = self._routes(micro_batches)
+        within, part = self._shard_groups.within, out.numel()
+        plan = self._plans(micro_batches)
         if len(partials) == 1:
             sent = partials[0]
         else:
@@ -117,12 +117,12 @@ class TreeReduceScatter:
             sent = torch.cat([p[a : a + part] for a in cuts for p in partials]) if partials else out[:0]
         received = sent
         if within.size > 1:
-            take = [len(nodes) * part for nodes in route.nodes_by_rank]
+            take = [len(nodes) * part for nodes in plan.nodes_by_rank]
             received = out.new_empty(sum(take))
             give = [len(partials) * part] * within.size
             wait_all(all_to_all(received, sent, take, give, within.process_group))
         sums = TreeAccumulator[torch.Tensor](micro_batches, lambda left, right: left.add_(right))
-        for node, piece in zip(route.all_nodes, received.view(len(route.all_nodes), part), strict=True):
+        for node, piece in zip(plan.all_nodes, received.view(len(plan.all_nodes), part), strict=True):
             sums.push(node, piece)
         self._across.begin(out, sums.sums, micro_batches)
         self._across.finish()
@@ -135,12 +135,12 @@ class TreeReduceScatter:
 class NativeReduceScatter:
     """Torch's own reduce-scatter: no promise of bits."""
 
-    def __init__(self, division: ShardGroups) -> None:
-        self._division: Final = division
+    def __init__(self, shard_groups: ShardGroups) -> None:
+        self._shard_groups: Final = shard_groups
 
     def __call__(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
         """See `ReduceScatter`."""
-        within, across = self._division.within, self._division.across
+        within, across = self._shard_groups.within, self._shard_groups.across
         total = torch.stack(list(partials)).sum(0) if len(partials) > 1 else None
         if total is None:
             total = partials[0] if partials else out.new_zeros(out.numel() * within.size)

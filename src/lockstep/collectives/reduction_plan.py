@@ -51,7 +51,7 @@ class ReductionPlans:
 
     def __call__(self, micro_batches: int) -> ReductionPlan:
         """The route of a step of ``micro_batches``."""
-        route = self._known.get(micro_batches)
-        if route is None:
-            route = self._known[micro_batches] = ReductionPlan(self._rank, self._size, self._runs, micro_batches)
-        return route
+        plan = self._known.get(micro_batches)
+        if plan is None:
+            plan = self._known[micro_batches] = ReductionPlan(self._rank, self._size, self._runs, micro_batches)
+        return plan

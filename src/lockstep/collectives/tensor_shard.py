@@ -26,7 +26,7 @@ class TensorShard:
     dtype: torch.dtype  #: of the whole
 
     @classmethod
-    def elsewhere(cls, shape: tuple[int, ...], dtype: torch.dtype) -> TensorShard:
+    def absent(cls, shape: tuple[int, ...], dtype: torch.dtype) -> TensorShard:
         """A tensor of which this rank holds nothing."""
         return cls(None, (), shape, dtype)
 
@@ -36,11 +36,11 @@ class TensorShard:
         return cls(tensor, (0,) * tensor.dim(), tuple(tensor.shape), tensor.dtype)
 
 
-def owned(value: Any) -> Any:
+def as_owned_shards(value: Any) -> Any:
     """``value``, nested dicts, lists and tuples, with each tensor as a `Part` that this rank alone holds."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: TensorShard.whole(tensor.detach()), value)
 
 
-def elsewhere(value: Any) -> Any:
+def as_absent_shards(value: Any) -> Any:
     """``value``, nested likewise, with each tensor as a `Part` of which this rank holds nothing."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: TensorShard.elsewhere(tuple(t.shape), t.dtype), value)
+    return pytree.tree_map_only(torch.Tensor, lambda t: TensorShard.absent(tuple(t.shape), t.dtype), value)

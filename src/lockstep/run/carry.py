@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.utils import _pytree as pytree
 
-from lockstep.collectives import Group, Runs, elsewhere, owned
+from lockstep.collectives import Group, Runs, as_absent_shards, as_owned_shards
 from lockstep.data import MicroBatch
 from lockstep.errors import UsageError
 
@@ -83,10 +83,10 @@ class Carry(MutableMapping[str, Any]):
         """What is carried at each place; `TensorShard` for tensors. Collective."""
         if not self._group.sum_int(int(self._used), "whether something is carried"):
             return {}
-        outlines = {place: elsewhere(held) for place, held in self._places.items()}
+        outlines = {place: as_absent_shards(held) for place, held in self._places.items()}
         told = self._group.gather_objects(outlines, "what is carried")
         state = {place: held for one in told for place, held in one.items()}
-        mine = {place: owned(held) for place, held in self._places.items()}
+        mine = {place: as_owned_shards(held) for place, held in self._places.items()}
         return {"places": {str(place): (state | mine)[place] for place in sorted(state)}}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.batch import BatchPlan
 from lockstep.checkpoint import Checkpoints
-from lockstep.collectives import Group, elsewhere, open_group, owned
+from lockstep.collectives import Group, as_absent_shards, as_owned_shards, open_group
 from lockstep.cpu_affinity import allotted_cpus
 from lockstep.data import MicroBatch, MicroBatchLoader, Padding, choose_workers, is_in_memory, open_micro_batch_loader
 from lockstep.errors import DataError, LockstepError, SettingError, UsageError
@@ -174,7 +174,7 @@ class Run:
             say=self.say,
         )
         self._strategy: Final[Strategy] = self._open_strategy(told.strategy, terms)
-        self._share: Final = self._strategy.share
+        self._share: Final = self._strategy.assignment
         self._state: Final = State()
         self._finite: Final = NonFiniteChecks(told.on_nan, self._group.rank, self._warn_of_nan, self._last_good)
         self._stepper: Final = TrainStep(
@@ -1033,8 +1033,8 @@ class Run:
             # On ranks that serve, the script's own objects have not moved; on ranks that step by themselves, each has
             # moved otherwise. A checkpoint holds the leader's, not a mixture.
             mine = {name: tree[name] for name in ("kept", "kept_transient", "transient")}
-            outline = self._group.broadcast_object(elsewhere(mine), "what is kept")
-            tree |= owned(mine) if self.leads else outline
+            outline = self._group.broadcast_object(as_absent_shards(mine), "what is kept")
+            tree |= as_owned_shards(mine) if self.leads else outline
         if isinstance(self._strategy, ComputesLoss):
             moved = self._group.gather_objects([*tree["transient"][0]], "buffers that are in no state_dict")
             for name in sorted({name for names in moved for name in names}):

@@ -79,8 +79,8 @@ STRATEGIES = {
 }
 
 
-def open_strategy(spec: str, terms: StrategyContext) -> Strategy:
-    """The strategy that ``spec`` names, such as ``ddp`` or ``ddp:compress=fp16``, for the ranks of ``terms``.
+def open_strategy(spec: str, context: StrategyContext) -> Strategy:
+    """The strategy that ``spec`` names, such as ``ddp`` or ``ddp:compress=fp16``, for the ranks of ``context``.
 
     Collective.
 
@@ -91,5 +91,5 @@ def open_strategy(spec: str, terms: StrategyContext) -> Strategy:
     if name not in STRATEGIES:
         raise SettingError(f"strategy={name!r}: give one of {', '.join(STRATEGIES)}")
     module = importlib.import_module(f"lockstep.strategies.{STRATEGIES[name]}")
-    strategy: Strategy = module.open_strategy(terms, options_of(module.Options, name, words))
+    strategy: Strategy = module.open_strategy(context, options_of(module.Options, name, words))
     return strategy

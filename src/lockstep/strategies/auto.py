@@ -50,9 +50,9 @@ class Options:
     """The strategy ``auto`` has none."""
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> Auto:
+def open_strategy(context: StrategyContext, options: Options) -> Auto:
     """The strategy ``auto``. Collective."""
-    return Auto(terms)
+    return Auto(context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +133,9 @@ def measure(group: Group, clock: Callable[[], float] = time.perf_counter) -> Lin
 class Auto:
     """The strategy ``auto``: hands everything on to the one that it chose when it saw the first model."""
 
-    def __init__(self, terms: StrategyContext) -> None:
-        self.share: Final = ReplicaAssignment(terms.group.rank, terms.group.size)
-        self._terms: Final = terms
+    def __init__(self, context: StrategyContext) -> None:
+        self.assignment: Final = ReplicaAssignment(context.group.rank, context.group.size)
+        self._context: Final = context
         self._chosen: Strategy | None = None
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
@@ -145,18 +145,18 @@ class Auto:
         return self._chosen.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
 
     def _choose(self, model: nn.Module) -> Strategy:
-        group = self._terms.group
+        group = self._context.group
         parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        free_bytes = min(group.gather_objects(self._terms.free_bytes(), "free memory"))
+        free_bytes = min(group.gather_objects(self._context.free_bytes(), "free memory"))
         on_links = group.size > 1 and (group.device.type == "cuda" or not group.on_one_machine)
         choice = choose(parameter_bytes, free_bytes, group.size, measure(group) if on_links else None)
-        self._terms.say(f"strategy auto: {choice.name}, for {choice.why}")
-        terms = replace(self._terms, bucket_mb=self._terms.bucket_mb or choice.bucket_mb)
+        self._context.say(f"strategy auto: {choice.name}, for {choice.why}")
+        context = replace(self._context, bucket_mb=self._context.bucket_mb or choice.bucket_mb)
         if choice.name == "zero":
-            return zero.open_strategy(terms, zero.Options())
+            return zero.open_strategy(context, zero.Options())
         if choice.name == "fsdp":
-            return fully_sharded.open_strategy(terms, fully_sharded.Options())
-        return ddp.open_strategy(terms, ddp.Options())
+            return fully_sharded.open_strategy(context, fully_sharded.Options())
+        return ddp.open_strategy(context, ddp.Options())
 
     @property
     def _strategy(self) -> Strategy:
@@ -188,15 +188,15 @@ class Auto:
         if isinstance(self._strategy, ChecksOptimizers):
             self._strategy.check_optimizer(optimizer)
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """See `Strategy.begin_micro_batch`."""
-        self._strategy.begin_micro_batch(turn)
+        self._strategy.begin_micro_batch(position)
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """See `Strategy.backward`."""
-        self._strategy.backward(loss, weight, target, turn)
+        self._strategy.backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """See `Strategy.normalize_by_count`."""
@@ -206,9 +206,9 @@ class Auto:
         """See `Strategy.before_optimizer_step`."""
         self._strategy.before_optimizer_step(target)
 
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """See `Strategy.end_micro_batch`."""
-        self._strategy.end_micro_batch(turn)
+        self._strategy.end_micro_batch(position)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """See `Strategy.evaluating`."""

@@ -86,27 +86,27 @@ class Options:
 
 
 _COMPRESSIONS: Final[dict[str, Callable[[StrategyContext, Options], Compression]]] = {
-    "none": lambda terms, _: Uncompressed(terms.group),
-    "fp16": lambda terms, _: Cast(terms.group, torch.float16),
-    "bf16": lambda terms, _: Cast(terms.group, torch.bfloat16),
-    "powersgd": lambda terms, options: PowerSGD(
-        terms.group, rank=options.rank, start=options.start, may_skip=terms.dtype is torch.float16
+    "none": lambda context, _: Uncompressed(context.group),
+    "fp16": lambda context, _: Cast(context.group, torch.float16),
+    "bf16": lambda context, _: Cast(context.group, torch.bfloat16),
+    "powersgd": lambda context, options: PowerSGD(
+        context.group, rank=options.rank, start=options.start, may_skip=context.dtype is torch.float16
     ),
 }
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """The strategy ``ddp``; one rank alone needs none, and has nothing to compress. Collective."""
-    if terms.group.size == 1:
-        return SingleProcess(terms.group, terms.runs, exact=terms.exact)
-    if options.compress != "none" and terms.exact:
-        terms.say(f"compress={options.compress}: the bits of the trained model depend on the number of ranks")
+    if context.group.size == 1:
+        return SingleProcess(context.group, context.runs, exact=context.exact)
+    if options.compress != "none" and context.exact:
+        context.say(f"compress={options.compress}: the bits of the trained model depend on the number of ranks")
     return Ddp(
-        terms.group,
-        terms.runs,
-        exact=terms.exact and options.compress == "none",
-        bucket_mb=terms.bucket_mb,
-        compression=_COMPRESSIONS[options.compress](terms, options),
+        context.group,
+        context.runs,
+        exact=context.exact and options.compress == "none",
+        bucket_mb=context.bucket_mb,
+        compression=_COMPRESSIONS[options.compress](context, options),
     )
 
 
@@ -119,12 +119,12 @@ class _Model:
     static_graph: bool
     spans_gpus: bool
     process_group: Any  #: of DDP; None: the default one
-    learning: tuple[nn.Parameter, ...] = ()  #: those whose gradients DDP waits for
+    trained: tuple[nn.Parameter, ...] = ()  #: those whose gradients DDP waits for
     ddp: DistributedDataParallel | None = None  #: None where nothing learns
-    unlearnt: bool = False  #: whether its graph is static, and its first step is to come
+    first_static_step: bool = False  #: whether its graph is static, and its first step is to come
 
 
-class _Handed(NamedTuple):
+class _StartedBucket(NamedTuple):
     """A bucket, as DDP handed it over."""
 
     model: int  #: whose, by its number
@@ -156,26 +156,28 @@ class Ddp:
         bucket_mb: float | None,
         compression: Compression | None = None,
     ) -> None:
-        self.share: Final = ReplicaAssignment(group.rank, group.size)
+        self.assignment: Final = ReplicaAssignment(group.rank, group.size)
         self.state_layout: Final = ReplicatedLayout()
         self._group: Final = group
         self._exact: Final = exact
         self._bucket_mb: Final = bucket_mb or _BUCKET_MB[group.device.type]
-        self._exchange: Final = open_all_reduce(group, runs)
+        self._all_reduce: Final = open_all_reduce(group, runs)
         self._compression: Final = compression or Uncompressed(group)
-        self._buffers: Final = Buffers(self._exchange, group, group.device)
-        self._fast: Final = NativeAllReduce(group)  # of what DDP does not reduce
+        self._buffers: Final = Buffers(self._all_reduce, group, group.device)
+        self._native: Final = NativeAllReduce(group)  # of what DDP does not reduce
         self._models: list[_Model] = []
         self._names: dict[int, str] = {}  # of the parameters that DDP waits for
-        self._held = contextlib.ExitStack()
-        self._in_step = False
-        self._pending: dict[ParameterSet, TreeGradientAccumulator] = {}
+        self._forward_contexts = contextlib.ExitStack()
+        self._step_has_begun = False
+        self._accumulators: dict[ParameterSet, TreeGradientAccumulator] = {}
         self._awaited: dict[ParameterSet, int] = {}  # how many parameters DDP waits for in a target's backward pass
-        self._reached: dict[ParameterSet, dict[int, _Model]] = {}  # the models of a target, by their numbers
+        self._models_by_target: dict[ParameterSet, dict[int, _Model]] = {}  # the models of a target, by their numbers
         self._now: tuple[TreeGradientAccumulator, MicroBatchPosition]  # within the backward pass of a rank's last turn
-        self._handed: list[_Handed] = []  # buckets of this backward pass
-        self._away: list[tuple[torch.Tensor, torch.Tensor]] = []  # buckets of other GPUs, and their sums on this one
-        self._waiting: dict[tuple[int, int], Callable[[], None]] | None = None  # sums to begin after it, if they must
+        self._started: list[_StartedBucket] = []  # buckets of this backward pass
+        self._from_other_gpus: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # buckets of other GPUs, and their sums on this one
+        self._deferred: dict[tuple[int, int], Callable[[], None]] | None = None  # sums to begin after it, if they must
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself, with rank 0's parameters and buffers on every rank. Collective."""
@@ -202,7 +204,7 @@ class Ddp:
         self._models.append(_Model(model, find_unused_parameters, static_graph, spans, process_group))
         if not spans:
             sync_module_states(self._group, model)
-        self._reduce(len(self._models) - 1, _learning(model), init_sync=spans)
+        self._make_ddp(len(self._models) - 1, _trainable(model), init_sync=spans)
         self._buffers.setup_model(model)
         return model
 
@@ -211,21 +213,21 @@ class Ddp:
         self._buffers.check_known()
         for number, model in enumerate(self._models):
             inside = set(model.module.parameters())
-            learning = [p for p in target.dense if p in inside]
-            if learning and {id(p) for p in learning} != {id(p) for p in model.learning}:
-                self._reduce(number, _learning(model.module), init_sync=False)
+            trained = [p for p in target.dense if p in inside]
+            if trained and {id(p) for p in trained} != {id(p) for p in model.trained}:
+                self._make_ddp(number, _trainable(model.module), init_sync=False)
         self._awaited.clear()
-        self._reached.clear()
+        self._models_by_target.clear()
 
-    def _reduce(self, number: int, learning: Sequence[nn.Parameter], *, init_sync: bool) -> None:
-        """From now on DDP waits for the gradients of ``learning`` in a model. Collective."""
+    def _make_ddp(self, number: int, trained: Sequence[nn.Parameter], *, init_sync: bool) -> None:
+        """From now on DDP waits for the gradients of ``trained`` in a model. Collective."""
         model = self._models[number]
-        for parameter in model.learning:
+        for parameter in model.trained:
             self._names.pop(id(parameter), None)
-        model.learning = tuple(learning)
+        model.trained = tuple(trained)
         # The old one takes its hooks from the parameters; before the new one adds its own.
         model.ddp = None
-        if not learning:
+        if not trained:
             return
         sparse = list(sparse_parameters(model.module).values())
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model.module, sparse)
@@ -240,71 +242,71 @@ class Ddp:
             find_unused_parameters=model.find_unused_parameters,
             process_group=model.process_group,
         )
-        model.ddp.register_comm_hook(number, self._hand_over)
-        model.unlearnt = model.static_graph
+        model.ddp.register_comm_hook(number, self._start_bucket)
+        model.first_static_step = model.static_graph
         if not model.find_unused_parameters:
             names = {p: name for name, p in model.module.named_parameters()}
-            self._names |= {id(p): names[p] for p in learning}
+            self._names |= {id(p): names[p] for p in trained}
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """See `Strategy.begin_micro_batch`."""
         reducing = [model.ddp for model in self._models if model.ddp is not None]
-        if not self._in_step:
+        if not self._step_has_begun:
             # DDP lays out its buckets anew after the first step, in which all ranks meet. Left to the forward pass, one
             # rank could be there for the second model while another one already reduces the first.
-            self._in_step = True
+            self._step_has_begun = True
             for ddp in reducing:
                 ddp.reducer._rebuild_buckets()
         for ddp in reducing:
             # torch.compile cuts what it compiles in here at the borders of buckets.
-            self._held.enter_context(ddp._inside_ddp_forward())
+            self._forward_contexts.enter_context(ddp._inside_ddp_forward())
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """See `Strategy.backward`."""
-        if target not in self._pending:
-            self._pending[target] = TreeGradientAccumulator(target, turn.of)
-        pending = self._pending[target]
-        if not turn.last:
+        if target not in self._accumulators:
+            self._accumulators[target] = TreeGradientAccumulator(target, position.of)
+        accumulator = self._accumulators[target]
+        if not position.last:
             target.backward(loss, weight)
             if self._exact:
-                pending.take(turn)
+                accumulator.accumulate(position)
             return
         models = self._models_of(target)
-        self._now, self._handed = (pending, turn), []
+        self._now, self._started = (accumulator, position), []
         # Which of several models comes first depends on the loss, which may differ between ranks; sums must not.
-        self._waiting = {} if len(models) > 1 and any(m.find_unused_parameters for m in models.values()) else None
+        self._deferred = {} if len(models) > 1 and any(m.find_unused_parameters for m in models.values()) else None
         for model in models.values():
             assert model.ddp is not None
-            if model.unlearnt:
+            if model.first_static_step:
                 # From here on, for DDP counts how often each gradient comes in the first step; with earlier turns, it
                 # would wait for too many later.
                 model.ddp._set_static_graph()
             if model.find_unused_parameters:
-                pending.fill_up(model.learning)
+                accumulator.fill_missing(model.trained)
             # Torch has no public name for this but DDP's forward pass. That would make ready for the exchange in each
             # pass, and be surprised later where no backward pass follows, as when a GAN's generator learns through its
             # discriminator.
             model.ddp.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
         with translating_peer_errors("the reduction of gradients"):
             target.backward(loss, weight)
-            self._hand_over_rest(models)
-            self._check_handed(target)
-            for _, begin in sorted((self._waiting or {}).items()):
+            self._start_remaining_buckets(models)
+            self._check_all_started(target)
+            for _, begin in sorted((self._deferred or {}).items()):
                 begin()
-            tables = self._begin_sparse(target, pending, turn)
-            self._exchange.finish()
+            tables = self._begin_sparse(target, accumulator, position)
+            self._all_reduce.finish()
             self._compression.finish()
-            self._fast.finish()
+            self._native.finish()
         for parameter, table in tables:
             parameter.grad = sparse_again(table.view(len(parameter), -1), parameter)
-        while self._away:
-            home, total = self._away.pop()
+        while self._from_other_gpus:
+            home, total = self._from_other_gpus.pop()
             home.copy_(total)
         # Else the sums of earlier turns would live until the next reduction.
-        del self._pending[target], self._now
-        self._waiting = None
+        del self._accumulators[target], self._now
+        self._deferred = None
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """See `Strategy.normalize_by_count`."""
@@ -313,12 +315,12 @@ class Ddp:
     def before_optimizer_step(self, target: ParameterSet) -> None:
         """Every rank makes every step."""
 
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """See `Strategy.end_micro_batch`."""
-        self._held.close()
-        self._in_step = not turn.last
+        self._forward_contexts.close()
+        self._step_has_begun = not position.last
         with translating_peer_errors("the reduction of buffers"):
-            self._buffers.settle(turn)
+            self._buffers.end_micro_batch(position)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """The model is what it is."""
@@ -329,10 +331,10 @@ class Ddp:
 
     def discard_step(self) -> None:
         """See `Strategy.discard_step`."""
-        self._held.close()
-        self._in_step = False
-        self._pending.clear()
-        self._away.clear()
+        self._forward_contexts.close()
+        self._step_has_begun = False
+        self._accumulators.clear()
+        self._from_other_gpus.clear()
         self._buffers.restore()
 
     def resync(self) -> None:
@@ -349,89 +351,91 @@ class Ddp:
 
     def close(self) -> None:
         """See `Strategy.close`."""
-        self._held.close()
-        self._exchange.close()
+        self._forward_contexts.close()
+        self._all_reduce.close()
         self._compression.close()
 
     def _models_of(self, target: ParameterSet) -> dict[int, _Model]:
         """The models that ``target`` is about and DDP reduces, by their numbers."""
-        if target not in self._reached:
-            self._reached[target] = {
+        if target not in self._models_by_target:
+            self._models_by_target[target] = {
                 number: model
                 for number, model in enumerate(self._models)
-                if model.ddp is not None and any(id(p) in target.places for p in model.learning)
+                if model.ddp is not None and any(id(p) in target.places for p in model.trained)
             }
-        return self._reached[target]
+        return self._models_by_target[target]
 
     def _begin_sparse(
-        self, target: ParameterSet, pending: TreeGradientAccumulator, turn: MicroBatchPosition
+        self, target: ParameterSet, accumulator: TreeGradientAccumulator, position: MicroBatchPosition
     ) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Begin the sums of what DDP does not reduce; where each is to arrive, as `sparse_again` takes it."""
         arriving = []
         for parameter in (p for p in target.parameters if p in target.sparse):
             if self._exact:
                 table = no_rows(parameter).view(-1)
-                self._exchange.begin(table, pending.rows(turn, parameter), turn.of)
+                self._all_reduce.begin(table, accumulator.rows(position, parameter), position.of)
             else:
-                table = (no_rows(parameter) if turn.is_padding else rows_of(parameter)).view(-1)
-                self._fast.begin(table)
+                table = (no_rows(parameter) if position.is_padding else rows_of(parameter)).view(-1)
+                self._native.begin(table)
             arriving.append((parameter, table))
         return arriving
 
     # DDP is told that each bucket is done at once. Its buckets are what `.grad` shows, so the sums need not be handed
     # back to it: they only have to be there when `backward` returns.
 
-    def _hand_over(self, model: int, bucket: GradBucket) -> Sum:
-        pending, turn = self._now
+    def _start_bucket(self, model: int, bucket: GradBucket) -> Sum:
+        accumulator, position = self._now
         flat, parameters = bucket.buffer(), bucket.parameters()
         gradients = _views_of(flat, parameters)
         if self._exact:
-            partials = [] if turn.is_padding else pending.partials(turn, parameters, gradients, flat)
+            partials = [] if position.is_padding else accumulator.partials(position, parameters, gradients, flat)
             # The sum arrives in the same memory, and in a tensor of its own that counts its own changes.
             out = flat.data
             if flat.device != self._group.device:
                 partials = [partial.to(self._group.device) for partial in partials]
                 out = torch.empty_like(flat, device=self._group.device)
-                self._away.append((flat.data, out))
-            begin = functools.partial(self._exchange.begin, out, partials, turn.of)
+                self._from_other_gpus.append((flat.data, out))
+            begin = functools.partial(self._all_reduce.begin, out, partials, position.of)
         else:
-            if turn.is_padding:
+            if position.is_padding:
                 flat.zero_()
             begin = functools.partial(self._compression.begin, flat, parameters, gradients)
-        if self._waiting is None:
+        if self._deferred is None:
             begin()
         else:
-            self._waiting[model, bucket.index()] = begin
-        self._handed.append(_Handed(model, flat, flat._version, parameters))
+            self._deferred[model, bucket.index()] = begin
+        self._started.append(_StartedBucket(model, flat, flat._version, parameters))
         return _done(flat)
 
-    def _hand_over_rest(self, models: Mapping[int, _Model]) -> None:
+    def _start_remaining_buckets(self, models: Mapping[int, _Model]) -> None:
         """Models of which nothing was handed over, though other ranks may wait for it.
 
         No parameter had a part in this rank's loss, so DDP was never called; or it is a static graph's first step, in
         which DDP only counts.
         """
-        begun = {handed.model for handed in self._handed}
+        begun = {bucket.model for bucket in self._started}
         for number, model in models.items():
-            if model.ddp is not None and (model.unlearnt or (model.find_unused_parameters and number not in begun)):
+            if model.ddp is not None and (
+                model.first_static_step or (model.find_unused_parameters and number not in begun)
+            ):
                 model.ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
-            model.unlearnt = False
+            model.first_static_step = False
 
-    def _check_handed(self, target: ParameterSet) -> None:
+    def _check_all_started(self, target: ParameterSet) -> None:
         awaited = self._awaited.get(target)
         if awaited is None:
             awaited = self._awaited[target] = sum(id(p) in self._names for p in target.parameters)
-        found = [handed for handed in self._handed if not self._models[handed.model].find_unused_parameters]
-        if sum(len(handed.parameters) for handed in found) < awaited:
+        found = [bucket for bucket in self._started if not self._models[bucket.model].find_unused_parameters]
+        if sum(len(bucket.parameters) for bucket in found) < awaited:
             unused = [self._names[id(p)] for p in target.parameters if id(p) in self._names and p.grad is None]
             raise UsageError(
                 f"{len(unused) or 'some'} of {awaited} parameters had no part in the loss: {', '.join(unused[:5])}. "
                 "Use them in forward(), freeze them with requires_grad_(False), or say "
                 "run.model(model, find_unused_parameters=True), which costs a little in each step"
             )
-        for handed in self._handed:
-            if handed.flat._version != handed.version:
-                names = [self._names.get(id(p), "?") for p in handed.parameters]
+        for bucket in self._started:
+            if bucket.flat._version != bucket.version:
+                names = [self._names.get(id(p), "?") for p in bucket.parameters]
                 raise UsageError(
                     f"parameters got more gradient after theirs was sent, among them some of {', '.join(names[:5])}: "
                     "what checkpoint(..., use_reentrant=True) is given was called twice in one forward pass; say "
@@ -458,7 +462,7 @@ def _views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[to
     ]
 
 
-def _learning(model: nn.Module) -> tuple[nn.Parameter, ...]:
+def _trainable(model: nn.Module) -> tuple[nn.Parameter, ...]:
     """The parameters of ``model`` that learn now and whose gradients are dense, in order."""
     sparse = sparse_parameters(model)
     return tuple(p for p in model.parameters() if p.requires_grad and p not in sparse)

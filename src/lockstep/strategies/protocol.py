@@ -74,7 +74,7 @@ class StateLayout(Protocol):
         ...
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """As ``optimizer.state_dict()`` on one rank alone; `Part` for tensors that are divided. Collective."""
+        """As ``optimizer.state_dict()`` on one rank alone; `TensorShard` for tensors that are divided. Collective."""
         ...
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Strategy(Protocol):
     """What the loop asks of a strategy, in the order in which it asks."""
 
     @property
-    def share(self) -> ReplicaAssignment:
+    def assignment(self) -> ReplicaAssignment:
         """Whose data this rank computes."""
         ...
 
@@ -104,12 +104,12 @@ class Strategy(Protocol):
         """The module to call instead of ``model``; equal on all ranks from now on. Collective."""
         ...
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """Before the forward pass of one micro-batch."""
         ...
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """After a rank's last turn of a step, ``.grad`` holds the sum over the step's micro-batches, on each rank.
 
@@ -135,7 +135,7 @@ class Strategy(Protocol):
         """Just before the optimizers step: ``.grad`` stays only where this rank makes the step."""
         ...
 
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """After the backward passes of one micro-batch; after the last turn, the optimizers have stepped.
 
         Then parameters and buffers are in step, too. Collective.
@@ -182,7 +182,7 @@ class ComputesLoss(Protocol):
     """
 
     def compute(
-        self, task: LossCall, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, task: LossCall, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> Sequence[tuple[int, torch.Tensor]]:
         """In place of the user's forward pass and `Strategy.backward`.
 
@@ -190,7 +190,7 @@ class ComputesLoss(Protocol):
             task: what to compute.
             weight: of its loss, in float64, for its format is not known yet; None weighs 1.
             target: whose gradients.
-            turn: whose loss.
+            position: of the micro-batch.
 
         Returns:
             The losses that have become known here, each with the index of its micro-batch; none on most ranks.
@@ -202,7 +202,7 @@ class ComputesLoss(Protocol):
 class HasServerRanks(Protocol):
     """A strategy of which some ranks compute no micro-batch, but wait on those that do."""
 
-    def serve(self, target: ParameterSet, turn: MicroBatchPosition) -> bool:
+    def serve(self, target: ParameterSet, position: MicroBatchPosition) -> bool:
         """One step of the others; then ``.grad`` holds its gradient where this rank holds the parameter.
 
         Returns:

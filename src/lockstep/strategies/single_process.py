@@ -30,16 +30,16 @@ class Options:
     """The strategy ``none`` has none."""
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> SingleProcess:
+def open_strategy(context: StrategyContext, options: Options) -> SingleProcess:
     """The strategy ``none``.
 
     Raises:
         SettingError: if there are several ranks.
     """
-    ranks = terms.group.size
+    ranks = context.group.size
     if ranks > 1:
         raise SettingError(f"strategy='none' is for one rank, and there are {ranks}; use 'ddp' or start one rank")
-    return SingleProcess(terms.group, terms.runs, exact=terms.exact)
+    return SingleProcess(context.group, context.runs, exact=context.exact)
 
 
 class SingleProcess:
@@ -52,7 +52,7 @@ class SingleProcess:
         wrap: what is called in place of a model.
     """
 
-    share: Final = ReplicaAssignment(0, 1)
+    assignment: Final = ReplicaAssignment(0, 1)
     meets_in_forward: Final = False
     can_update_trainable: Final = True
 
@@ -64,7 +64,7 @@ class SingleProcess:
         self._group: Final = group
         self._exact: Final = exact
         self._buffers: Final = Buffers(open_all_reduce(group, runs), group, group.device)
-        self._pending: dict[ParameterSet, TreeGradientAccumulator] = {}
+        self._accumulators: dict[ParameterSet, TreeGradientAccumulator] = {}
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself, or wrapped."""
@@ -75,20 +75,20 @@ class SingleProcess:
         """See `UpdatesTrainable.update_trainable`."""
         self._buffers.check_known()
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """Nothing has to be prepared."""
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """See `Strategy.backward`."""
         target.backward(loss, weight)
-        if self._exact and turn.of > 1:
-            if target not in self._pending:
-                self._pending[target] = TreeGradientAccumulator(target, turn.of)
-            self._pending[target].take(turn)
-            if turn.last:
-                self._pending.pop(target).give()
+        if self._exact and position.of > 1:
+            if target not in self._accumulators:
+                self._accumulators[target] = TreeGradientAccumulator(target, position.of)
+            self._accumulators[target].accumulate(position)
+            if position.last:
+                self._accumulators.pop(target).write_gradients()
         else:
             for parameter in target.sparse:
                 if parameter.grad is not None:
@@ -102,9 +102,9 @@ class SingleProcess:
     def before_optimizer_step(self, target: ParameterSet) -> None:
         """Everything is this rank's."""
 
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """See `Strategy.end_micro_batch`."""
-        self._buffers.settle(turn)
+        self._buffers.end_micro_batch(position)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """The model is what it is."""
@@ -115,7 +115,7 @@ class SingleProcess:
 
     def discard_step(self) -> None:
         """See `Strategy.discard_step`."""
-        self._pending.clear()
+        self._accumulators.clear()
         self._buffers.restore()
 
     def resync(self) -> None:

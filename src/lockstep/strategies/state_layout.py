@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lockstep.collectives import Group, TensorShard, elsewhere, owned
+from lockstep.collectives import Group, TensorShard, as_absent_shards, as_owned_shards
 from lockstep.errors import UsageError
 from lockstep.strategies.grad_norm import norm_of_rows, squared_row_norms
 from lockstep.strategies.gradient_accumulation import parameters_of
@@ -187,7 +187,7 @@ class _Place:
             return tensor
         if tensor is not None and self.ranks[0] == group.rank:
             return TensorShard.whole(tensor)
-        return TensorShard.elsewhere(self.shape, self.dtype)
+        return TensorShard.absent(self.shape, self.dtype)
 
 
 class States:
@@ -218,14 +218,14 @@ class States:
             for place, values in state["state"].items()
             if isinstance(place, int) and self._ranks_of(parameters[place])[0] == self._group.rank
         }
-        outlines = {place: elsewhere(values) for place, values in mine.items()}
+        outlines = {place: as_absent_shards(values) for place, values in mine.items()}
         told = repr(outlines)
         if self._changed(optimizer, state["param_groups"], changed=told != self._told.get(optimizer)):
             everywhere = self._group.gather_objects(outlines, "which states the optimizer has")
             self._known[optimizer] = {place: said for one in everywhere for place, said in one.items()}
             self._told[optimizer] = told
         states = {place: self._known[optimizer][place] for place in sorted(self._known[optimizer])}
-        states |= {place: owned(values) for place, values in mine.items()}
+        states |= {place: as_owned_shards(values) for place, values in mine.items()}
         states |= {key: value for key, value in state["state"].items() if not isinstance(key, int)}
         return state | {"state": states}
 

@@ -33,12 +33,12 @@ class Options:
     """The strategy ``zero`` has none."""
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """The strategy ``zero``; one rank alone owns everything, and needs none. Collective."""
-    if terms.group.size == 1:
-        return SingleProcess(terms.group, terms.runs, exact=terms.exact)
-    replicas = Ddp(terms.group, terms.runs, exact=terms.exact, bucket_mb=terms.bucket_mb)
-    return Zero(terms.group, replicas, open_owner_broadcast(terms.group))
+    if context.group.size == 1:
+        return SingleProcess(context.group, context.runs, exact=context.exact)
+    replicas = Ddp(context.group, context.runs, exact=context.exact, bucket_mb=context.bucket_mb)
+    return Zero(context.group, replicas, open_owner_broadcast(context.group))
 
 
 class Zero:
@@ -52,12 +52,12 @@ class Zero:
     meets_in_forward: Final = False
     can_update_trainable: Final = True
 
-    def __init__(self, group: Group, replicas: Ddp, spread: OwnerBroadcast) -> None:
-        self.share: Final = ReplicaAssignment(group.rank, group.size)
+    def __init__(self, group: Group, replicas: Ddp, owner_broadcast: OwnerBroadcast) -> None:
+        self.assignment: Final = ReplicaAssignment(group.rank, group.size)
         self.state_layout: Final = ShardedOptimizerLayout(group, self._owner_of)
         self._rank: Final = group.rank
         self._replicas: Final = replicas
-        self._spread: Final = spread
+        self._owner_broadcast: Final = owner_broadcast
         self._owners: Final[dict[int, int]] = {}  # of parameters, by their ids
         self._loads: list[int] = [0] * group.size  # bytes of parameters that each rank owns
         self._stepped: list[ParameterSet] = []  # in this step
@@ -85,15 +85,15 @@ class Zero:
         owners, self._loads = owners_of([p.numel() * p.element_size() for p in new], self._loads)
         self._owners.update(zip(map(id, new), owners, strict=True))
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """See `Strategy.begin_micro_batch`."""
-        self._replicas.begin_micro_batch(turn)
+        self._replicas.begin_micro_batch(position)
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """See `Strategy.backward`."""
-        self._replicas.backward(loss, weight, target, turn)
+        self._replicas.backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """See `Strategy.normalize_by_count`."""
@@ -106,13 +106,13 @@ class Zero:
                 parameter.grad = None
         self._stepped.append(target)
 
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """See `Strategy.end_micro_batch`."""
-        if turn.last:
+        if position.last:
             parameters = [p for target in self._stepped for p in target.parameters]
-            self._spread([p.detach() for p in parameters], [self._owner_of(p) for p in parameters])
+            self._owner_broadcast([p.detach() for p in parameters], [self._owner_of(p) for p in parameters])
             self._stepped.clear()
-        self._replicas.end_micro_batch(turn)
+        self._replicas.end_micro_batch(position)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """See `Strategy.evaluating`."""
@@ -142,7 +142,7 @@ class Zero:
     def close(self) -> None:
         """See `Strategy.close`."""
         self._replicas.close()
-        self._spread.close()
+        self._owner_broadcast.close()
 
     def _owner_of(self, parameter: nn.Parameter) -> int:
         # One that is in no model, or frozen, has no gradient that ranks share: it is as on one rank.

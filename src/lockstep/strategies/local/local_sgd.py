@@ -36,9 +36,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lockstep.errors import SettingError
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, parameters_of
-from lockstep.strategies.local.averaging import Meeting
-from lockstep.strategies.local.local_steps import BY_THEMSELVES, LocalSteps
-from lockstep.strategies.local.model_averaging import HoldsMean, Replicas
+from lockstep.strategies.local.averaging import RankAverager
+from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps
+from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
 from lockstep.strategies.protocol import ReplicaAssignment, StrategyContext
 
 
@@ -66,14 +66,14 @@ class Options:
             raise SettingError(f"strategy local-sgd: moments={self.moments!r}; give keep or average")
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> LocalSgd:
+def open_strategy(context: StrategyContext, options: Options) -> LocalSgd:
     """The strategy ``local-sgd``. Collective.
 
     Raises:
         SettingError: with precision fp16.
     """
-    terms.refuse_fp16("local-sgd", BY_THEMSELVES)
-    return LocalSgd(terms, options)
+    context.refuse_fp16("local-sgd", NO_FP16_REASON)
+    return LocalSgd(context, options)
 
 
 class LocalSgd:
@@ -81,23 +81,25 @@ class LocalSgd:
 
     meets_in_forward: Final = False
 
-    def __init__(self, terms: StrategyContext, options: Options) -> None:
-        group = terms.group
-        self.share: Final = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
+    def __init__(self, context: StrategyContext, options: Options) -> None:
+        group = context.group
+        self.assignment: Final = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
         self._options: Final = options
-        self._say: Final = terms.say
+        self._say: Final = context.say
         self._ranks: Final = group.size
-        self._local: Final = LocalSteps(terms)
-        self._all: Final = Meeting(group, terms.bucket_mb)
+        self._local: Final = LocalSteps(context)
+        self._averager: Final = RankAverager(group, context.bucket_mb)
         here = [rank for rank, node in enumerate(group.nodes) if node == group.nodes[group.rank]]
-        self._node: Final = Meeting(group.subgroup(here), terms.bucket_mb) if options.node_period else None
+        self._node_averager: Final = (
+            RankAverager(group.subgroup(here), context.bucket_mb) if options.node_period else None
+        )
         # One rank alone needs nobody to step as ddp does.
         self._warmup: Final = options.warmup if group.size > 1 else 0
         self._ddp: Final = (
-            Ddp(group, terms.runs, exact=terms.exact, bucket_mb=terms.bucket_mb) if self._warmup else None
+            Ddp(group, context.runs, exact=context.exact, bucket_mb=context.bucket_mb) if self._warmup else None
         )
-        self._replicas: Final = Replicas(self._all)
-        self.state_layout: Final = HoldsMean(self._replicas)
+        self._replicas: Final = DivergedReplicas(self._averager)
+        self.state_layout: Final = AveragedLayout(self._replicas)
         self._stepping: Final[list[torch.optim.Optimizer]] = []  # whose moments are averaged
         self._hooks = contextlib.ExitStack()
         if options.moments == "average" and group.size > 1:
@@ -112,15 +114,15 @@ class LocalSgd:
             self._ddp.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
         return model
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """See `Strategy.begin_micro_batch`."""
-        (self._warming_up or self._local).begin_micro_batch(turn)
+        (self._warming_up or self._local).begin_micro_batch(position)
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """After the rank's last turn, ``.grad`` holds the mean over its own samples; nothing, if it had none."""
-        (self._warming_up or self._local).backward(loss, weight, target, turn)
+        (self._warming_up or self._local).backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """See `Strategy.normalize_by_count`; by this rank's own count."""
@@ -129,35 +131,35 @@ class LocalSgd:
     def before_optimizer_step(self, target: ParameterSet) -> None:
         """Every rank makes every step."""
 
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """See `Strategy.end_micro_batch`; on the last turn ranks meet, if it is time to. Collective."""
         warming_up = self._warming_up
-        (warming_up or self._local).end_micro_batch(turn)
-        if not turn.last:
+        (warming_up or self._local).end_micro_batch(position)
+        if not position.last:
             return
         self._steps += 1
         if warming_up is not None:
             if self._steps == self._warmup:
                 self._leave_ddp()
             return
-        self._replicas.stepped()
+        self._replicas.mark_stepped()
         if self._steps % self._options.period == 0:
-            self._replicas.meet()
+            self._replicas.average()
             if self._stepping:
-                self._replicas.meet_moments(self._stepping)
-        elif self._node is not None and self._steps % self._options.node_period == 0:
-            self._replicas.meet_within(self._node)
+                self._replicas.average_optimizers(self._stepping)
+        elif self._node_averager is not None and self._steps % self._options.node_period == 0:
+            self._replicas.average_within(self._node_averager)
         else:
             return
         self._local.resync()
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Around an evaluation every rank holds the mean; then its own again. Collective."""
-        return self._replicas.together()
+        return self._replicas.averaged_models()
 
     def finish_training(self) -> None:
         """Every rank holds the mean, for good. Collective."""
-        self._replicas.meet()
+        self._replicas.average()
         self._local.resync()
 
     def discard_step(self) -> None:
@@ -172,9 +174,9 @@ class LocalSgd:
             self._ddp.resync()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in its period the run is, and each rank's own. After `HoldsMean.optimizer_state` of each optimizer.
+        """The position in the period, and what each rank holds of its own. Collective.
 
-        Collective.
+        To be called after `AveragedLayout.optimizer_state` of each optimizer.
         """
         return {"steps": self._steps, "replicas": self._replicas.state_dict(self.state_layout.optimizers)}
 
@@ -194,9 +196,9 @@ class LocalSgd:
     def close(self) -> None:
         """See `Strategy.close`."""
         self._hooks.close()
-        self._all.close()
-        if self._node is not None:
-            self._node.close()
+        self._averager.close()
+        if self._node_averager is not None:
+            self._node_averager.close()
         if self._ddp is not None:
             self._ddp.close()
 
@@ -206,7 +208,7 @@ class LocalSgd:
 
     def _leave_ddp(self) -> None:
         """From now on ranks step by themselves."""
-        self._replicas.met()
+        self._replicas.mark_averaged()
         self._local.resync()
 
     def _has_stepped(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
