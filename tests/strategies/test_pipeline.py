@@ -85,9 +85,8 @@ def test_what_only_passes_through_gathers_no_hooks():
     like = ((2, 3), torch.float32, True)
     micro = StageMicroBatch(task, None, MicroBatchPosition(0, 1, last=True), random_state(cpu))
     stage.begin_step([micro], [])
-    stage.set_schedule_run(
-        [micro], (StageInterface((like,), draws_random=False), StageInterface((like, like), drawn=False))
-    )
+    before, behind = (StageInterface(specs, draws_random=False) for specs in ((like,), (like, like)))
+    stage.set_schedule_run([micro], (before, behind))
     made, passed = stage(received, place=torch.tensor(0))
     assert not received._backward_hooks
     (made.sum() + passed.sum()).backward()

@@ -65,7 +65,7 @@ class ParameterStore:
         return self._owners[tensor]
 
     def read(self, model: int | None) -> tuple[int, list[torch.Tensor]]:
-        """Answer `RpcEndpoint.read`: the version, and what this rank owns (None) or holds of the model of that number."""
+        """Answer `RpcEndpoint.read`: the version, and what this rank owns (None) or holds of the model so numbered."""
         if model is None:
             return self.version, [bucket.values() for bucket in self._buckets if bucket.owner == self._group.rank]
         tensors = self._models[model]
