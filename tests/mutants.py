@@ -116,9 +116,9 @@ MUTANTS = [
     ),
     mutant("data/sampling.py", 'seed_of(seed, "order", epoch)', 'seed_of(seed, "order")', "tests/data", HAND),
     mutant(
-        "data/sampling.py",
-        "stop = min(start + plan.micro_batch, samples)",
-        "stop = start + plan.micro_batch",
+        "batch.py",
+        "samples = min(self.micro_batch, step_samples - index * self.micro_batch)",
+        "samples = self.micro_batch",
         "tests/data",
     ),
     mutant(
@@ -273,14 +273,14 @@ MUTANTS = [
     # ---- the order of a step
     mutant(
         "run/train_step.py",
-        "items = micro.samples if count is None else count",
+        "items = position.samples if count is None else count",
         "items = 1 if count is None else count",
         HAND,
         MEAN,
     ),
     mutant(
         "run/train_step.py",
-        "known = [] if micro.is_padding else [(loss, items)]",
+        "known = [] if position.is_padding else [(loss, items)]",
         "known = [(loss, items)]",
         HAND,
         LOOP,
@@ -288,7 +288,7 @@ MUTANTS = [
     mutant("run/train_step.py", "if not self._precision.stepped():", "if False:", HAND, FINITE),
     mutant(
         "run/train_step.py",
-        "        self._strategy.end(work.turn)\n        if not self._precision",
+        "        self._strategy.end_micro_batch(work.position)\n        if not self._precision",
         "        if not self._precision",
         STEP,
         HAND,
@@ -298,8 +298,8 @@ MUTANTS = [
     mutant(
         "run/train_step.py",
         "            self._counts.clear()\n            self._items.clear()\n            self._begun.clear()\n"
-        "            self._strategy.abandon()",
-        "            self._items.clear()\n            self._begun.clear()\n            self._strategy.abandon()",
+        "            self._strategy.discard_step()",
+        "            self._items.clear()\n            self._begun.clear()\n            self._strategy.discard_step()",
         LOOP,
         STEP,
         MEAN,
@@ -313,7 +313,7 @@ MUTANTS = [
     ),
     mutant(
         "run/train_step.py",
-        "elif self._begun[target] != counts and not work.turn.is_padding:",
+        "elif self._begun[target] != counts and not work.position.is_padding:",
         "elif False:",
         GUARDS,
         "tests/run",
@@ -372,20 +372,20 @@ MUTANTS = [
     # ---- randomness
     mutant(
         "run/run.py",
-        'seed_of(told.seed, "step", self.progress.step, micro.index)',
-        'seed_of(told.seed, "step", micro.index)',
+        'seed_of(told.seed, "step", self.progress.step, position.index)',
+        'seed_of(told.seed, "step", position.index)',
         HAND,
     ),
     mutant(
         "run/run.py",
-        'seed_of(told.seed, "step", self.progress.step, micro.index)',
+        'seed_of(told.seed, "step", self.progress.step, position.index)',
         'seed_of(told.seed, "step", self.progress.step)',
         HAND,
     ),
     mutant(
         "run/run.py",
-        "seed_generators(seed_of(*key, micro.step, micro.index))",
-        "seed_generators(seed_of(*key, micro.index))",
+        "seed_generators(seed_of(*key, position.step, position.index))",
+        "seed_generators(seed_of(*key, position.index))",
         RANDOMNESS,
         HAND,
     ),
@@ -439,7 +439,7 @@ MUTANTS = [
     ),
     mutant("progress.py", "self.samples + samples", "self.samples + 1", "tests/test_progress.py", LOOP),
     mutant("run/carry.py", "self._places |= self._written", "pass", CARRY),
-    mutant("run/carry.py", "if self._used and micro.of != self._of:", "if False:", CARRY),
+    mutant("run/carry.py", "if self._used and position.of != self._of:", "if False:", CARRY),
     mutant(
         "run/carry.py", "run = self._runs(self._group.rank, of) if everything else range(0)", "run = range(of)", CARRY
     ),
@@ -467,7 +467,7 @@ MUTANTS = [
     ),
     mutant(
         "run/train_step.py",
-        "not self._precision.scales and not micro.is_padding:",
+        "not self._precision.scales and not position.is_padding:",
         "not self._precision.scales:",
         FINITE,
     ),

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from torch.utils import _pytree as pytree
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, Runs, as_absent_shards, as_owned_shards
-from lockstep.data import MicroBatch
 from lockstep.errors import UsageError
 
 
@@ -57,16 +57,16 @@ class Carry(MutableMapping[str, Any]):
             self._here.clear()
         self._places = {} if self._here is None else self._places
 
-    def micro_batch_begins(self, micro: MicroBatch) -> None:
-        """``micro`` is handed to the user. All ranks, where the script carries something."""
-        if self._used and micro.of != self._of:
-            self._move(micro.of)
-        self._of = micro.of
-        if micro.is_padding:
+    def micro_batch_begins(self, position: MicroBatchPosition) -> None:
+        """The micro-batch at ``position`` is handed to the user. Collective, where the script carries something."""
+        if self._used and position.of != self._of:
+            self._move(position.of)
+        self._of = position.of
+        if position.is_padding:
             self._here = {}
         else:
             # A copy, in which the body may change anything: the step may be given up.
-            self._here = self._written[micro.index] = _copied(self._places.get(micro.index, {}))
+            self._here = self._written[position.index] = _copied(self._places.get(position.index, {}))
 
     def step_is_done(self) -> None:
         """What the bodies of the step have written is carried on."""

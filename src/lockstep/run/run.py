@@ -379,8 +379,8 @@ class Run:
         self._group.check_equal("length and plan of a data set", (feed.length, str(plan)))
         for note in feed.notes:
             self.say(note)
-        self._feeds[id(feed.loader)] = feed
-        return feed.loader
+        self._feeds[id(feed.data_loader)] = feed
+        return feed.data_loader
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -454,13 +454,13 @@ class Run:
             if self._share.replica is None:
                 self._serve(feed)
             padding = self._padding("train")
-            for micro in self._mine(feed.epoch(progress.epoch, progress.epoch_step, padding=padding)):
-                data = _moved(micro.data, self.device)
-                self._samples_here = 0 if micro.is_padding or not self._share.counts else micro.samples
+            for position, batch in self._mine(feed.epoch(progress.epoch, progress.epoch_step, padding=padding)):
+                data = _moved(batch, self.device)
+                self._samples_here = 0 if position.is_padding or not self._share.counts else position.samples
                 compares = self._steps_here < 2 or self._steps_here % told.check_every == 0
-                work = stepper.begin(micro, self.progress.step, compare=compares)
-                self._carry.micro_batch_begins(micro)
-                seed_generators(seed_of(told.seed, "step", self.progress.step, micro.index))
+                work = stepper.begin(position, self.progress.step, compare=compares)
+                self._carry.micro_batch_begins(position)
+                seed_generators(seed_of(told.seed, "step", self.progress.step, position.index))
                 self._marker.enter("forward")
                 with self._precision.forward():
                     yield data
@@ -494,7 +494,7 @@ class Run:
             self._loss = value
             if self._share.counts:
                 self._measures["train"].add_mean("loss", value, items)
-        return self._stepper.work is not None and self._stepper.work.turn.last
+        return self._stepper.work is not None and self._stepper.work.position.last
 
     def update(self, optimizer: Optimizers = None) -> bool:
         """The second half of `step`: on the step's last micro-batch unscale, clip and update; before that, nothing.
@@ -572,12 +572,12 @@ class Run:
             with self._strategy.evaluating(), contextlib.ExitStack() as at_end:
                 buffers = EvaluationBuffers(self._state.models)
                 at_end.callback(self._say_put_back, buffers)
-                for micro in self._mine(feed.evaluation(padding=padding)):
-                    self._samples_here = 0 if micro.is_padding or not self._share.counts else micro.samples
-                    seed_generators(seed_of(*key, micro.step, micro.index))
+                for position, batch in self._mine(feed.evaluation(padding=padding)):
+                    self._samples_here = 0 if position.is_padding or not self._share.counts else position.samples
+                    seed_generators(seed_of(*key, position.step, position.index))
                     self._marker.enter("evaluate")
                     with torch.no_grad(), self._precision.forward():
-                        yield _moved(micro.data, self.device)
+                        yield _moved(batch, self.device)
                     buffers.put_back()
                     if may_hurry and self._agenda.stop_pending():
                         break
@@ -837,8 +837,8 @@ class Run:
         plan, steps, first = feed.plan, feed.steps_per_epoch or 0, self._steps_here
         for step in range(self.progress.epoch_step, steps):
             samples = min(plan.global_batch, feed.length - step * plan.global_batch)
-            micro = MicroBatch(None, step, 0, len(plan.sizes(samples)), 0, samples, last=True, is_padding=True)
-            work = self._stepper.begin(micro, self.progress.step, compare=False)
+            position = plan.position(step, samples, 0, last=True, is_padding=True)
+            work = self._stepper.begin(position, self.progress.step, compare=False)
             if not self._stepper.serve(work):
                 break
             self._stepper.end(work)
@@ -925,7 +925,7 @@ class Run:
         """A step is done; its end comes when the body of the loop is over. Once for each step."""
         if self._step_to_end:
             return
-        self.progress = self.progress.after_step(work.micro.step_samples)
+        self.progress = self.progress.after_step(work.position.step_samples)
         self._step_to_end = self.progress.step
         self._steps_here += 1
         self._evaluations = 0

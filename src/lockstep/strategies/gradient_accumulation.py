@@ -10,23 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.batch import MicroBatchPosition as MicroBatchPosition  # strategies import it from here
 from lockstep.collectives import Group, TreeAccumulator
 from lockstep.errors import UsageError
 from lockstep.strategies.sparse_gradients import dense_rows, no_rows, sparse_again
 
 Tensors = list[torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatchPosition:
-    """The place of one micro-batch in its step."""
-
-    index: int  #: among the step's micro-batches
-    of: int  #: micro-batches of the step
-    last: bool  #: whether it is this rank's last of the step
-    is_padding: bool = False  #: computed only so that this rank's collectives meet the others'; counts for nothing
-    samples: int = 1  #: in it
-    step_samples: int = 1  #: in the whole step, over all ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
