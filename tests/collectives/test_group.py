@@ -66,13 +66,13 @@ def parts():
     sums = torch.full((3,), float(group.rank))
     exchange.begin(sums, [sums], 2)
     exchange.finish()
-    single_rank_group = part.part([part.rank])
+    alone = part.subgroup([part.rank])
     got = {
         "number": (part.rank, part.size),
         "gathered": part.gather_objects(group.rank, "ranks of a part"),
         "sum": part.sum_tensor(torch.ones(1) * group.rank, "tensors of a part").tolist(),
         "tree": sums.tolist(),
-        "alone": (single_rank_group.size, single_rank_group.gather_objects(7, "by myself")),
+        "alone": (alone.size, alone.gather_objects(7, "by myself")),
     }
     group.barrier("end")
     exchange.close()

@@ -47,14 +47,19 @@ from lockstep.run.train_step import Count, CurrentMicroBatch, Loss, Optimizers, 
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.settings import ResolvedSettings, Settings
 from lockstep.strategies import (
-    ChecksOptimizers,
     ComputesLoss,
     HasServerRanks,
     Strategy,
     StrategyContext,
+    check_can_step,
+    evaluating,
+    finish_training,
+    forward_is_collective,
+    load_strategy_state,
     open_strategy,
     spans_gpus,
     split,
+    strategy_state,
     synchronize_batchnorm,
 )
 from lockstep.world import World
@@ -300,8 +305,7 @@ class Run:
         """
         self._before_training("optimizer")
         check_optimizer(optimizer, self._state)
-        if isinstance(self._strategy, ChecksOptimizers):
-            self._strategy.check_optimizer(optimizer)
+        check_can_step(self._strategy, optimizer)
         self._state.optimizers.append(optimizer)
         return optimizer
 
@@ -402,7 +406,7 @@ class Run:
             self._end_step()
             self._do(self._agenda.after_epoch(self.progress.epoch))
         self._in_epochs = False
-        self._strategy.finish_training()
+        finish_training(self._strategy)
 
     def train(self, loader: DataLoader[Any]) -> MicroBatches:
         """This rank's micro-batches of the current epoch, on its device, each to be given to `step`. Collective.
@@ -569,7 +573,7 @@ class Run:
         # Ranks that tell each other something on the way leave together or not at all.
         may_hurry = feed.length is not None and padding != "even" and not isinstance(self._strategy, ComputesLoss)
         try:
-            with self._strategy.evaluating(), contextlib.ExitStack() as at_end:
+            with evaluating(self._strategy), contextlib.ExitStack() as at_end:
                 buffers = EvaluationBuffers(self._state.models)
                 at_end.callback(self._say_put_back, buffers)
                 for position, batch in self._mine(feed.evaluation(padding=padding)):
@@ -814,7 +818,7 @@ class Run:
         return self._plan.run(rank, micro_batches)
 
     def _padding(self, where: str) -> Padding:
-        if self._strategy.meets_in_forward:
+        if forward_is_collective(self._strategy):
             return "even"
         return "one" if where == "train" and self.world_size > 1 else "none"
 
@@ -914,7 +918,7 @@ class Run:
         """Put back what a checkpoint holds, but for the position; see `State.load`."""
         changed = self._state.load(tree, self._strategy)
         saved_by, state = tree.get("strategy", ("", {}))
-        self._strategy.load_state_dict(state if saved_by == split(self.settings.values.strategy)[0] else {})
+        load_strategy_state(self._strategy, state if saved_by == split(self.settings.values.strategy)[0] else {})
         self._precision.load_state_dict(tree["scaler"])
         self._measures["train"].load(tree["measures"], self._group)
         self._carry.load(tree["carry"])
@@ -1016,7 +1020,7 @@ class Run:
 
     def _tree(self) -> dict[str, Any]:
         return self._objects() | {
-            "strategy": (split(self.settings.values.strategy)[0], self._strategy.state_dict()),
+            "strategy": (split(self.settings.values.strategy)[0], strategy_state(self._strategy)),
             "progress": self.progress.as_dict(),
             "scaler": self._precision.state_dict(),
             "measures": self._measures["train"].state(self._group),

@@ -36,6 +36,7 @@ from lockstep.strategies import (
     LossCall,
     ParameterSet,
     Strategy,
+    begin_micro_batch,
     can_update_trainable,
     is_loss,
     parameters_of,
@@ -106,7 +107,7 @@ class TrainStep:
         """
         self.work = work = CurrentMicroBatch(position)
         self._step = step
-        self._strategy.begin_micro_batch(work.position)
+        begin_micro_batch(self._strategy, work.position)
         self.checks.body_begins(compare=compare)
         self.checks.run_steps = False
         return work
@@ -174,8 +175,8 @@ class TrainStep:
         return served
 
     def part(self, *, whole: bool) -> bool:
-        """The loop over micro-batches is over; those who serve learn from the others how, see `HasServerRanks.part`."""
-        return self._strategy.part(whole=whole) if isinstance(self._strategy, HasServerRanks) else whole
+        """End the loop over micro-batches; ranks that serve learn how it ended, see `HasServerRanks.end_loop`."""
+        return self._strategy.end_loop(complete=whole) if isinstance(self._strategy, HasServerRanks) else whole
 
     def update(self, optimizer: Optimizers) -> bool:
         """See `Run.update`. Whether the step is done by it."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -21,7 +19,7 @@ from lockstep.strategies.gradient_accumulation import (
     divide_by_counts,
     total_count,
 )
-from lockstep.strategies.protocol import ReplicaAssignment, StrategyContext
+from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext, UpdatesTrainable
 from lockstep.strategies.state_layout import ReplicatedLayout
 
 
@@ -42,7 +40,7 @@ def open_strategy(context: StrategyContext, options: Options) -> SingleProcess:
     return SingleProcess(context.group, context.runs, exact=context.exact)
 
 
-class SingleProcess:
+class SingleProcess(Strategy, UpdatesTrainable):
     """The strategy ``none``.
 
     Args:
@@ -52,15 +50,13 @@ class SingleProcess:
         wrap: what is called in place of a model.
     """
 
-    assignment: Final = ReplicaAssignment(0, 1)
-    meets_in_forward: Final = False
-    can_update_trainable: Final = True
+    assignment = ReplicaAssignment(0, 1)
 
     def __init__(
         self, group: Group, runs: Runs, *, exact: bool, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     ) -> None:
         self._wrap: Final = wrap
-        self.state_layout: Final = ReplicatedLayout()
+        self.state_layout = ReplicatedLayout()
         self._group: Final = group
         self._exact: Final = exact
         self._buffers: Final = Buffers(open_all_reduce(group, runs), group, group.device)
@@ -72,16 +68,17 @@ class SingleProcess:
         return self._wrap(model)
 
     def update_trainable(self, target: ParameterSet) -> None:
-        """See `UpdatesTrainable.update_trainable`."""
+        """Check that the models still have the buffers that they had; gradients are computed for any parameters."""
         self._buffers.check_known()
 
-    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Nothing has to be prepared."""
+    def resync(self) -> None:
+        """Start from the buffers that models hold."""
+        self._buffers.resync()
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`."""
+        """Compute the gradients; after the last micro-batch, ``.grad`` holds their sum along the tree, if exact."""
         target.backward(loss, weight)
         if self._exact and position.of > 1:
             if target not in self._accumulators:
@@ -96,38 +93,17 @@ class SingleProcess:
                     parameter.grad = parameter.grad.coalesce()
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`."""
+        """Divide by the number of items of the step."""
         divide_by_counts(target, samples, total_count(self._group, counted))
 
-    def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Everything is this rank's."""
-
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`."""
+        """Restore buffers; after the last micro-batch, move them by the mean over the step."""
         self._buffers.end_micro_batch(position)
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """The model is what it is."""
-        return contextlib.nullcontext()
-
-    def finish_training(self) -> None:
-        """The model is trained."""
-
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients, and restore buffers."""
         self._accumulators.clear()
         self._buffers.restore()
-
-    def resync(self) -> None:
-        """See `Strategy.resync`."""
-        self._buffers.resync()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing beside model and optimizer."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to put back."""
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -11,10 +11,9 @@ where ddp takes 16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -23,7 +22,14 @@ from lockstep.collectives import Group, OwnerBroadcast, open_owner_broadcast
 from lockstep.size_balancing import owners_of
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.protocol import (
+    Delegates,
+    PreparesOptimizerStep,
+    ReplicaAssignment,
+    Strategy,
+    StrategyContext,
+    UpdatesTrainable,
+)
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import ShardedOptimizerLayout
 
@@ -41,7 +47,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return Zero(context.group, replicas, open_owner_broadcast(context.group))
 
 
-class Zero:
+class Zero(Strategy, Delegates, PreparesOptimizerStep, UpdatesTrainable):
     """The strategy ``zero``: the bits of ``ddp``, for optimizers that step each parameter by itself, as torch's do.
 
     The user's own optimizer steps: where a parameter has no gradient, optimizers leave it alone and make no state for
@@ -49,12 +55,9 @@ class Zero:
     optimizer that makes its states when it is made, such as Adagrad, keeps the useless ones, too.
     """
 
-    meets_in_forward: Final = False
-    can_update_trainable: Final = True
-
     def __init__(self, group: Group, replicas: Ddp, owner_broadcast: OwnerBroadcast) -> None:
-        self.assignment: Final = ReplicaAssignment(group.rank, group.size)
-        self.state_layout: Final = ShardedOptimizerLayout(group, self._owner_of)
+        self.assignment = ReplicaAssignment(group.rank, group.size)
+        self.state_layout = ShardedOptimizerLayout(group, self._owner_of)
         self._rank: Final = group.rank
         self._replicas: Final = replicas
         self._owner_broadcast: Final = owner_broadcast
@@ -76,7 +79,7 @@ class Zero:
         return adopted
 
     def update_trainable(self, target: ParameterSet) -> None:
-        """See `UpdatesTrainable.update_trainable`. New parameters get an owner; frozen ones keep theirs."""
+        """Train the parameters of ``target``; new ones get an owner, frozen ones keep theirs. Collective."""
         self._replicas.update_trainable(target)
         self._share_out(target.parameters)
 
@@ -85,62 +88,46 @@ class Zero:
         owners, self._loads = owners_of([p.numel() * p.element_size() for p in new], self._loads)
         self._owners.update(zip(map(id, new), owners, strict=True))
 
-    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """See `Strategy.begin_micro_batch`."""
-        self._replicas.begin_micro_batch(position)
+    def delegate(self) -> Strategy:
+        """The strategy that keeps the replicas in step."""
+        return self._replicas
+
+    def resync(self) -> None:
+        """Start from the buffers that models hold."""
+        self._replicas.resync()
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`."""
+        """Sum gradients over all ranks, as ``ddp`` does."""
         self._replicas.backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`."""
+        """Divide by the number of items of the step. Collective."""
         self._replicas.normalize_by_count(target, samples, counted)
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
-        """See `Strategy.before_optimizer_step`."""
+        """Drop the gradients of the parameters that other ranks own: their optimizer leaves them alone here."""
         for parameter in target.parameters:
             if self._owner_of(parameter) != self._rank:
                 parameter.grad = None
         self._stepped.append(target)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`."""
+        """After the last one, send the parameters that this rank has stepped to all others, and receive theirs."""
         if position.last:
             parameters = [p for target in self._stepped for p in target.parameters]
             self._owner_broadcast([p.detach() for p in parameters], [self._owner_of(p) for p in parameters])
             self._stepped.clear()
         self._replicas.end_micro_batch(position)
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """See `Strategy.evaluating`."""
-        return self._replicas.evaluating()
-
-    def finish_training(self) -> None:
-        """See `Strategy.finish_training`."""
-        self._replicas.finish_training()
-
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients, and restore buffers."""
         self._stepped.clear()
         self._replicas.discard_step()
 
-    def resync(self) -> None:
-        """See `Strategy.resync`."""
-        self._replicas.resync()
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Strategy.state_dict`."""
-        return self._replicas.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Strategy.load_state_dict`."""
-        self._replicas.load_state_dict(state)
-
     def close(self) -> None:
-        """See `Strategy.close`."""
+        """Close what gradients are summed with and parameters sent with."""
         self._replicas.close()
         self._owner_broadcast.close()
 

@@ -46,7 +46,16 @@ from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.flat_ranges import FlatRange, by_dtype, cut, gather, scatter, sizes_of
 from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps
 from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
-from lockstep.strategies.protocol import ReplicaAssignment, StrategyContext
+from lockstep.strategies.protocol import (
+    FinishesTraining,
+    HasState,
+    PreparesEvaluation,
+    PreparesForward,
+    ReplicaAssignment,
+    StateDict,
+    Strategy,
+    StrategyContext,
+)
 
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -166,7 +175,7 @@ class OuterOptimizer:
         for parameter, start in zip(self._parameters, self._start, strict=True):
             start.copy_(parameter.detach())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """What `load_state` takes."""
         return {"start": list(self._start), "velocity": list(self._velocity)}
 
@@ -177,14 +186,12 @@ class OuterOptimizer:
                 tensor.copy_(value)
 
 
-class DiLoCo:
+class DiLoCo(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, HasState):
     """The strategy ``diloco``."""
-
-    meets_in_forward: Final = False
 
     def __init__(self, context: StrategyContext, options: Options) -> None:
         group = context.group
-        self.assignment: Final = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
+        self.assignment = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
         self._options: Final = options
         self._say: Final = context.say
         self._ranks: Final = group.size
@@ -194,7 +201,8 @@ class DiLoCo:
         self._local: Final = LocalSteps(context)
         self._averager: Final = RankAverager(group, context.bucket_mb)
         self._replicas: Final = DivergedReplicas(self._averager)
-        self.state_layout: Final = AveragedLayout(self._replicas)
+        self._layout: Final = AveragedLayout(self._replicas)
+        self.state_layout = self._layout
         self._in_flight: list[torch.Tensor] = []  # the exchange that was begun and not applied
         self._arrived_mean: list[torch.Tensor] = []  # or the mean that came of it
         self._steps = 0  # made with this strategy
@@ -208,24 +216,21 @@ class DiLoCo:
         return model
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """See `Strategy.begin_micro_batch`."""
+        """Prepare the forward pass of a micro-batch."""
         self._local.begin_micro_batch(position)
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """After the rank's last turn, ``.grad`` holds the mean over its own samples; nothing, if it had none."""
+        """After the rank's last micro-batch, ``.grad`` holds the mean over its own samples; None, if it had none."""
         self._local.backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`; by this rank's own count."""
+        """Turn ``.grad`` into the mean over this rank's own items."""
         self._local.normalize_by_count(target, samples, counted)
 
-    def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Every rank makes every step."""
-
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`; on the last turn exchanges begin and end when due. Collective."""
+        """After the last micro-batch, begin and apply the exchanges of fragments that are due. Collective then."""
         self._local.end_micro_batch(position)
         if not position.last:
             return
@@ -246,11 +251,11 @@ class DiLoCo:
             self._local.resync()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation every rank holds the mean; then its own again. Collective."""
+        """A context in which every rank holds the mean; afterwards it holds its own again. Collective."""
         return self._replicas.averaged_models()
 
     def finish_training(self) -> None:
-        """Every rank holds the mean, for good, and the outer optimizer starts from it. Collective."""
+        """Give every rank the mean, for good, and the outer optimizer starts from it. Collective."""
         self._finish_exchange()
         self._arrived_mean = []
         self._replicas.average()
@@ -258,17 +263,17 @@ class DiLoCo:
         self.resync()
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients, and restore buffers."""
         self._local.discard_step()
 
     def resync(self) -> None:
-        """See `Strategy.resync`."""
+        """Start from what models hold now."""
         self._local.resync()
         self._replicas.resync()
         if not self._left_start:
             self._outer.restart()  # or what the script has filled in would count as progress
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The outer optimizer, the exchange under way, and each rank's own. Collective.
 
         After `AveragedLayout.optimizer_state` of each optimizer.
@@ -280,15 +285,15 @@ class DiLoCo:
             "schedule": self._schedule.as_tuple(),
             "arrived": list(self._arrived_mean),
             "outer": self._outer.state_dict(),
-            "replicas": self._replicas.state_dict(self.state_layout.optimizers),
+            "replicas": self._replicas.state_dict(self._layout.optimizers),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back `state`. All ranks start from the mean, if another strategy or another number of ranks saved."""
+    def load_state_dict(self, state: StateDict) -> None:
+        """Load `state_dict`; ranks start from the mean, if another strategy or number of ranks saved. Collective."""
         self._steps, self._left_start = (state["steps"], state["away"]) if state else (0, False)
         self._in_flight, self._arrived_mean = [], []
         own = state["replicas"] if state else {"ranks": None}
-        self._replicas.load_state_dict(own, self.state_layout.optimizers)
+        self._replicas.load_state_dict(own, self._layout.optimizers)
         if own["ranks"] not in (None, self._ranks):
             self._say(
                 f"saved by {own['ranks']} ranks that stepped by themselves: all {self._ranks} start at their mean"
@@ -302,7 +307,7 @@ class DiLoCo:
         self.resync()
 
     def close(self) -> None:
-        """See `Strategy.close`."""
+        """End the threads and connections of averages."""
         self._averager.close()
 
     def _begin_exchange(self, fragment: int) -> None:

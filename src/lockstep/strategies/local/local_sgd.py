@@ -39,7 +39,16 @@ from lockstep.strategies.gradient_accumulation import MicroBatchPosition, Parame
 from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps
 from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
-from lockstep.strategies.protocol import ReplicaAssignment, StrategyContext
+from lockstep.strategies.protocol import (
+    FinishesTraining,
+    HasState,
+    PreparesEvaluation,
+    PreparesForward,
+    ReplicaAssignment,
+    StateDict,
+    Strategy,
+    StrategyContext,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +85,12 @@ def open_strategy(context: StrategyContext, options: Options) -> LocalSgd:
     return LocalSgd(context, options)
 
 
-class LocalSgd:
+class LocalSgd(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, HasState):
     """The strategy ``local-sgd``."""
-
-    meets_in_forward: Final = False
 
     def __init__(self, context: StrategyContext, options: Options) -> None:
         group = context.group
-        self.assignment: Final = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
+        self.assignment = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
         self._options: Final = options
         self._say: Final = context.say
         self._ranks: Final = group.size
@@ -99,7 +106,8 @@ class LocalSgd:
             Ddp(group, context.runs, exact=context.exact, bucket_mb=context.bucket_mb) if self._warmup else None
         )
         self._replicas: Final = DivergedReplicas(self._averager)
-        self.state_layout: Final = AveragedLayout(self._replicas)
+        self._layout: Final = AveragedLayout(self._replicas)
+        self.state_layout = self._layout
         self._stepping: Final[list[torch.optim.Optimizer]] = []  # whose moments are averaged
         self._hooks = contextlib.ExitStack()
         if options.moments == "average" and group.size > 1:
@@ -115,24 +123,21 @@ class LocalSgd:
         return model
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """See `Strategy.begin_micro_batch`."""
+        """Prepare the forward pass of a micro-batch."""
         (self._warming_up or self._local).begin_micro_batch(position)
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """After the rank's last turn, ``.grad`` holds the mean over its own samples; nothing, if it had none."""
+        """After the rank's last micro-batch, ``.grad`` holds the mean over its own samples; None, if it had none."""
         (self._warming_up or self._local).backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`; by this rank's own count."""
+        """Turn ``.grad`` into the mean over this rank's own items."""
         (self._warming_up or self._local).normalize_by_count(target, samples, counted)
 
-    def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Every rank makes every step."""
-
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`; on the last turn ranks meet, if it is time to. Collective."""
+        """After the last micro-batch, average over ranks if it is time to. Collective then."""
         warming_up = self._warming_up
         (warming_up or self._local).end_micro_batch(position)
         if not position.last:
@@ -154,37 +159,37 @@ class LocalSgd:
         self._local.resync()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation every rank holds the mean; then its own again. Collective."""
+        """A context in which every rank holds the mean; afterwards it holds its own again. Collective."""
         return self._replicas.averaged_models()
 
     def finish_training(self) -> None:
-        """Every rank holds the mean, for good. Collective."""
+        """Give every rank the mean, for good. Collective."""
         self._replicas.average()
         self._local.resync()
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients, and restore buffers."""
         (self._warming_up or self._local).discard_step()
 
     def resync(self) -> None:
-        """See `Strategy.resync`."""
+        """Start from what models hold now."""
         self._local.resync()
         self._replicas.resync()
         if self._ddp is not None:
             self._ddp.resync()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The position in the period, and what each rank holds of its own. Collective.
 
         To be called after `AveragedLayout.optimizer_state` of each optimizer.
         """
-        return {"steps": self._steps, "replicas": self._replicas.state_dict(self.state_layout.optimizers)}
+        return {"steps": self._steps, "replicas": self._replicas.state_dict(self._layout.optimizers)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back `state`. All ranks start from the mean, if another strategy or another number of ranks saved."""
+    def load_state_dict(self, state: StateDict) -> None:
+        """Load `state_dict`; ranks start from the mean, if another strategy or number of ranks saved. Collective."""
         self._steps = state["steps"] if state else 0
         own = state["replicas"] if state else {"ranks": None}
-        self._replicas.load_state_dict(own, self.state_layout.optimizers)
+        self._replicas.load_state_dict(own, self._layout.optimizers)
         if own["ranks"] not in (None, self._ranks):
             self._say(
                 f"saved by {own['ranks']} ranks that stepped by themselves: all {self._ranks} start at their mean"
@@ -194,7 +199,7 @@ class LocalSgd:
         self.resync()
 
     def close(self) -> None:
-        """See `Strategy.close`."""
+        """End the threads and connections of averages."""
         self._hooks.close()
         self._averager.close()
         if self._node_averager is not None:

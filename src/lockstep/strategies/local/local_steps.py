@@ -23,7 +23,7 @@ NO_FP16_REASON: Final = "ranks step by themselves, so each would skip other step
 
 
 class LocalSteps:
-    """The part of a `Strategy` that computes gradients: here of the rank's own micro-batches, and of no others."""
+    """The part of a strategy that computes gradients: here those of the rank's own micro-batches alone."""
 
     def __init__(self, context: StrategyContext) -> None:
         self._rank: Final = context.group.rank
@@ -49,15 +49,14 @@ class LocalSteps:
         self._single_process.setup_model(model, find_unused_parameters=False)
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """See `Strategy.begin_micro_batch`."""
+        """Count the samples that this rank computes in the step."""
         if not position.is_padding:
             self._samples += position.samples
-            self._single_process.begin_micro_batch(self._local_position(position))
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """After the rank's last turn ``.grad`` holds the mean over its own samples; nothing, if it had none.
+        """After the rank's last micro-batch ``.grad`` holds the mean over its own samples; None, if it had none.
 
         Then its optimizers leave parameters and moments alone.
         """
@@ -70,14 +69,14 @@ class LocalSteps:
             divide_by_counts(target, position.step_samples, self._samples)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`; by the rank's own count. If it counted nothing, it makes no step."""
+        """Turn ``.grad`` into the mean over the rank's own items; None, if it has none, so that it makes no step."""
         if self._samples and (counted or self._ranks == 1):
             self._single_process.normalize_by_count(target, self._samples, counted)
         else:
             _clear_gradients(target)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`; buffers hold the mean over the rank's own micro-batches."""
+        """Restore buffers; after the last micro-batch, move them by the mean over the rank's own micro-batches."""
         if position.is_padding:
             self._single_process.discard_step()
         else:
@@ -86,16 +85,16 @@ class LocalSteps:
             self._samples = 0
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients, and restore buffers."""
         self._samples = 0
         self._single_process.discard_step()
 
     def resync(self) -> None:
-        """See `Strategy.resync`."""
+        """Start from the buffers that models hold."""
         self._single_process.resync()
 
     def _local_position(self, position: MicroBatchPosition) -> MicroBatchPosition:
-        """The same turn in a step that is made of this rank's micro-batches alone."""
+        """The same micro-batch in a step that is made of this rank's micro-batches alone."""
         run = self._runs(self._rank, position.of)
         return MicroBatchPosition(
             position.index - run.start, len(run), position.last, False, position.samples, position.step_samples

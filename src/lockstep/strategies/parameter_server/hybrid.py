@@ -33,7 +33,6 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -57,7 +56,14 @@ from lockstep.strategies.parameter_server.flat_buckets import (
 from lockstep.strategies.parameter_server.parameter_server import WITHOUT_GRADIENTS
 from lockstep.strategies.parameter_server.parameter_store import LayoutWithHooks, ParameterStore
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles, SyncRound
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.protocol import (
+    HasServerRanks,
+    PreparesForward,
+    PreparesOptimizerStep,
+    ReplicaAssignment,
+    Strategy,
+    StrategyContext,
+)
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import sparse_parameters
 from lockstep.strategies.state_layout import OwnerLayout
@@ -205,10 +211,8 @@ class EmbeddingTables:
         return leaves
 
 
-class Hybrid:
+class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
     """The strategy ``hybrid``."""
-
-    meets_in_forward: Final = False
 
     def __init__(self, context: StrategyContext, roles: ServerRoles, served: Sequence[str]) -> None:
         group = context.group
@@ -216,7 +220,7 @@ class Hybrid:
         self._roles: Final = roles
         self._say: Final = context.say
         self._serves: Final = group.rank in roles.servers
-        self.assignment: Final = ReplicaAssignment(None if self._serves else group.rank, len(roles.workers))
+        self.assignment = ReplicaAssignment(None if self._serves else group.rank, len(roles.workers))
         self._names: Final = served
         self._missing: Final = set(served)
         self._tables: Final = EmbeddingTables(group.rank)
@@ -226,7 +230,7 @@ class Hybrid:
         self._round: Final = SyncRound(self._endpoint, roles)
         self._store: Final = ParameterStore(group, self._endpoint)
         self._owner_layout: Final = OwnerLayout(group)
-        self.state_layout: Final = LayoutWithHooks(self._owner_layout, self._norm, self._owner_layout.load_model)
+        self.state_layout = LayoutWithHooks(self._owner_layout, self._norm, self._owner_layout.load_model)
         self._role_group: Final = group.subgroup(roles.servers if self._serves else roles.workers)
         self._all_reduce: Final = open_all_reduce(self._role_group, context.runs)
         self._buffers: Final = Buffers(self._all_reduce, self._role_group)
@@ -270,14 +274,14 @@ class Hybrid:
         return model
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """What this rank computes until `end` is one graph of distributed autograd."""
+        """Open a context of distributed autograd, for what this rank computes until `end_micro_batch`."""
         if not self._serves:
             self._context_id = self._autograd_context.enter_context(dist_autograd.context())
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`; the gradients of tables are on their servers."""
+        """Compute gradients through workers and servers; those of tables stay on their servers."""
         assert self._context_id is not None
         if self._sums is None:
             self._sums = BucketGradients(self._dense(target), position.of, exact=True)
@@ -298,7 +302,7 @@ class Hybrid:
             self._sums = None
 
     def serve(self, target: ParameterSet, position: MicroBatchPosition) -> bool:
-        """See `HasServerRanks.serve`. Look-ups are answered beside it."""
+        """Wait for the end of the workers' step, and set ``.grad`` of tables; other threads answer look-ups."""
         if self._round.is_over("the end of the step"):
             self._tables.discard_step()
             return False
@@ -314,22 +318,22 @@ class Hybrid:
             divide_by_counts(target, position.step_samples, counted)
         return True
 
-    def part(self, *, whole: bool) -> bool:
-        """See `HasServerRanks.part`."""
-        return self._round.part(whole=whole)
+    def end_loop(self, *, complete: bool) -> bool:
+        """End the loop over micro-batches; whether it was complete. Collective."""
+        return self._round.end_loop(complete=complete)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`. All workers; servers divide when they are told."""
+        """Divide by the number of items; servers divide once they learn it. All workers must call it."""
         total = total_count(self._role_group, counted)
         divide_by_counts(target, samples, total)
         self._round.unsent = {rank: replace(done, counted=total) for rank, done in self._round.unsent.items()}
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
-        """See `Strategy.before_optimizer_step`: gradients are in place, and servers are told if they have not been."""
+        """Tell servers that gradients are in place, if they were not told yet."""
         self._round.send()
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`: no worker goes on before the servers have stepped."""
+        """After the last micro-batch, wait until the servers have stepped; then bring buffers in step."""
         self._leave_context()
         if position.last:
             self._round.answer(lambda: None)
@@ -340,21 +344,14 @@ class Hybrid:
             with translating_peer_errors("the reduction of buffers"):
                 self._buffers.end_micro_batch(position)
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Tables are looked up as they are."""
-        return contextlib.nullcontext()
-
-    def finish_training(self) -> None:
-        """Every rank holds its part."""
-
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients that were not sent, and restore buffers."""
         self._leave_context()
         self._sums, self._round.unsent = None, {}
         self._buffers.restore()
 
     def resync(self) -> None:
-        """See `Strategy.resync`.
+        """Wait until servers have ended the loop before; start from the buffers that models hold.
 
         Raises:
             SettingError: if an embedding that was named is in no model.
@@ -367,15 +364,8 @@ class Hybrid:
         self._round.rejoin()
         self._buffers.resync()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing beside model and optimizer."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to put back."""
-
     def close(self) -> None:
-        """See `Strategy.close`."""
+        """End the threads and connections. Collective."""
         self._closed = True
         self._leave_context()
         self._all_reduce.close()

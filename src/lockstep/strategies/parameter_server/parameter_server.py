@@ -28,10 +28,9 @@ pushes.)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -59,7 +58,16 @@ from lockstep.strategies.parameter_server.rpc import (
     format_ranks,
     unexpected_end_of_loop,
 )
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.protocol import (
+    FinishesTraining,
+    HasServerRanks,
+    PreparesEvaluation,
+    PreparesForward,
+    PreparesOptimizerStep,
+    ReplicaAssignment,
+    Strategy,
+    StrategyContext,
+)
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.state_layout import OwnerLayout, ReplicatedLayout
@@ -107,19 +115,19 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What a worker lays before one server in a step."""
+    """What a worker sends to one server in a step."""
 
     step: int  #: of this worker, from 0
     micro_batches: int  #: of the step
     nodes: list[Node]  #: of the tree, whose sums these are; none if the worker had no micro-batch
-    sums: list[torch.Tensor]  #: for each lot of the server, of shape (nodes, elements)
-    used: list[set[int]]  #: for each lot, the places of its parameters that had a part in some loss here
+    sums: list[torch.Tensor]  #: for each bucket of the server, of shape (nodes, elements)
+    used: list[set[int]]  #: for each bucket, the indices of its parameters that had a part in some loss here
     counted: int | None = None  #: items of the step over all workers, where they are counted
     version: int = 0  #: of the server's parameters, from which the gradient was computed
 
 
 class ServerContext:
-    """What both modes have: the staff, their line, the stock, and the lots of the parameters that are trained."""
+    """What both modes have: roles, remote calls, the parameters with their owners, and the buckets they travel in."""
 
     def __init__(self, context: StrategyContext, roles: ServerRoles) -> None:
         group = context.group
@@ -133,15 +141,14 @@ class ServerContext:
         self.owner_layout: Final = OwnerLayout(group)
         self._owners: Final[dict[torch.Tensor, int]] = {}  # of parameters that are trained
         self._loads: list[int] = [0] * len(roles.servers)  # bytes that each server owns
-        self.role_group: Final = group.subgroup(
-            roles.servers if self.serves else roles.workers
-        )  #: those of the same kind
+        #: the workers' group on a worker, the servers' group on a server
+        self.role_group: Final = group.subgroup(roles.servers if self.serves else roles.workers)
         self._buckets: dict[ParameterSet, list[FlatBucket]] = {}
         if self.serves:
             self.endpoint.watch(roles.workers)
 
     def setup_model(self, model: nn.Module) -> None:
-        """``model`` is divided among the servers, about equally in bytes, and is what it is on rank 0. Collective."""
+        """Divide ``model``, with rank 0's values, among the servers, about equally in bytes. Collective."""
         refuse_sparse(model, "parameter-server")
         servers = self.roles.servers
         new = [p for p in model.parameters() if p.requires_grad and p not in self._owners]
@@ -154,7 +161,7 @@ class ServerContext:
         self.owner_layout.setup_model(model, lambda name: (self._owner_of(tensors[name]),))
 
     def buckets(self, target: ParameterSet) -> list[FlatBucket]:
-        """The lots of what is trained.
+        """The buckets of the trained parameters.
 
         Raises:
             UsageError: where a run has several optimizers that step apart.
@@ -169,7 +176,7 @@ class ServerContext:
         return self._buckets[target]
 
     def own_buckets(self, target: ParameterSet) -> list[FlatBucket]:
-        """The lots that this server owns."""
+        """The buckets that this server owns."""
         return [bucket for bucket in self.buckets(target) if bucket.owner == self.group.rank]
 
     def values(self, target: ParameterSet) -> tuple[int, list[torch.Tensor]]:
@@ -177,7 +184,7 @@ class ServerContext:
         return self.store.version, [bucket.values() for bucket in self.own_buckets(target)]
 
     def update_copies(self, target: ParameterSet, server: int, answer: tuple[int, list[torch.Tensor]]) -> int:
-        """A worker's copies are what ``server`` answered; the version of that."""
+        """Set a worker's copies to what ``server`` answered, and return the version of that."""
         version, flats = answer
         for bucket, flat in zip(
             (bucket for bucket in self.buckets(target) if bucket.owner == server), flats, strict=True
@@ -189,24 +196,20 @@ class ServerContext:
         return self.store.read(model)
 
     def _owner_of(self, tensor: torch.Tensor) -> int:
-        # What is trained is on servers. Rank 0 has the rest: it is the same on all ranks, or moves on workers.
+        # Trained parameters are on servers. Rank 0 owns the rest: it is the same on all ranks, or workers change it.
         return self._owners.get(tensor, 0)
 
 
-class SyncParameterServer:
+class SyncParameterServer(Strategy, HasServerRanks, PreparesOptimizerStep, FinishesTraining):
     """The strategy ``parameter-server`` in its synchronous mode."""
-
-    meets_in_forward: Final = False
 
     def __init__(self, context: StrategyContext, roles: ServerRoles) -> None:
         self._context: Final = ServerContext(context, roles)
         self._group: Final = context.group
         self._exact: Final = context.exact
-        self.assignment: Final = self._context.assignment
-        # Copies, too, begin as what was saved.
-        self.state_layout: Final = LayoutWithHooks(
-            self._context.owner_layout, self._norm, ReplicatedLayout().load_model
-        )
+        self.assignment = self._context.assignment
+        # Copies are loaded, too, not only what the owners hold.
+        self.state_layout = LayoutWithHooks(self._context.owner_layout, self._norm, ReplicatedLayout().load_model)
         self._role_group: Final = self._context.role_group
         self._all_reduce: Final = open_all_reduce(self._role_group, context.runs)
         self._buffers: Final = Buffers(self._all_reduce, self._role_group)
@@ -221,13 +224,10 @@ class SyncParameterServer:
         self._buffers.setup_model(model)
         return model
 
-    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Nothing has to be prepared."""
-
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`; the sum over all workers is on the servers, once they have been told."""
+        """Sum a worker's gradients; after its last micro-batch they are ready to be sent to the servers."""
         self._target = target
         if self._sums is None:
             self._sums = BucketGradients(self._context.buckets(target), position.of, exact=self._exact)
@@ -238,7 +238,7 @@ class SyncParameterServer:
             self._sums = None
 
     def serve(self, target: ParameterSet, position: MicroBatchPosition) -> bool:
-        """See `HasServerRanks.serve`."""
+        """Receive a push of each worker, and set ``.grad`` to their sum; False, if they have ended the loop instead."""
         self._target = target
         if self._round.is_over("the push"):
             return False
@@ -256,22 +256,22 @@ class SyncParameterServer:
             divide_by_counts(target, position.step_samples, counted)
         return True
 
-    def part(self, *, whole: bool) -> bool:
-        """See `HasServerRanks.part`."""
-        return self._round.part(whole=whole)
+    def end_loop(self, *, complete: bool) -> bool:
+        """End the loop over micro-batches; whether it was complete. Collective."""
+        return self._round.end_loop(complete=complete)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`: servers divide, after their sum. All workers."""
+        """Let servers divide by the number of items, after their sum. All workers must call it."""
         total = total_count(self._role_group, counted)
         for server, push in self._round.unsent.items():
             self._round.unsent[server] = replace(push, counted=total)
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
-        """See `Strategy.before_optimizer_step`: servers make the step, so workers send them what is not sent yet."""
+        """Send the servers, which make the step, what was not sent yet."""
         self._round.send()
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`: workers pull."""
+        """After the last micro-batch of a step, workers pull the parameters; then buffers are brought in step."""
         if position.last:
             self._round.answer(lambda: self._context.values(self._target))
             for server, answer in self._round.answers(PULL):
@@ -282,33 +282,22 @@ class SyncParameterServer:
             with translating_peer_errors("the reduction of buffers"):
                 self._buffers.end_micro_batch(position)
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Workers have what servers have."""
-        return contextlib.nullcontext()
-
     def finish_training(self) -> None:
-        """See `Strategy.finish_training`: also servers get what the others own."""
+        """Give servers, too, the parameters that others own. Collective."""
         self._context.store.refresh(self._context.roles.servers)
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients that were not sent, and restore buffers."""
         self._sums, self._round.unsent = None, {}
         self._buffers.restore()
 
     def resync(self) -> None:
-        """See `Strategy.resync`."""
+        """Wait until servers have ended the loop before; start from the buffers that models hold."""
         self._round.rejoin()
         self._buffers.resync()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing beside model and optimizer."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to put back."""
-
     def close(self) -> None:
-        """See `Strategy.close`."""
+        """End the threads and connections. Collective."""
         self._all_reduce.close()
         self._context.endpoint.close()
 
@@ -331,18 +320,18 @@ class SyncParameterServer:
         return rows[0]
 
 
-class AsyncParameterServer:
+class AsyncParameterServer(
+    Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep, PreparesEvaluation, FinishesTraining
+):
     """The strategy ``parameter-server`` in its asynchronous mode."""
-
-    meets_in_forward: Final = False
 
     def __init__(self, context: StrategyContext, roles: ServerRoles, staleness: int | None) -> None:
         self._context: Final = ServerContext(context, roles)
         self._group: Final = context.group
         self._staleness: Final = staleness
-        self.assignment: Final = replace(self._context.assignment, in_step=False)
-        # Copies, too, begin as what was saved.
-        self.state_layout: Final = LayoutWithHooks(
+        self.assignment = replace(self._context.assignment, in_step=False)
+        # Copies are loaded, too, not only what the owners hold.
+        self.state_layout = LayoutWithHooks(
             self._context.owner_layout, self._norm, ReplicatedLayout().load_model, self._average_buffers
         )
         self._buffers: Final[list[torch.Tensor]] = []
@@ -371,14 +360,14 @@ class AsyncParameterServer:
         return model
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Nothing has to be prepared."""
+        """Remember the buffers that the step begins with."""
         if self._sums is None:
             self._before = [buffer.detach().clone() for buffer in self._buffers]
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """After a worker's last turn, ``.grad`` holds the mean over its own micro-batches of the step."""
+        """After a worker's last micro-batch, ``.grad`` holds the mean over its own micro-batches of the step."""
         self._target = target
         if self._sums is None:
             self._sums = BucketGradients(self._context.buckets(target), position.of, exact=False)
@@ -390,22 +379,22 @@ class AsyncParameterServer:
                 divide_by_counts(target, position.step_samples, self._sums.samples)
 
     def serve(self, target: ParameterSet, position: MicroBatchPosition) -> bool:
-        """See `HasServerRanks.serve`: ``.grad`` holds the step's first push; `end_micro_batch` applies the others."""
+        """Set ``.grad`` to the step's first push; `end_micro_batch` applies the others."""
         self._target = target
         self._applying = self._next_push()
         return self._applying is not None or min(self._done.values()) > self._step
 
-    def part(self, *, whole: bool) -> bool:
-        """See `HasServerRanks.part`."""
-        return self._round.part(whole=whole)
+    def end_loop(self, *, complete: bool) -> bool:
+        """End the loop over micro-batches; whether it was complete. Collective."""
+        return self._round.end_loop(complete=complete)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`: to the mean over the worker's own items. Each worker by itself."""
+        """Turn ``.grad`` into the mean over the worker's own items; not collective."""
         if self._sums is not None and counted:
             divide_by_counts(target, self._sums.samples, counted)
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
-        """See `Strategy.before_optimizer_step`: a worker pushes; a server makes the step."""
+        """Push a worker's gradients; a server makes the step."""
         self._optimizers.clear()
         if self._context.serves:
             return
@@ -419,7 +408,7 @@ class AsyncParameterServer:
         self._sums = None
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`: a worker pulls; a server goes on until each worker has pushed the step."""
+        """After the last micro-batch, a worker pulls; a server goes on until each worker has pushed the step."""
         if not position.last:
             return
         unanswered, self._unanswered = self._unanswered, {}
@@ -432,12 +421,12 @@ class AsyncParameterServer:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """See `Strategy.evaluating`."""
+        """Give every rank the newest parameters, and the mean of buffers. Collective."""
         self._refresh()
         yield
 
     def finish_training(self) -> None:
-        """See `Strategy.finish_training`. Servers' updates are said, and how old the gradients were."""
+        """Give every rank the newest parameters; say how many updates there were, and how old gradients. Collective."""
         self._refresh()
         ages = self._group.gather_objects((len(self._ages), sum(self._ages), max(self._ages, default=0)), "staleness")
         updates, total, most = (sum(a for a, _, _ in ages), sum(a for _, a, _ in ages), max(a for _, _, a in ages))
@@ -447,31 +436,24 @@ class AsyncParameterServer:
         )
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients that were not pushed, and restore buffers."""
         self._sums = None
         with torch.no_grad():
             for buffer, before in zip(self._buffers, self._before, strict=True):
                 buffer.copy_(before)
 
     def resync(self) -> None:
-        """Nothing is remembered beside what models hold."""
+        """Wait until servers have ended the loop before."""
         self._round.rejoin()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing beside model and optimizer."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to put back."""
-
     def close(self) -> None:
-        """See `Strategy.close`."""
+        """Remove the hook on optimizers, and end the connections. Collective."""
         if self._hook is not None:
             self._hook.remove()
         self._context.endpoint.close()
 
     def _refresh(self) -> None:
-        """Every rank holds the newest there is. Collective."""
+        """Give every rank the newest parameters. Collective."""
         self._average_buffers()
         versions = self._context.store.refresh(range(self._group.size))
         self._versions.update((rank, version) for rank, version in versions.items() if rank in self._versions)

@@ -204,9 +204,9 @@ class RpcEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class EndOfLoop:
-    """A worker's loop over micro-batches is over."""
+    """What a worker sends when its loop over micro-batches is over."""
 
-    whole: bool  #: whether it came to its end
+    complete: bool  #: whether it came to its end
 
 
 class SyncRound:
@@ -266,26 +266,26 @@ class SyncRound:
         Raises:
             PeerLost: if not all do the same.
         """
-        ends = [content.whole if isinstance(content, EndOfLoop) else None for content in self.gather(what)]
+        ends = [content.complete if isinstance(content, EndOfLoop) else None for content in self.gather(what)]
         if len(set(ends)) > 1:
             ranks = {how: [r for r, h in zip(self._roles.workers, ends, strict=True) if h is how] for how in set(ends)}
             raise unexpected_end_of_loop(ranks.get(False) or ranks[True])
         return ends[0] is not None
 
-    def part(self, *, whole: bool) -> bool:
-        """See `HasServerRanks.part`; before a worker sends anything else it must `rejoin`."""
+    def end_loop(self, *, complete: bool) -> bool:
+        """See `HasServerRanks.end_loop`; before a worker sends anything else it must `rejoin`."""
         if self._endpoint.rank in self._roles.workers:
             for server in self._roles.servers:
-                self._unanswered[server] = self._endpoint.send(server, EndOfLoop(whole))
-            return whole
+                self._unanswered[server] = self._endpoint.send(server, EndOfLoop(complete))
+            return complete
         over = self.is_over(_END)
         assert over, "workers make as many steps as an epoch has"
         end_of_loop: EndOfLoop = self._requests[0].content
         self.answer(lambda: None)
-        return end_of_loop.whole
+        return end_of_loop.complete
 
     def rejoin(self) -> None:
-        """On a worker: servers are through with the loop before; their `part` has returned."""
+        """On a worker: wait until servers have ended the loop before, which is when their `end_loop` has returned."""
         for _ in self.answers(_END):
             pass
 

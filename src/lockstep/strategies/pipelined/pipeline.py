@@ -17,9 +17,7 @@ numbers are those of one device, too: the state of the generators goes from stag
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -52,7 +50,13 @@ from lockstep.strategies.pipelined.stage import (
     set_random_state,
     shapes_in,
 )
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.protocol import (
+    CommunicatesInForward,
+    ComputesLoss,
+    ReplicaAssignment,
+    Strategy,
+    StrategyContext,
+)
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.state_layout import OwnerLayout
@@ -159,17 +163,17 @@ def schedule_runs(specs: Sequence[object], schedule: str, ranks: int) -> list[Sc
     return made
 
 
-class Pipeline:
+class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
     """The strategy ``pipeline``."""
 
-    meets_in_forward: Final = True
+    forward_is_collective = True
 
     def __init__(self, context: StrategyContext, options: Options, ranks: int) -> None:
         group = context.group
         shard_groups = ShardGroups(group, ranks)
         replica, place = divmod(group.rank, ranks)
         # The rank of the last stage alone learns the losses, so what is measured counts there.
-        self.assignment: Final = ReplicaAssignment(replica, shard_groups.copies, counts=place == ranks - 1)
+        self.assignment = ReplicaAssignment(replica, shard_groups.copies, counts=place == ranks - 1)
         self._context: Final = context
         self._options: Final = options
         transport_device = torch.device("cpu") if group.over_cpu else group.device
@@ -179,7 +183,8 @@ class Pipeline:
         self._channel: Final = ObjectChannel(self._replica_group)
         self._all_reduce: Final = open_all_reduce(self._stage_group, context.runs)
         self._fast: Final = NativeAllReduce(self._stage_group)
-        self.state_layout: Final = OwnerLayout(group)
+        self._layout: Final = OwnerLayout(group)
+        self.state_layout = self._layout
         self._names: dict[nn.Parameter, str] = {}
         self._stages: list[Stage] = []
         self._find_unused = False
@@ -228,7 +233,7 @@ class Pipeline:
             )
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         # The ranks of the same stages in each replica are as far apart as a replica has ranks.
-        self.state_layout.setup_model(model, lambda name: range(rank_of.get(name, 0), self._context.group.size, ranks))
+        self._layout.setup_model(model, lambda name: range(rank_of.get(name, 0), self._context.group.size, ranks))
         self._context.say(f"pipeline: {len(cuts) + 1} stages; cut before {', '.join(cuts)}")
         return Pipelined(model, self._evaluate, self._stages)
 
@@ -273,9 +278,6 @@ class Pipeline:
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Nothing has to be prepared."""
-
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
@@ -289,7 +291,11 @@ class Pipeline:
     def compute(
         self, task: LossCall, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> Sequence[tuple[int, torch.Tensor]]:
-        """See `ComputesLoss.compute`. The work is done in a rank's last turn of the step."""
+        """Queue a micro-batch; for a rank's last one of the step, compute all of them. Collective then.
+
+        Returns:
+            On the rank of the last stage, the losses of the step, each with the index of its micro-batch.
+        """
         if position.is_padding and not position.last:
             return []
         device = self._context.group.device
@@ -453,46 +459,29 @@ class Pipeline:
         return set(range(len(stage.trained)))
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`."""
+        """Divide by the number of items of the step. Collective."""
         divide_by_counts(target, samples, total_count(self._stage_group, counted))
 
-    def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Other stages' parameters have no gradient here."""
-
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`."""
+        """After the last micro-batch, move the stages' buffers by the mean over the step. Collective then."""
         if position.last:
             with translating_peer_errors("the reduction of buffers"):
                 for stage in self._stages:
                     stage.running_buffers.end_micro_batch(position)
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """The model is what it is."""
-        return contextlib.nullcontext()
-
-    def finish_training(self) -> None:
-        """Every rank holds its stages."""
-
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Forget queued micro-batches, and restore buffers."""
         self._queued.clear()
         for stage in self._stages:
             stage.running_buffers.restore()
 
     def resync(self) -> None:
-        """See `Strategy.resync`."""
+        """Start from the buffers that models hold."""
         for stage in self._stages:
             stage.running_buffers.resync()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing beside model and optimizer."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to put back."""
-
     def close(self) -> None:
-        """See `Strategy.close`."""
+        """End the threads and connections."""
         self._all_reduce.close()
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
@@ -43,7 +43,15 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts, total_count
 from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.protocol import (
+    ChecksOptimizers,
+    CommunicatesInForward,
+    FinishesTraining,
+    PreparesEvaluation,
+    ReplicaAssignment,
+    Strategy,
+    StrategyContext,
+)
 from lockstep.strategies.sharded.dtensor_layout import DTensorLayout
 from lockstep.strategies.sharded.fsdp_gradients import (
     AllUsed,
@@ -91,11 +99,11 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return FullySharded(context, options, context.group.size)
 
 
-class FullySharded:
+class FullySharded(Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEvaluation, FinishesTraining):
     """The strategies ``fsdp`` and ``hsdp``.
 
     Args:
-        terms: the conditions.
+        context: the conditions.
         options: what the user says.
         ranks: that hold one copy of the model; neighbours, and a divisor of all.
     """
@@ -128,9 +136,9 @@ class FullySharded:
         self._blocks: Final[list[FSDPModule]] = []
         self._call_checksum = 0  # a checksum of which blocks were called, in their order
         self._roots: Final[list[FSDPModule]] = []
-        self.assignment: Final = ReplicaAssignment(group.rank, group.size)
-        self.state_layout: Final = DTensorLayout(group, self._shard_groups)
-        self.meets_in_forward: Final = group.size > 1
+        self.assignment = ReplicaAssignment(group.rank, group.size)
+        self.state_layout = DTensorLayout(group, self._shard_groups)
+        self.forward_is_collective = group.size > 1
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself, its parameters divided, as rank 0 made it. Collective.
@@ -197,7 +205,11 @@ class FullySharded:
             self._units.add(FsdpModel(model, units, TrackedUse(model, self._group) if watch else AllUsed()))
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `ChecksOptimizers.check_optimizer`."""
+        """Check that ``optimizer`` can step tensors that are divided.
+
+        Raises:
+            UsageError: for a fused optimizer on CPUs.
+        """
         fused = any(group.get("fused") for group in optimizer.param_groups)
         if fused and self._mesh is not None and self._group.device.type == "cpu":
             raise UsageError(
@@ -205,64 +217,51 @@ class FullySharded:
                 "fused=True out, or use ddp or zero"
             )
 
-    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Nothing has to be prepared."""
-
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`. All ranks, on every turn."""
+        """Compute gradients, and sum them after the last micro-batch. Collective for every micro-batch."""
         self._gradients.backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`."""
+        """Divide by the number of items of the step. Collective."""
         divide_by_counts(target, samples, total_count(self._group, counted))
 
-    def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Each rank steps its rows."""
-
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`."""
+        """Restore buffers; after the last micro-batch, move them by the mean over the step. Collective then."""
         with translating_peer_errors("the reduction of buffers"):
             self._buffers.end_micro_batch(position)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model is what it is; nothing stays gathered."""
+        """A context for forward passes, after which no block stays gathered. Collective."""
         self._compare_calls()
         yield
         self._compare_calls()
         self._reshard()
 
     def finish_training(self) -> None:
-        """Every rank holds its part of the trained model."""
+        """Check that all ranks called the same blocks; each holds its part of the trained model already. Collective."""
         self._compare_calls()
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients, free gathered blocks, and restore buffers."""
         self._gradients.discard_step()
         for root in self._roots:
-            # Torch 2.11 has no word for it; there, what it remembers of the pass is replaced by the next one's.
+            # Torch 2.11 has no such method; there, what it remembers of the pass is replaced by the next one's.
             if hasattr(root, "reset_iter_state"):
                 root.reset_iter_state()
         self._reshard()
         self._buffers.restore()
 
     def resync(self) -> None:
-        """See `Strategy.resync`. Collective."""
+        """Free gathered blocks, and start from the buffers that models hold. Collective."""
         self._compare_calls()
         self._reshard()
         self._buffers.resync()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing beside model and optimizer."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to put back."""
-
     def close(self) -> None:
-        """See `Strategy.close`."""
+        """End the threads and connections."""
         self._reduce_scatter.close()
         self._all_reduce.close()
         self._shard_groups.close()
@@ -283,7 +282,7 @@ class FullySharded:
         )
 
     def _reshard(self) -> None:
-        """No block is gathered: what is read next is what lies in the ranks' rows."""
+        """Free gathered blocks, so that what is read next are the ranks' rows."""
         for block in self._blocks:
             block.reshard()
 
