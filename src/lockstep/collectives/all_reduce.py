@@ -70,7 +70,7 @@ class NativeAllReduce:
         self._works.append(dist.all_reduce(out, group=self._process_group, async_op=True))
 
     def finish(self) -> None:
-        """See `AllReduce.finish`."""
+        """Wait for every sum that was begun."""
         wait_all(self._works)
 
 
@@ -90,15 +90,15 @@ class RankOrderAllReduce:
         self._all_reduce.begin(tensor, [tensor], self._size)
 
     def finish(self) -> None:
-        """See `AllReduce.finish`."""
+        """Wait for every sum that was begun."""
         self._all_reduce.finish()
 
     def close(self) -> None:
-        """See `AllReduce.close`."""
+        """End the threads and connections."""
         self._all_reduce.close()
 
 
-class _NoAllReduce:
+class _NoAllReduce(AllReduce):
     """One rank holds the whole tree."""
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
@@ -112,7 +112,7 @@ class _NoAllReduce:
         pass
 
 
-class GlooAllReduce:
+class GlooAllReduce(AllReduce):
     """Over gloo: the first half of each sum is begun by the caller, the rest follows on one thread, in order.
 
     The two halves have a process group each. Collectives of one group must be issued in the same order on every rank;
@@ -128,7 +128,7 @@ class GlooAllReduce:
         self._followed: list[Future[None]] = []
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """See `AllReduce.begin`."""
+        """Begin the exchange of chunks; the rest follows on the thread."""
         out, partials = as_real(out), [as_real(partial) for partial in partials]
         plan = self._plans(micro_batches)
         if plan.all_reduces:
@@ -142,14 +142,14 @@ class GlooAllReduce:
         self._followed.append(self._thread.submit(self._follow, works, plan, received, sent, out))
 
     def finish(self) -> None:
-        """See `AllReduce.finish`."""
+        """Wait for every sum that was begun."""
         wait_all(self._reduced)
         followed, self._followed = self._followed, []
         for future in followed:
             future.result()
 
     def close(self) -> None:
-        """See `AllReduce.close`."""
+        """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)  # after an error it may wait for a rank that never comes
 
     def _follow(
@@ -165,7 +165,7 @@ class GlooAllReduce:
         _gather(plan, _fold(plan, received), out, self._second_half)
 
 
-class NcclAllReduce:
+class NcclAllReduce(AllReduce):
     """Over NCCL: both halves and the additions between them are queued on a stream beside the backward pass."""
 
     def __init__(self, group: Group, runs: Runs) -> None:
@@ -174,7 +174,7 @@ class NcclAllReduce:
         self._stream = torch.cuda.Stream(device=group.device)
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """See `AllReduce.begin`."""
+        """Queue the exchange, the additions and the gathering on the stream."""
         out, partials = as_real(out), [as_real(partial) for partial in partials]
         plan = self._plans(micro_batches)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -192,15 +192,15 @@ class NcclAllReduce:
                 _gather(plan, _fold(plan, received), out, self._process_group)
 
     def finish(self) -> None:
-        """See `AllReduce.finish`."""
+        """Let the current stream wait for every sum that was begun."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def close(self) -> None:
-        """See `AllReduce.close`."""
+        """Wait for what is queued."""
         self._stream.synchronize()
 
 
-class StagedAllReduce:
+class StagedAllReduce(AllReduce):
     """For ranks that share a GPU, which NCCL does not serve: sums pass through the CPU's memory."""
 
     def __init__(self, all_reduce: AllReduce) -> None:
@@ -208,20 +208,20 @@ class StagedAllReduce:
         self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """See `AllReduce.begin`."""
+        """Copy the sums to the CPU, and begin there."""
         here = torch.empty_like(out, device="cpu")
         self._all_reduce.begin(here, [partial.cpu() for partial in partials], micro_batches)
         self._begun.append((out, here))
 
     def finish(self) -> None:
-        """See `AllReduce.finish`."""
+        """Wait for every sum that was begun, and copy it to the GPU."""
         begun, self._begun = self._begun, []
         self._all_reduce.finish()
         for out, here in begun:
             out.copy_(here)
 
     def close(self) -> None:
-        """See `AllReduce.close`."""
+        """Close the all-reduce on the CPU."""
         self._all_reduce.close()
 
 

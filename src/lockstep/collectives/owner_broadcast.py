@@ -50,7 +50,7 @@ def open_owner_broadcast(group: Group) -> OwnerBroadcast:
     return BroadcastFromOwner(group)
 
 
-class BroadcastFromOwner:
+class BroadcastFromOwner(OwnerBroadcast):
     """Some tensors of one owner in one broadcast; two are under way at a time, of two owners where there are more."""
 
     def __init__(self, group: Group) -> None:
@@ -60,7 +60,7 @@ class BroadcastFromOwner:
         self._process_groups: Final = [group.new_process_group() for _ in range(2 if group.over_cpu else 1)]
 
     def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
-        """See `OwnerBroadcast`."""
+        """Broadcast batch by batch. Collective."""
         under_way: list[tuple[int, list[torch.Tensor], list[torch.Tensor], dist.Work]] = []
         with torch.no_grad(), translating_peer_errors("the handing on of parameters"):
             for (owner, batch), process_group in zip(
@@ -79,7 +79,7 @@ class BroadcastFromOwner:
                 self._arrive(*last)
 
     def close(self) -> None:
-        """See `OwnerBroadcast.close`."""
+        """Nothing is held open."""
 
     def _arrive(self, owner: int, batch: list[torch.Tensor], views: list[torch.Tensor], work: dist.Work) -> None:
         work.wait()
@@ -87,7 +87,7 @@ class BroadcastFromOwner:
             _copy(batch, views)
 
 
-class SharedMemoryOwnerBroadcast:
+class SharedMemoryOwnerBroadcast(OwnerBroadcast):
     """Each rank lays its tensors into memory that all see; when all have, each takes the others' out.
 
     The memory is as large as all tensors together, once for the machine.
@@ -100,7 +100,7 @@ class SharedMemoryOwnerBroadcast:
         self._in_use = False  # some rank may still read what was laid down last
 
     def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
-        """See `OwnerBroadcast`."""
+        """Copy own tensors into the shared memory, and others' out of it. Collective."""
         slots = _slots(tensors)
         if not slots.size:
             return
@@ -120,7 +120,7 @@ class SharedMemoryOwnerBroadcast:
         self._in_use = True
 
     def close(self) -> None:
-        """See `OwnerBroadcast.close`."""
+        """Close the connections to the other ranks."""
         self._arena.close()
 
 

@@ -91,7 +91,7 @@ class ReduceScatter(Protocol):
         ...
 
 
-class TreeReduceScatter:
+class TreeReduceScatter(ReduceScatter):
     """Sums along the tree: the same bits for any number of ranks.
 
     A rank sends and receives the bytes of a ring's reduce-scatter, times its nodes.
@@ -107,7 +107,7 @@ class TreeReduceScatter:
         )
 
     def __call__(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """See `ReduceScatter`."""
+        """Exchange parts within a copy, fold them along the tree, and sum them over copies. Collective."""
         within, part = self._shard_groups.within, out.numel()
         plan = self._plans(micro_batches)
         if len(partials) == 1:
@@ -128,18 +128,18 @@ class TreeReduceScatter:
         self._across.finish()
 
     def close(self) -> None:
-        """See `ReduceScatter.close`."""
+        """End the threads and connections."""
         self._across.close()
 
 
-class NativeReduceScatter:
+class NativeReduceScatter(ReduceScatter):
     """Torch's own reduce-scatter: no promise of bits."""
 
     def __init__(self, shard_groups: ShardGroups) -> None:
         self._shard_groups: Final = shard_groups
 
     def __call__(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """See `ReduceScatter`."""
+        """Reduce and scatter within a copy, and sum over copies. Collective."""
         within, across = self._shard_groups.within, self._shard_groups.across
         total = torch.stack(list(partials)).sum(0) if len(partials) > 1 else None
         if total is None:

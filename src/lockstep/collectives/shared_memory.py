@@ -46,7 +46,7 @@ class SharedMemoryAllReduce:
         self._area_is_free = True
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """See `AllReduce.begin`."""
+        """Copy the sums of this rank's nodes into shared memory."""
         if not self._area_is_free:
             self._arena.wait()
             self._area_is_free = True
@@ -58,7 +58,7 @@ class SharedMemoryAllReduce:
         self._pending.append((out, plan, area))
 
     def finish(self) -> None:
-        """See `AllReduce.finish`."""
+        """Wait until all ranks have copied their sums in, fold them, and copy the results out."""
         if not self._pending:
             return
         begun, self._pending, self._free = self._pending, [], (0, 0)
@@ -77,7 +77,7 @@ class SharedMemoryAllReduce:
         self._area_is_free = False
 
     def close(self) -> None:
-        """See `AllReduce.close`."""
+        """Close the connections to the other ranks."""
         self._arena.close()
 
     def _area(self, nodes: int, out: torch.Tensor) -> torch.Tensor:

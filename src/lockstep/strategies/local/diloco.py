@@ -32,10 +32,9 @@ format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -179,7 +178,7 @@ class OuterOptimizer:
         """What `load_state` takes."""
         return {"start": list(self._start), "velocity": list(self._velocity)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Put back `state`."""
         for tensors, saved in ((self._start, state["start"]), (self._velocity, state["velocity"])):
             for tensor, value in zip(tensors, saved, strict=True):

@@ -24,10 +24,9 @@ Traffic of a rank, in bytes a step: 2 M (n - 1) / (n period), for M bytes of par
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -216,7 +215,7 @@ class LocalSgd(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, 
         self._replicas.mark_averaged()
         self._local.resync()
 
-    def _has_stepped(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _has_stepped(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if any(optimizer is known for known in self._stepping):
             return
         ours = {id(p) for p in self._replicas.trained}

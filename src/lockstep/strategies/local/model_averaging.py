@@ -15,8 +15,8 @@ What the mean is of:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from lockstep.collectives import Group
 from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.optimizer_averaging import AveragedOptimizer, elementwise_max, load_own_state, row_of
 from lockstep.strategies.module_states import sync_module_states
+from lockstep.strategies.protocol import StateDict, StateLayout
 from lockstep.strategies.state_layout import ReplicatedLayout
 
 
@@ -108,13 +109,13 @@ class DivergedReplicas:
             optimizer.load_state_dict(self.mean_optimizer_state(optimizer))
         self.optimizers_diverged = False
 
-    def mean_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def mean_optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
         """The state of ``optimizer``, with the ranks' mean of what it remembers. Collective."""
         if not self.optimizers_diverged:
             return optimizer.state_dict()
         return AveragedOptimizer(optimizer, self._group).mean(self._averager)
 
-    def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> StateDict:
         """What this rank's models and optimizers hold beside the mean, a row per rank as `TensorShard`. Collective."""
         moved = list(self._changed_untrained(self._group)) if self.diverged else []
         own = [*self.trained, *(self._untrained[place] for place in moved)] if self.diverged else []
@@ -129,7 +130,7 @@ class DivergedReplicas:
             else [],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def load_state_dict(self, state: StateDict, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Put back `state`, if it is of as many ranks, into models and optimizers that hold the mean."""
         self.mark_averaged()
         self.optimizers_diverged = False
@@ -171,7 +172,7 @@ class DivergedReplicas:
         return [*real, *(self._untrained[place] for place in whole)], [*means, *whole.values()]
 
 
-class AveragedLayout:
+class AveragedLayout(StateLayout):
     """The `StateLayout` of replicas: checkpoints hold the mean over ranks of models and of what optimizers remember.
 
     A checkpoint costs the traffic of one meeting, and of one more for each moment of the optimizers.
@@ -190,8 +191,8 @@ class AveragedLayout:
         """``found`` itself: each rank steps by itself."""
         return found
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """See `StateLayout.model_state`."""
+    def model_state(self, model: nn.Module) -> StateDict:
+        """The mean of the ranks' models. Collective."""
         diverged = self._replicas.diverged
         with self._replicas.averaged_models(model):
             state = self._whole.model_state(model)
@@ -200,17 +201,17 @@ class AveragedLayout:
                     state[name] = value.clone()  # the model will hold its own again
         return state
 
-    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_model`."""
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
+        """Load the whole state."""
         self._whole.load_model(model, state)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `StateLayout.optimizer_state`."""
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """The mean of the ranks' optimizer states. Collective."""
         self._remember(optimizer)
         return self._replicas.mean_optimizer_state(optimizer)
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_optimizer`."""
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load the whole state."""
         self._remember(optimizer)
         self._whole.load_optimizer(optimizer, state)
 

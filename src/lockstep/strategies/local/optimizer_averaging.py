@@ -16,6 +16,7 @@ import torch
 
 from lockstep.collectives import Group, TensorShard
 from lockstep.strategies.local.averaging import RankAverager
+from lockstep.strategies.protocol import StateDict
 
 Key = tuple[int | str, str]
 """One thing that an optimizer remembers: the number of its parameter, and what it is."""
@@ -25,7 +26,7 @@ class AveragedOptimizer:
     """What the ranks' optimizers remember, as they have told each other. All ranks make one."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Group) -> None:
-        self._state: dict[str, Any] = optimizer.state_dict()
+        self._state: StateDict = optimizer.state_dict()
         self._group = group
         flat = {(n, name): v for n, about in self._state["state"].items() for name, v in about.items()}
         self._moments: dict[Key, torch.Tensor] = {key: v for key, v in flat.items() if _is_moment(key, v)}
@@ -40,14 +41,14 @@ class AveragedOptimizer:
         keys = dict.fromkeys(key for rest in self._rest for key in rest if key not in self._shapes)
         self._common = {key: elementwise_max([rest[key] for rest in self._rest if key in rest]) for key in keys}
 
-    def mean(self, averager: RankAverager) -> dict[str, Any]:
+    def mean(self, averager: RankAverager) -> StateDict:
         """As the optimizer's ``state_dict()``, with the mean over the ranks. Collective."""
         sums = dict(zip(self._shapes, averager.sums(list(self._local_position().values())), strict=True))
         for key, total in sums.items():
             total.div_(self._group.size - sum(key in lacking for lacking in self._lacking))
         return self._state | {"state": _by_number({**sums, **self._common})}
 
-    def own_state(self) -> dict[str, Any]:
+    def own_state(self) -> StateDict:
         """What this rank's optimizer holds beside the mean: values, and a `TensorShard` with a row per rank."""
         missing = [
             [*lacking, *(key for key in self._common if key not in rest)]
@@ -70,7 +71,7 @@ class AveragedOptimizer:
         }
 
 
-def load_own_state(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], rank: int) -> None:
+def load_own_state(optimizer: torch.optim.Optimizer, own: StateDict, rank: int) -> None:
     """Give ``optimizer``, which remembers the mean, what `Remembered.own` said of ``rank``."""
     state = optimizer.state_dict()
     flat: dict[Key, Any] = {(n, name): v for n, about in state["state"].items() for name, v in about.items()}

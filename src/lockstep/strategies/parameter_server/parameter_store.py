@@ -10,8 +10,8 @@ Whole parameters are divided, not their rows, so that an optimizer finds on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from lockstep.collectives import Group
 from lockstep.strategies.module_states import verify_module_states
 from lockstep.strategies.parameter_server.flat_buckets import FlatBucket, flat_buckets_of
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint
+from lockstep.strategies.protocol import StateDict, StateLayout
 from lockstep.strategies.state_layout import OwnerLayout
 
 #: What is being done while parameters come.
@@ -88,21 +89,21 @@ class ParameterStore:
         return versions
 
 
-class LayoutWithHooks:
-    """A `StateLayout` like ``owner_layout``, with something to do before some of its verbs.
+class LayoutWithHooks(StateLayout):
+    """The layout ``owner_layout``, with another norm, another way to load models, and something to do before a save.
 
     Args:
         owned: each tensor is written by its owner, with what optimizers remember of it.
         norm: see `StateLayout.norm`.
         load_model: see `StateLayout.load_model`.
-        meet: called before a model's state is told; where ranks keep something apart.
+        before_model_state: called before `model_state`, where ranks hold values of their own.
     """
 
     def __init__(
         self,
         owner_layout: OwnerLayout,
         norm: Callable[[Sequence[nn.Parameter]], torch.Tensor],
-        load_model: Callable[[nn.Module, Mapping[str, Any]], None],
+        load_model: Callable[[nn.Module, StateDict], None],
         before_model_state: Callable[[], None] = lambda: None,
     ) -> None:
         self._owner_layout: Final = owner_layout
@@ -111,26 +112,26 @@ class LayoutWithHooks:
         self._before_model_state: Final = before_model_state
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """See `StateLayout.norm`."""
+        """The norm that was given."""
         return self._norm(parameters)
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
-        """See `StateLayout.any`."""
+        """1.0 if ``found`` is not zero on some rank, else 0.0. Collective."""
         return self._owner_layout.any(found)
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """See `StateLayout.model_state`."""
+    def model_state(self, model: nn.Module) -> StateDict:
+        """The tensors that this rank owns, after the hook. Collective."""
         self._before_model_state()
         return self._owner_layout.model_state(model)
 
-    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_model`."""
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
+        """Load a model in the way that was given."""
         self._load_model(model, state)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `StateLayout.optimizer_state`."""
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """The states of the parameters that this rank owns. Collective."""
         return self._owner_layout.optimizer_state(optimizer)
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_optimizer`."""
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load the states of the parameters that this rank owns."""
         self._owner_layout.load_optimizer(optimizer, state)

@@ -70,7 +70,7 @@ class RpcRequest:
     content: Any
     _answer: Answer
 
-    def answer(self, content: Any) -> None:
+    def answer(self, content: object) -> None:
         """The sender's wait is over."""
         self._answer.set_result(content)
 
@@ -119,12 +119,12 @@ class RpcEndpoint:
             call = rpc.rpc_async(_name(rank), _stay_connected, timeout=0)
             call.add_done_callback(lambda ended, rank=rank: self._watched_rank_ended(rank, ended))
 
-    def send(self, rank: int, content: Any) -> Answer:
+    def send(self, rank: int, content: object) -> Answer:
         """Lay ``content`` before ``rank``; it waits there until it is taken. See `wait` for the answer."""
         answer: Answer = rpc.rpc_async(_name(rank), _deliver, args=(self._group.rank, content))
         return answer
 
-    def read(self, rank: int, what: Any) -> Answer:
+    def read(self, rank: int, what: object) -> Answer:
         """What ``rank`` answers to ``what`` at once. See `wait`."""
         answer: Answer = rpc.rpc_async(_name(rank), _answer, args=(what,))
         return answer
@@ -176,7 +176,7 @@ class RpcEndpoint:
         rpc.shutdown(graceful=together)
         _open.remove(self)
 
-    def _store_request(self, sender: int, content: Any) -> Answer:
+    def _store_request(self, sender: int, content: object) -> Answer:
         answer = Answer()
         with self._lock:
             if self._closing:
@@ -243,7 +243,7 @@ class SyncRound:
         self._requests.sort(key=lambda request: request.sender)
         return [request.content for request in self._requests]
 
-    def answer(self, content: Callable[[], Any]) -> None:
+    def answer(self, content: Callable[[], object]) -> None:
         """On a server: all workers are told ``content()``."""
         requests, self._requests = self._requests, []
         if requests:
@@ -332,7 +332,7 @@ def _name(rank: int) -> str:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _deliver(sender: int, content: Any) -> Answer:
+def _deliver(sender: int, content: object) -> Answer:
     return _open[0]._store_request(sender, content)
 
 

@@ -248,7 +248,7 @@ def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_().clone()
 
 
-def _learns(value: Any) -> bool:
+def _learns(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 

@@ -63,11 +63,11 @@ class AutocastContext:
     transport_device: torch.device  #: whose memory the line to the other stages reads
     dtype: torch.dtype | None  #: of autocast; None: there is none
 
-    def forward(self) -> AbstractContextManager[Any]:
+    def forward(self) -> AbstractContextManager[object]:
         """Around forward passes."""
         return torch.autocast(self.device.type, dtype=self.dtype) if self.dtype else nullcontext()
 
-    def backward(self) -> AbstractContextManager[Any]:
+    def backward(self) -> AbstractContextManager[object]:
         """Around backward passes."""
         return torch.autocast(self.device.type, enabled=False) if self.dtype else nullcontext()
 
@@ -224,7 +224,7 @@ class Stage(nn.Module):
         loss = task.scale(loss)
         return loss if micro.weight is None else loss * micro.weight.to(loss)
 
-    def _checked_output(self, value: Any) -> torch.Tensor:
+    def _checked_output(self, value: object) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
             raise UsageError(
                 f"strategy=pipeline: behind stage {self.number} a {type(value).__name__} would go to the next one, and "
@@ -249,7 +249,7 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
         torch.cuda.set_rng_state(state[length:], device)
 
 
-def shapes_in(value: Any) -> tuple[Any, ...]:
+def shapes_in(value: object) -> tuple[Any, ...]:
     """Shapes and types of the tensors in ``value``, also within lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from lockstep.collectives import Group, ShardGroups, TensorShard
 from lockstep.strategies.grad_norm import norm_of_rows, squared_row_norms
 from lockstep.strategies.gradient_accumulation import parameters_of
+from lockstep.strategies.protocol import StateDict, StateLayout
 
 
-class DTensorLayout:
+class DTensorLayout(StateLayout):
     """A `StateLayout` of tensors that lie divided by rows.
 
     Such as shape (5, 3) on three ranks: rows 0 and 1, rows 2 and 3, row 4. Where several copies are held, the first one
@@ -26,7 +27,7 @@ class DTensorLayout:
         self._shard_groups: Final = shard_groups
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """See `StateLayout.norm`."""
+        """The 2-norm of all gradients, from the squares of every rank's rows. Collective."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not gradients:
             return norm_of_rows([], parameters[0].device)
@@ -41,20 +42,20 @@ class DTensorLayout:
         return norm_of_rows(squares, mine[0].device)
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
-        """See `StateLayout.any`."""
+        """1.0 if ``found`` is not zero on some rank, else 0.0. Collective."""
         return (self._group.sum_tensor(_local(found), "whether gradients are finite") != 0).to(found.dtype)
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """See `StateLayout.model_state`."""
+    def model_state(self, model: nn.Module) -> StateDict:
+        """This rank's rows of each tensor, as `TensorShard`."""
         return {name: self._to_shard(value) for name, value in model.state_dict().items()}
 
-    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_model`."""
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
+        """Load this rank's rows of each tensor."""
         own = model.state_dict()
         model.load_state_dict({name: self._to_dtensor(value, own.get(name)) for name, value in state.items()})
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `StateLayout.optimizer_state`."""
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """This rank's rows of each state, as `TensorShard`."""
         whole = optimizer.state_dict()
         whole["state"] = {
             number: {name: self._to_shard(value) for name, value in of_one.items()}
@@ -62,8 +63,8 @@ class DTensorLayout:
         }
         return whole
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_optimizer`. What has its parameter's shape is divided like the parameter."""
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load this rank's rows: a state of its parameter's shape is divided like the parameter."""
         numbered = dict(enumerate(parameters_of(optimizer)))
         divided = {
             number: {name: self._to_dtensor(value, numbered.get(number)) for name, value in of_one.items()}

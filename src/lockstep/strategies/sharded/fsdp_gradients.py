@@ -1,4 +1,4 @@
-"""Gradients of blocks that `fully_shard` gathers and disperses: folded along the tree, whole, then scattered.
+"""Gradients of blocks that `fully_shard` gathers and reshards: folded along the tree, whole, then scattered.
 
 micro-batch 0     backward: block 2, 1, 0     each hands over its gradient, whole and flat: folded, and kept
 micro-batch 1     backward: block 2, 1, 0     ... folded
@@ -21,23 +21,23 @@ from lockstep.strategies.gradient_accumulation import MicroBatchPosition, Parame
 
 
 class UnitSums(Protocol):
-    """What a rank has of one block's gradient in a step: see `TreeAccumulator`."""
+    """This rank's sum of one block's gradient in a step, such as a `TreeAccumulator`."""
 
     sums: list[torch.Tensor]
 
     def push(self, node: Node, value: torch.Tensor) -> None:
-        """Add what a node of the tree has brought."""
+        """Add ``value``, the gradient of a node of the tree."""
         ...
 
 
-class RunningSum:
+class RunningSum(UnitSums):
     """One sum, to which each micro-batch adds as it comes: no promise of bits, and no more memory than one."""
 
     def __init__(self) -> None:
         self.sums: list[torch.Tensor] = []
 
     def push(self, node: Node, value: torch.Tensor) -> None:
-        """See `UnitSums.push`."""
+        """Add ``value`` to the sum, in the order of the calls."""
         self.sums = [self.sums[0].add_(value) if self.sums else value]
 
 
@@ -124,28 +124,31 @@ class Gradients(Protocol):
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`."""
+        """Compute the gradients of one micro-batch; after the last one, ``.grad`` holds this rank's rows of the sum.
+
+        Collective.
+        """
         ...
 
     def discard_step(self) -> None:
-        """What the step has gathered is forgotten."""
+        """Drop the gradients of the step."""
         ...
 
 
 class ParameterUse(Protocol):
-    """Which parameters have had a part in the losses of a step."""
+    """Finds out which parameters have a part in the losses of a step."""
 
     def before(self) -> None:
-        """Between the forward pass of a micro-batch and its backward pass."""
+        """Called between the forward pass of a micro-batch and its backward pass."""
         ...
 
     def after(self, position: MicroBatchPosition) -> None:
-        """After the backward pass. All ranks, after their last turns: ``.grad`` is None where there was no part."""
+        """After the backward pass; after the last one, ``.grad`` of unused parameters is None. Collective then."""
         ...
 
 
-class AllUsed:
-    """Each parameter has to have a part in each loss."""
+class AllUsed(ParameterUse):
+    """Every parameter has to have a part in every loss: nothing is tracked."""
 
     def before(self) -> None:
         """Nothing has to be prepared."""
@@ -154,8 +157,8 @@ class AllUsed:
         """Nothing has to be found out."""
 
 
-class TrackedUse:
-    """Parameters of a model that is gathered as one; those which have no part in a loss get a gradient of nothing."""
+class TrackedUse(ParameterUse):
+    """Tracks the parameters of a model that is gathered as one; an unused one gets a gradient of zeros meanwhile."""
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._model: Final = model
@@ -166,7 +169,7 @@ class TrackedUse:
         self._used: Final[set[int]] = set()  # ... of some turn of this step
 
     def before(self) -> None:
-        """See `ParameterUse.before`."""
+        """Give every parameter a gradient of zeros, and count those to which the backward pass adds."""
         for place, gathered in enumerate(self._model.parameters()):
             if gathered.requires_grad and not isinstance(gathered, DTensor):
                 if id(gathered) not in self._known:  # torch makes them once
@@ -176,7 +179,7 @@ class TrackedUse:
         self._found.clear()
 
     def after(self, position: MicroBatchPosition) -> None:
-        """See `ParameterUse.after`."""
+        """Note which parameters were used; after the last micro-batch, exchange it with all ranks. Collective then."""
         if not position.is_padding:
             self._used.update(self._found)
         if position.last:
@@ -223,7 +226,7 @@ class FsdpModel:
             )
 
 
-class FsdpBackward:
+class FsdpBackward(Gradients):
     """`Gradients` of models that `fully_shard` has divided."""
 
     def __init__(self) -> None:
@@ -236,7 +239,7 @@ class FsdpBackward:
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`."""
+        """Let the units sum the gradients of their blocks. Collective."""
         mine = [fsdp_model for fsdp_model in self._models if fsdp_model.is_in(target)]
         others = [fsdp_model for fsdp_model in self._models if not fsdp_model.is_in(target)]
         for fsdp_model in mine:
@@ -265,7 +268,7 @@ class FsdpBackward:
                     parameter.grad = None
 
     def discard_step(self) -> None:
-        """See `Gradients.discard_step`."""
+        """Drop what the units have summed."""
         for fsdp_model in self._models:
             for unit in fsdp_model.units:
                 unit.forget()
