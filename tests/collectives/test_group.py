@@ -104,7 +104,7 @@ def boards():
     group.barrier("end")
     group.close()
     second = meet()
-    assert not second.board("news").is_set("word"), "a board of the group before"
+    assert not second.store("news").is_set("word"), "a board of the group before"
     second.barrier("end")
     second.close()
     return told

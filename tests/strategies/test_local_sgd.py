@@ -106,7 +106,7 @@ def meets_at_the_end_of_each_period():
             hashes.append(state_hash(loop.net))
             if not step:
                 moved = loop.strategy.state_dict()["replicas"]["moved"]
-        still = [t for place, t in enumerate(loop.strategy._replicas._others) if place not in moved]
+        still = [t for place, t in enumerate(loop.strategy._replicas._untrained) if place not in moved]
         assert [t is loop.net.table for t in still] == [True]
         return hashes, float(loop.norms[-1])
 

@@ -162,6 +162,43 @@ def test_what_cannot_be_cut_is_refused(model, cuts, words):
         stage_of_tensors(model, [split_stages(trace(model, cuts), cuts)])
 
 
+class Doubled(torch.autograd.Function):
+    """A gradient that is not that of the operators in its forward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 7
+
+
+class Opaque(nn.Module):
+    """What no tracer of operators follows: a branch on a value, a number made of a tensor, a gradient of its own."""
+
+    def forward(self, x):
+        scale = float(x.detach().abs().max())
+        return Doubled.apply(x) * scale if x.sum() > 0 else x.reshape(x.shape[0], 2, 2).flatten(1)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_modules_are_taken_as_they_are(sign):
+    """See docs/decisions/0008: a cut that traces what modules do inside would refuse these, or change them."""
+    model = nn.Sequential(nn.Linear(4, 4), Opaque(), nn.Linear(4, 2))
+    first, second = (fx.GraphModule(model, stage.graph) for stage in split_stages(trace(model, ["2"]), ["2"]))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(4)), model[0].bias.fill_(sign * 9.0)
+    for rows in (8, 3):
+        x = torch.randn(rows, 4)
+        model(x).sum().backward()
+        plain = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        second(x, *first(x)).sum().backward()
+        assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), plain, strict=True))
+        model.zero_grad()
+
+
 def test_shared_weights_must_lie_in_one_stage():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     model[2].weight = model[0].weight
