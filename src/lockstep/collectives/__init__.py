@@ -1,4 +1,4 @@
-"""The only room that speaks torch.distributed: ranks meet, agree, and add up along one fixed tree."""
+"""The only package that uses torch.distributed: groups of ranks, their agreement, and sums along a fixed tree."""
 
 from lockstep.collectives.all_reduce import AllReduce, NativeAllReduce, RankOrderAllReduce, open_all_reduce
 from lockstep.collectives.group import (

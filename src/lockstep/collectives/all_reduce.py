@@ -24,7 +24,7 @@ class AllReduce(Protocol):
     """Sums flat tensors over all ranks in the background; sums are begun in the same order on every rank."""
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """Begin the sum over the micro-batches of a step, to arrive in ``out`` with the same bits on every rank.
+        """Begin the sum over the micro-batches of a step; after `finish` it is in ``out``, the same bits on every rank.
 
         Args:
             out: one-dimensional, of the length that all ranks give, real or complex; ``partials`` may contain it.
@@ -35,20 +35,20 @@ class AllReduce(Protocol):
         ...
 
     def finish(self) -> None:
-        """Every sum begun so far is in its ``out``; on a GPU, for what is queued from here on.
+        """Wait until every sum begun so far is in its ``out``; on a GPU, for work that is queued from now on.
 
         Raises:
-            RuntimeError: what the transport raised, such as for a rank that is gone.
+            RuntimeError: of the transport, for example where a rank is gone.
         """
         ...
 
     def close(self) -> None:
-        """No sum is begun any more."""
+        """End threads and connections; no sum is begun afterwards."""
         ...
 
 
 def open_all_reduce(group: Group, runs: Runs) -> AllReduce:
-    """The exchange that suits the group: through shared memory, NCCL or gloo; none for one rank. Collective."""
+    """The all-reduce that suits the group: shared memory, NCCL or gloo; none for one rank. Collective."""
     if group.size == 1:
         return _NoAllReduce()
     if group.device.type == "cuda" and not group.over_cpu:
@@ -59,14 +59,14 @@ def open_all_reduce(group: Group, runs: Runs) -> AllReduce:
 
 
 class NativeAllReduce:
-    """Torch's own all-reduce: no promise of bits, and a rank adds its own micro-batches as it likes."""
+    """Torch's own all-reduce: no promise of bits, and each rank adds up its own micro-batches in any order."""
 
     def __init__(self, group: Group) -> None:
         self._process_group = group.process_group
         self._works: list[dist.Work] = []
 
     def begin(self, out: torch.Tensor) -> None:
-        """Begin the sum of every rank's ``out``, to arrive in ``out``."""
+        """Begin the sum of every rank's ``out``; after `finish` it is in ``out``."""
         self._works.append(dist.all_reduce(out, group=self._process_group, async_op=True))
 
     def finish(self) -> None:
@@ -78,7 +78,7 @@ class RankOrderAllReduce:
     """Sums of one tensor from each rank, along the tree over ranks.
 
     Torch's all-reduce adds in an order that depends on where in a bucket an element lies, and DDP cuts its buckets anew
-    after the first step, also after a resume. Here the bits depend on the values and the number of ranks alone.
+    after the first step, also after a resume. Here the bits depend only on the values and on the number of ranks.
     """
 
     def __init__(self, group: Group) -> None:
@@ -86,7 +86,7 @@ class RankOrderAllReduce:
         self._all_reduce: Final = open_all_reduce(group, lambda rank, _: range(rank, rank + 1))
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """Begin the sum of every rank's ``tensor``, of one dimension, to arrive in it."""
+        """Begin the sum of every rank's ``tensor``, of one dimension; after `finish` it is in ``tensor``."""
         self._all_reduce.begin(tensor, [tensor], self._size)
 
     def finish(self) -> None:
@@ -99,7 +99,7 @@ class RankOrderAllReduce:
 
 
 class _NoAllReduce(AllReduce):
-    """One rank holds the whole tree."""
+    """For a group of one rank, which holds the whole tree."""
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
         (total,) = partials
@@ -161,7 +161,7 @@ class GlooAllReduce(AllReduce):
         out: torch.Tensor,
     ) -> None:
         wait_all(works)
-        del sent  # was to stay alive until the exchange had read it
+        del sent  # had to stay alive until the exchange had read it
         _gather(plan, _fold(plan, received), out, self._second_half)
 
 
@@ -201,7 +201,7 @@ class NcclAllReduce(AllReduce):
 
 
 class StagedAllReduce(AllReduce):
-    """For ranks that share a GPU, which NCCL does not serve: sums pass through the CPU's memory."""
+    """For ranks that share a GPU, which NCCL does not support: sums go through the memory of the CPU."""
 
     def __init__(self, all_reduce: AllReduce) -> None:
         self._all_reduce = all_reduce
@@ -231,7 +231,7 @@ class StagedAllReduce(AllReduce):
 #     a0 a1 b0 b1       a2 a3 b2 b3
 #        |                  |                 folds them in the tree's order,
 #      s0 s1              s2 s3
-#           \_____________/                   all_gather: and everybody receives all the chunks.
+#           \_____________/                   all_gather: and every rank receives all chunks.
 #     s0 s1   s2 s3     s0 s1   s2 s3
 #
 # So each rank sends and receives what a ring all-reduce would, times its nodes.
@@ -274,7 +274,7 @@ def _gather(plan: ReductionPlan, chunk: torch.Tensor, out: torch.Tensor, group: 
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:
-    """``flat`` itself, of one dimension; a complex one as pairs of reals: transports and folds know no complex sums."""
+    """``flat`` itself, of one dimension; a complex one as pairs of reals, since transports have no complex sums."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
@@ -284,7 +284,7 @@ def _into(out: torch.Tensor, total: torch.Tensor) -> None:
 
 
 def wait_all(works: list[dist.Work]) -> None:
-    """Wait for each, and forget them all, whatever happens."""
+    """Wait for each of ``works``, and empty the list, also after an error."""
     waiting = works[:]
     works.clear()
     for work in waiting:

@@ -1,6 +1,6 @@
-"""Objects with tensors in them, from one rank to the next or to all, as a pipeline's stages hand on what they computed.
+"""Objects with tensors in them, sent from one rank to another or to all: a pipeline's stages send their outputs so.
 
-("logits", tensor of (32, 10))  ──►  words: pickled, with tensor 0's type and shape in its place
+("logits", tensor of (32, 10))  ──►  pickled: the object, with tensor 0's type and shape in its place
                                      bytes: tensor 0, from device to device
 """
 
@@ -20,7 +20,7 @@ Header = tuple[bytes, list[tuple[torch.Size, torch.dtype]]]
 
 
 class ObjectChannel:
-    """A line of its own between the ranks of ``group``. All its ranks open it.
+    """A connection between the ranks of ``group``, independent of other ones. Collective to open.
 
     Tensors arrive on the group's device, contiguous, new, and without gradient history.
     """
@@ -28,14 +28,12 @@ class ObjectChannel:
     def __init__(self, group: Group) -> None:
         self._rank: Final = group.rank
         self._device: Final = group.device
-        self._transport_device: Final = (
-            torch.device("cpu") if group.over_cpu else group.device
-        )  # whose memory the line reads
+        self._transport_device: Final = torch.device("cpu") if group.over_cpu else group.device  # whose memory is sent
         self._tensor_group: Final = group.new_process_group()
         self._header_group: Final = group.new_process_group(backend="gloo")
 
     def send(self, value: object, to: int) -> None:
-        """``value`` goes to the rank ``to``, which must `receive` it; anything that can be pickled."""
+        """Send ``value``, anything that can be pickled, to the rank ``to``, which must call `receive`."""
         header, tensors = self._split(value)
         with translating_peer_errors("the hand-over between stages"):
             dist.send_object_list([header], group=self._header_group, group_dst=to)
@@ -43,14 +41,14 @@ class ObjectChannel:
                 dist.send(_as_bytes(tensor), group=self._tensor_group, group_dst=to)
 
     def receive(self, source: int) -> Any:
-        """What the rank ``source`` sends."""
+        """Wait for what the rank ``source`` sends, and return it."""
         headers: list[Any] = [None]
         with translating_peer_errors("the hand-over between stages"):
             dist.recv_object_list(headers, group=self._header_group, group_src=source)
             return self._rebuild(headers[0], lambda t: dist.recv(t, group=self._tensor_group, group_src=source))
 
     def broadcast(self, value: object, source: int) -> Any:
-        """What the rank ``source`` gives; its own object there. Collective."""
+        """The ``value`` of the rank ``source``, on every rank; on that rank the object itself. Collective."""
         is_source = self._rank == source
         header, tensors = self._split(value) if is_source else (None, [])
         headers: list[Any] = [header]

@@ -1,4 +1,4 @@
-"""From the rank that has changed a tensor to all others: many tensors, of several ranks, at once.
+"""Broadcast of many tensors at once, each from the rank that owns it and has changed it.
 
 before      rank 0   A' b  c        after      A' B' C'       each rank changes its own
             rank 1   a  B' c                   A' B' C'
@@ -26,12 +26,12 @@ _BATCH_BYTES = 16 << 20
 
 
 class OwnerBroadcast(Protocol):
-    """Hands tensors from their owners to all ranks."""
+    """Broadcasts tensors from their owners to all ranks."""
 
     def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
-        """Each of ``tensors`` becomes, bit for bit, what it is on its owner; on a GPU, for what is queued from here on.
+        """Copy each of ``tensors`` from its owner, bit for bit; on a GPU, for work that is queued from now on.
 
-        All ranks, with tensors of the same shapes and types, and the same owners.
+        Collective, with tensors of the same shapes and types and the same owners on every rank.
 
         Raises:
             PeerLost: if a rank is gone.
@@ -39,24 +39,24 @@ class OwnerBroadcast(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing is handed on any more."""
+        """End connections; nothing is sent afterwards."""
         ...
 
 
 def open_owner_broadcast(group: Group) -> OwnerBroadcast:
-    """What suits the group: NCCL between GPUs, shared memory on one machine's CPUs, else gloo. Collective."""
+    """The implementation that suits the group: NCCL for GPUs, shared memory on one machine, else gloo. Collective."""
     if group.over_cpu and group.on_one_machine and sys.platform == "linux":
         return SharedMemoryOwnerBroadcast(group)
     return BroadcastFromOwner(group)
 
 
 class BroadcastFromOwner(OwnerBroadcast):
-    """Some tensors of one owner in one broadcast; two are under way at a time, of two owners where there are more."""
+    """Several tensors of one owner in one broadcast; two broadcasts at a time, of two owners where there are more."""
 
     def __init__(self, group: Group) -> None:
         self._rank: Final = group.rank
         self._device: Final = torch.device("cpu") if group.over_cpu else group.device
-        # Over gloo what is sent to a rank waits behind what the rank sends, on the same line.
+        # Over gloo, what is sent to a rank waits behind what the rank itself sends in the same process group.
         self._process_groups: Final = [group.new_process_group() for _ in range(2 if group.over_cpu else 1)]
 
     def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
@@ -88,7 +88,7 @@ class BroadcastFromOwner(OwnerBroadcast):
 
 
 class SharedMemoryOwnerBroadcast(OwnerBroadcast):
-    """Each rank lays its tensors into memory that all see; when all have, each takes the others' out.
+    """Each rank copies its tensors into shared memory; when all have done so, it copies the others' out of it.
 
     The memory is as large as all tensors together, once for the machine.
     """
@@ -97,7 +97,7 @@ class SharedMemoryOwnerBroadcast(OwnerBroadcast):
         self._rank: Final = group.rank
         self._arena: Final = SharedMemoryArena(group, "the handing on of parameters")
         self._area: mmap.mmap | None = None
-        self._in_use = False  # some rank may still read what was laid down last
+        self._in_use = False  # some rank may still read what was copied in last
 
     def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
         """Copy own tensors into the shared memory, and others' out of it. Collective."""
@@ -154,7 +154,7 @@ def _aligned_bytes(tensor: torch.Tensor) -> int:
 
 
 def _batches(tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Owners, and of each a batch of tensors; they take turns, so that what is under way goes in different directions.
+    """Batches of tensors with their owners, which alternate: broadcasts at the same time have different senders.
 
     A batch has at most `_BATCH_BYTES`, or one tensor.
     """

@@ -1,4 +1,4 @@
-"""The tree's sum over all ranks, of which each rank receives its own part; and what goes with it.
+"""The tree's sum over all ranks, of which each rank receives its own part; and the groups of ranks for it.
 
     two nodes of two ranks; the sum is divided within a node: ranks 0 and 2 keep its first half, 1 and 3 the second
 
@@ -31,7 +31,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class ShardGroups:
-    """Neighbouring ranks that hold one copy of something together, each a part of it. All ranks make it together.
+    """Groups of neighbouring ranks, each of which holds one copy of a model in parts. Collective to make.
 
     Args:
         group: all ranks.
@@ -48,7 +48,7 @@ class ShardGroups:
         self._opened = False
 
     def new_process_group(self) -> dist.ProcessGroup:
-        """One more process group of torch's for the ranks of a copy, also for one rank alone. Those ranks."""
+        """A new process group of torch for the ranks of a copy, also for a single one; all of them must call it."""
         if self._group.size > 1:
             return self._group.new_process_group(range(self.first, self.first + self.within.size))
         on_gpu = self._group.device.type == "cuda"
@@ -58,7 +58,7 @@ class ShardGroups:
         return whole
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """The parts of a copy, one-dimensional and all of one length, end to end. Collective."""
+        """Concatenate the parts of a copy, which are one-dimensional and of one length. Collective."""
         if self.within.size == 1:
             return part
         whole = part.new_empty(part.numel() * self.within.size)
@@ -87,7 +87,7 @@ class ReduceScatter(Protocol):
         ...
 
     def close(self) -> None:
-        """No sum is asked for any more."""
+        """End threads and connections; no sum is asked for afterwards."""
         ...
 
 
@@ -156,13 +156,13 @@ class NativeReduceScatter(ReduceScatter):
 
 
 def broadcast_from_rank0(group: Group, tensors: Iterable[torch.Tensor]) -> None:
-    """Every rank's tensors hold what those of rank 0 do; they have the same shapes and types. Collective."""
+    """Copy rank 0's ``tensors``, of the same shapes and types on every rank, to all others. Collective."""
     if group.size == 1:
         return
     with translating_peer_errors("the hand-over of what rank 0 begins with"), torch.no_grad():
         for tensor in tensors:
             if tensor.numel():
-                # As bytes, for transports do not know every type.
+                # As bytes: transports do not support every type.
                 flat = tensor.detach().contiguous()
                 dist.broadcast(flat.view(-1).view(torch.uint8), group_src=0, group=group.process_group)
                 if flat.data_ptr() != tensor.data_ptr():

@@ -1,15 +1,15 @@
 """The tree's sum over ranks that share one machine's memory: no copy passes through a socket.
 
-    begin      each rank lays the sums of its nodes into the area     area  | node 0 | node 1 | node 2 | ... |
-    ---------- all have laid them down                                         ||       ||       ||
+    begin      each rank copies the sums of its nodes into the area   area  | node 0 | node 1 | node 2 | ... |
+    ---------- all have copied them                                            ||       ||       ||
     finish     each rank folds its chunk of all nodes, in place        rank 0  a0  +    b0   +   c0
                                                                        rank 1  a1  +    b1   +   c1
     ---------- all have folded: the sum lies where node 0 was
                each rank copies it out
     ---------- all have copied: the area may be used again; this is only waited for when it is
 
-The lines are met by a byte to each rank and one from each. A rank that dies closes its sockets, so the others know at
-once, and by name. The memory has no name in any file system and is gone with the last process.
+Each dashed line is a barrier: a byte to each rank and one from each. A rank that dies closes its sockets, so the others
+know at once which one it is. The memory has no name in any file system and is gone with the last process.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _ALIGN = 64  # bytes: sums begin on cache lines of their own
 
 
 class SharedMemoryAllReduce:
-    """An `AllReduce` for the CPUs of one machine. All is done in `finish`: there is no link to keep busy before."""
+    """An `AllReduce` for the CPUs of one machine. All work is done in `finish`: there is no link to keep busy."""
 
     def __init__(self, group: Group, runs: Runs) -> None:
         self._rank: Final = group.rank
         self._plans: Final = ReductionPlans(group.rank, group.size, runs)
         self._arena: Final = SharedMemoryArena(group, "the reduction")
         self._areas: list[mmap.mmap] = []  # filled one after the other by the sums of a step
-        self._free = (0, 0)  # the first byte that this step has not used: number of the area, offset in it
+        self._free = (0, 0)  # the first byte that this step has not used: number of the area, and offset in it
         self._pending: list[tuple[torch.Tensor, ReductionPlan, torch.Tensor]] = []
         self._area_is_free = True
 
@@ -98,11 +98,11 @@ class SharedMemoryAllReduce:
 
 
 class SharedMemoryArena:
-    """Memory that the ranks of one machine share, and a line at which they meet. All ranks make one.
+    """Memory that the ranks of one machine share, and a barrier between them. Collective to make.
 
     Args:
         group: whose ranks are all on this machine.
-        what: is being done, for errors.
+        what: the operation that it is for, as errors name it.
     """
 
     def __init__(self, group: Group, what: str) -> None:
@@ -111,7 +111,7 @@ class SharedMemoryArena:
         self._peers: Final = _connect(group)
 
     def allocate(self, size: int) -> mmap.mmap:
-        """New memory of at least ``size`` bytes, which rank 0 gets and hands to the others. Collective.
+        """Allocate at least ``size`` bytes on rank 0, and map them on every rank. Collective.
 
         Raises:
             PeerLost: naming a rank that is gone.
@@ -138,7 +138,7 @@ class SharedMemoryArena:
         return area
 
     def arrive(self) -> None:
-        """This rank is here."""
+        """Notify every other rank that this one has arrived; does not wait."""
         for rank, peer in self._peers.items():
             try:
                 peer.sendall(_TOKEN)
@@ -146,7 +146,7 @@ class SharedMemoryArena:
                 raise PeerLost(f"rank {rank} left during {self._what} ({error})") from error
 
     def wait(self) -> None:
-        """Returns when all others are.
+        """Block until all other ranks have arrived.
 
         Raises:
             PeerLost: naming the rank that is gone or does not come.
@@ -157,12 +157,12 @@ class SharedMemoryArena:
             except TimeoutError as error:
                 raise PeerLost(f"no word from rank {rank} during {self._what} ({error})") from error
             except ConnectionError:
-                received = b""  # closed before it had read our word
+                received = b""  # closed before it had read our byte
             if not received:
                 raise PeerLost(f"rank {rank} left during {self._what}")
 
     def close(self) -> None:
-        """Nobody is met any more."""
+        """Close the connections to the other ranks."""
         for peer in self._peers.values():
             peer.close()
 
