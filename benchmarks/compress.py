@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from lockstep.collectives import alone
+from lockstep.collectives import single_rank_group
 from lockstep.strategies.powersgd import PowerSGD
 
 
@@ -83,7 +83,7 @@ def ways(model: nn.Module, rank: int) -> dict[str, Callable[[Bucket], None]]:
     """Each way to compress the gradients in a bucket, and put back what is left of them."""
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     state.iter = 2  # or it would begin with plain sums
-    ours = PowerSGD(alone(next(model.parameters()).device), rank=rank, start=0, may_skip=False)
+    ours = PowerSGD(single_rank_group(next(model.parameters()).device), rank=rank, start=0, may_skip=False)
     ours.setup_model(model)
 
     def torchs_hook(bucket: Bucket) -> None:

@@ -167,7 +167,7 @@ class Seen:
 
 
 @dataclass
-class Shop:
+class ServerContext:
     """A directory to run in."""
 
     here: Path
@@ -243,13 +243,13 @@ def _read(process: "subprocess.Popen[str]", lines: list[tuple[float, str]]) -> N
 
 
 @contextlib.contextmanager
-def shop(at: str | None = None) -> Iterator[Shop]:
+def shop(at: str | None = None) -> Iterator[ServerContext]:
     """A directory of its own, gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="lockstep-failures-", dir=at) as place:
         here = Path(place)
         (here / "train.py").write_text(TRAIN)
         (here / "plain.py").write_text(PLAIN)
-        yield Shop(here)
+        yield ServerContext(here)
 
 
 def ours(*words: str) -> list[str]:
@@ -310,7 +310,7 @@ CASES = [
 ]
 
 
-def strike(where: Shop, signals: str) -> Callable[["subprocess.Popen[str]"], None]:
+def strike(where: ServerContext, signals: str) -> Callable[["subprocess.Popen[str]"], None]:
     """What does that to a launcher."""
 
     def act(process: "subprocess.Popen[str]") -> None:

@@ -28,7 +28,15 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.batch import BatchPlan
 from lockstep.checkpoint import Checkpoints
 from lockstep.collectives import Group, open_group
-from lockstep.strategies import MicroBatchPosition, ParameterSet, Strategy, StrategyContext, open_strategy
+from lockstep.strategies import (
+    MicroBatchPosition,
+    ParameterSet,
+    Strategy,
+    StrategyContext,
+    before_optimizer_step,
+    begin_micro_batch,
+    open_strategy,
+)
 from lockstep.world import World
 from ranks import start, told
 
@@ -93,9 +101,9 @@ def lockstep(word: str, millions: float, group: Group, plan: BatchPlan) -> Way:
     turn, weight = MicroBatchPosition(group.rank, group.size, True), torch.tensor(1 / group.size)
 
     def step(inputs: Tensor, labels: Tensor) -> None:
-        strategy.begin_micro_batch(turn)
+        begin_micro_batch(strategy, turn)
         strategy.backward(F.cross_entropy(model(inputs), labels), weight, target, turn)
-        strategy.before_optimizer_step(target)
+        before_optimizer_step(strategy, target)
         optimizer.step()
         optimizer.zero_grad()
         strategy.end_micro_batch(turn)

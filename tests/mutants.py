@@ -85,7 +85,7 @@ MUTANTS = [
     ),
     mutant(
         "collectives/all_reduce.py",
-        "return fold(route.micro_batches, route.all_nodes, pieces, lambda left, right: left.add_(right))",
+        "return fold(plan.micro_batches, plan.all_nodes, pieces, lambda left, right: left.add_(right))",
         "return torch.stack(list(pieces)).sum(0)",
         "tests/collectives",
         WORLDS,
@@ -116,9 +116,9 @@ MUTANTS = [
     ),
     mutant("data/sampling.py", 'seed_of(seed, "order", epoch)', 'seed_of(seed, "order")', "tests/data", HAND),
     mutant(
-        "data/sampling.py",
-        "stop = min(start + plan.micro_batch, samples)",
-        "stop = start + plan.micro_batch",
+        "batch.py",
+        "samples = min(self.micro_batch, step_samples - index * self.micro_batch)",
+        "samples = self.micro_batch",
         "tests/data",
     ),
     mutant(
@@ -171,12 +171,12 @@ MUTANTS = [
     ),
     mutant(
         "strategies/ddp.py",
-        "partials = [] if turn.is_padding else pending.partials(",
-        "partials = pending.partials(",
+        "partials = [] if position.is_padding else accumulator.partials(",
+        "partials = accumulator.partials(",
         HAND,
         WORLDS,
     ),
-    mutant("strategies/ddp.py", "self._reduce(number, _learning(model.module), init_sync=False)", "pass", LEARNS),
+    mutant("strategies/ddp.py", "self._make_ddp(number, _trainable(model.module), init_sync=False)", "pass", LEARNS),
     mutant(
         "strategies/gradient_accumulation.py",
         "parameter.grad = None\n        gradients.append(gradient.resolve_conj())",
@@ -241,12 +241,14 @@ MUTANTS = [
     ),
     mutant(
         "strategies/buffers.py",
-        "        with torch.no_grad():\n            self._gather(turn)\n        self._put_back()",
-        "        with torch.no_grad():\n            self._gather(turn)",
+        "        with torch.no_grad():\n            self._accumulate(position)\n        self._restore_base()",
+        "        with torch.no_grad():\n            self._accumulate(position)",
         STRATEGIES,
         BUFFERS,
     ),
-    mutant("strategies/buffers.py", "if self._looks:\n            quiet", "if False:\n            quiet", BUFFERS),
+    mutant(
+        "strategies/buffers.py", "if self._compares_values:\n            quiet", "if False:\n            quiet", BUFFERS
+    ),
     mutant(
         "strategies/buffers.py",
         "return buffer.is_floating_point() or buffer.is_complex()",
@@ -255,25 +257,30 @@ MUTANTS = [
     ),
     mutant(
         "strategies/buffers.py",
-        "torch.where(told, most, bounds.min).amax(0)",
-        "torch.where(told, least, bounds.max).amin(0)",
+        "torch.where(has_micro_batch, most, bounds.min).amax(0)",
+        "torch.where(has_micro_batch, least, bounds.max).amin(0)",
         BUFFERS,
     ),
-    mutant("strategies/buffers.py", "if i not in self._norms and (self._looks", "if False and (self._looks", BUFFERS),
+    mutant(
+        "strategies/buffers.py",
+        "i not in self._norms\n                and (self._compares_values",
+        "False\n                and (self._compares_values",
+        BUFFERS,
+    ),
     mutant("strategies/buffers.py", "base.masked_fill_(~base.isfinite(), 0)", "pass", BUFFERS),
     mutant("run/state.py", "buffers[name].copy_(value)", "pass", BUFFERS),
     mutant("run/state.py", "parameter.requires_grad_(learn[name])", "pass", LEARNS),
     # ---- the order of a step
     mutant(
         "run/train_step.py",
-        "items = micro.samples if count is None else count",
+        "items = position.samples if count is None else count",
         "items = 1 if count is None else count",
         HAND,
         MEAN,
     ),
     mutant(
         "run/train_step.py",
-        "known = [] if micro.is_padding else [(loss, items)]",
+        "known = [] if position.is_padding else [(loss, items)]",
         "known = [(loss, items)]",
         HAND,
         LOOP,
@@ -281,7 +288,7 @@ MUTANTS = [
     mutant("run/train_step.py", "if not self._precision.stepped():", "if False:", HAND, FINITE),
     mutant(
         "run/train_step.py",
-        "        self._strategy.end_micro_batch(work.turn)\n        if not self._precision",
+        "        self._strategy.end_micro_batch(work.position)\n        if not self._precision",
         "        if not self._precision",
         STEP,
         HAND,
@@ -306,7 +313,7 @@ MUTANTS = [
     ),
     mutant(
         "run/train_step.py",
-        "elif self._begun[target] != counts and not work.turn.is_padding:",
+        "elif self._begun[target] != counts and not work.position.is_padding:",
         "elif False:",
         GUARDS,
         "tests/run",
@@ -365,20 +372,20 @@ MUTANTS = [
     # ---- randomness
     mutant(
         "run/run.py",
-        'seed_of(told.seed, "step", self.progress.step, micro.index)',
-        'seed_of(told.seed, "step", micro.index)',
+        'seed_of(told.seed, "step", self.progress.step, position.index)',
+        'seed_of(told.seed, "step", position.index)',
         HAND,
     ),
     mutant(
         "run/run.py",
-        'seed_of(told.seed, "step", self.progress.step, micro.index)',
+        'seed_of(told.seed, "step", self.progress.step, position.index)',
         'seed_of(told.seed, "step", self.progress.step)',
         HAND,
     ),
     mutant(
         "run/run.py",
-        "seed_generators(seed_of(*key, micro.step, micro.index))",
-        "seed_generators(seed_of(*key, micro.index))",
+        "seed_generators(seed_of(*key, position.step, position.index))",
+        "seed_generators(seed_of(*key, position.index))",
         RANDOMNESS,
         HAND,
     ),
@@ -429,7 +436,7 @@ MUTANTS = [
     ),
     mutant("progress.py", "self.samples + samples", "self.samples + 1", "tests/test_progress.py", LOOP),
     mutant("run/carry.py", "self._places |= self._written", "pass", CARRY),
-    mutant("run/carry.py", "if self._used and micro.of != self._of:", "if False:", CARRY),
+    mutant("run/carry.py", "if self._used and position.of != self._of:", "if False:", CARRY),
     mutant(
         "run/carry.py", "run = self._runs(self._group.rank, of) if everything else range(0)", "run = range(of)", CARRY
     ),
@@ -457,7 +464,7 @@ MUTANTS = [
     ),
     mutant(
         "run/train_step.py",
-        "not self._precision.scales and not micro.is_padding:",
+        "not self._precision.scales and not position.is_padding:",
         "not self._precision.scales:",
         FINITE,
     ),

@@ -19,6 +19,19 @@ DEFAULT_MICRO_BATCHES = 8
 
 
 @dataclass(frozen=True, slots=True)
+class MicroBatchPosition:
+    """Where one micro-batch stands in its step: one value for the loader, the training loop and the strategy."""
+
+    index: int  #: of the micro-batch in its step, from 0
+    of: int  #: micro-batches of that step, over all ranks
+    last: bool  #: whether it is this rank's last one of the step
+    is_padding: bool = False  #: counts for nothing: computed only so that this rank joins the others' collectives
+    samples: int = 1  #: samples in it
+    step_samples: int = 1  #: samples of the whole step, over all ranks
+    step: int = 0  #: within the epoch, from 0
+
+
+@dataclass(frozen=True, slots=True)
 class BatchPlan:
     """How the samples of one optimizer step are shared out.
 
@@ -74,6 +87,19 @@ class BatchPlan:
     def steps(self, samples: int, *, drop_last: bool = False) -> int:
         """Steps of an epoch of ``samples``; the last one is short unless ``drop_last`` leaves it out."""
         return samples // self.global_batch if drop_last else -(-samples // self.global_batch)
+
+    def position(
+        self, step: int, step_samples: int, index: int, *, last: bool, is_padding: bool = False
+    ) -> MicroBatchPosition:
+        """Where micro-batch ``index`` of a step of ``step_samples`` stands, for a rank of which it is the ``last``."""
+        of = -(-step_samples // self.micro_batch)
+        samples = min(self.micro_batch, step_samples - index * self.micro_batch)
+        return MicroBatchPosition(index, of, last, is_padding, samples, step_samples, step)
+
+    def rows(self, position: MicroBatchPosition) -> slice:
+        """Which part of the epoch's order of samples the micro-batch at ``position`` holds."""
+        start = position.step * self.global_batch + position.index * self.micro_batch
+        return slice(start, start + position.samples)
 
     def __str__(self) -> str:
         """Such as ``256 samples/step = 8 micro-batches x 32 = 4 ranks x 2``."""

@@ -25,7 +25,7 @@ from lockstep.checkpoint import (
 )
 from lockstep.checkpoint.layout import lay_out
 from lockstep.checkpoint.tensors import CpuStager, flatten
-from lockstep.collectives import alone
+from lockstep.collectives import single_rank_group
 from lockstep.errors import CheckpointError, DamagedCheckpoint
 
 STATE = {
@@ -36,7 +36,7 @@ STATE = {
 
 def checkpoints(root, *, keep=3, **options):
     said = []
-    return Checkpoints(Path(root), alone(), keep=keep, say=said.append, **options), said
+    return Checkpoints(Path(root), single_rank_group(), keep=keep, say=said.append, **options), said
 
 
 def save(root, *steps, tree=STATE, **options):
@@ -344,7 +344,7 @@ def test_the_newest_is_protected_also_by_those_who_resume_from_a_later_one(tmp_p
 def test_the_one_in_flight_is_protected_beside_the_newest(tmp_path, fails):
     gate, said = Gate(), []
     gate.open.set()
-    saves = Checkpoints(tmp_path, alone(), keep=1, say=said.append, disk=gate)
+    saves = Checkpoints(tmp_path, single_rank_group(), keep=1, say=said.append, disk=gate)
     saves.save(STATE, 1, {})
     saves.wait()
     gate.open.clear()
@@ -366,7 +366,9 @@ def test_the_one_in_flight_is_protected_beside_the_newest(tmp_path, fails):
 def test_one_save_at_a_time_beside_the_training(tmp_path):
     gate, said = Gate(), []
     ticks = iter(range(0, 10_000, 5))
-    saves = Checkpoints(tmp_path, alone(), keep=3, say=said.append, disk=gate, clock=lambda: float(next(ticks)))
+    saves = Checkpoints(
+        tmp_path, single_rank_group(), keep=3, say=said.append, disk=gate, clock=lambda: float(next(ticks))
+    )
     saves.save(STATE, 1, {})
     assert gate.reached.wait(30), "it is being written while we are here"
     assert saves.finished_saves() == ()

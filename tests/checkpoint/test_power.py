@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint import Checkpoints, list_checkpoints, verify
-from lockstep.collectives import alone
+from lockstep.collectives import single_rank_group
 from power import CONTENT, EVERYTHING, NAMES, NOTHING, PowerDisk, Survival
 
 ROOT = Path("/shared/run/checkpoints")
@@ -26,7 +26,7 @@ def equal(a, b):
 def run(disk, steps, *, keep=1, flavour=0):
     """One life of a run: resume, save each step; what it said and the steps that it believed committed."""
     said = []
-    saves = Checkpoints(ROOT, alone(), keep=keep, say=said.append, disk=disk)
+    saves = Checkpoints(ROOT, single_rank_group(), keep=keep, say=said.append, disk=disk)
     saves.newest()
     committed = []
     for step in steps:
@@ -51,7 +51,7 @@ def check(disk, survival, allowed, told):
     """The law, after one cut."""
     found = disk.after(survival)
     said = []
-    saves = Checkpoints(ROOT, alone(), keep=1, say=said.append, disk=found)
+    saves = Checkpoints(ROOT, single_rank_group(), keep=1, say=said.append, disk=found)
     for there in list_checkpoints(ROOT, found):
         verify(there.path, found)
     newest = saves.newest()
@@ -127,7 +127,7 @@ def test_when_any_one_call_fails_the_training_goes_on_and_nothing_is_left_behind
             assert ("is full" in said[0]) == (error == errno.ENOSPC)
         else:
             assert "cannot remove older checkpoints" in said[0]
-        saves = Checkpoints(ROOT, alone(), keep=1, say=said.append, disk=disk)
+        saves = Checkpoints(ROOT, single_rank_group(), keep=1, say=said.append, disk=disk)
         assert equal(saves.load(saves.newest()), state(4))
         assert [name for name in disk.names(ROOT) if not name.startswith("step-")] == []
 

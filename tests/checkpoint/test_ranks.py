@@ -13,7 +13,7 @@ import torch
 from trees import same
 
 from lockstep.checkpoint import Checkpoints, LocalFileSystem, list_checkpoints, verify
-from lockstep.collectives import alone, open_group
+from lockstep.collectives import open_group, single_rank_group
 from lockstep.errors import PeerLost
 from lockstep.world import World
 
@@ -103,7 +103,7 @@ def save_and_load_each_others(group, root, said, tell):
 
 
 def test_two_ranks_write_one_checkpoint_and_what_fails_on_one_fails_on_both(tmp_path):
-    one = Checkpoints(tmp_path, alone(), keep=9, say=pytest.fail)
+    one = Checkpoints(tmp_path, single_rank_group(), keep=9, say=pytest.fail)
     one.save(state(1), 1, {})
     one.close()
     sent = two_ranks(save_and_load_each_others, tmp_path)

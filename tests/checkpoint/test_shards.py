@@ -13,7 +13,7 @@ from trees import same
 
 from lockstep.checkpoint import Checkpoints, LocalFileSystem, list_checkpoints, verify
 from lockstep.checkpoint.layout import Box, coverage_error
-from lockstep.collectives import TensorShard, alone, open_group
+from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError
 from lockstep.testing import run_ranks
 from lockstep.world import World
@@ -75,7 +75,7 @@ def test_a_box_that_sticks_out_is_named(box):
 
 
 def test_a_part_that_fits_no_whole_is_refused_at_once_with_its_path(tmp_path):
-    saves = Checkpoints(tmp_path, alone(), keep=1, say=pytest.fail)
+    saves = Checkpoints(tmp_path, single_rank_group(), keep=1, say=pytest.fail)
     half = torch.ones(3).bfloat16()
     says = r"state at 'model/w': a part of .* is none of a tensor of .*bfloat16"
     for part in (
@@ -120,7 +120,7 @@ def held_by(rank, ranks, state, seed):
         if on_all:
             held[name] = tensor
         elif box is None or not (box.elements or told_if_empty):
-            held[name] = TensorShard.elsewhere(tuple(tensor.shape), tensor.dtype)
+            held[name] = TensorShard.absent(tuple(tensor.shape), tensor.dtype)
         else:
             slices = tuple(slice(a, b) for a, b in zip(box.start, box.end, strict=True))
             held[name] = TensorShard(tensor[slices], box.start, tuple(tensor.shape), tensor.dtype)
@@ -189,7 +189,7 @@ def rows(tensor, first, end):
 def faults(root):
     group, said = meet(), []
     saves = Checkpoints(root, group, keep=9, say=said.append)
-    table, nothing = torch.arange(12.0).reshape(4, 3), TensorShard.elsewhere((4, 3), torch.float32)
+    table, nothing = torch.arange(12.0).reshape(4, 3), TensorShard.absent((4, 3), torch.float32)
     me = group.rank
     trees = [
         [rows(table, 0, 3), rows(table, 3, 4), nothing][me],  # rank 2 holds nothing of anything
@@ -197,7 +197,7 @@ def faults(root):
         [rows(table, 0, 2), nothing, rows(table, 3, 4)][me],
         [rows(table, 0, 2), nothing, TensorShard(table[2:], (3, 0), (4, 3), torch.float32)][me],
         [TensorShard.whole(table), nothing, table][me],
-        [TensorShard.whole(table), nothing, TensorShard.elsewhere((4, 2), torch.float32)][me],
+        [TensorShard.whole(table), nothing, TensorShard.absent((4, 2), torch.float32)][me],
         [TensorShard.whole(table), nothing, TensorShard.whole(table)][me],
         [nothing, nothing, TensorShard.whole(table)][me],
     ]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.batch import BatchPlan
-from lockstep.collectives import alone, open_all_reduce, open_group
+from lockstep.collectives import open_all_reduce, open_group, single_rank_group
 from lockstep.errors import MismatchError, PeerLost, WorldError
 from lockstep.testing import run_each, run_ranks
 from lockstep.world import World
@@ -66,7 +66,7 @@ def parts():
     sums = torch.full((3,), float(group.rank))
     exchange.begin(sums, [sums], 2)
     exchange.finish()
-    alone = part.part([part.rank])
+    alone = part.subgroup([part.rank])
     got = {
         "number": (part.rank, part.size),
         "gathered": part.gather_objects(group.rank, "ranks of a part"),
@@ -82,11 +82,11 @@ def parts():
 
 def test_a_part_of_the_ranks_is_a_group_of_its_own():
     for rank, got in enumerate(run_ranks(parts, 4)):
-        mine = [rank % 2, rank % 2 + 2]
+        members = [rank % 2, rank % 2 + 2]
         assert got["number"] == (rank // 2, 2)
-        assert got["gathered"] == mine
-        assert got["sum"] == [sum(mine)]
-        assert got["tree"] == [sum(mine)] * 3
+        assert got["gathered"] == members
+        assert got["sum"] == [sum(members)]
+        assert got["tree"] == [sum(members)] * 3
         assert got["alone"] == (1, [7])
 
 
@@ -104,7 +104,7 @@ def boards():
     group.barrier("end")
     group.close()
     second = meet()
-    assert not second.board("news").is_set("word"), "a board of the group before"
+    assert not second.store("news").is_set("word"), "a board of the group before"
     second.barrier("end")
     second.close()
     return told
@@ -154,7 +154,7 @@ def test_a_late_rank_is_noticed_at_the_deadline():
 
 
 def test_alone_everything_is_ones_own():
-    group = alone()
+    group = single_rank_group()
     assert (group.rank, group.size, group.leads) == (0, 1, True)
     assert group.gather_objects("x", "x") == ["x"]
     assert group.broadcast_object("x", "x") == "x"

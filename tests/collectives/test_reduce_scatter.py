@@ -43,9 +43,9 @@ def gradient(micro_batch, length):
 def scattered(ranks, micro_batches, part):
     """This rank's part of the sums, the tree's and the fast one; and where it begins."""
     group = open_group(World.from_env(os.environ), torch.device("cpu"), 30)
-    division = ShardGroups(group, ranks)
+    shard_groups = ShardGroups(group, ranks)
     runs = BatchPlan(micro_batches[0], 1, group.size).run
-    tree, quick = TreeReduceScatter(division, runs), NativeReduceScatter(division)
+    tree, quick = TreeReduceScatter(shard_groups, runs), NativeReduceScatter(shard_groups)
     found = []
     for of in micro_batches:
         sums = TreeAccumulator(of, lambda left, right: left + right)
@@ -55,7 +55,7 @@ def scattered(ranks, micro_batches, part):
         total = [torch.stack(sums.sums).sum(0)] if sums.sums else []
         tree(out, [s.clone() for s in sums.sums], of)
         quick(fast, total, of)
-        found.append((out, fast, division.gather(out)))
+        found.append((out, fast, shard_groups.gather(out)))
     tree.close()
     group.close()
     return found

@@ -1,4 +1,4 @@
-"""Feeds of several ranks in one process, and what they gave."""
+"""Loaders of several ranks in one process, and what they gave."""
 
 import threading
 
@@ -36,7 +36,7 @@ class Meeting:
         return agree
 
 
-def feed_of(dataset, plan, rank=0, *, agree=no_agreement_needed, shuffle=None, drop_last=False, workers=0, **options):
+def loader_of(dataset, plan, rank=0, *, agree=no_agreement_needed, shuffle=None, drop_last=False, workers=0, **options):
     return open_micro_batch_loader(
         dataset, plan, rank, seed=7, shuffle=shuffle, drop_last=drop_last, workers=workers, agree=agree, **options
     )
@@ -45,17 +45,17 @@ def feed_of(dataset, plan, rank=0, *, agree=no_agreement_needed, shuffle=None, d
 def on_world(dataset, sizes, world, *, epoch=0, first_step=0, steps=None, padding="none", **options):
     """The micro-batches that each rank gets in ``steps`` steps, one list for each rank."""
     return passes(
-        dataset, sizes, world, lambda feed: feed.epoch(epoch, first_step, padding=padding), steps=steps, **options
+        dataset, sizes, world, lambda loader: loader.epoch(epoch, first_step, padding=padding), steps=steps, **options
     )
 
 
 def evaluated(dataset, sizes, world, *, padding="none", **options):
     """The micro-batches that each rank gets in an evaluation, one list for each rank."""
-    return passes(dataset, sizes, world, lambda feed: feed.evaluation(padding=padding), **options)
+    return passes(dataset, sizes, world, lambda loader: loader.evaluation(padding=padding), **options)
 
 
 def passes(dataset, sizes, world, over, *, steps=None, **options):
-    """What ``over`` a feed gives each rank, one list for each."""
+    """What ``over`` a loader gives each rank, one list for each."""
     meeting = Meeting(world)
     got = [[] for _ in range(world)]
     wrong = []
@@ -63,12 +63,12 @@ def passes(dataset, sizes, world, over, *, steps=None, **options):
     def run(rank):
         with meeting.turn:
             try:
-                feed = feed_of(dataset, BatchPlan(*sizes, world), rank, agree=meeting.agree_as(rank), **options)
-                for batch in over(feed):
+                loader = loader_of(dataset, BatchPlan(*sizes, world), rank, agree=meeting.agree_as(rank), **options)
+                for batch in over(loader):
                     got[rank].append(batch)
-                    if steps is not None and batch.last and sum(b.last for b in got[rank]) == steps:
+                    if steps is not None and batch.position.last and sum(b.position.last for b in got[rank]) == steps:
                         break
-                feed.close()
+                loader.close()
             except BaseException as error:  # noqa: BLE001 - raised again, in the test's own thread
                 meeting.barrier.abort()
                 wrong.append(error)
@@ -89,12 +89,18 @@ def content(data):
 
 
 def samples_of(got):
-    return [x for rank in got for batch in rank if not batch.padding for x in content(batch.data)]
+    return [x for rank in got for batch in rank if not batch.position.is_padding for x in content(batch.data)]
 
 
 def place_of(batch):
     """What a micro-batch says of where it stands: the same whoever computes it, and in evaluation as in training."""
-    return batch.step, batch.index, batch.of, batch.samples, batch.step_samples
+    return (
+        batch.position.step,
+        batch.position.index,
+        batch.position.of,
+        batch.position.samples,
+        batch.position.step_samples,
+    )
 
 
 def steps_of(got):
@@ -103,10 +109,10 @@ def steps_of(got):
     for rank in got:
         step = None
         for b in rank:
-            if not b.padding:
-                assert step in (None, b.step), "the last one of a step said that it is not"
-                place = table.setdefault(b.step, {})
-                assert b.index not in place
-                place[b.index] = (content(b.data), place_of(b))
-                step = None if b.last else b.step
+            if not b.position.is_padding:
+                assert step in (None, b.position.step), "the last one of a step said that it is not"
+                place = table.setdefault(b.position.step, {})
+                assert b.position.index not in place
+                place[b.position.index] = (content(b.data), place_of(b))
+                step = None if b.position.last else b.position.step
     return table

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from loaders import feed_of, on_world, place_of
+from loaders import loader_of, on_world, place_of
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.batch import BatchPlan
@@ -43,7 +43,7 @@ def with_noise(samples):
 
 
 def table_of(got):
-    return {place_of(b): b.data for rank in got for b in rank if not b.padding}
+    return {place_of(b): b.data for rank in got for b in rank if not b.position.is_padding}
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -67,13 +67,13 @@ def test_loader_processes_draw_as_this_process_does(kind):
     for rank in range(2):
         tables = []
         for workers in (0, 2):
-            feed = feed_of(
+            loader = loader_of(
                 kind(16), BatchPlan(*SIZES, 2), rank, agree=lambda c: [c, c], workers=workers, collate_fn=with_noise
             )
             # Whole steps only: of the end, the other rank would have to be told.
-            steps = [b for b in feed.epoch(1, padding="none") if b.step < 1]
+            steps = [b for b in loader.epoch(1, padding="none") if b.position.step < 1]
             tables.append(table_of([steps]))
-            feed.close()
+            loader.close()
         assert tables[0] == tables[1]
 
 
@@ -83,7 +83,7 @@ class DrawsItself(IterableDataset):
 
 
 def test_what_a_stream_draws_differs_from_epoch_to_epoch():
-    feed = feed_of(DrawsItself(), BatchPlan(8, 2, 1), agree=lambda counts: [counts])
-    epochs = [torch.cat([micro.data for micro in feed.epoch(epoch, padding="none")]) for epoch in (0, 1, 0)]
+    loader = loader_of(DrawsItself(), BatchPlan(8, 2, 1), agree=lambda counts: [counts])
+    epochs = [torch.cat([micro.data for micro in loader.epoch(epoch, padding="none")]) for epoch in (0, 1, 0)]
     assert torch.equal(epochs[0], epochs[2])
     assert not torch.isin(epochs[0], epochs[1]).any()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import webdataset
-from loaders import feed_of, on_world, steps_of
+from loaders import loader_of, on_world, steps_of
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.batch import BatchPlan
@@ -78,17 +78,17 @@ def test_a_stream_sees_one_rank_and_no_loader_process(monkeypatch, kind, workers
             monkeypatch.setenv(name, value)
         else:
             monkeypatch.delenv(name, raising=False)
-    feed = feed_of(
+    loader = loader_of(
         kind(), BatchPlan(*SIZES, 1), agree=lambda counts: [counts], workers=workers, collate_fn=lambda found: found
     )
     before = dict(os.environ)
     seen = []
-    for batch in feed.epoch(0, 1, padding="none"):
+    for batch in loader.epoch(0, 1, padding="none"):
         assert dict(os.environ) == before
         seen += batch.data
-    feed.close()
+    loader.close()
     assert seen == [2 * (ALONE if told else NOT_TOLD)] * 8
-    assert [place for batch in feed.loader for place in batch] == [2 * (ALONE if told else NOT_TOLD)] * 14
+    assert [place for batch in loader.data_loader for place in batch] == [2 * (ALONE if told else NOT_TOLD)] * 14
 
 
 def told_to_programs():
@@ -175,7 +175,7 @@ def by_hand(stream, epoch):
 
 def read(stream, world, **options):
     got = on_world(stream, SIZES, world, collate_fn=numbers, **options)
-    return {(b.step, b.index): b.data for rank in got for b in rank}
+    return {(b.position.step, b.position.index): b.data for rank in got for b in rank}
 
 
 @pytest.mark.parametrize("workers", [0, 2])

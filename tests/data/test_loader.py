@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loaders import Meeting, content, feed_of, on_world, samples_of, steps_of
+from loaders import Meeting, content, loader_of, on_world, samples_of, steps_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lockstep.batch import BatchPlan
 from lockstep.data import choose_workers, is_in_memory
 from lockstep.data.loader import _pinned
-from lockstep.data.sampling import order_of, slots_of
+from lockstep.data.sampling import epoch_positions, order_of
 from lockstep.errors import DataError
 
 
@@ -86,13 +86,13 @@ def test_order_holds_each_sample_once_through_changing_worlds(case, shuffle, epo
         plan = BatchPlan(*sizes, worlds[step % len(worlds)])  # a resize before every step
         indices = []
         for rank in range(plan.world_size):
-            slots = list(slots_of(plan, rank, length, drop_last=drop_last, first_step=step, padding="none"))
-            mine = [s for s in slots if step * plan.global_batch <= s.start < (step + 1) * plan.global_batch]
-            seen.update(int(i) for s in mine for i in order[s.start : s.stop])
-            indices += [s.index for s in mine]
-            assert [s.last for s in mine] == [False] * (len(mine) - 1) + [True] * bool(mine)
-            assert {s.step for s in slots} <= set(range(step, steps))
-            assert {s.step for s in mine} <= {step}
+            positions = list(epoch_positions(plan, rank, length, drop_last=drop_last, first_step=step, padding="none"))
+            mine = [p for p in positions if p.step == step]
+            seen.update(int(i) for p in mine for i in order[plan.rows(p)])
+            indices += [p.index for p in mine]
+            assert [p.last for p in mine] == [False] * (len(mine) - 1) + [True] * bool(mine)
+            assert {p.step for p in positions} <= set(range(step, steps))
+            assert all(step * plan.global_batch <= plan.rows(p).start < (step + 1) * plan.global_batch for p in mine)
         assert indices == list(range(len(indices)))
     left_out = length % sizes[0] if drop_last else 0
     assert sum(seen.values()) == len(seen) == length - left_out
@@ -139,13 +139,18 @@ def test_every_rank_computes_in_every_step_if_padding_stands_in(case, kind):
     steps = BatchPlan(*sizes, 1).steps(length)
     for world in worlds:
         bare, shaded = (on_world(dataset, sizes, world, padding=padding) for padding in ("none", "one"))
-        assert not any(b.padding for rank in bare for b in rank)
-        assert [sum(b.last for b in rank) for rank in shaded] == [steps] * world
+        assert not any(b.position.is_padding for rank in bare for b in rank)
+        assert [sum(b.position.last for b in rank) for rank in shaded] == [steps] * world
         for rank_bare, rank_shaded in zip(bare, shaded, strict=True):
-            assert [content(b.data) for b in rank_shaded if not b.padding] == [content(b.data) for b in rank_bare]
-            padding = [b for b in rank_shaded if b.padding]
-            assert all(b.index == b.of - 1 and b.last and len(content(b.data)) == b.samples for b in padding)
-            assert all(content(b.data) == steps_of(bare)[b.step][b.index][0] for b in padding)
+            assert [content(b.data) for b in rank_shaded if not b.position.is_padding] == [
+                content(b.data) for b in rank_bare
+            ]
+            padding = [b for b in rank_shaded if b.position.is_padding]
+            assert all(
+                b.position.index == b.position.of - 1 and b.position.last and len(content(b.data)) == b.position.samples
+                for b in padding
+            )
+            assert all(content(b.data) == steps_of(bare)[b.position.step][b.position.index][0] for b in padding)
 
 
 @given(cases(streams=True), st.sampled_from(sorted(KINDS)))
@@ -156,12 +161,14 @@ def test_with_even_padding_all_ranks_compute_equally_many_in_every_step(case, ki
         bare, even = (on_world(dataset, sizes, world, padding=padding) for padding in ("none", "even"))
         turns = []
         for rank_bare, rank_even in zip(bare, even, strict=True):
-            assert [content(b.data) for b in rank_even if not b.padding] == [content(b.data) for b in rank_bare]
+            assert [content(b.data) for b in rank_even if not b.position.is_padding] == [
+                content(b.data) for b in rank_bare
+            ]
             steps, here = [], []
             for batch in rank_even:
                 here.append(batch)
-                if batch.last:
-                    assert sorted(here, key=lambda b: not b.padding) == here  # padding come first
+                if batch.position.last:
+                    assert sorted(here, key=lambda b: not b.position.is_padding) == here  # padding come first
                     steps.append(len(here))
                     here = []
             assert not here
@@ -171,7 +178,9 @@ def test_with_even_padding_all_ranks_compute_equally_many_in_every_step(case, ki
 
 def test_a_padding_micro_batch_stands_in_where_the_last_step_is_shorter_than_the_world():
     got = on_world(torch.arange(9), (8, 2), 4, padding="one", shuffle=False)
-    assert [[(content(b.data), b.padding, b.index, b.of) for b in rank[1:]] for rank in got] == [
+    assert [
+        [(content(b.data), b.position.is_padding, b.position.index, b.position.of) for b in rank[1:]] for rank in got
+    ] == [
         [((8,), True, 0, 1)],
         [((8,), True, 0, 1)],
         [((8,), True, 0, 1)],
@@ -232,7 +241,7 @@ class AugmentedStream(IterableDataset):
 
 
 def table_of(got):
-    return sorted(row for rank in got for b in rank if not b.padding for row in map(tuple, b.data.tolist()))
+    return sorted(row for rank in got for b in rank if not b.position.is_padding for row in map(tuple, b.data.tolist()))
 
 
 @pytest.mark.parametrize("dataset", [Augmented(), Subset(Augmented(), range(0, 21, 2)), AugmentedAtOnce()])
@@ -249,10 +258,10 @@ def test_augmentation_depends_on_neither_world_nor_workers(dataset):
 
 def test_persistent_workers_read_each_epoch_from_its_step_also_after_a_break():
     plan = BatchPlan(8, 2, 1)
-    here, there = feed_of(Augmented(), plan), feed_of(Augmented(), plan, workers=2)
+    here, there = loader_of(Augmented(), plan), loader_of(Augmented(), plan, workers=2)
 
-    def some(feed, epoch, first_step, batches):
-        return [b.data.tolist() for b in islice(feed.epoch(epoch, first_step, padding="one"), batches)]
+    def some(loader, epoch, first_step, batches):
+        return [b.data.tolist() for b in islice(loader.epoch(epoch, first_step, padding="one"), batches)]
 
     for epoch, first_step, batches in [(0, 0, 99), (1, 0, 3), (1, 1, 99), (4, 2, 99), (0, 0, 1), (2, 0, 99)]:
         assert some(there, epoch, first_step, batches) == some(here, epoch, first_step, batches)
@@ -264,9 +273,9 @@ def test_workers_read_a_stream_as_this_process_does():
     for epoch, first_step in [(0, 0), (1, 2)]:
         tables = []
         for workers in (0, 2):
-            feed = feed_of(AugmentedStream(), plan, agree=lambda counts: [counts], workers=workers)
-            tables.append([b.data.tolist() for b in feed.epoch(epoch, first_step, padding="none")])
-            feed.close()
+            loader = loader_of(AugmentedStream(), plan, agree=lambda counts: [counts], workers=workers)
+            tables.append([b.data.tolist() for b in loader.epoch(epoch, first_step, padding="none")])
+            loader.close()
         assert tables[0] == tables[1]
 
 
@@ -303,23 +312,23 @@ def test_a_stream_is_told_its_epoch():
 def test_the_loader_is_a_data_loader_and_gives_the_first_epoch_of_this_rank(kind):
     meeting = on_world(KINDS[kind](10), (4, 1), 2)
     for rank in range(2):
-        feed = feed_of(KINDS[kind](10), BatchPlan(4, 1, 2), rank)
-        assert isinstance(feed.loader, DataLoader)
-        batches = [content(b) for b in feed.loader]
+        loader = loader_of(KINDS[kind](10), BatchPlan(4, 1, 2), rank)
+        assert isinstance(loader.data_loader, DataLoader)
+        batches = [content(b) for b in loader.data_loader]
         if kind in ("stream", "strided"):
-            assert feed.length is None
-            assert feed.steps_per_epoch is None
+            assert loader.length is None
+            assert loader.steps_per_epoch is None
             batches, expected = batches[:4], [content(b.data) for b in meeting[rank]][:4]
         else:
-            assert len(feed.loader.dataset) == feed.length == 10
-            assert feed.steps_per_epoch == 3
+            assert len(loader.data_loader.dataset) == loader.length == 10
+            assert loader.steps_per_epoch == 3
             expected = [content(b.data) for b in meeting[rank]]
         assert batches == expected
 
 
 def test_the_data_set_behind_the_loader_is_as_the_user_gave_it():
-    feed = feed_of(Numbers(5), BatchPlan(2, 1, 1))
-    assert [feed.loader.dataset[i] for i in range(len(feed.loader.dataset))] == list(range(5))
+    loader = loader_of(Numbers(5), BatchPlan(2, 1, 1))
+    assert [loader.data_loader.dataset[i] for i in range(len(loader.data_loader.dataset))] == list(range(5))
 
 
 class Pair(NamedTuple):
@@ -343,9 +352,9 @@ X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_tensors_come_in_the_shape_they_were_given(dataset, kind, shuffle):
     assert is_in_memory(dataset)
-    feed = feed_of(dataset, BatchPlan(4, 2, 1), shuffle=shuffle)
+    loader = loader_of(dataset, BatchPlan(4, 2, 1), shuffle=shuffle)
     seen = []
-    for batch, again in zip(feed.epoch(0, padding="none"), feed.loader, strict=True):
+    for batch, again in zip(loader.epoch(0, padding="none"), loader.data_loader, strict=True):
         assert type(batch.data) is type(again) is kind
         x, y = batch.data
         assert torch.equal(x, X[y])
@@ -358,7 +367,7 @@ def test_tensors_come_in_the_shape_they_were_given(dataset, kind, shuffle):
 
 
 def test_a_dict_of_tensors_comes_as_a_dict():
-    (first, *_) = feed_of({"x": X, "y": Y}, BatchPlan(4, 2, 1), shuffle=False).epoch(0, padding="none")
+    (first, *_) = loader_of({"x": X, "y": Y}, BatchPlan(4, 2, 1), shuffle=False).epoch(0, padding="none")
     assert first.data.keys() == {"x", "y"}
     assert first.data["y"].tolist() == [0, 1]
 
@@ -366,28 +375,30 @@ def test_a_dict_of_tensors_comes_as_a_dict():
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_batch_changed_in_place_leaves_the_data_set_as_it_was(shuffle):
     x = torch.ones(6)
-    for batch in feed_of(x, BatchPlan(4, 2, 1), shuffle=shuffle).epoch(0, padding="none"):
+    for batch in loader_of(x, BatchPlan(4, 2, 1), shuffle=shuffle).epoch(0, padding="none"):
         batch.data.zero_()
     assert x.sum() == 6
 
 
 def test_a_collate_function_gets_lists_of_samples():
-    feed = feed_of(TensorDataset(Y), BatchPlan(4, 2, 1), shuffle=False, collate_fn=lambda samples: ("mine", samples))
-    first = next(iter(feed.epoch(0, padding="none")))
+    loader = loader_of(
+        TensorDataset(Y), BatchPlan(4, 2, 1), shuffle=False, collate_fn=lambda samples: ("mine", samples)
+    )
+    first = next(iter(loader.epoch(0, padding="none")))
     assert first.data == ("mine", [(torch.tensor(0),), (torch.tensor(1),)])
 
 
 def test_a_list_of_samples_needs_a_collate_function():
     ragged, equal = [torch.zeros(3), torch.zeros(4)], [torch.zeros(3)] * 4
     for samples in (ragged, equal):
-        (first, *_) = feed_of(samples, BatchPlan(2, 2, 1), shuffle=False, collate_fn=list).epoch(0, padding="none")
+        (first, *_) = loader_of(samples, BatchPlan(2, 2, 1), shuffle=False, collate_fn=list).epoch(0, padding="none")
         assert [len(sample) for sample in first.data] == [len(sample) for sample in samples[:2]]
     assert [is_in_memory(samples) for samples in (ragged, equal)] == [False, True]
 
 
 def test_data_in_memory_needs_no_seeding_and_moves_no_generator():
     state = torch.get_rng_state()
-    list(feed_of((X, Y), BatchPlan(4, 2, 1)).epoch(0, padding="none"))
+    list(loader_of((X, Y), BatchPlan(4, 2, 1)).epoch(0, padding="none"))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -398,9 +409,9 @@ def test_data_in_memory_needs_no_seeding_and_moves_no_generator():
 @pytest.mark.parametrize(("length", "calls"), [(16, 3), (17, 3), (23, 3), (24, 4)])
 def test_ranks_agree_once_a_step_and_end_together(kind, length, calls):
     meeting = Meeting(1)
-    feed = feed_of(kind(length), BatchPlan(8, 2, 1), agree=meeting.agree_as(0))
+    loader = loader_of(kind(length), BatchPlan(8, 2, 1), agree=meeting.agree_as(0))
     with meeting.turn:
-        list(feed.epoch(0, padding="one"))
+        list(loader.epoch(0, padding="one"))
     assert meeting.calls == [calls]
 
 
@@ -426,10 +437,10 @@ def test_a_stride_that_gives_too_much_is_found():
 
 
 def test_a_wasteful_stream_is_named_once():
-    assert "stride(start, step)" in feed_of(Stream(5), BatchPlan(4, 1, 2)).notes[0]
-    assert feed_of(Stream(5), BatchPlan(4, 1, 1)).notes == ()
-    assert feed_of(StridedStream(5), BatchPlan(4, 1, 2)).notes == ()
-    assert feed_of(Numbers(5), BatchPlan(4, 1, 2)).notes == ()
+    assert "stride(start, step)" in loader_of(Stream(5), BatchPlan(4, 1, 2)).notes[0]
+    assert loader_of(Stream(5), BatchPlan(4, 1, 1)).notes == ()
+    assert loader_of(StridedStream(5), BatchPlan(4, 1, 2)).notes == ()
+    assert loader_of(Numbers(5), BatchPlan(4, 1, 2)).notes == ()
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -459,17 +470,17 @@ class NoLength:
 )
 def test_what_is_no_data_set_is_refused_with_a_way_out(dataset, says):
     with pytest.raises(DataError, match=says):
-        feed_of(dataset, BatchPlan(4, 2, 1))
+        loader_of(dataset, BatchPlan(4, 2, 1))
 
 
 def test_a_stream_cannot_be_shuffled():
     with pytest.raises(DataError, match="shuffle=False takes it as it comes"):
-        feed_of(Stream(5), BatchPlan(4, 2, 1), shuffle=True)
+        loader_of(Stream(5), BatchPlan(4, 2, 1), shuffle=True)
 
 
 def test_a_stream_needs_equal_micro_batches():
     with pytest.raises(DataError, match="global_batch=6 would do"):
-        feed_of(Stream(5), BatchPlan(5, 2, 1))
+        loader_of(Stream(5), BatchPlan(5, 2, 1))
 
 
 def test_an_empty_stream_is_refused_when_it_is_read():
@@ -479,10 +490,10 @@ def test_an_empty_stream_is_refused_when_it_is_read():
 
 @pytest.mark.parametrize("dataset", [torch.arange(9), Numbers(9)])
 def test_an_epoch_cannot_begin_after_its_end(dataset):
-    feed = feed_of(dataset, BatchPlan(4, 2, 1))
-    assert list(feed.epoch(0, 3, padding="one")) == []
+    loader = loader_of(dataset, BatchPlan(4, 2, 1))
+    assert list(loader.epoch(0, 3, padding="one")) == []
     with pytest.raises(DataError, match="has 3 steps of 4"):
-        list(feed.epoch(0, 4, padding="one"))
+        list(loader.epoch(0, 4, padding="one"))
 
 
 @pytest.mark.parametrize(

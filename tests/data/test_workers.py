@@ -12,7 +12,7 @@ RANK = """
 import os, signal, sys, time
 import torch.utils.data
 from lockstep.batch import BatchPlan
-from lockstep.data import open_feed
+from lockstep.data import open_micro_batch_loader
 
 class Numbers:
     def __init__(self, stuck):
@@ -28,23 +28,23 @@ class Numbers:
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # how long torch waits for a stuck worker
 
 def main(how):
-    feed = open_feed(
+    loader = open_micro_batch_loader(
         Numbers(how.startswith("stuck")), BatchPlan(4, 2, 1), 0, seed=0, shuffle=False, drop_last=False, workers=2,
         agree=None,
     )
-    batches = feed.epoch(0, padding="one")
+    batches = loader.epoch(0, padding="one")
     seen = len(next(batches).data)
-    if not feed.loader.dataset.dataset.stuck:
+    if not loader.data_loader.dataset.dataset.stuck:
         seen += len(next(batches).data)  # the other worker has begun too
-    workers = [w.pid for w in feed.loader._iterator._workers]
+    workers = [w.pid for w in loader.data_loader._iterator._workers]
     print(*workers, flush=True)
     if how == "signals":
         for worker in workers:
             for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"):
                 os.kill(worker, getattr(signal, name))
         assert seen + sum(len(b.data) for b in batches) == 400
-        feed.close()
-        feed.close()
+        loader.close()
+        loader.close()
     if how == "stuck, killed":
         time.sleep(600)
 

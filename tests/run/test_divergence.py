@@ -117,7 +117,7 @@ def test_lengths_and_lazy_views_count():
 
 
 def test_a_state_is_walked_by_name_without_what_a_rank_holds_in_part():
-    there, part = torch.ones(2), TensorShard.elsewhere((4,), torch.float32)
+    there, part = torch.ones(2), TensorShard.absent((4,), torch.float32)
     state = {"models": [{"weight": there, "divided": part}], "optimizers": [(3, {0: there})], "plain": 1.5}
     assert [name for name, _ in tensors_in(state)] == ["models.0.weight", "optimizers.0.1.0"]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lockstep.collectives import alone
+from lockstep.collectives import single_rank_group
 from lockstep.errors import UsageError
 from lockstep.run.metrics import MetricMeans
 
@@ -14,7 +14,7 @@ def mean(*values, samples=1, counts=None):
     measures = MetricMeans()
     for value, count in zip(values, counts or [None] * len(values), strict=True):
         measures.add("it", value, samples, count)
-    return measures.reduce(alone())["it"]
+    return measures.reduce(single_rank_group())["it"]
 
 
 @pytest.mark.parametrize(

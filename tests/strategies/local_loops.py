@@ -9,8 +9,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.batch import BatchPlan
-from lockstep.collectives import TensorShard, alone, open_group
-from lockstep.strategies import MicroBatchPosition, ParameterSet, StrategyContext, open_strategy
+from lockstep.collectives import TensorShard, open_group, single_rank_group
+from lockstep.strategies import (
+    MicroBatchPosition,
+    ParameterSet,
+    StrategyContext,
+    before_optimizer_step,
+    begin_micro_batch,
+    load_strategy_state,
+    open_strategy,
+    strategy_state,
+)
 from lockstep.testing import state_hash
 from lockstep.world import World
 
@@ -76,20 +85,20 @@ class Loop:
         strategy, run = self.strategy, self.plan.run(self.group.rank, micro_batches)
         samples = SAMPLES * micro_batches
         turns = [MicroBatchPosition(m, micro_batches, m == run[-1], False, SAMPLES, samples) for m in run]
-        for turn in turns or [MicroBatchPosition(0, micro_batches, True, True, 0, samples)]:
-            strategy.begin_micro_batch(turn)
-            inputs, outputs = batch(self.done, turn.index)
+        for position in turns or [MicroBatchPosition(0, micro_batches, True, True, 0, samples)]:
+            begin_micro_batch(strategy, position)
+            inputs, outputs = batch(self.done, position.index)
             loss = F.mse_loss(self.model(inputs), outputs)
-            items = SAMPLES if counts is None else counts[turn.index]
-            strategy.backward(loss, torch.tensor(items / turn.step_samples), self.target, turn)
-            if turn.last:
+            items = SAMPLES if counts is None else counts[position.index]
+            strategy.backward(loss, torch.tensor(items / position.step_samples), self.target, position)
+            if position.last:
                 if counts is not None:
-                    strategy.normalize_by_count(self.target, turn.step_samples, sum(counts[m] for m in run))
+                    strategy.normalize_by_count(self.target, position.step_samples, sum(counts[m] for m in run))
                 self.norms.append(float(strategy.state_layout.norm(self.target.parameters)))
-                strategy.before_optimizer_step(self.target)
+                before_optimizer_step(strategy, self.target)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            strategy.end_micro_batch(turn)
+            strategy.end_micro_batch(position)
         self.done += 1
 
     def steps(self, number):
@@ -101,13 +110,13 @@ class Loop:
         """What a checkpoint would give back."""
         state_layout = self.strategy.state_layout
         tree = {"model": state_layout.model_state(self.net), "optimizer": state_layout.optimizer_state(self.optimizer)}
-        return whole(tree | {"strategy": self.strategy.state_dict(), "done": self.done}, self.group)
+        return whole(tree | {"strategy": strategy_state(self.strategy), "done": self.done}, self.group)
 
     def load(self, tree, *, same_strategy=True):
         tree = copy.deepcopy(tree)  # optimizers keep what they are given
         self.strategy.state_layout.load_model(self.net, tree["model"])
         self.strategy.state_layout.load_optimizer(self.optimizer, tree["optimizer"])
-        self.strategy.load_state_dict(tree["strategy"] if same_strategy else {})
+        load_strategy_state(self.strategy, tree["strategy"] if same_strategy else {})
         self.strategy.resync()
         self.done = tree["done"]
         return self
@@ -146,7 +155,7 @@ def met(nodes=None):
     """The ranks' group; on so many nodes, as if the ranks were spread over them."""
     world = World.from_env(os.environ)
     if world.size == 1:
-        yield alone()
+        yield single_rank_group()
         return
     if nodes:
         each = world.size // nodes

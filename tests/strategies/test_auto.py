@@ -62,7 +62,7 @@ def test_all_ranks_measure_the_same_link():
     one, other = run_ranks(told_before_the_model, 2)
     assert one == other
     assert one[0].rate > 0
-    assert one[1] == "Whole"
+    assert one[1] == "ReplicatedLayout"
 
 
 def test_a_choice_says_why():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.collectives import RankOrderAllReduce, TensorShard, alone, open_group
+from lockstep.collectives import RankOrderAllReduce, TensorShard, open_group, single_rank_group
 from lockstep.errors import SettingError
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
@@ -93,11 +93,11 @@ def terms(group, *, exact=True, dtype=None, say=print):
 )
 def test_what_cannot_be_is_refused(spec, says):
     with pytest.raises(SettingError, match=says):
-        open_strategy(spec, terms(alone()))
+        open_strategy(spec, terms(single_rank_group()))
 
 
 def test_one_rank_alone_has_nothing_to_compress():
-    assert isinstance(open_strategy("ddp:compress=powersgd,rank=2,start=3", terms(alone())), SingleProcess)
+    assert isinstance(open_strategy("ddp:compress=powersgd,rank=2,start=3", terms(single_rank_group())), SingleProcess)
 
 
 # ---- on ranks --------------------------------------------------------------------------------------------------------

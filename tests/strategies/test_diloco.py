@@ -8,10 +8,10 @@ from local_loops import Loop, adamw, ends, met, plain_sgd, sgd, unlike
 from torch import nn
 
 from lockstep.batch import BatchPlan
-from lockstep.collectives import alone
+from lockstep.collectives import single_rank_group
 from lockstep.errors import SettingError
 from lockstep.strategies import StrategyContext, open_strategy
-from lockstep.strategies.local.diloco import Outer, Schedule
+from lockstep.strategies.local.diloco import OuterOptimizer, Schedule
 from lockstep.strategies.local.flat_ranges import by_dtype, cut, gather, scatter, sizes_of
 from lockstep.testing import state_hash
 from worlds import on_world
@@ -90,8 +90,8 @@ def test_the_outer_optimizer_is_torchs_nesterov(momentum, fragments):
     parameters = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5).double()), nn.Parameter(torch.randn(2))]
     starts = [nn.Parameter(p.detach().clone()) for p in parameters]
     reference = torch.optim.SGD(starts, lr=0.7, momentum=momentum, nesterov=momentum > 0)
-    outer = Outer(0.7, momentum, fragments)
-    outer.take(parameters)
+    outer = OuterOptimizer(0.7, momentum, fragments)
+    outer.add_parameters(parameters)
     for _ in range(3):
         for parameter, start in zip(parameters, starts, strict=True):
             with torch.no_grad():
@@ -99,7 +99,7 @@ def test_the_outer_optimizer_is_torchs_nesterov(momentum, fragments):
             start.grad = start.detach() - parameter.detach()
         reference.step()
         for fragment in range(fragments):
-            outer.step(fragment, outer.moved(fragment), 0.0)
+            outer.step(fragment, outer.pseudo_gradient(fragment), 0.0)
         for parameter, start in zip(parameters, starts, strict=True):
             assert torch.equal(parameter, start)
 
@@ -117,28 +117,32 @@ def test_the_outer_optimizer_is_torchs_nesterov(momentum, fragments):
 )
 def test_bad_options_are_refused(word, says):
     with pytest.raises(SettingError, match=says):
-        Loop(alone(), word)
+        Loop(single_rank_group(), word)
 
 
 def test_fp16_is_refused():
     with pytest.raises(SettingError, match="use precision='bf16'"):
-        open_strategy("diloco", StrategyContext(alone(), BatchPlan(4, 1, 1).run, dtype=torch.float16))
+        open_strategy("diloco", StrategyContext(single_rank_group(), BatchPlan(4, 1, 1).run, dtype=torch.float16))
 
 
 def test_on_one_rank_the_outer_optimizer_works_alone():
     word = "diloco:period=3,outer_lr=1,outer_momentum=0,fragments=3"
     torch.testing.assert_close(
-        Loop(alone(), word).steps(9).parameters(), Loop(alone(), "none").steps(9).parameters(), rtol=0, atol=1e-5
+        Loop(single_rank_group(), word).steps(9).parameters(),
+        Loop(single_rank_group(), "none").steps(9).parameters(),
+        rtol=0,
+        atol=1e-5,
     )
     assert not torch.equal(
-        Loop(alone(), "diloco:period=3").steps(3).parameters(), Loop(alone(), "none").steps(3).parameters()
+        Loop(single_rank_group(), "diloco:period=3").steps(3).parameters(),
+        Loop(single_rank_group(), "none").steps(3).parameters(),
     )
 
 
 @pytest.mark.parametrize("steps", [0, 2, 3])
 def test_what_a_script_fills_in_is_where_the_outer_optimizer_starts(steps):
     """As with weights that were trained elsewhere; else it would count the jump as progress. Not within a period."""
-    loop = Loop(alone(), "diloco:period=3,outer_momentum=0").steps(steps)
+    loop = Loop(single_rank_group(), "diloco:period=3,outer_momentum=0").steps(steps)
     before = loop.strategy.state_dict()["outer"]["start"]
     before = torch.cat([s.reshape(-1) for s in before])
     loop.net.load_state_dict({name: torch.full_like(value, 5) for name, value in loop.net.state_dict().items()})

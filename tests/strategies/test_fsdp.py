@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from lockstep.collectives import Group, alone
+from lockstep.collectives import Group, single_rank_group
 from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.run import Run
 from lockstep.strategies import StrategyContext, open_strategy
@@ -344,7 +344,7 @@ def test_copies_on_four_ranks(tmp_path):
 
 
 def opened(spec, say=lambda text: None):
-    return open_strategy(spec, StrategyContext(alone(), lambda rank, of: range(of), say=say))
+    return open_strategy(spec, StrategyContext(single_rank_group(), lambda rank, of: range(of), say=say))
 
 
 @pytest.mark.parametrize("spec", ["fsdp", "hsdp", "hsdp:shard=8,wrap=Block"])

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from lockstep.errors import SettingError, UsageError
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
-from lockstep.strategies.parameter_server.hybrid import LookUp
-from lockstep.strategies.parameter_server.rpc import Line
+from lockstep.strategies.parameter_server.hybrid import LookupRequest
+from lockstep.strategies.parameter_server.rpc import RpcEndpoint
 from lockstep.testing import run_ranks, state_hash
 from worlds import on_world
 
@@ -107,20 +107,20 @@ def sparse(word):
 def some_served():
     """Bytes of tables here, the rows that were asked for, and the strategy's word for what is served."""
     asked = []
-    read = Line.read
+    read = RpcEndpoint.read
 
     def reading(self, rank, what):
-        asked.extend([what.inputs[0].numel()] if isinstance(what, LookUp) else [])
+        asked.extend([what.inputs[0].numel()] if isinstance(what, LookupRequest) else [])
         return read(self, rank, what)
 
-    Line.read = reading
+    RpcEndpoint.read = reading
     with Run(strategy="hybrid:served=pair+bag") as run:
         net = Net()
         model = run.model(net)
         run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
         for (x,) in run.train(run.loader((torch.arange(40).view(8, 5),), global_batch=8, micro_batch=2)):
             run.step(model(x).mean())
-    Line.read = read
+    RpcEndpoint.read = read
     message = None
     if run.rank < 2:
         with pytest.raises(UsageError, match="looked up after the run was closed") as caught:

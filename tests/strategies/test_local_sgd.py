@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.batch import BatchPlan
-from lockstep.collectives import alone
+from lockstep.collectives import single_rank_group
 from lockstep.errors import SettingError
 from lockstep.strategies import StrategyContext, open_strategy
 from lockstep.testing import state_hash
@@ -25,7 +25,7 @@ STEPS = (4, 4, 2, 4, 1, 4, 3, 4)  # micro-batches of each: some steps are short,
 @pytest.mark.parametrize("word", ["local-sgd", "local-sgd:period=2,warmup=3", "local-sgd:period=1,moments=average"])
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_one_rank_is_none_to_the_bit(word, make):
-    loops = [Loop(alone(), w, make) for w in (word, "none")]
+    loops = [Loop(single_rank_group(), w, make) for w in (word, "none")]
     for loop in loops:
         for micro_batches in STEPS:
             loop.step(micro_batches)
@@ -45,15 +45,15 @@ def test_one_rank_is_none_to_the_bit(word, make):
 )
 def test_bad_options_are_refused(word, says):
     with pytest.raises(SettingError, match=says):
-        Loop(alone(), word)
+        Loop(single_rank_group(), word)
 
 
 def test_fp16_and_layers_that_meet_are_refused():
-    terms = StrategyContext(alone(), BatchPlan(4, 1, 1).run, dtype=torch.float16)
+    terms = StrategyContext(single_rank_group(), BatchPlan(4, 1, 1).run, dtype=torch.float16)
     with pytest.raises(SettingError, match=r"strategy local-sgd with precision='fp16': .* use precision='bf16'"):
         open_strategy("local-sgd", terms)
     with pytest.raises(SettingError, match="sync_batchnorm: its forward passes meet"):
-        Loop(alone(), "local-sgd", net=lambda: nn.SyncBatchNorm(3))
+        Loop(single_rank_group(), "local-sgd", net=lambda: nn.SyncBatchNorm(3))
 
 
 # ---- on ranks: each case is run on all of them, in one world ---------------------------------------------------------
@@ -106,7 +106,7 @@ def meets_at_the_end_of_each_period():
             hashes.append(state_hash(loop.net))
             if not step:
                 moved = loop.strategy.state_dict()["replicas"]["moved"]
-        still = [t for place, t in enumerate(loop.strategy._replicas._others) if place not in moved]
+        still = [t for place, t in enumerate(loop.strategy._replicas._untrained) if place not in moved]
         assert [t is loop.net.table for t in still] == [True]
         return hashes, float(loop.norms[-1])
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep.batch import BatchPlan
 from lockstep.collectives import open_group
 from lockstep.errors import UsageError
-from lockstep.strategies import MicroBatchPosition, ParameterSet, StrategyContext, open_strategy
+from lockstep.strategies import MicroBatchPosition, ParameterSet, StrategyContext, begin_micro_batch, open_strategy
 from lockstep.strategies.multi_gpu import check_reached, spans_gpus
 from lockstep.testing import state_hash
 from lockstep.world import World
@@ -58,10 +58,10 @@ def stepped(device):
     batches = torch.randn(8, 5, 3, generator=random)
     run = BatchPlan(8, 1, 2).run(group.rank, 8)
     for index in run:
-        turn = MicroBatchPosition(index, 8, last=index == run[-1])
-        strategy.begin_micro_batch(turn)
-        strategy.backward(model(batches[index]).square().mean(), torch.tensor(0.125), target, turn)
-        strategy.end_micro_batch(turn)
+        position = MicroBatchPosition(index, 8, last=index == run[-1])
+        begin_micro_batch(strategy, position)
+        strategy.backward(model(batches[index]).square().mean(), torch.tensor(0.125), target, position)
+        strategy.end_micro_batch(position)
     found = state_hash([p.grad for p in plain.parameters()], dict(plain.named_buffers()))
     devices = {str(t.device) for p in plain.parameters() for t in (p, p.grad)}
     group.barrier("end")

@@ -18,16 +18,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.collectives import alone, fold, open_group
+from lockstep.collectives import fold, open_group, single_rank_group
 from lockstep.errors import PeerLost, SettingError, UsageError
 from lockstep.heartbeat import progress_marker
 from lockstep.launch_contract import EXIT_STOPPED, RESUME, STOP_FILE
 from lockstep.run import Run
 from lockstep.strategies import StrategyContext, open_strategy
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition
-from lockstep.strategies.parameter_server.flat_buckets import Sums, lots_of
+from lockstep.strategies.parameter_server.flat_buckets import BucketGradients, flat_buckets_of
 from lockstep.strategies.parameter_server.parameter_server import Options, Push
-from lockstep.strategies.parameter_server.rpc import Line, Staff
+from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.testing import run_each, run_ranks, state_hash
 from lockstep.world import World
@@ -41,7 +41,7 @@ TYPES = (torch.float32, torch.float64)
 def test_each_tensor_is_in_one_lot_and_comes_back_from_it(shapes, data):
     tensors = [torch.randn(shape).to(data.draw(st.sampled_from(TYPES))) for shape in shapes]
     owners = [data.draw(st.integers(0, 2)) for _ in tensors]
-    lots = lots_of(tensors, owners)
+    lots = flat_buckets_of(tensors, owners)
     assert len({(lot.owner, lot.tensors[0].dtype) for lot in lots}) == len(lots)
     owner_of = dict(zip(map(id, tensors), owners, strict=True))
     assert sorted(owner_of) == sorted(id(t) for lot in lots for t in lot.tensors)
@@ -62,10 +62,10 @@ def test_what_workers_push_folds_to_the_tree_of_one_rank(micro_batches, data):
 
     def pushed(run):
         parameter = nn.Parameter(torch.zeros(5))
-        sums = Sums(lots_of([parameter], [1]), micro_batches, exact=True)
+        sums = BucketGradients(flat_buckets_of([parameter], [1]), micro_batches, exact=True)
         for index in run:
             parameter.grad = gradients[index].clone()
-            sums.take(MicroBatchPosition(index, micro_batches, last=index == run[-1]))
+            sums.accumulate(MicroBatchPosition(index, micro_batches, last=index == run[-1]))
             assert parameter.grad is None
         return sums.nodes, sums.rows(0)
 
@@ -83,7 +83,7 @@ def test_what_workers_push_folds_to_the_tree_of_one_rank(micro_batches, data):
 )
 def test_somebody_works_and_somebody_serves(ranks, serving, says):
     with pytest.raises(SettingError, match=says):
-        Staff(ranks, serving)
+        ServerRoles(ranks, serving)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,8 @@ def test_bad_options_are_refused(words, says):
 
 def test_one_rank_alone_needs_no_server():
     assert isinstance(
-        open_strategy("parameter-server", StrategyContext(alone(), lambda rank, of: range(of))), SingleProcess
+        open_strategy("parameter-server", StrategyContext(single_rank_group(), lambda rank, of: range(of))),
+        SingleProcess,
     )
 
 
@@ -153,11 +154,11 @@ def test_the_bits_are_those_of_one_rank_on_every_rank(ranks, servers):
     word = f"parameter-server:servers={servers}"
     found = on_world(ranks, [(told, word, optimizer, case) for optimizer, case in CASES])
     for results, (optimizer, case) in zip(found, CASES, strict=True):
-        alone = learn("none", optimizer, **case)
-        assert [one[:2] for one in results] == [alone[:2]] * ranks, (optimizer, case)
+        single_rank_group = learn("none", optimizer, **case)
+        assert [one[:2] for one in results] == [single_rank_group[:2]] * ranks, (optimizer, case)
         remembered = [count for _, _, count in results]
         assert remembered[:-servers] == [0] * (ranks - servers), "workers remember nothing"
-        assert sum(remembered) == alone[2]
+        assert sum(remembered) == single_rank_group[2]
         assert all(remembered[-servers:])
 
 
@@ -178,7 +179,7 @@ def test_fast_sums_are_near():
 def traffic():
     """Bytes of tensors that this rank laid before servers, and that it got back, in one step."""
     sent, got = [], []
-    send, wait = Line.send, Line.wait
+    send, wait = RpcEndpoint.send, RpcEndpoint.wait
 
     def sending(self, rank, content):
         if isinstance(content, Push):
@@ -193,10 +194,10 @@ def traffic():
     with Run(strategy="parameter-server:servers=2") as run:
         model = run.model(nn.Linear(100, 10))
         run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
-        Line.send, Line.wait = sending, waiting
+        RpcEndpoint.send, RpcEndpoint.wait = sending, waiting
         for (x,) in run.train(run.loader((torch.ones(6, 100),), global_batch=6, micro_batch=1)):
             run.step(model(x).mean())
-        Line.send, Line.wait = send, wait
+        RpcEndpoint.send, RpcEndpoint.wait = send, wait
         return sum(sent), sum(got)
 
 
@@ -379,9 +380,9 @@ def test_servers_leave_the_loop_with_the_workers(tmp_path):
     places = [str(tmp_path / str(number)) for number in range(len(LEFT))]
     found = on_world(3, [(leave, "parameter-server", at, place) for at, place in zip(LEFT, places, strict=True)])
     for at, results in zip(LEFT, found, strict=True):
-        alone = leave("none", at)
-        assert "loss" not in alone[1][0][0], "what was measured in a loop that was left is not told"
-        assert results == [alone] * 3, at
+        single_rank_group = leave("none", at)
+        assert "loss" not in single_rank_group[1][0][0], "what was measured in a loop that was left is not told"
+        assert results == [single_rank_group] * 3, at
 
 
 def test_asynchronous_servers_leave_the_loop_with_the_workers():
@@ -409,14 +410,14 @@ def falls_out(word, how, place):
 
 @pytest.mark.parametrize("word", ["parameter-server", "parameter-server:mode=async,staleness=1"])
 def test_nothing_hangs_where_the_loop_is_left_otherwise(word, tmp_path):
-    alone, error, stop = (
+    single_rank_group, error, stop = (
         run_each(falls_out, 3, word, how, str(tmp_path / how), timeout_s=40) for how in ("alone", "error", "stop")
     )
-    assert str(alone[2].error) == (
+    assert str(single_rank_group[2].error) == (
         "rank 1 left the loop over micro-batches before its end, and other workers did not; "
         "leave it on all of them after the same step"
     )
-    assert all(isinstance(one.error, PeerLost) for one in alone)
+    assert all(isinstance(one.error, PeerLost) for one in single_rank_group)
     assert "of the user" in [str(one.error) for one in error[:2]]
     assert all(isinstance(one.error, PeerLost) or str(one.error) == "of the user" for one in error)
     assert [one.error.code for one in stop] == [EXIT_STOPPED] * 3
@@ -424,7 +425,7 @@ def test_nothing_hangs_where_the_loop_is_left_otherwise(word, tmp_path):
 
 def leaves_letters():
     group = open_group(World.from_env(os.environ), torch.device("cpu"), 100)
-    line = Line(group, lambda what: what)
+    line = RpcEndpoint(group, lambda what: what)
     early = [line.send(1, "") for _ in range(20)] if group.leads else []
     if group.leads:
         line.wait(1, line.read(1, ""), "a sign that they are there")
@@ -521,7 +522,7 @@ def test_a_killed_server_is_the_cause_and_the_restart_ends_in_the_same_bits(tmp_
     )
     talk = struck.stdout + struck.stderr
     assert struck.returncode == 0, talk
-    (alone,) = run_ranks(played, 1, SCRIPT.replace(', save_every="2 steps"', ""))
-    assert f"state {alone} 1" in talk
+    (single_rank_group,) = run_ranks(played, 1, SCRIPT.replace(', save_every="2 steps"', ""))
+    assert f"state {single_rank_group} 1" in talk
     assert "rank 2 of 3 was killed by SIGKILL" in talk
     assert "resumed at step " in talk

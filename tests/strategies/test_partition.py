@@ -10,7 +10,16 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from lockstep.errors import SettingError
-from lockstep.strategies.pipelined.partition import balance, calls, first_calls, owners, read, sizes, stages, times_s
+from lockstep.strategies.pipelined.partition import (
+    balance,
+    called_modules,
+    measured_times_s,
+    merge_repeated_calls,
+    parameter_counts,
+    split_stages,
+    stage_of_tensors,
+    trace,
+)
 
 
 def runs(cuts, costs):
@@ -83,7 +92,7 @@ def test_the_stages_one_after_the_other_are_the_model(cut, crossing, training):
     torch.manual_seed(1)
     expected = model(x)
     torch.manual_seed(1)
-    made = stages(read(model, cuts), cuts)
+    made = split_stages(trace(model, cuts), cuts)
     found, crossed = through(model, made, x)
     assert torch.equal(found["out"], expected["out"])
     assert found["size"] == expected["size"] == 7
@@ -93,7 +102,7 @@ def test_the_stages_one_after_the_other_are_the_model(cut, crossing, training):
 @pytest.mark.parametrize("cut", CUTS)
 def test_each_tensor_has_one_owner(cut):
     model, cuts = Residual(), cut.split("+")
-    owner = owners(model, [stages(read(model, cuts), cuts)])
+    owner = stage_of_tensors(model, [split_stages(trace(model, cuts), cuts)])
     assert owner.keys() == {n for n, _ in (*model.named_parameters(), *model.named_buffers())}
     assert owner["stem.weight"] == owner["stem.bias"] == 0
     assert owner["head.weight"] == len(cuts)
@@ -111,8 +120,8 @@ class Inner(nn.Module):
 
 def test_a_cut_may_lie_inside_of_a_module():
     model = nn.Sequential(Inner(), nn.ReLU())
-    assert calls(read(model)) == ["0", "1"]
-    made = stages(read(model, ["0.second"]), ["0.second"])
+    assert called_modules(trace(model)) == ["0", "1"]
+    made = split_stages(trace(model, ["0.second"]), ["0.second"])
     x = torch.randn(2, 3)
     assert torch.equal(through(model, made, x)[0], model(x))
 
@@ -150,28 +159,65 @@ class Twice(Branching):
 )
 def test_what_cannot_be_cut_is_refused(model, cuts, words):
     with pytest.raises(SettingError, match=words):
-        owners(model, [stages(read(model, cuts), cuts)])
+        stage_of_tensors(model, [split_stages(trace(model, cuts), cuts)])
+
+
+class Doubled(torch.autograd.Function):
+    """A gradient that is not that of the operators in its forward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 7
+
+
+class Opaque(nn.Module):
+    """What no tracer of operators follows: a branch on a value, a number made of a tensor, a gradient of its own."""
+
+    def forward(self, x):
+        scale = float(x.detach().abs().max())
+        return Doubled.apply(x) * scale if x.sum() > 0 else x.reshape(x.shape[0], 2, 2).flatten(1)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_modules_are_taken_as_they_are(sign):
+    """See docs/decisions/0008: a cut that traces what modules do inside would refuse these, or change them."""
+    model = nn.Sequential(nn.Linear(4, 4), Opaque(), nn.Linear(4, 2))
+    first, second = (fx.GraphModule(model, stage.graph) for stage in split_stages(trace(model, ["2"]), ["2"]))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(4)), model[0].bias.fill_(sign * 9.0)
+    for rows in (8, 3):
+        x = torch.randn(rows, 4)
+        model(x).sum().backward()
+        plain = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        second(x, *first(x)).sum().backward()
+        assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), plain, strict=True))
+        model.zero_grad()
 
 
 def test_shared_weights_must_lie_in_one_stage():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     model[2].weight = model[0].weight
     with pytest.raises(SettingError, match=r"0.weight is used in stages \[0, 1\]"):
-        owners(model, [stages(read(model), ["2"])])
+        stage_of_tensors(model, [split_stages(trace(model), ["2"])])
 
 
 def test_a_module_that_is_called_again_is_cut_before_its_first_call():
-    names, costs = first_calls(["a", "pool", "b", "pool", "b", "c"], [5.0, 1.0, 4.0, 1.0, 4.0, 2.0])
+    names, costs = merge_repeated_calls(["a", "pool", "b", "pool", "b", "c"], [5.0, 1.0, 4.0, 1.0, 4.0, 2.0])
     assert (names, costs) == (["a", "pool", "b", "c"], [5.0, 1.0, 9.0, 2.0])
 
 
 def test_costs_are_sizes_or_times():
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2))
-    graph = read(model)
-    assert sizes(model, graph) == [15, 6, 0, 8]
+    graph = trace(model)
+    assert parameter_counts(model, graph) == [15, 6, 0, 8]
     ticks = itertools.count()
     state, before = torch.get_rng_state(), {n: b.clone() for n, b in model.named_buffers()}
-    found = times_s(model, graph, [torch.zeros(5, 4)], now=lambda: float(next(ticks)))
+    found = measured_times_s(model, graph, [torch.zeros(5, 4)], now=lambda: float(next(ticks)))
     assert found == [1.0] * 4
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())

@@ -11,13 +11,13 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from lockstep.batch import BatchPlan
-from lockstep.collectives import alone, open_all_reduce
+from lockstep.collectives import open_all_reduce, single_rank_group
 from lockstep.errors import SettingError
 from lockstep.run import Run
 from lockstep.strategies import LossCall, MicroBatchPosition
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.pipelined.pipeline import Options, Pipelined, passes
-from lockstep.strategies.pipelined.stage import Border, Formats, Micro, Stage, random_state
+from lockstep.strategies.pipelined.pipeline import Options, Pipelined, schedule_runs
+from lockstep.strategies.pipelined.stage import AutocastContext, Stage, StageInterface, StageMicroBatch, random_state
 from lockstep.testing import run_each, state_hash
 from worlds import on_world
 
@@ -31,7 +31,7 @@ from worlds import on_world
 )
 def test_every_micro_batch_goes_through_one_schedule_that_takes_it(shapes, schedule, ranks):
     likes = [like for like, count in shapes for _ in range(count)]
-    made = passes(likes, schedule, ranks)
+    made = schedule_runs(likes, schedule, ranks)
     assert [i for p in made for i in range(p.first, p.first + p.length)] == list(range(len(likes)))
     for part in made:
         assert len(set(likes[part.first : part.first + part.length])) == 1
@@ -69,16 +69,24 @@ def test_what_only_passes_through_gathers_no_hooks():
     layer = nn.Sequential(nn.Linear(3, 3))
     module = fx.GraphModule(layer, graph)
     cpu = torch.device("cpu")
-    buffers = Buffers(open_all_reduce(alone(), BatchPlan(1, 1, 1).run), alone().check_equal)
+    buffers = Buffers(open_all_reduce(single_rank_group(), BatchPlan(1, 1, 1).run), single_rank_group().check_equal)
     stage = Stage(
-        1, 3, (module, module), lambda: True, buffers, list(layer.parameters()), Formats(cpu, cpu, None), exact=True
+        1,
+        3,
+        (module, module),
+        lambda: True,
+        buffers,
+        list(layer.parameters()),
+        AutocastContext(cpu, cpu, None),
+        exact=True,
     )
     task = LossCall(layer, F.mse_loss, (torch.ones(2, 3),), (), lambda loss: loss)
     received = torch.zeros(2, 3, requires_grad=True)
     like = ((2, 3), torch.float32, True)
-    micro = Micro(task, None, MicroBatchPosition(0, 1, last=True), random_state(cpu))
-    stage.begin([micro], [])
-    stage.aim([micro], (Border((like,), drawn=False), Border((like, like), drawn=False)))
+    micro = StageMicroBatch(task, None, MicroBatchPosition(0, 1, last=True), random_state(cpu))
+    stage.begin_step([micro], [])
+    before, behind = (StageInterface(specs, draws_random=False) for specs in ((like,), (like, like)))
+    stage.set_schedule_run([micro], (before, behind))
     made, passed = stage(received, place=torch.tensor(0))
     assert not received._backward_hooks
     (made.sum() + passed.sum()).backward()
@@ -337,12 +345,12 @@ class Growing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.passes = 0
+        self.schedule_runs = 0
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x):
-        self.passes += 1
-        return self.layer(x).repeat(1, 1 + (self.passes > 3))
+        self.schedule_runs += 1
+        return self.layer(x).repeat(1, 1 + (self.schedule_runs > 3))
 
 
 class Sum(nn.Module):

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.batch import BatchPlan
-from lockstep.collectives import alone
+from lockstep.collectives import single_rank_group
 from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.run import Run
-from lockstep.strategies import MicroBatchPosition, ParameterSet, StrategyContext, open_strategy
+from lockstep.strategies import MicroBatchPosition, ParameterSet, StrategyContext, begin_micro_batch, open_strategy
 from lockstep.strategies.gradient_accumulation import TreeGradientAccumulator
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.testing import state_hash
@@ -21,7 +21,7 @@ from worlds import on_world
 
 
 def one_rank(name="ddp"):
-    return open_strategy(name, StrategyContext(alone(), BatchPlan(8, 1, 1).run))
+    return open_strategy(name, StrategyContext(single_rank_group(), BatchPlan(8, 1, 1).run))
 
 
 def test_one_rank_alone_needs_no_strategy():
@@ -61,10 +61,10 @@ def test_buffers_become_the_mean_over_the_step_and_counts_count_steps():
     strategy.setup_model(model, find_unused_parameters=False)
     mean = 0.0
     for values in ([1.0, 2.0, 3.0, 6.0], [5.0], [-1.0, 0.0, 1.5]):
-        for turn, value in zip(turns(len(values)), values, strict=True):
-            strategy.begin_micro_batch(turn)
+        for position, value in zip(turns(len(values)), values, strict=True):
+            begin_micro_batch(strategy, position)
             model(torch.tensor([value]))
-            strategy.end_micro_batch(turn)
+            strategy.end_micro_batch(position)
         mean += sum(0.5 * (value - mean) for value in values) / len(values)
         torch.testing.assert_close(model.mean, torch.tensor([mean], dtype=torch.float64))
     assert model.passes == 3
@@ -78,11 +78,11 @@ def test_a_step_that_is_given_up_leaves_no_trace_in_buffers():
     strategy.resync()  # as after a checkpoint was loaded
     before = state_hash(model)
     for given_up_after in (0, 2):
-        for turn in turns(4)[:given_up_after]:
-            strategy.begin_micro_batch(turn)
+        for position in turns(4)[:given_up_after]:
+            begin_micro_batch(strategy, position)
             model(torch.tensor([9.0]))
-            strategy.end_micro_batch(turn)
-        strategy.begin_micro_batch(turns(4)[given_up_after])
+            strategy.end_micro_batch(position)
+        begin_micro_batch(strategy, turns(4)[given_up_after])
         model(torch.tensor([9.0]))
         strategy.discard_step()
         assert state_hash(model) == before
@@ -206,7 +206,7 @@ def accumulates():
     """In which steps gradients are exchanged; some ranks have two micro-batches in each."""
     with Run() as run:
         begun = []
-        exchange = run._strategy._exchange
+        exchange = run._strategy._all_reduce
         begin = exchange.begin
         exchange.begin = lambda *sums: (begun.append(run.progress.step), begin(*sums))
         train(run, run.model(nn.Linear(2, 2)), torch.ones(24, 2))

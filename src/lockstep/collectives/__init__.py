@@ -1,7 +1,13 @@
-"""The only room that speaks torch.distributed: ranks meet, agree, and add up along one fixed tree."""
+"""The only package that uses torch.distributed: groups of ranks, their agreement, and sums along a fixed tree."""
 
 from lockstep.collectives.all_reduce import AllReduce, NativeAllReduce, RankOrderAllReduce, open_all_reduce
-from lockstep.collectives.group import Group, KeyValueStore, alone, open_group, translating_peer_errors
+from lockstep.collectives.group import (
+    Group,
+    KeyValueStore,
+    open_group,
+    single_rank_group,
+    translating_peer_errors,
+)
 from lockstep.collectives.object_channel import ObjectChannel
 from lockstep.collectives.owner_broadcast import OwnerBroadcast, open_owner_broadcast
 from lockstep.collectives.reduce_scatter import (
@@ -13,7 +19,7 @@ from lockstep.collectives.reduce_scatter import (
 )
 from lockstep.collectives.reduction_plan import Runs
 from lockstep.collectives.reduction_tree import Node, TreeAccumulator, fold, nodes_of
-from lockstep.collectives.tensor_shard import TensorShard, elsewhere, owned
+from lockstep.collectives.tensor_shard import TensorShard, as_absent_shards, as_owned_shards
 
 __all__ = [
     "AllReduce",
@@ -31,14 +37,14 @@ __all__ = [
     "TensorShard",
     "TreeAccumulator",
     "TreeReduceScatter",
-    "alone",
+    "as_absent_shards",
+    "as_owned_shards",
     "broadcast_from_rank0",
-    "elsewhere",
     "fold",
     "nodes_of",
     "open_all_reduce",
     "open_group",
     "open_owner_broadcast",
-    "owned",
+    "single_rank_group",
     "translating_peer_errors",
 ]

@@ -24,7 +24,7 @@ class AllReduce(Protocol):
     """Sums flat tensors over all ranks in the background; sums are begun in the same order on every rank."""
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """Begin the sum over the micro-batches of a step, to arrive in ``out`` with the same bits on every rank.
+        """Begin the sum over the micro-batches of a step; after `finish` it is in ``out``, the same bits on every rank.
 
         Args:
             out: one-dimensional, of the length that all ranks give, real or complex; ``partials`` may contain it.
@@ -35,42 +35,42 @@ class AllReduce(Protocol):
         ...
 
     def finish(self) -> None:
-        """Every sum begun so far is in its ``out``; on a GPU, for what is queued from here on.
+        """Wait until every sum begun so far is in its ``out``; on a GPU, for work that is queued from now on.
 
         Raises:
-            RuntimeError: what the transport raised, such as for a rank that is gone.
+            RuntimeError: of the transport, for example where a rank is gone.
         """
         ...
 
     def close(self) -> None:
-        """No sum is begun any more."""
+        """End threads and connections; no sum is begun afterwards."""
         ...
 
 
 def open_all_reduce(group: Group, runs: Runs) -> AllReduce:
-    """The exchange that suits the group: through shared memory, NCCL or gloo; none for one rank. Collective."""
+    """The all-reduce that suits the group: shared memory, NCCL or gloo; none for one rank. Collective."""
     if group.size == 1:
-        return _Alone()
+        return _NoAllReduce()
     if group.device.type == "cuda" and not group.over_cpu:
         return NcclAllReduce(group, runs)
     over_cpu = SharedMemoryAllReduce if group.on_one_machine and sys.platform == "linux" else GlooAllReduce
-    exchange = over_cpu(group, runs)
-    return Staged(exchange) if group.device.type == "cuda" else exchange
+    all_reduce = over_cpu(group, runs)
+    return StagedAllReduce(all_reduce) if group.device.type == "cuda" else all_reduce
 
 
 class NativeAllReduce:
-    """Torch's own all-reduce: no promise of bits, and a rank adds its own micro-batches as it likes."""
+    """Torch's own all-reduce: no promise of bits, and each rank adds up its own micro-batches in any order."""
 
     def __init__(self, group: Group) -> None:
-        self._lines = group.process_group
+        self._process_group = group.process_group
         self._works: list[dist.Work] = []
 
     def begin(self, out: torch.Tensor) -> None:
-        """Begin the sum of every rank's ``out``, to arrive in ``out``."""
-        self._works.append(dist.all_reduce(out, group=self._lines, async_op=True))
+        """Begin the sum of every rank's ``out``; after `finish` it is in ``out``."""
+        self._works.append(dist.all_reduce(out, group=self._process_group, async_op=True))
 
     def finish(self) -> None:
-        """See `AllReduce.finish`."""
+        """Wait for every sum that was begun."""
         wait_all(self._works)
 
 
@@ -78,28 +78,28 @@ class RankOrderAllReduce:
     """Sums of one tensor from each rank, along the tree over ranks.
 
     Torch's all-reduce adds in an order that depends on where in a bucket an element lies, and DDP cuts its buckets anew
-    after the first step, also after a resume. Here the bits depend on the values and the number of ranks alone.
+    after the first step, also after a resume. Here the bits depend only on the values and on the number of ranks.
     """
 
     def __init__(self, group: Group) -> None:
         self._size: Final = group.size
-        self._exchange: Final = open_all_reduce(group, lambda rank, _: range(rank, rank + 1))
+        self._all_reduce: Final = open_all_reduce(group, lambda rank, _: range(rank, rank + 1))
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """Begin the sum of every rank's ``tensor``, of one dimension, to arrive in it."""
-        self._exchange.begin(tensor, [tensor], self._size)
+        """Begin the sum of every rank's ``tensor``, of one dimension; after `finish` it is in ``tensor``."""
+        self._all_reduce.begin(tensor, [tensor], self._size)
 
     def finish(self) -> None:
-        """See `AllReduce.finish`."""
-        self._exchange.finish()
+        """Wait for every sum that was begun."""
+        self._all_reduce.finish()
 
     def close(self) -> None:
-        """See `AllReduce.close`."""
-        self._exchange.close()
+        """End the threads and connections."""
+        self._all_reduce.close()
 
 
-class _Alone:
-    """One rank holds the whole tree."""
+class _NoAllReduce(AllReduce):
+    """For a group of one rank, which holds the whole tree."""
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
         (total,) = partials
@@ -112,7 +112,7 @@ class _Alone:
         pass
 
 
-class GlooAllReduce:
+class GlooAllReduce(AllReduce):
     """Over gloo: the first half of each sum is begun by the caller, the rest follows on one thread, in order.
 
     The two halves have a process group each. Collectives of one group must be issued in the same order on every rank;
@@ -121,108 +121,108 @@ class GlooAllReduce:
     """
 
     def __init__(self, group: Group, runs: Runs) -> None:
-        self._routes = ReductionPlans(group.rank, group.size, runs)
+        self._plans = ReductionPlans(group.rank, group.size, runs)
         self._first_half, self._second_half = group.process_group, group.new_process_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-exchange")
         self._reduced: list[dist.Work] = []
         self._followed: list[Future[None]] = []
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """See `AllReduce.begin`."""
+        """Begin the exchange of chunks; the rest follows on the thread."""
         out, partials = as_real(out), [as_real(partial) for partial in partials]
-        route = self._routes(micro_batches)
-        if route.all_reduces:
+        plan = self._plans(micro_batches)
+        if plan.all_reduces:
             (total,) = partials
             _into(out, total)
             self._reduced.append(dist.all_reduce(out, group=self._first_half, async_op=True))
             return
-        sent, give, take = _scatter(route, partials, out)
+        sent, give, take = _scatter(plan, partials, out)
         received = out.new_empty(sum(take))
         works = all_to_all(received, sent, take, give, self._first_half)
-        self._followed.append(self._thread.submit(self._follow, works, route, received, sent, out))
+        self._followed.append(self._thread.submit(self._follow, works, plan, received, sent, out))
 
     def finish(self) -> None:
-        """See `AllReduce.finish`."""
+        """Wait for every sum that was begun."""
         wait_all(self._reduced)
         followed, self._followed = self._followed, []
         for future in followed:
             future.result()
 
     def close(self) -> None:
-        """See `AllReduce.close`."""
+        """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)  # after an error it may wait for a rank that never comes
 
     def _follow(
         self,
         works: list[dist.Work],
-        route: ReductionPlan,
+        plan: ReductionPlan,
         received: torch.Tensor,
         sent: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
         wait_all(works)
-        del sent  # was to stay alive until the exchange had read it
-        _gather(route, _fold(route, received), out, self._second_half)
+        del sent  # had to stay alive until the exchange had read it
+        _gather(plan, _fold(plan, received), out, self._second_half)
 
 
-class NcclAllReduce:
+class NcclAllReduce(AllReduce):
     """Over NCCL: both halves and the additions between them are queued on a stream beside the backward pass."""
 
     def __init__(self, group: Group, runs: Runs) -> None:
-        self._routes = ReductionPlans(group.rank, group.size, runs)
-        self._device, self._lines = group.device, group.process_group
+        self._plans = ReductionPlans(group.rank, group.size, runs)
+        self._device, self._process_group = group.device, group.process_group
         self._stream = torch.cuda.Stream(device=group.device)
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """See `AllReduce.begin`."""
+        """Queue the exchange, the additions and the gathering on the stream."""
         out, partials = as_real(out), [as_real(partial) for partial in partials]
-        route = self._routes(micro_batches)
+        plan = self._plans(micro_batches)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for tensor in (out, *partials):
                 tensor.record_stream(self._stream)
-            if route.all_reduces:
+            if plan.all_reduces:
                 (total,) = partials
                 _into(out, total)
-                dist.all_reduce(out, group=self._lines)
+                dist.all_reduce(out, group=self._process_group)
             else:
-                sent, give, take = _scatter(route, partials, out)
+                sent, give, take = _scatter(plan, partials, out)
                 received = out.new_empty(sum(take))
-                wait_all(all_to_all(received, sent, take, give, self._lines))
-                _gather(route, _fold(route, received), out, self._lines)
+                wait_all(all_to_all(received, sent, take, give, self._process_group))
+                _gather(plan, _fold(plan, received), out, self._process_group)
 
     def finish(self) -> None:
-        """See `AllReduce.finish`."""
+        """Let the current stream wait for every sum that was begun."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def close(self) -> None:
-        """See `AllReduce.close`."""
+        """Wait for what is queued."""
         self._stream.synchronize()
 
 
-class Staged:
-    """For ranks that share a GPU, which NCCL does not serve: sums pass through the CPU's memory."""
+class StagedAllReduce(AllReduce):
+    """For ranks that share a GPU, which NCCL does not support: sums go through the memory of the CPU."""
 
-    def __init__(self, exchange: AllReduce) -> None:
-        self._exchange = exchange
+    def __init__(self, all_reduce: AllReduce) -> None:
+        self._all_reduce = all_reduce
         self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """See `AllReduce.begin`."""
+        """Copy the sums to the CPU, and begin there."""
         here = torch.empty_like(out, device="cpu")
-        self._exchange.begin(here, [partial.cpu() for partial in partials], micro_batches)
+        self._all_reduce.begin(here, [partial.cpu() for partial in partials], micro_batches)
         self._begun.append((out, here))
 
     def finish(self) -> None:
-        """See `AllReduce.finish`."""
+        """Wait for every sum that was begun, and copy it to the GPU."""
         begun, self._begun = self._begun, []
-        self._exchange.finish()
+        self._all_reduce.finish()
         for out, here in begun:
             out.copy_(here)
 
     def close(self) -> None:
-        """See `AllReduce.close`."""
-        self._exchange.close()
+        """Close the all-reduce on the CPU."""
+        self._all_reduce.close()
 
 
 #        rank 0            rank 1            each rank cuts the sums of its nodes into one chunk for every rank,
@@ -231,38 +231,38 @@ class Staged:
 #     a0 a1 b0 b1       a2 a3 b2 b3
 #        |                  |                 folds them in the tree's order,
 #      s0 s1              s2 s3
-#           \_____________/                   all_gather: and everybody receives all the chunks.
+#           \_____________/                   all_gather: and every rank receives all chunks.
 #     s0 s1   s2 s3     s0 s1   s2 s3
 #
 # So each rank sends and receives what a ring all-reduce would, times its nodes.
 
 
 def _scatter(
-    route: ReductionPlan, partials: Sequence[torch.Tensor], like: torch.Tensor
+    plan: ReductionPlan, partials: Sequence[torch.Tensor], like: torch.Tensor
 ) -> tuple[torch.Tensor, list[int], list[int]]:
     """What this rank sends, how many elements to each rank, and how many it receives from each."""
-    cuts = route.cuts(like.numel())
-    first, end = cuts[route.rank]
+    cuts = plan.cuts(like.numel())
+    first, end = cuts[plan.rank]
     if len(partials) == 1:
         sent = partials[0]
     else:
         sent = torch.cat([p[a:b] for a, b in cuts for p in partials]) if partials else like[:0]
     give = [len(partials) * (b - a) for a, b in cuts]
-    return sent, give, [len(nodes) * (end - first) for nodes in route.nodes_by_rank]
+    return sent, give, [len(nodes) * (end - first) for nodes in plan.nodes_by_rank]
 
 
-def _fold(route: ReductionPlan, received: torch.Tensor) -> torch.Tensor:
+def _fold(plan: ReductionPlan, received: torch.Tensor) -> torch.Tensor:
     """This rank's chunk of the sum, in the memory of ``received``."""
     if not received.numel():
         return received
-    pieces = received.view(len(route.all_nodes), -1).unbind()
-    return fold(route.micro_batches, route.all_nodes, pieces, lambda left, right: left.add_(right))
+    pieces = received.view(len(plan.all_nodes), -1).unbind()
+    return fold(plan.micro_batches, plan.all_nodes, pieces, lambda left, right: left.add_(right))
 
 
-def _gather(route: ReductionPlan, chunk: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+def _gather(plan: ReductionPlan, chunk: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     """Every rank's chunk arrives in ``out``."""
-    length, full = out.numel(), route.chunk(out.numel())
-    size = len(route.nodes_by_rank)
+    length, full = out.numel(), plan.chunk(out.numel())
+    size = len(plan.nodes_by_rank)
     if full * size == length:
         _all_gather(out, chunk, group=group)
         return
@@ -274,7 +274,7 @@ def _gather(route: ReductionPlan, chunk: torch.Tensor, out: torch.Tensor, group:
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:
-    """``flat`` itself, of one dimension; a complex one as pairs of reals: transports and folds know no complex sums."""
+    """``flat`` itself, of one dimension; a complex one as pairs of reals, since transports have no complex sums."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
@@ -284,7 +284,7 @@ def _into(out: torch.Tensor, total: torch.Tensor) -> None:
 
 
 def wait_all(works: list[dist.Work]) -> None:
-    """Wait for each, and forget them all, whatever happens."""
+    """Wait for each of ``works``, and empty the list, also after an error."""
     waiting = works[:]
     works.clear()
     for work in waiting:

@@ -1,9 +1,9 @@
-"""Something of every rank for every other one, over links that carry both directions at once.
+"""All-to-all over gloo that uses both directions of a link at once.
 
-Gloo asks the receiver before it sends much, and the answer waits behind what the receiver itself has begun to send. Its
-own all-to-all sends first, so ranks take turns on a link that could carry both ways: at 100 Mbit/s it takes 1.8 times
-as long for two ranks, and 1.2 times for four (benchmarks/links.py). Here every rank says what it is ready to receive
-before anything is sent.
+Gloo asks the receiver before it sends a large message, and the answer waits behind what the receiver itself has begun
+Gloo asks the receiver before it sends a large message, and the answer waits behind what the receiver has begun to
+send. Its own all-to-all sends first, so ranks take turns on a link that could carry both ways: at 100 Mbit/s it takes
+receive before anything is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def all_to_all(
     give: Sequence[int],
     group: dist.ProcessGroup | None,
 ) -> list[dist.Work]:
-    """Begin to send the first ``give[0]`` elements of ``sent`` to rank 0 of ``group``, and so on. All of its ranks.
+    """Begin to send the first ``give[0]`` elements of ``sent`` to rank 0 of ``group``, and so on. Collective.
 
     Args:
         received: one-dimensional; ``take[0]`` elements from rank 0, and so on, once all that is returned is waited for.

@@ -1,4 +1,4 @@
-"""An open line between the ranks of one world: small values and agreement, over the CPU."""
+"""The group of all ranks: small values, agreement between ranks, and more process groups, over the CPU."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def translating_peer_errors(what: str) -> Iterator[None]:
 
 
 class KeyValueStore:
-    """A line of its own to the ranks' key-value store; one thread at a time may use it."""
+    """A connection to the ranks' key-value store, for one thread at a time; its keys have a prefix of their own."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store: Final = PrefixStore(name, store)
 
     def set(self, key: str, value: str) -> None:
-        """Every rank can read ``value`` under ``key`` from now on."""
+        """Store ``value``: every rank can read it under ``key`` from now on."""
         with translating_peer_errors(f"post of {key}"):
             self._store.set(key, value)
 
     def is_set(self, key: str) -> bool:
-        """Whether some rank has posted ``key``."""
+        """Whether some rank has stored a value under ``key``."""
         with translating_peer_errors(f"look at {key}"):
             return bool(self._store.check([key]))
 
     def get(self, key: str, timeout_s: float) -> str:
-        """What was posted under ``key``, once it is.
+        """Wait for the value under ``key``, and return it.
 
         Raises:
-            PeerLost: if nobody posts it within ``timeout_s``.
+            PeerLost: if no rank stores one within ``timeout_s``.
         """
         try:
             self._store.wait([key], timedelta(seconds=timeout_s))
@@ -65,10 +65,10 @@ class KeyValueStore:
 
 
 class Group:
-    """The ranks of one world, once they have met.
+    """The ranks of one world, connected.
 
-    Where a method says *all ranks*, every rank must call it, in the same order; what is called is compared, so that
-    ranks which have parted ways are told so instead of exchanging each other's values.
+    A method that says *Collective* must be called by every rank of the group, in the same order. The text that names a
+    call is compared, so that ranks which make different calls get an error instead of each other's values.
     """
 
     def __init__(
@@ -89,9 +89,8 @@ class Group:
         self.timeout_s: Final = timeout_s  #: how long a collective waits for the other ranks
         self.device: Final = device  #: where this rank computes
         self.over_cpu: Final = over_cpu  #: whether tensors travel through the CPU's memory, over gloo
-        self.process_group: Final = (
-            process_group  #: torch's process group for tensors on the device; None: the default one
-        )
+        #: torch's process group for tensors on the device; None: the default one
+        self.process_group: Final = process_group
         self.nodes: Final = tuple(nodes)  #: on which node each rank is
         self._world: Final = world
         self._store: Final = store
@@ -103,7 +102,9 @@ class Group:
         return self.rank == 0
 
     def gather_objects(self, value: T, what: str) -> list[T]:
-        """Each rank's ``value``, by rank. All ranks; pickled, over the CPU, about 1 ms: for small and rare things.
+        """Each rank's ``value``, in the order of ranks. Collective.
+
+        Values are pickled and go over the CPU, in about 1 ms: for what is small and rare.
 
         Raises:
             MismatchError: if ranks call this for different things, as when one calls it inside ``if run.leads``.
@@ -127,7 +128,7 @@ class Group:
         return self.gather_objects(value, what)[0]
 
     def check_equal(self, what: str, value: object) -> None:
-        """Nothing, if ``value`` is the same on every rank. Collective.
+        """Check that ``value`` is the same on every rank. Collective.
 
         Raises:
             MismatchError: naming the ranks that differ and what they hold.
@@ -140,7 +141,7 @@ class Group:
             )
 
     def sum_int(self, value: int, what: str) -> int:
-        """The sum of each rank's whole number. All ranks; about 0.3 ms."""
+        """The sum of every rank's integer, in about 0.3 ms. Collective."""
         if self._control is None:
             return value
         total = torch.tensor([value])
@@ -157,40 +158,40 @@ class Group:
         return total
 
     def barrier(self, what: str) -> None:
-        """Returns when every rank has called it. Collective."""
+        """Wait until every rank has called it. Collective."""
         self.gather_objects(None, what)
 
     def store(self, name: str) -> KeyValueStore:
-        """A `KeyValueStore` with a connection of its own, for one thread; boards of the same name are one board."""
+        """A new connection to the key-value store, for one thread; ranks with the same ``name`` see the same keys."""
         own: Store = self._store.clone()  # type: ignore[attr-defined]
         return KeyValueStore(own, name)
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
-        """A group of its own for ``ranks`` of this one, among which this rank is. All those ranks.
+        """A new group of ``ranks`` of this one, among which this rank is; every one of them must call it.
 
-        Its ranks are numbered anew, in the order of this group. Ranks that make several parts which overlap make them
+        Its ranks are numbered from 0, in the order of this group. Where subgroups overlap, their ranks must make them
         in the same order.
         """
-        mine = sorted(ranks)
-        here = [rank for rank in mine if self.nodes[rank] == self.nodes[self.rank]]
+        members = sorted(ranks)
+        same_node = [rank for rank in members if self.nodes[rank] == self.nodes[self.rank]]
         world = replace(
             self._world,
-            rank=mine.index(self.rank),
-            size=len(mine),
-            local_rank=here.index(self.rank),
-            local_size=len(here),
-            node_rank=sorted({self.nodes[rank] for rank in mine}).index(self.nodes[self.rank]),
-            nodes=len({self.nodes[rank] for rank in mine}),
+            rank=members.index(self.rank),
+            size=len(members),
+            local_rank=same_node.index(self.rank),
+            local_size=len(same_node),
+            node_rank=sorted({self.nodes[rank] for rank in members}).index(self.nodes[self.rank]),
+            nodes=len({self.nodes[rank] for rank in members}),
         )
-        if len(mine) == 1:
+        if len(members) == 1:
             return Group(world, self.device, HashStore(), None, self.timeout_s, over_cpu=self.over_cpu)
-        process_group, control = self.new_process_group(mine), self.new_process_group(mine, backend="gloo")
-        store = PrefixStore(f"part/{'-'.join(map(str, mine))}/{next(_parts)}", self._store)
-        nodes = [self.nodes[rank] for rank in mine]
+        process_group, control = self.new_process_group(members), self.new_process_group(members, backend="gloo")
+        store = PrefixStore(f"part/{'-'.join(map(str, members))}/{next(_subgroup_numbers)}", self._store)
+        nodes = [self.nodes[rank] for rank in members]
         return Group(world, self.device, store, control, self.timeout_s, process_group, nodes, over_cpu=self.over_cpu)
 
     def new_process_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-        """One more process group of torch's for ``ranks`` of this group (None: all). Those ranks.
+        """A new process group of torch for ``ranks`` of this group (None: all); every one of them must call it.
 
         Raises:
             PeerLost: if one of them is gone.
@@ -198,25 +199,25 @@ class Group:
         # Torch knows ranks by their numbers in the whole world.
         numbers = range(self.size) if self.process_group is None else dist.get_process_group_ranks(self.process_group)
         with translating_peer_errors("the opening of a process group"):
-            line: dist.ProcessGroup = dist.new_group(
+            process_group: dist.ProcessGroup = dist.new_group(
                 [numbers[rank] for rank in (range(self.size) if ranks is None else ranks)],
                 timeout=timedelta(seconds=self.timeout_s),
                 backend=backend,
                 use_local_synchronization=True,
             )
-        return line
+        return process_group
 
     def close(self) -> None:
-        """The line is closed; peers that still wait for this rank are told that it left. Of the whole world's group."""
+        """Close all connections; for the group of the whole world. Ranks that still wait for this one get an error."""
         if self._control is not None:
             dist.destroy_process_group()
 
 
 def open_group(world: World, device: torch.device, timeout_s: float, *, shares_gpu: bool = False) -> Group:
-    """The group of ``world``, once all its ranks have come. Collective.
+    """Connect the ranks of ``world``, and return their group. Collective.
 
-    A world of one rank opens no connection. Where ranks share a GPU (the same answer on all ranks), tensors travel over
-    gloo, for NCCL refuses.
+    A world of one rank opens no connection. Where ranks share a GPU (``shares_gpu``, the same on all ranks), tensors go
+    over gloo, since NCCL refuses that.
 
     Raises:
         WorldError: if this process already has a process group, or the ranks do not meet within ``timeout_s``.
@@ -226,7 +227,7 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
             "this process has called init_process_group already; Run opens the group itself: remove that call"
         )
     if world.size == 1:
-        return alone(device)
+        return single_rank_group(device)
     try:
         socket.getaddrinfo(world.address, world.port)
     except OSError as error:
@@ -239,8 +240,8 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
     over_cpu = device.type == "cpu" or shares_gpu
     backend = "gloo" if over_cpu else "cpu:gloo,cuda:nccl"
     try:
-        meeting_point = _store_at(world.address, world.port, world.rank, world.size, timeout)
-        store = PrefixStore(f"lockstep/{next(_meetings)}", meeting_point)
+        root_store = _store_at(world.address, world.port, world.rank, world.size, timeout)
+        store = PrefixStore(f"lockstep/{next(_group_numbers)}", root_store)
         dist.init_process_group(
             backend,
             store=store,
@@ -262,19 +263,19 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
 
 # A process may open one group after another, as when a search makes several runs. Each finds only its own keys, and one
 # store serves them all: a new one at the same port could be taken for the old one, which may still be there.
-_meetings: Final = itertools.count()
-_parts: Final = itertools.count()
+_group_numbers: Final = itertools.count()
+_subgroup_numbers: Final = itertools.count()
 
 
 @functools.cache
 def _store_at(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store:
-    """The store of the world that the environment describes; the other arguments tell one world from another."""
+    """The store of the world that the environment describes; the other arguments distinguish worlds in the cache."""
     store: Store = next(iter(rendezvous("env://", rank, size, timeout=timeout)))[0]
     return store
 
 
-def alone(device: torch.device | None = None) -> Group:
-    """A group of one rank."""
+def single_rank_group(device: torch.device | None = None) -> Group:
+    """A group of this rank alone, without any connection."""
     return Group(World(0, 1, 0, 1, 0, 1), device or torch.device("cpu"), HashStore(), None, 0.0)
 
 

@@ -1,6 +1,6 @@
-"""Objects with tensors in them, from one rank to the next or to all, as a pipeline's stages hand on what they computed.
+"""Objects with tensors in them, sent from one rank to another or to all: a pipeline's stages send their outputs so.
 
-("logits", tensor of (32, 10))  ──►  words: pickled, with tensor 0's type and shape in its place
+("logits", tensor of (32, 10))  ──►  pickled: the object, with tensor 0's type and shape in its place
                                      bytes: tensor 0, from device to device
 """
 
@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from lockstep.collectives.group import Group, translating_peer_errors
 
-Note = tuple[bytes, list[tuple[torch.Size, torch.dtype]]]
+Header = tuple[bytes, list[tuple[torch.Size, torch.dtype]]]
 
 
 class ObjectChannel:
-    """A line of its own between the ranks of ``group``. All its ranks open it.
+    """A connection between the ranks of ``group``, independent of other ones. Collective to open.
 
     Tensors arrive on the group's device, contiguous, new, and without gradient history.
     """
@@ -28,51 +28,53 @@ class ObjectChannel:
     def __init__(self, group: Group) -> None:
         self._rank: Final = group.rank
         self._device: Final = group.device
-        self._carrier: Final = torch.device("cpu") if group.over_cpu else group.device  # whose memory the line reads
-        self._tensors: Final = group.new_process_group()
-        self._notes: Final = group.new_process_group(backend="gloo")
+        self._transport_device: Final = torch.device("cpu") if group.over_cpu else group.device  # whose memory is sent
+        self._tensor_group: Final = group.new_process_group()
+        self._header_group: Final = group.new_process_group(backend="gloo")
 
     def send(self, value: object, to: int) -> None:
-        """``value`` goes to the rank ``to``, which must `receive` it; anything that can be pickled."""
-        note, tensors = self._taken_apart(value)
+        """Send ``value``, anything that can be pickled, to the rank ``to``, which must call `receive`."""
+        header, tensors = self._split(value)
         with translating_peer_errors("the hand-over between stages"):
-            dist.send_object_list([note], group=self._notes, group_dst=to)
+            dist.send_object_list([header], group=self._header_group, group_dst=to)
             for tensor in tensors:
-                dist.send(_as_bytes(tensor), group=self._tensors, group_dst=to)
+                dist.send(_as_bytes(tensor), group=self._tensor_group, group_dst=to)
 
     def receive(self, source: int) -> Any:
-        """What the rank ``source`` sends."""
-        notes: list[Any] = [None]
+        """Wait for what the rank ``source`` sends, and return it."""
+        headers: list[Any] = [None]
         with translating_peer_errors("the hand-over between stages"):
-            dist.recv_object_list(notes, group=self._notes, group_src=source)
-            return self._put_together(notes[0], lambda t: dist.recv(t, group=self._tensors, group_src=source))
+            dist.recv_object_list(headers, group=self._header_group, group_src=source)
+            return self._rebuild(headers[0], lambda t: dist.recv(t, group=self._tensor_group, group_src=source))
 
     def broadcast(self, value: object, source: int) -> Any:
-        """What the rank ``source`` gives; its own object there. Collective."""
-        mine = self._rank == source
-        note, tensors = self._taken_apart(value) if mine else (None, [])
-        notes: list[Any] = [note]
+        """The ``value`` of the rank ``source``, on every rank; on that rank the object itself. Collective."""
+        is_source = self._rank == source
+        header, tensors = self._split(value) if is_source else (None, [])
+        headers: list[Any] = [header]
         with translating_peer_errors("the hand-over between stages"):
-            dist.broadcast_object_list(notes, group=self._notes, group_src=source)
-            if not mine:
-                return self._put_together(notes[0], lambda t: dist.broadcast(t, group=self._tensors, group_src=source))
+            dist.broadcast_object_list(headers, group=self._header_group, group_src=source)
+            if not is_source:
+                return self._rebuild(
+                    headers[0], lambda t: dist.broadcast(t, group=self._tensor_group, group_src=source)
+                )
             for tensor in tensors:
-                dist.broadcast(_as_bytes(tensor), group=self._tensors, group_src=source)
+                dist.broadcast(_as_bytes(tensor), group=self._tensor_group, group_src=source)
         return value
 
-    def _taken_apart(self, value: object) -> tuple[Note, list[torch.Tensor]]:
-        words, tensors = io.BytesIO(), list[torch.Tensor]()
-        _Pickler(words, tensors).dump(value)
+    def _split(self, value: object) -> tuple[Header, list[torch.Tensor]]:
+        pickled, tensors = io.BytesIO(), list[torch.Tensor]()
+        _Pickler(pickled, tensors).dump(value)
         shapes = [(t.shape, t.dtype) for t in tensors]
-        return (words.getvalue(), shapes), [t.to(self._carrier).contiguous() for t in tensors if t.numel()]
+        return (pickled.getvalue(), shapes), [t.to(self._transport_device).contiguous() for t in tensors if t.numel()]
 
-    def _put_together(self, note: Note, fill: Callable[[torch.Tensor], object]) -> Any:
-        words, shapes = note
-        tensors = [torch.empty(shape, dtype=dtype, device=self._carrier) for shape, dtype in shapes]
+    def _rebuild(self, header: Header, fill: Callable[[torch.Tensor], object]) -> Any:
+        pickled, shapes = header
+        tensors = [torch.empty(shape, dtype=dtype, device=self._transport_device) for shape, dtype in shapes]
         for tensor in tensors:
             if tensor.numel():
                 fill(_as_bytes(tensor))
-        return _Unpickler(io.BytesIO(words), [t.to(self._device) for t in tensors]).load()
+        return _Unpickler(io.BytesIO(pickled), [t.to(self._device) for t in tensors]).load()
 
 
 class _Pickler(pickle.Pickler):
@@ -80,24 +82,24 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
-        self._into: Final = tensors
+        self._tensors: Final = tensors
 
     def persistent_id(self, value: object) -> int | None:
         """The tensor's number; None for anything else."""
         if not isinstance(value, torch.Tensor):
             return None
-        self._into.append(value.detach())
-        return len(self._into) - 1
+        self._tensors.append(value.detach())
+        return len(self._tensors) - 1
 
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
-        self._from: Final = tensors
+        self._tensors: Final = tensors
 
     def persistent_load(self, number: int) -> torch.Tensor:
         """The tensor of that number."""
-        return self._from[number]
+        return self._tensors[number]
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

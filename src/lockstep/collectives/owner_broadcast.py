@@ -1,4 +1,4 @@
-"""From the rank that has changed a tensor to all others: many tensors, of several ranks, at once.
+"""Broadcast of many tensors at once, each from the rank that owns it and has changed it.
 
 before      rank 0   A' b  c        after      A' B' C'       each rank changes its own
             rank 1   a  B' c                   A' B' C'
@@ -26,12 +26,12 @@ _BATCH_BYTES = 16 << 20
 
 
 class OwnerBroadcast(Protocol):
-    """Hands tensors from their owners to all ranks."""
+    """Broadcasts tensors from their owners to all ranks."""
 
     def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
-        """Each of ``tensors`` becomes, bit for bit, what it is on its owner; on a GPU, for what is queued from here on.
+        """Copy each of ``tensors`` from its owner, bit for bit; on a GPU, for work that is queued from now on.
 
-        All ranks, with tensors of the same shapes and types, and the same owners.
+        Collective, with tensors of the same shapes and types and the same owners on every rank.
 
         Raises:
             PeerLost: if a rank is gone.
@@ -39,37 +39,39 @@ class OwnerBroadcast(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing is handed on any more."""
+        """End connections; nothing is sent afterwards."""
         ...
 
 
 def open_owner_broadcast(group: Group) -> OwnerBroadcast:
-    """What suits the group: NCCL between GPUs, shared memory on one machine's CPUs, else gloo. Collective."""
+    """The implementation that suits the group: NCCL for GPUs, shared memory on one machine, else gloo. Collective."""
     if group.over_cpu and group.on_one_machine and sys.platform == "linux":
         return SharedMemoryOwnerBroadcast(group)
     return BroadcastFromOwner(group)
 
 
-class BroadcastFromOwner:
-    """Some tensors of one owner in one broadcast; two are under way at a time, of two owners where there are more."""
+class BroadcastFromOwner(OwnerBroadcast):
+    """Several tensors of one owner in one broadcast; two broadcasts at a time, of two owners where there are more."""
 
     def __init__(self, group: Group) -> None:
         self._rank: Final = group.rank
         self._device: Final = torch.device("cpu") if group.over_cpu else group.device
-        # Over gloo what is sent to a rank waits behind what the rank sends, on the same line.
-        self._lines: Final = [group.new_process_group() for _ in range(2 if group.over_cpu else 1)]
+        # Over gloo, what is sent to a rank waits behind what the rank itself sends in the same process group.
+        self._process_groups: Final = [group.new_process_group() for _ in range(2 if group.over_cpu else 1)]
 
     def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
-        """See `OwnerBroadcast`."""
+        """Broadcast batch by batch. Collective."""
         under_way: list[tuple[int, list[torch.Tensor], list[torch.Tensor], dist.Work]] = []
         with torch.no_grad(), translating_peer_errors("the handing on of parameters"):
-            for (owner, batch), line in zip(_batches(tensors, owners), itertools.cycle(self._lines), strict=False):
+            for (owner, batch), process_group in zip(
+                _batches(tensors, owners), itertools.cycle(self._process_groups), strict=False
+            ):
                 slots = _slots(batch)
                 flat = torch.empty(slots.size, dtype=torch.uint8, device=self._device)
                 views = slots.views(flat, batch)
                 if owner == self._rank:
                     _copy(views, batch)
-                work = dist.broadcast(flat, group=line, group_src=owner, async_op=True)
+                work = dist.broadcast(flat, group=process_group, group_src=owner, async_op=True)
                 under_way.append((owner, batch, views, work))
                 if len(under_way) > 1:
                     self._arrive(*under_way.pop(0))
@@ -77,7 +79,7 @@ class BroadcastFromOwner:
                 self._arrive(*last)
 
     def close(self) -> None:
-        """See `OwnerBroadcast.close`."""
+        """Nothing is held open."""
 
     def _arrive(self, owner: int, batch: list[torch.Tensor], views: list[torch.Tensor], work: dist.Work) -> None:
         work.wait()
@@ -85,41 +87,41 @@ class BroadcastFromOwner:
             _copy(batch, views)
 
 
-class SharedMemoryOwnerBroadcast:
-    """Each rank lays its tensors into memory that all see; when all have, each takes the others' out.
+class SharedMemoryOwnerBroadcast(OwnerBroadcast):
+    """Each rank copies its tensors into shared memory; when all have done so, it copies the others' out of it.
 
     The memory is as large as all tensors together, once for the machine.
     """
 
     def __init__(self, group: Group) -> None:
         self._rank: Final = group.rank
-        self._commons: Final = SharedMemoryArena(group, "the handing on of parameters")
+        self._arena: Final = SharedMemoryArena(group, "the handing on of parameters")
         self._area: mmap.mmap | None = None
-        self._in_use = False  # some rank may still read what was laid down last
+        self._in_use = False  # some rank may still read what was copied in last
 
     def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
-        """See `OwnerBroadcast`."""
+        """Copy own tensors into the shared memory, and others' out of it. Collective."""
         slots = _slots(tensors)
         if not slots.size:
             return
         if self._in_use:
-            self._commons.hear()
+            self._arena.wait()
         if self._area is None or len(self._area) < slots.size:
-            self._area = self._commons.share(slots.size)
+            self._area = self._arena.allocate(slots.size)
         views = slots.views(torch.frombuffer(self._area, dtype=torch.uint8, count=slots.size), tensors)
-        mine = [place for place, owner in enumerate(owners) if owner == self._rank]
+        own = [place for place, owner in enumerate(owners) if owner == self._rank]
         others = [place for place, owner in enumerate(owners) if owner != self._rank]
         with torch.no_grad():
-            _copy([views[i] for i in mine], [tensors[i] for i in mine])
-            self._commons.tell()
-            self._commons.hear()
+            _copy([views[i] for i in own], [tensors[i] for i in own])
+            self._arena.arrive()
+            self._arena.wait()
             _copy([tensors[i] for i in others], [views[i] for i in others])
-        self._commons.tell()
+        self._arena.arrive()
         self._in_use = True
 
     def close(self) -> None:
-        """See `OwnerBroadcast.close`."""
-        self._commons.close()
+        """Close the connections to the other ranks."""
+        self._arena.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class _Slots:
 
 
 def _slots(tensors: Sequence[torch.Tensor]) -> _Slots:
-    *offsets, size = itertools.accumulate(map(_room, tensors), initial=0)
+    *offsets, size = itertools.accumulate(map(_aligned_bytes, tensors), initial=0)
     return _Slots(tuple(offsets), size)
 
 
@@ -147,12 +149,12 @@ def _copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
         torch._foreach_copy_(into, tensors)
 
 
-def _room(tensor: torch.Tensor) -> int:
+def _aligned_bytes(tensor: torch.Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
 
 
 def _batches(tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Owners, and of each a batch of tensors; they take turns, so that what is under way goes in different directions.
+    """Batches of tensors with their owners, which alternate: broadcasts at the same time have different senders.
 
     A batch has at most `_BATCH_BYTES`, or one tensor.
     """
@@ -160,7 +162,7 @@ def _batches(tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Iterator
     for tensor, owner in zip(tensors, owners, strict=True):
         if tensor.numel():
             held[owner].append(tensor)
-    for turns in itertools.zip_longest(*(_batched(owned) for owned in held.values())):
+    for turns in itertools.zip_longest(*(_batched(tensors_of_owner) for tensors_of_owner in held.values())):
         yield from ((owner, batch) for owner, batch in zip(held, turns, strict=True) if batch)
 
 
@@ -168,10 +170,10 @@ def _batched(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     batch: list[torch.Tensor] = []
     room = 0
     for tensor in tensors:
-        if batch and room + _room(tensor) > _BATCH_BYTES:
+        if batch and room + _aligned_bytes(tensor) > _BATCH_BYTES:
             yield batch
             batch, room = [], 0
         batch.append(tensor)
-        room += _room(tensor)
+        room += _aligned_bytes(tensor)
     if batch:
         yield batch

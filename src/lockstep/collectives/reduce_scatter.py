@@ -1,4 +1,4 @@
-"""The tree's sum over all ranks, of which each rank receives its own part; and what goes with it.
+"""The tree's sum over all ranks, of which each rank receives its own part; and the groups of ranks for it.
 
     two nodes of two ranks; the sum is divided within a node: ranks 0 and 2 keep its first half, 1 and 3 the second
 
@@ -31,7 +31,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class ShardGroups:
-    """Neighbouring ranks that hold one copy of something together, each a part of it. All ranks make it together.
+    """Groups of neighbouring ranks, each of which holds one copy of a model in parts. Collective to make.
 
     Args:
         group: all ranks.
@@ -47,8 +47,8 @@ class ShardGroups:
         self._group: Final = group
         self._opened = False
 
-    def line(self) -> dist.ProcessGroup:
-        """One more process group of torch's for the ranks of a copy, also for one rank alone. Those ranks."""
+    def new_process_group(self) -> dist.ProcessGroup:
+        """A new process group of torch for the ranks of a copy, also for a single one; all of them must call it."""
         if self._group.size > 1:
             return self._group.new_process_group(range(self.first, self.first + self.within.size))
         on_gpu = self._group.device.type == "cuda"
@@ -58,7 +58,7 @@ class ShardGroups:
         return whole
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """The parts of a copy, one-dimensional and all of one length, end to end. Collective."""
+        """Concatenate the parts of a copy, which are one-dimensional and of one length. Collective."""
         if self.within.size == 1:
             return part
         whole = part.new_empty(part.numel() * self.within.size)
@@ -87,29 +87,29 @@ class ReduceScatter(Protocol):
         ...
 
     def close(self) -> None:
-        """No sum is asked for any more."""
+        """End threads and connections; no sum is asked for afterwards."""
         ...
 
 
-class TreeReduceScatter:
+class TreeReduceScatter(ReduceScatter):
     """Sums along the tree: the same bits for any number of ranks.
 
     A rank sends and receives the bytes of a ring's reduce-scatter, times its nodes.
     """
 
-    def __init__(self, division: ShardGroups, runs: Runs) -> None:
-        within, ranks = division.within, division.within.size
-        self._division: Final = division
-        self._routes: Final = ReductionPlans(within.rank, ranks, lambda rank, of: runs(division.first + rank, of))
+    def __init__(self, shard_groups: ShardGroups, runs: Runs) -> None:
+        within, ranks = shard_groups.within, shard_groups.within.size
+        self._shard_groups: Final = shard_groups
+        self._plans: Final = ReductionPlans(within.rank, ranks, lambda rank, of: runs(shard_groups.first + rank, of))
         self._across: Final = open_all_reduce(
-            division.across,
+            shard_groups.across,
             lambda copy, of: range(runs(copy * ranks, of).start, runs(copy * ranks + ranks - 1, of).stop),
         )
 
     def __call__(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """See `ReduceScatter`."""
-        within, part = self._division.within, out.numel()
-        route = self._routes(micro_batches)
+        """Exchange parts within a copy, fold them along the tree, and sum them over copies. Collective."""
+        within, part = self._shard_groups.within, out.numel()
+        plan = self._plans(micro_batches)
         if len(partials) == 1:
             sent = partials[0]
         else:
@@ -117,30 +117,30 @@ class TreeReduceScatter:
             sent = torch.cat([p[a : a + part] for a in cuts for p in partials]) if partials else out[:0]
         received = sent
         if within.size > 1:
-            take = [len(nodes) * part for nodes in route.nodes_by_rank]
+            take = [len(nodes) * part for nodes in plan.nodes_by_rank]
             received = out.new_empty(sum(take))
             give = [len(partials) * part] * within.size
             wait_all(all_to_all(received, sent, take, give, within.process_group))
         sums = TreeAccumulator[torch.Tensor](micro_batches, lambda left, right: left.add_(right))
-        for node, piece in zip(route.all_nodes, received.view(len(route.all_nodes), part), strict=True):
+        for node, piece in zip(plan.all_nodes, received.view(len(plan.all_nodes), part), strict=True):
             sums.push(node, piece)
         self._across.begin(out, sums.sums, micro_batches)
         self._across.finish()
 
     def close(self) -> None:
-        """See `ReduceScatter.close`."""
+        """End the threads and connections."""
         self._across.close()
 
 
-class NativeReduceScatter:
+class NativeReduceScatter(ReduceScatter):
     """Torch's own reduce-scatter: no promise of bits."""
 
-    def __init__(self, division: ShardGroups) -> None:
-        self._division: Final = division
+    def __init__(self, shard_groups: ShardGroups) -> None:
+        self._shard_groups: Final = shard_groups
 
     def __call__(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """See `ReduceScatter`."""
-        within, across = self._division.within, self._division.across
+        """Reduce and scatter within a copy, and sum over copies. Collective."""
+        within, across = self._shard_groups.within, self._shard_groups.across
         total = torch.stack(list(partials)).sum(0) if len(partials) > 1 else None
         if total is None:
             total = partials[0] if partials else out.new_zeros(out.numel() * within.size)
@@ -156,13 +156,13 @@ class NativeReduceScatter:
 
 
 def broadcast_from_rank0(group: Group, tensors: Iterable[torch.Tensor]) -> None:
-    """Every rank's tensors hold what those of rank 0 do; they have the same shapes and types. Collective."""
+    """Copy rank 0's ``tensors``, of the same shapes and types on every rank, to all others. Collective."""
     if group.size == 1:
         return
     with translating_peer_errors("the hand-over of what rank 0 begins with"), torch.no_grad():
         for tensor in tensors:
             if tensor.numel():
-                # As bytes, for transports do not know every type.
+                # As bytes: transports do not support every type.
                 flat = tensor.detach().contiguous()
                 dist.broadcast(flat.view(-1).view(torch.uint8), group_src=0, group=group.process_group)
                 if flat.data_ptr() != tensor.data_ptr():

@@ -43,15 +43,15 @@ class ReductionPlan:
 
 
 class ReductionPlans:
-    """The route for each number of micro-batches met so far: a full step's, and perhaps an epoch's short last one."""
+    """The plan for each number of micro-batches so far: a full step's, and perhaps a short last step's."""
 
     def __init__(self, rank: int, size: int, runs: Runs) -> None:
         self._rank, self._size, self._runs = rank, size, runs
         self._known: dict[int, ReductionPlan] = {}
 
     def __call__(self, micro_batches: int) -> ReductionPlan:
-        """The route of a step of ``micro_batches``."""
-        route = self._known.get(micro_batches)
-        if route is None:
-            route = self._known[micro_batches] = ReductionPlan(self._rank, self._size, self._runs, micro_batches)
-        return route
+        """The plan of a step of ``micro_batches``."""
+        plan = self._known.get(micro_batches)
+        if plan is None:
+            plan = self._known[micro_batches] = ReductionPlan(self._rank, self._size, self._runs, micro_batches)
+        return plan

@@ -1,15 +1,15 @@
 """The tree's sum over ranks that share one machine's memory: no copy passes through a socket.
 
-    begin      each rank lays the sums of its nodes into the area     area  | node 0 | node 1 | node 2 | ... |
-    ---------- all have laid them down                                         ||       ||       ||
+    begin      each rank copies the sums of its nodes into the area   area  | node 0 | node 1 | node 2 | ... |
+    ---------- all have copied them                                            ||       ||       ||
     finish     each rank folds its chunk of all nodes, in place        rank 0  a0  +    b0   +   c0
                                                                        rank 1  a1  +    b1   +   c1
     ---------- all have folded: the sum lies where node 0 was
                each rank copies it out
     ---------- all have copied: the area may be used again; this is only waited for when it is
 
-The lines are met by a byte to each rank and one from each. A rank that dies closes its sockets, so the others know at
-once, and by name. The memory has no name in any file system and is gone with the last process.
+Each dashed line is a barrier: a byte to each rank and one from each. A rank that dies closes its sockets, so the others
+know at once which one it is. The memory has no name in any file system and is gone with the last process.
 """
 
 from __future__ import annotations
@@ -28,57 +28,57 @@ from lockstep.collectives.reduction_plan import ReductionPlan, ReductionPlans, R
 from lockstep.collectives.reduction_tree import fold
 from lockstep.errors import PeerLost
 
-_HERE = b"."
+_TOKEN = b"."
 _PAGE = mmap.PAGESIZE
 _ALIGN = 64  # bytes: sums begin on cache lines of their own
 
 
 class SharedMemoryAllReduce:
-    """An `AllReduce` for the CPUs of one machine. All is done in `finish`: there is no link to keep busy before."""
+    """An `AllReduce` for the CPUs of one machine. All work is done in `finish`: there is no link to keep busy."""
 
     def __init__(self, group: Group, runs: Runs) -> None:
         self._rank: Final = group.rank
-        self._routes: Final = ReductionPlans(group.rank, group.size, runs)
-        self._commons: Final = SharedMemoryArena(group, "the reduction")
+        self._plans: Final = ReductionPlans(group.rank, group.size, runs)
+        self._arena: Final = SharedMemoryArena(group, "the reduction")
         self._areas: list[mmap.mmap] = []  # filled one after the other by the sums of a step
-        self._free = (0, 0)  # the first byte that this step has not used: number of the area, offset in it
-        self._begun: list[tuple[torch.Tensor, ReductionPlan, torch.Tensor]] = []
-        self._may_lay_down = True
+        self._free = (0, 0)  # the first byte that this step has not used: number of the area, and offset in it
+        self._pending: list[tuple[torch.Tensor, ReductionPlan, torch.Tensor]] = []
+        self._area_is_free = True
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """See `AllReduce.begin`."""
-        if not self._may_lay_down:
-            self._commons.hear()
-            self._may_lay_down = True
-        route = self._routes(micro_batches)
-        area = self._area(len(route.all_nodes), out)
-        first = sum(len(nodes) for nodes in route.nodes_by_rank[: self._rank])
+        """Copy the sums of this rank's nodes into shared memory."""
+        if not self._area_is_free:
+            self._arena.wait()
+            self._area_is_free = True
+        plan = self._plans(micro_batches)
+        area = self._area(len(plan.all_nodes), out)
+        first = sum(len(nodes) for nodes in plan.nodes_by_rank[: self._rank])
         for place, partial in enumerate(partials, first):
             area[place].copy_(partial)
-        self._begun.append((out, route, area))
+        self._pending.append((out, plan, area))
 
     def finish(self) -> None:
-        """See `AllReduce.finish`."""
-        if not self._begun:
+        """Wait until all ranks have copied their sums in, fold them, and copy the results out."""
+        if not self._pending:
             return
-        begun, self._begun, self._free = self._begun, [], (0, 0)
-        self._commons.tell()
-        self._commons.hear()
-        for out, route, area in begun:
-            first, end = route.cuts(out.numel())[self._rank]
+        begun, self._pending, self._free = self._pending, [], (0, 0)
+        self._arena.arrive()
+        self._arena.wait()
+        for out, plan, area in begun:
+            first, end = plan.cuts(out.numel())[self._rank]
             if first < end:
                 chunks = [node[first:end] for node in area.unbind()]
-                fold(route.micro_batches, route.all_nodes, chunks, lambda left, right: left.add_(right))
-        self._commons.tell()
-        self._commons.hear()
+                fold(plan.micro_batches, plan.all_nodes, chunks, lambda left, right: left.add_(right))
+        self._arena.arrive()
+        self._arena.wait()
         for out, _, area in begun:
             out.copy_(area[0])
-        self._commons.tell()
-        self._may_lay_down = False
+        self._arena.arrive()
+        self._area_is_free = False
 
     def close(self) -> None:
-        """See `AllReduce.close`."""
-        self._commons.close()
+        """Close the connections to the other ranks."""
+        self._arena.close()
 
     def _area(self, nodes: int, out: torch.Tensor) -> torch.Tensor:
         """Room for the step's next sum, of shape (nodes, elements); the same memory on all ranks.
@@ -91,18 +91,18 @@ class SharedMemoryAllReduce:
         while number < len(self._areas) and offset + size > len(self._areas[number]):
             number, offset = number + 1, 0
         if number == len(self._areas):
-            self._areas.append(self._commons.share(size))
+            self._areas.append(self._arena.allocate(size))
         self._free = number, offset + -(-size // _ALIGN) * _ALIGN
         whole = torch.frombuffer(self._areas[number], dtype=out.dtype, count=nodes * out.numel(), offset=offset)
         return whole.view(nodes, out.numel())
 
 
 class SharedMemoryArena:
-    """Memory that the ranks of one machine share, and a line at which they meet. All ranks make one.
+    """Memory that the ranks of one machine share, and a barrier between them. Collective to make.
 
     Args:
         group: whose ranks are all on this machine.
-        what: is being done, for errors.
+        what: the operation that it is for, as errors name it.
     """
 
     def __init__(self, group: Group, what: str) -> None:
@@ -110,8 +110,8 @@ class SharedMemoryArena:
         self._what: Final = what
         self._peers: Final = _connect(group)
 
-    def share(self, size: int) -> mmap.mmap:
-        """New memory of at least ``size`` bytes, which rank 0 gets and hands to the others. Collective.
+    def allocate(self, size: int) -> mmap.mmap:
+        """Allocate at least ``size`` bytes on rank 0, and map them on every rank. Collective.
 
         Raises:
             PeerLost: naming a rank that is gone.
@@ -122,47 +122,47 @@ class SharedMemoryArena:
             os.ftruncate(memory, size)
             for rank, peer in self._peers.items():
                 try:
-                    socket.send_fds(peer, [_HERE], [memory])
+                    socket.send_fds(peer, [_TOKEN], [memory])
                 except OSError as error:
                     raise PeerLost(f"rank {rank} left during {self._what} ({error})") from error
         else:
             try:
-                heard, descriptors, _, _ = socket.recv_fds(self._peers[0], 1, 1)
+                received, descriptors, _, _ = socket.recv_fds(self._peers[0], 1, 1)
             except OSError as error:
                 raise PeerLost(f"no word from rank 0 during {self._what} ({error})") from error
-            if not heard:
+            if not received:
                 raise PeerLost(f"rank 0 left during {self._what}")
             (memory,) = descriptors
         area = mmap.mmap(memory, size)
         os.close(memory)
         return area
 
-    def tell(self) -> None:
-        """This rank is here."""
+    def arrive(self) -> None:
+        """Notify every other rank that this one has arrived; does not wait."""
         for rank, peer in self._peers.items():
             try:
-                peer.sendall(_HERE)
+                peer.sendall(_TOKEN)
             except OSError as error:
                 raise PeerLost(f"rank {rank} left during {self._what} ({error})") from error
 
-    def hear(self) -> None:
-        """Returns when all others are.
+    def wait(self) -> None:
+        """Block until all other ranks have arrived.
 
         Raises:
             PeerLost: naming the rank that is gone or does not come.
         """
         for rank, peer in self._peers.items():
             try:
-                heard = peer.recv(1)
+                received = peer.recv(1)
             except TimeoutError as error:
                 raise PeerLost(f"no word from rank {rank} during {self._what} ({error})") from error
             except ConnectionError:
-                heard = b""  # closed before it had read our word
-            if not heard:
+                received = b""  # closed before it had read our byte
+            if not received:
                 raise PeerLost(f"rank {rank} left during {self._what}")
 
     def close(self) -> None:
-        """Nobody is met any more."""
+        """Close the connections to the other ranks."""
         for peer in self._peers.values():
             peer.close()
 

@@ -1,10 +1,10 @@
-"""A tensor that several ranks hold together, as one of them sees it.
+"""The part of a tensor that one rank holds, of a tensor that several ranks hold together.
 
 Such as one of shape (5, 3)::
 
-    rank 0: rows 0..2       Part(tensor of (3, 3), start (0, 0), shape (5, 3))
-    rank 1: rows 3..4       Part(tensor of (2, 3), start (3, 0), shape (5, 3))
-    rank 2: nothing         Part(None, (), shape (5, 3))
+    rank 0: rows 0..2       TensorShard(tensor of (3, 3), start (0, 0), shape (5, 3))
+    rank 1: rows 3..4       TensorShard(tensor of (2, 3), start (3, 0), shape (5, 3))
+    rank 2: nothing         TensorShard(None, (), shape (5, 3))
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorShard:
-    """This rank's box of a tensor; the boxes of all ranks cover it once."""
+    """This rank's box of a tensor; the boxes of all ranks cover each element once."""
 
     tensor: torch.Tensor | None  #: dense and on any device; None: this rank holds nothing of it
     start: tuple[int, ...]  #: the box's first element in the whole
@@ -26,21 +26,21 @@ class TensorShard:
     dtype: torch.dtype  #: of the whole
 
     @classmethod
-    def elsewhere(cls, shape: tuple[int, ...], dtype: torch.dtype) -> TensorShard:
-        """A tensor of which this rank holds nothing."""
+    def absent(cls, shape: tuple[int, ...], dtype: torch.dtype) -> TensorShard:
+        """The shard of a tensor of which this rank holds nothing."""
         return cls(None, (), shape, dtype)
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> TensorShard:
-        """A tensor that this rank alone holds."""
+        """The shard of a tensor that this rank alone holds."""
         return cls(tensor, (0,) * tensor.dim(), tuple(tensor.shape), tensor.dtype)
 
 
-def owned(value: Any) -> Any:
-    """``value``, nested dicts, lists and tuples, with each tensor as a `Part` that this rank alone holds."""
+def as_owned_shards(value: Any) -> Any:
+    """``value``, nested dicts, lists and tuples, with each tensor as a `TensorShard` that this rank alone holds."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: TensorShard.whole(tensor.detach()), value)
 
 
-def elsewhere(value: Any) -> Any:
-    """``value``, nested likewise, with each tensor as a `Part` of which this rank holds nothing."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: TensorShard.elsewhere(tuple(t.shape), t.dtype), value)
+def as_absent_shards(value: Any) -> Any:
+    """``value``, nested likewise, with each tensor as a `TensorShard` of which this rank holds nothing."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: TensorShard.absent(tuple(t.shape), t.dtype), value)

@@ -6,7 +6,7 @@
     stream    data sets that can only be iterated
     single_process_view   what such a data set sees of ranks and loader processes: none but itself
     workers   loader processes that end with their rank, and not before it
-    feed      the door: `open_micro_batch_loader` chooses one of the three
+    loader               `open_micro_batch_loader` chooses one of the three
 
 No rank number decides what a micro-batch holds: a rank only decides which of them to compute.
 """

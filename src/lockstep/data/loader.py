@@ -1,4 +1,4 @@
-"""The door: a feed gives one rank its micro-batches of an epoch, from any step on."""
+"""`MicroBatchLoader` gives one rank its micro-batches of an epoch, from any step on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lockstep.batch import BatchPlan
+from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.data.iterable_dataset import (
     Batches,
     OnePassReader,
@@ -21,8 +21,8 @@ from lockstep.data.iterable_dataset import (
     seeded,
     sizes_of,
 )
-from lockstep.data.map_dataset import MicroBatchSampler, Picks, SeededDataset, Slots
-from lockstep.data.sampling import MicroBatch, Padding, order_of, padding_of, run_length
+from lockstep.data.map_dataset import MicroBatchSampler, Picks, Positions, SeededDataset
+from lockstep.data.sampling import MicroBatch, Padding, count_from_step, order_of, padding_of
 from lockstep.data.tensor_dataset import TensorColumns, columns_of
 from lockstep.data.workers import begin_pass, choose_workers, end_passes, open_loader
 from lockstep.errors import DataError
@@ -38,7 +38,7 @@ class MicroBatchLoader(Protocol):
 
     #: Gives this rank's micro-batches of an epoch (the first one's order) when used by itself. Its length is the
     #: number of optimizer steps of an epoch, on any world; TypeError for a stream that does not know its own.
-    loader: DataLoader[Any]
+    data_loader: DataLoader[Any]
     plan: BatchPlan
     length: int | None  #: samples of an epoch, over all ranks; None: known at its end
     steps_per_epoch: int | None
@@ -93,13 +93,13 @@ def open_micro_batch_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     pin_memory: bool = False,
 ) -> MicroBatchLoader:
-    """The feed of ``rank`` for ``dataset``: tensors in memory, a data set with an index, or anything iterable.
+    """The loader of ``rank`` for ``dataset``: tensors in memory, a data set with an index, or anything iterable.
 
     Args:
         dataset: samples by index (``__getitem__`` and ``__len__``), an iterable of samples, or tensors with one row
             per sample: a `TensorDataset` or `Subset` of one, a tensor, a tuple or dict of tensors.
         plan: how a step is divided.
-        rank: whose feed it is.
+        rank: whose micro-batches it gives.
         seed: of the order and of each sample's random augmentation.
         shuffle: a new order each epoch. None: yes, except for iterables, which come as they are.
         drop_last: leave out the short step at the end of an epoch.
@@ -124,10 +124,10 @@ def open_micro_batch_loader(
         return IterableLoader(dataset, reader, plan, rank, seed, drop_last, min(workers, 1), agree, pin_memory)
     columns = columns_of(dataset) if collate_fn is None else None
     length = _length_of(dataset if columns is None else columns)
-    picker = MicroBatchSampler(plan, rank, length, seed, shuffle=shuffle is not False, drop_last=drop_last)
+    sampler = MicroBatchSampler(plan, rank, length, seed, shuffle=shuffle is not False, drop_last=drop_last)
     if columns is not None:
-        return TensorLoader(dataset, columns, picker, pin_memory)
-    return MapLoader(dataset, picker, workers, collate_fn, pin_memory)
+        return TensorLoader(dataset, columns, sampler, pin_memory)
+    return MapLoader(dataset, sampler, workers, collate_fn, pin_memory)
 
 
 def is_in_memory(dataset: Any) -> bool:
@@ -141,73 +141,73 @@ def is_in_memory(dataset: Any) -> bool:
 
 
 class TensorLoader:
-    """Feed from tensors in memory: one gather for each micro-batch and tensor, and a few microseconds."""
+    """Loader of tensors in memory: one gather for each micro-batch and tensor, and a few microseconds."""
 
-    def __init__(self, dataset: Any, columns: TensorColumns, picker: MicroBatchSampler, pin_memory: bool) -> None:
+    def __init__(self, dataset: Any, columns: TensorColumns, sampler: MicroBatchSampler, pin_memory: bool) -> None:
         self._columns = columns
-        self._picker = picker
+        self._sampler = sampler
         self._pin = pin_memory
-        self.plan = picker.plan
-        self.length: int | None = picker.length
-        self.steps_per_epoch: int | None = picker.steps
+        self.plan = sampler.plan
+        self.length: int | None = sampler.length
+        self.steps_per_epoch: int | None = sampler.steps
         self.notes: tuple[str, ...] = ()
 
         def take(indices: list[int]) -> Any:
             rows = columns.arranged(torch.tensor(indices))
             return columns.take(rows)
 
-        self.loader = open_loader(
-            SeededDataset(dataset, picker.seed, take),
-            lambda: picker.steps,
+        self.data_loader = open_loader(
+            SeededDataset(dataset, sampler.seed, take),
+            lambda: sampler.steps,
             0,
             1,
-            picker.seed,
-            batch_sampler=picker,
+            sampler.seed,
+            batch_sampler=sampler,
             collate_fn=_as_it_is,
             pin_memory=pin_memory,
         )
 
     def epoch(self, epoch: int, first_step: int = 0, *, padding: Padding) -> Iterator[MicroBatch]:
-        return self._read(epoch, self._picker.slots(first_step, padding=padding))
+        return self._read(epoch, self._sampler.positions(first_step, padding=padding))
 
     def evaluation(self, *, padding: Padding) -> Iterator[MicroBatch]:
-        return self._read(0, self._picker.slots_of_evaluation(padding=padding))
+        return self._read(0, self._sampler.evaluation_positions(padding=padding))
 
     def micro_batches(self, first_step: int = 0, *, padding: Padding) -> int | None:
-        return self._picker.micro_batches(first_step, padding=padding)
+        return self._sampler.micro_batches(first_step, padding=padding)
 
     def micro_batches_of_evaluation(self, *, padding: Padding) -> int | None:
-        return self._picker.micro_batches_of_evaluation(padding=padding)
+        return self._sampler.micro_batches_of_evaluation(padding=padding)
 
-    def _read(self, epoch: int, slots: Slots) -> Iterator[MicroBatch]:
-        picker, take, pin = self._picker, self._columns.take, self._pin
-        rows = self._columns.arranged(order_of(picker.length, picker.seed, epoch, shuffle=picker.shuffle))
-        for slot in slots():
-            data = take(rows[slot.start : slot.stop])
-            yield slot.filled(_pinned(data) if pin else data)
+    def _read(self, epoch: int, positions: Positions) -> Iterator[MicroBatch]:
+        sampler, take, pin = self._sampler, self._columns.take, self._pin
+        rows = self._columns.arranged(order_of(sampler.length, sampler.seed, epoch, shuffle=sampler.shuffle))
+        for position in positions():
+            data = take(rows[self.plan.rows(position)])
+            yield MicroBatch(position, _pinned(data) if pin else data)
 
     def close(self) -> None:
-        end_passes(self.loader)
+        end_passes(self.data_loader)
 
 
 class MapLoader:
-    """Feed from a data set with an index, read sample by sample here or in loader processes that live on."""
+    """Loader of a data set with an index, read sample by sample here or in loader processes that live on."""
 
     def __init__(
         self,
         dataset: Any,
-        picker: MicroBatchSampler,
+        sampler: MicroBatchSampler,
         workers: int,
         collate_fn: Callable[[list[Any]], Any] | None,
         pin_memory: bool,
     ) -> None:
-        self._picker = picker
+        self._sampler = sampler
         self._pass: Any = None
-        self.plan = picker.plan
-        self.length: int | None = picker.length
-        self.steps_per_epoch: int | None = picker.steps
+        self.plan = sampler.plan
+        self.length: int | None = sampler.length
+        self.steps_per_epoch: int | None = sampler.steps
         self.notes: tuple[str, ...] = ()
-        samples, collate = SeededDataset(dataset, picker.seed), collate_fn or default_collate
+        samples, collate = SeededDataset(dataset, sampler.seed), collate_fn or default_collate
 
         def read(picks: Picks) -> Any:
             data = collate(samples.__getitems__(picks))
@@ -215,46 +215,46 @@ class MapLoader:
 
         # Without loader processes, what `DataLoader` does around each micro-batch costs more than reading it.
         self._read_here: Callable[[Picks], Any] | None = None if workers else read
-        self.loader = open_loader(
+        self.data_loader = open_loader(
             samples,
-            lambda: picker.steps,
+            lambda: sampler.steps,
             workers,
-            len(picker.plan.run(picker.rank)),
-            picker.seed,
-            batch_sampler=picker,
+            len(sampler.plan.run(sampler.rank)),
+            sampler.seed,
+            batch_sampler=sampler,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
         )
 
     def epoch(self, epoch: int, first_step: int = 0, *, padding: Padding) -> Iterator[MicroBatch]:
-        return self._read(epoch, self._picker.slots(first_step, padding=padding))
+        return self._read(epoch, self._sampler.positions(first_step, padding=padding))
 
     def evaluation(self, *, padding: Padding) -> Iterator[MicroBatch]:
-        return self._read(0, self._picker.slots_of_evaluation(padding=padding))
+        return self._read(0, self._sampler.evaluation_positions(padding=padding))
 
     def micro_batches(self, first_step: int = 0, *, padding: Padding) -> int | None:
-        return self._picker.micro_batches(first_step, padding=padding)
+        return self._sampler.micro_batches(first_step, padding=padding)
 
     def micro_batches_of_evaluation(self, *, padding: Padding) -> int | None:
-        return self._picker.micro_batches_of_evaluation(padding=padding)
+        return self._sampler.micro_batches_of_evaluation(padding=padding)
 
-    def _read(self, epoch: int, slots: Slots) -> Iterator[MicroBatch]:
-        self._picker.aim(epoch, slots)
+    def _read(self, epoch: int, positions: Positions) -> Iterator[MicroBatch]:
+        self._sampler.select(epoch, positions)
         if self._read_here is not None:
-            batches = map(self._read_here, self._picker)
+            batches = map(self._read_here, self._sampler)
         else:
-            batches = self._pass = begin_pass(self.loader)
-        for slot, data in zip(slots(), batches, strict=True):
-            yield slot.filled(data)
+            batches = self._pass = begin_pass(self.data_loader)
+        for position, data in zip(positions(), batches, strict=True):
+            yield MicroBatch(position, data)
 
     def close(self) -> None:
-        end_passes(self.loader, self._pass)
+        end_passes(self.data_loader, self._pass)
         self._pass = None
 
 
 class IterableLoader:
-    """Feed from an iterable, read here or ahead of time in one loader process an epoch."""
+    """Loader of an iterable, read here or ahead of time in one loader process an epoch."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class IterableLoader:
         self.steps_per_epoch: int | None = None
         wasteful = isinstance(reader, OnePassReader) and plan.world_size > 1
         self.notes: tuple[str, ...] = (_note(dataset, plan.world_size),) if wasteful else ()
-        self.loader = self._open(Batches(dataset, reader), 0)
+        self.data_loader = self._open(Batches(dataset, reader), 0)
 
     def epoch(self, epoch: int, first_step: int = 0, *, padding: Padding) -> Iterator[MicroBatch]:
         loader = self._open(Steps(self._reader, epoch, first_step), self._workers)
@@ -304,19 +304,19 @@ class IterableLoader:
         return self.epoch(0, padding=padding)
 
     def micro_batches(self, first_step: int = 0, *, padding: Padding) -> int | None:
-        samples = _told_length(self._dataset)
+        samples = _length_if_known(self._dataset)
         if samples is None:
             return None
         full, rest = divmod(samples, self.plan.global_batch)
         tail = 0 if self._drop_last else min(rest, self.plan.micro_batches)
-        return run_length(self.plan, self._rank, full, tail, first_step=first_step, padding=padding)
+        return count_from_step(self.plan, self._rank, full, tail, first_step=first_step, padding=padding)
 
     def micro_batches_of_evaluation(self, *, padding: Padding) -> int | None:
         return self.micro_batches(padding=padding)
 
     def close(self) -> None:
         self._close_pass()
-        end_passes(self.loader)
+        end_passes(self.data_loader)
 
     def _step(self, found: StreamStep, epoch: int, step: int, samples: int, padding: Padding) -> Iterator[MicroBatch]:
         sizes = [size for size in sizes_of(self.plan, samples) if size]
@@ -331,7 +331,8 @@ class IterableLoader:
             data = [*found.batches[:1] * before, *found.batches]
         for number, (index, batch) in enumerate(zip(mine, data, strict=True)):
             last, is_padding = number == len(mine) - 1, number < before
-            yield MicroBatch(batch, step, index, len(sizes), sizes[index], samples, last, is_padding)
+            position = MicroBatchPosition(index, len(sizes), last, is_padding, sizes[index], samples, step)
+            yield MicroBatch(position, batch)
 
     def _agreed(self, found: StreamStep, epoch: int, step: int) -> int:
         """Samples of the step over all ranks, if all found what belongs to them. All ranks call it."""
@@ -371,7 +372,7 @@ class IterableLoader:
         )
 
     def _steps(self) -> int:
-        samples = _told_length(self._dataset)
+        samples = _length_if_known(self._dataset)
         if samples is None:
             raise TypeError(
                 f"len(loader): how many steps an epoch has is known at its end only, as {type(self._dataset).__name__} "
@@ -413,7 +414,7 @@ def _reader_of(dataset: Any, plan: BatchPlan, rank: int, seed: int, collate: Cal
     return kind(dataset, plan, rank, seed, seeded(collate, seed))
 
 
-def _told_length(dataset: Any) -> int | None:
+def _length_if_known(dataset: Any) -> int | None:
     """The length that a stream says it has, if it says one."""
     try:
         return len(dataset) if isinstance(dataset, Sized) else None

@@ -8,16 +8,15 @@ from typing import Any
 
 from torch.utils.data import Dataset, Sampler, Subset
 
-from lockstep.batch import BatchPlan
+from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.data.sampling import (
     Padding,
-    Slot,
+    count_from_step,
+    count_of_rank,
+    epoch_positions,
     evaluation_length,
+    evaluation_positions,
     order_of,
-    run_length,
-    slots_of,
-    slots_of_evaluation,
-    turns_of,
 )
 from lockstep.seeding import seed_generators, seed_of
 
@@ -26,11 +25,11 @@ from lockstep.seeding import seed_generators, seed_of
 Picks = tuple[int, list[int]]
 
 
-Slots = Callable[[], Iterator[Slot]]
+Positions = Callable[[], Iterator[MicroBatchPosition]]
 
 
 class MicroBatchSampler(Sampler[Picks]):
-    """The batch sampler of a rank: its micro-batches of one epoch, epoch 0 until it is aimed at another."""
+    """The batch sampler of a rank: its micro-batches of one epoch, of epoch 0 until another one is selected."""
 
     def __init__(self, plan: BatchPlan, rank: int, length: int, seed: int, *, shuffle: bool, drop_last: bool) -> None:
         self.plan = plan
@@ -40,17 +39,17 @@ class MicroBatchSampler(Sampler[Picks]):
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.steps = plan.steps(length, drop_last=drop_last)
-        self.aim(0, self.slots(0, padding="none"))
+        self.select(0, self.positions(0, padding="none"))
 
-    def aim(self, epoch: int, slots: Slots) -> None:
-        """The next pass over it reads ``slots`` of ``epoch``; passes already begun stay as they are."""
+    def select(self, epoch: int, positions: Positions) -> None:
+        """The next pass over it reads ``positions`` of ``epoch``; passes that have begun stay as they are."""
         self.epoch = epoch
-        self.aimed_at = slots
+        self.selected = positions
 
-    def slots(self, first_step: int, *, padding: Padding) -> Slots:
-        """The places of this rank's micro-batches in any epoch, from ``first_step`` on."""
+    def positions(self, first_step: int, *, padding: Padding) -> Positions:
+        """The positions of this rank's micro-batches in any epoch, from ``first_step`` on."""
         return partial(
-            slots_of,
+            epoch_positions,
             self.plan,
             self.rank,
             self.length,
@@ -59,29 +58,29 @@ class MicroBatchSampler(Sampler[Picks]):
             padding=padding,
         )
 
-    def slots_of_evaluation(self, *, padding: Padding) -> Slots:
-        """The places of this rank's micro-batches in an evaluation."""
+    def evaluation_positions(self, *, padding: Padding) -> Positions:
+        """The positions of this rank's micro-batches in an evaluation."""
         return partial(
-            slots_of_evaluation, self.plan, self.rank, self.length, drop_last=self.drop_last, padding=padding
+            evaluation_positions, self.plan, self.rank, self.length, drop_last=self.drop_last, padding=padding
         )
 
     def micro_batches(self, first_step: int, *, padding: Padding) -> int:
-        """How many `slots` gives."""
+        """How many `positions` gives."""
         full, rest = divmod(self.length, self.plan.global_batch)
         tail = 0 if self.drop_last else len(self.plan.sizes(rest))
-        return run_length(self.plan, self.rank, full, tail, first_step=first_step, padding=padding)
+        return count_from_step(self.plan, self.rank, full, tail, first_step=first_step, padding=padding)
 
     def micro_batches_of_evaluation(self, *, padding: Padding) -> int:
-        """How many `slots_of_evaluation` gives."""
+        """How many `evaluation_positions` gives."""
         of = evaluation_length(self.plan, self.length, drop_last=self.drop_last)
-        return turns_of(self.plan, self.rank, of, padding)
+        return count_of_rank(self.plan, self.rank, of, padding)
 
     def __iter__(self) -> Iterator[Picks]:
-        # A generator begun here, not a generator function: the aim is read now, not when the first item is asked for.
-        slots = self.aimed_at()
+        # A generator begun here, not a generator function: the selection is read now, not with the first item.
+        positions = self.selected()
         order = order_of(self.length, self.seed, self.epoch, shuffle=self.shuffle)
         epoch = self.epoch
-        return ((epoch, _indices(order[slot.start : slot.stop])) for slot in slots)
+        return ((epoch, _indices(order[self.plan.rows(position)])) for position in positions)
 
 
 class SeededDataset(Dataset[Any]):

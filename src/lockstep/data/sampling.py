@@ -6,58 +6,32 @@
     rank of 3, training   | 0    1    2 | 1     2 |        rank 0 has none there: it may compute a padding micro-batch
     rank of 3, evaluation | 0    1    1 | 2     2 |        no step to finish together: one block of the pass each
 
-All ranks draw the same order, so none has to be told.
+All ranks draw the same order, so it is never sent from one to another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lockstep.batch import BatchPlan
+from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.errors import DataError
 from lockstep.seeding import seed_of
 
 Padding = Literal["none", "one", "even"]
-"""Whether a rank computes padding, micro-batches that count for nothing: none; one, in a short step that has none for
-it; or as many as make all ranks compute equally many in every step."""
+"""Whether a rank computes padding: micro-batches of weight zero, so that every rank joins the same collectives. None;
+one, in a short step that holds no micro-batch for the rank; or as many as make all ranks compute equally many in every
+step."""
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """The samples of one forward and backward, and where in the step they stand."""
+class MicroBatch(NamedTuple):
+    """The samples of one forward and backward pass, and where in the step they stand."""
 
-    data: Any  #: what the loop gets, such as ``(images, labels)``
-    step: int  #: within the epoch, from 0
-    index: int  #: of the micro-batch in its step, from 0
-    of: int  #: micro-batches of that step, over all ranks
-    samples: int  #: samples in it
-    step_samples: int  #: samples of the whole step, over all ranks
-    last: bool  #: this rank's last one of the step
-    is_padding: bool  #: counts for nothing: computed only so that this rank's collectives meet those of the others
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """The place of one micro-batch: positions ``[start, stop)`` in the epoch's order of samples."""
-
-    step: int
-    index: int
-    of: int
-    start: int
-    stop: int
-    step_samples: int
-    last: bool
-    is_padding: bool
-
-    def filled(self, data: Any) -> MicroBatch:
-        """The micro-batch that holds ``data``."""
-        samples = self.stop - self.start
-        return MicroBatch(data, self.step, self.index, self.of, samples, self.step_samples, self.last, self.is_padding)
+    position: MicroBatchPosition
+    data: Any  #: what the loop hands out, such as ``(images, labels)``
 
 
 def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> Tensor | range:
@@ -71,9 +45,9 @@ def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> Tensor | r
     return torch.randperm(length, generator=generator)
 
 
-def slots_of(
+def epoch_positions(
     plan: BatchPlan, rank: int, length: int, *, drop_last: bool, first_step: int, padding: Padding
-) -> Iterator[Slot]:
+) -> Iterator[MicroBatchPosition]:
     """This rank's micro-batches of one epoch from ``first_step`` on, in the order it computes them.
 
     Raises:
@@ -86,35 +60,37 @@ def slots_of(
             "was the data set or global_batch changed since the checkpoint? Then begin with a fresh one"
         )
     for step in range(first_step, steps):
-        yield from slots_of_step(plan, rank, step, min(plan.global_batch, length - step * plan.global_batch), padding)
+        yield from step_positions(plan, rank, step, min(plan.global_batch, length - step * plan.global_batch), padding)
 
 
-def slots_of_step(plan: BatchPlan, rank: int, step: int, samples: int, padding: Padding) -> Iterator[Slot]:
+def step_positions(
+    plan: BatchPlan, rank: int, step: int, samples: int, padding: Padding
+) -> Iterator[MicroBatchPosition]:
     """This rank's run of the micro-batches of one step of ``samples``, after its padding."""
     of = -(-samples // plan.micro_batch)
     run = plan.run(rank, of)
     before = padding_of(plan, rank, of, padding)
     for number, index in enumerate([of - 1] * before + [*run]):
         last = number == before + len(run) - 1
-        yield _slot(plan, step, samples, index, last=last, is_padding=number < before)
+        yield plan.position(step, samples, index, last=last, is_padding=number < before)
 
 
-def slots_of_evaluation(
+def evaluation_positions(
     plan: BatchPlan, rank: int, length: int, *, drop_last: bool, padding: Padding
-) -> Iterator[Slot]:
+) -> Iterator[MicroBatchPosition]:
     """This rank's block of the epoch's micro-batches, those of all steps end to end.
 
-    The blocks of all ranks, one after another, are the whole pass in its order, also where some are empty. Shadows are
+    The blocks of all ranks, one after another, are the whole pass in its order, also where some are empty. Padding is
     as in a step that holds all these micro-batches.
     """
     of = evaluation_length(plan, length, drop_last=drop_last)
     before = padding_of(plan, rank, of, padding)
     numbers = [of - 1] * before + [*plan.run(rank, of)]
-    for place, number in enumerate(numbers):
+    for i, number in enumerate(numbers):
         step, index = divmod(number, plan.micro_batches)
         samples = min(plan.global_batch, length - step * plan.global_batch)
-        last = place == len(numbers) - 1 or numbers[place + 1] // plan.micro_batches != step
-        yield _slot(plan, step, samples, index, last=last, is_padding=place < before)
+        last = i == len(numbers) - 1 or numbers[i + 1] // plan.micro_batches != step
+        yield plan.position(step, samples, index, last=last, is_padding=i < before)
 
 
 def evaluation_length(plan: BatchPlan, length: int, *, drop_last: bool) -> int:
@@ -131,23 +107,15 @@ def padding_of(plan: BatchPlan, rank: int, micro_batches: int, padding: Padding)
     return int(padding == "one" and not mine and micro_batches > 0)
 
 
-def _slot(plan: BatchPlan, step: int, samples: int, index: int, *, last: bool, is_padding: bool) -> Slot:
-    """The place of micro-batch ``index`` of a step of ``samples``."""
-    begin = step * plan.global_batch
-    start = index * plan.micro_batch
-    stop = min(start + plan.micro_batch, samples)
-    return Slot(step, index, -(-samples // plan.micro_batch), begin + start, begin + stop, samples, last, is_padding)
-
-
-def turns_of(plan: BatchPlan, rank: int, micro_batches: int, padding: Padding) -> int:
+def count_of_rank(plan: BatchPlan, rank: int, micro_batches: int, padding: Padding) -> int:
     """How many micro-batches ``rank`` computes of so many, its padding among them."""
     return len(plan.run(rank, micro_batches)) + padding_of(plan, rank, micro_batches, padding)
 
 
-def run_length(plan: BatchPlan, rank: int, full: int, tail: int, *, first_step: int, padding: Padding) -> int:
+def count_from_step(plan: BatchPlan, rank: int, full: int, tail: int, *, first_step: int, padding: Padding) -> int:
     """How many micro-batches ``rank`` computes from ``first_step`` on, its padding among them.
 
     The epoch is one of ``full`` steps, and of one more if that holds ``tail`` micro-batches.
     """
-    whole = max(0, full - first_step) * turns_of(plan, rank, plan.micro_batches, padding)
-    return whole + (turns_of(plan, rank, tail, padding) if first_step <= full else 0)
+    whole = max(0, full - first_step) * count_of_rank(plan, rank, plan.micro_batches, padding)
+    return whole + (count_of_rank(plan, rank, tail, padding) if first_step <= full else 0)

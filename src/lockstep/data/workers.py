@@ -1,7 +1,7 @@
 """Loader processes: they end with their rank, and not before it.
 
     a scheduler's SIGTERM reaches all processes of a job   the rank finishes its step and saves: workers load on
-    the rank closes the feed, or ends normally             workers are told, waited for, and killed if they are stuck
+    the rank closes its loaders, or ends normally             workers are told, waited for, and killed if they are stuck
     the rank is killed                                     workers notice within a second, also in the user's code
 
 Otherwise a rank that is to stop cleanly would fail on its dead loader, and a killed one leave processes behind.

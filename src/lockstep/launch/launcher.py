@@ -22,7 +22,7 @@ from lockstep.launch.console import Screen
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.host import Machine
-from lockstep.launch.rendezvous.join import Joined, alone, join, preside
+from lockstep.launch.rendezvous.join import Joined, join, preside, single_rank_group
 from lockstep.launch.rendezvous.store import Endpoint
 from lockstep.launch.request import Function, Nodes, OnHang, Request
 from lockstep.launch.run_directory import Job, begun, prepare, settle, shown
@@ -193,7 +193,7 @@ def _carry_out(job: Job) -> tuple[int, str]:
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
     with settle(job, now=datetime.now()), stops.listening():
         _announce(job, screen)
-        return _work(alone(job), screen, stops)
+        return _work(single_rank_group(job), screen, stops)
 
 
 def _among_others(request: Request, nodes: Nodes, machine: Machine, given: Allocation) -> int:

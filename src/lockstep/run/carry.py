@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from torch.utils import _pytree as pytree
 
-from lockstep.collectives import Group, Runs, elsewhere, owned
-from lockstep.data import MicroBatch
+from lockstep.batch import MicroBatchPosition
+from lockstep.collectives import Group, Runs, as_absent_shards, as_owned_shards
 from lockstep.errors import UsageError
 
 
@@ -57,16 +57,16 @@ class Carry(MutableMapping[str, Any]):
             self._here.clear()
         self._places = {} if self._here is None else self._places
 
-    def micro_batch_begins(self, micro: MicroBatch) -> None:
-        """``micro`` is handed to the user. All ranks, where the script carries something."""
-        if self._used and micro.of != self._of:
-            self._move(micro.of)
-        self._of = micro.of
-        if micro.is_padding:
+    def micro_batch_begins(self, position: MicroBatchPosition) -> None:
+        """The micro-batch at ``position`` is handed to the user. Collective, where the script carries something."""
+        if self._used and position.of != self._of:
+            self._move(position.of)
+        self._of = position.of
+        if position.is_padding:
             self._here = {}
         else:
             # A copy, in which the body may change anything: the step may be given up.
-            self._here = self._written[micro.index] = _copied(self._places.get(micro.index, {}))
+            self._here = self._written[position.index] = _copied(self._places.get(position.index, {}))
 
     def step_is_done(self) -> None:
         """What the bodies of the step have written is carried on."""
@@ -83,10 +83,10 @@ class Carry(MutableMapping[str, Any]):
         """What is carried at each place; `TensorShard` for tensors. Collective."""
         if not self._group.sum_int(int(self._used), "whether something is carried"):
             return {}
-        outlines = {place: elsewhere(held) for place, held in self._places.items()}
+        outlines = {place: as_absent_shards(held) for place, held in self._places.items()}
         told = self._group.gather_objects(outlines, "what is carried")
         state = {place: held for one in told for place, held in one.items()}
-        mine = {place: owned(held) for place, held in self._places.items()}
+        mine = {place: as_owned_shards(held) for place, held in self._places.items()}
         return {"places": {str(place): (state | mine)[place] for place in sorted(state)}}
 
     def load(self, state: Mapping[str, Any]) -> None:

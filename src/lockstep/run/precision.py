@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from lockstep.strategies import ParameterSet, Strategy
+from lockstep.strategies import ParameterSet, Strategy, before_optimizer_step
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -67,7 +67,7 @@ class Precision:
         if clip_norm is not None:
             norm = strategy.state_layout.norm(target.parameters)
             nn.utils.clip_grads_with_norm_(target.parameters, clip_norm, norm)
-        strategy.before_optimizer_step(target)
+        before_optimizer_step(strategy, target)
         for optimizer in optimizers:
             self._scaler.step(optimizer)
 

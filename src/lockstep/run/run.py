@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.batch import BatchPlan
 from lockstep.checkpoint import Checkpoints
-from lockstep.collectives import Group, elsewhere, open_group, owned
+from lockstep.collectives import Group, as_absent_shards, as_owned_shards, open_group
 from lockstep.cpu_affinity import allotted_cpus
 from lockstep.data import MicroBatch, MicroBatchLoader, Padding, choose_workers, is_in_memory, open_micro_batch_loader
 from lockstep.errors import DataError, LockstepError, SettingError, UsageError
@@ -47,14 +47,19 @@ from lockstep.run.train_step import Count, CurrentMicroBatch, Loss, Optimizers, 
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.settings import ResolvedSettings, Settings
 from lockstep.strategies import (
-    ChecksOptimizers,
     ComputesLoss,
     HasServerRanks,
     Strategy,
     StrategyContext,
+    check_can_step,
+    evaluating,
+    finish_training,
+    forward_is_collective,
+    load_strategy_state,
     open_strategy,
     spans_gpus,
     split,
+    strategy_state,
     synchronize_batchnorm,
 )
 from lockstep.world import World
@@ -174,7 +179,7 @@ class Run:
             say=self.say,
         )
         self._strategy: Final[Strategy] = self._open_strategy(told.strategy, terms)
-        self._share: Final = self._strategy.share
+        self._share: Final = self._strategy.assignment
         self._state: Final = State()
         self._finite: Final = NonFiniteChecks(told.on_nan, self._group.rank, self._warn_of_nan, self._last_good)
         self._stepper: Final = TrainStep(
@@ -300,8 +305,7 @@ class Run:
         """
         self._before_training("optimizer")
         check_optimizer(optimizer, self._state)
-        if isinstance(self._strategy, ChecksOptimizers):
-            self._strategy.check_optimizer(optimizer)
+        check_can_step(self._strategy, optimizer)
         self._state.optimizers.append(optimizer)
         return optimizer
 
@@ -379,8 +383,8 @@ class Run:
         self._group.check_equal("length and plan of a data set", (feed.length, str(plan)))
         for note in feed.notes:
             self.say(note)
-        self._feeds[id(feed.loader)] = feed
-        return feed.loader
+        self._feeds[id(feed.data_loader)] = feed
+        return feed.data_loader
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -402,7 +406,7 @@ class Run:
             self._end_step()
             self._do(self._agenda.after_epoch(self.progress.epoch))
         self._in_epochs = False
-        self._strategy.finish_training()
+        finish_training(self._strategy)
 
     def train(self, loader: DataLoader[Any]) -> MicroBatches:
         """This rank's micro-batches of the current epoch, on its device, each to be given to `step`. Collective.
@@ -453,13 +457,13 @@ class Run:
             if self._share.replica is None:
                 self._serve(feed)
             padding = self._padding("train")
-            for micro in self._mine(feed.epoch(progress.epoch, progress.epoch_step, padding=padding)):
-                data = _moved(micro.data, self.device)
-                self._samples_here = 0 if micro.is_padding or not self._share.counts else micro.samples
+            for position, batch in self._mine(feed.epoch(progress.epoch, progress.epoch_step, padding=padding)):
+                data = _moved(batch, self.device)
+                self._samples_here = 0 if position.is_padding or not self._share.counts else position.samples
                 compares = self._steps_here < 2 or self._steps_here % told.check_every == 0
-                work = stepper.begin(micro, self.progress.step, compare=compares)
-                self._carry.micro_batch_begins(micro)
-                seed_generators(seed_of(told.seed, "step", self.progress.step, micro.index))
+                work = stepper.begin(position, self.progress.step, compare=compares)
+                self._carry.micro_batch_begins(position)
+                seed_generators(seed_of(told.seed, "step", self.progress.step, position.index))
                 self._marker.set_phase("forward")
                 with self._precision.forward():
                     yield data
@@ -493,7 +497,7 @@ class Run:
             self._loss = value
             if self._share.counts:
                 self._measures["train"].add_mean("loss", value, items)
-        return self._stepper.work is not None and self._stepper.work.turn.last
+        return self._stepper.work is not None and self._stepper.work.position.last
 
     def update(self, optimizer: Optimizers = None) -> bool:
         """The second half of `step`: on the step's last micro-batch unscale, clip and update; before that, nothing.
@@ -568,15 +572,15 @@ class Run:
         # Ranks that tell each other something on the way leave together or not at all.
         may_hurry = feed.length is not None and padding != "even" and not isinstance(self._strategy, ComputesLoss)
         try:
-            with self._strategy.evaluating(), contextlib.ExitStack() as at_end:
+            with evaluating(self._strategy), contextlib.ExitStack() as at_end:
                 buffers = EvaluationBuffers(self._state.models)
                 at_end.callback(self._say_put_back, buffers)
-                for micro in self._mine(feed.evaluation(padding=padding)):
-                    self._samples_here = 0 if micro.is_padding or not self._share.counts else micro.samples
-                    seed_generators(seed_of(*key, micro.step, micro.index))
+                for position, batch in self._mine(feed.evaluation(padding=padding)):
+                    self._samples_here = 0 if position.is_padding or not self._share.counts else position.samples
+                    seed_generators(seed_of(*key, position.step, position.index))
                     self._marker.set_phase("evaluate")
                     with torch.no_grad(), self._precision.forward():
-                        yield _moved(micro.data, self.device)
+                        yield _moved(batch, self.device)
                     buffers.put_back()
                     if may_hurry and self._agenda.stop_pending():
                         break
@@ -813,7 +817,7 @@ class Run:
         return self._plan.run(rank, micro_batches)
 
     def _padding(self, where: str) -> Padding:
-        if self._strategy.meets_in_forward:
+        if forward_is_collective(self._strategy):
             return "even"
         return "one" if where == "train" and self.world_size > 1 else "none"
 
@@ -836,8 +840,8 @@ class Run:
         plan, steps, first = feed.plan, feed.steps_per_epoch or 0, self._steps_here
         for step in range(self.progress.epoch_step, steps):
             samples = min(plan.global_batch, feed.length - step * plan.global_batch)
-            micro = MicroBatch(None, step, 0, len(plan.sizes(samples)), 0, samples, last=True, is_padding=True)
-            work = self._stepper.begin(micro, self.progress.step, compare=False)
+            position = plan.position(step, samples, 0, last=True, is_padding=True)
+            work = self._stepper.begin(position, self.progress.step, compare=False)
             if not self._stepper.serve(work):
                 break
             self._stepper.end(work)
@@ -913,7 +917,7 @@ class Run:
         """Put back what a checkpoint holds, but for the position; see `State.load`."""
         changed = self._state.load(tree, self._strategy)
         saved_by, state = tree.get("strategy", ("", {}))
-        self._strategy.load_state_dict(state if saved_by == split(self.settings.values.strategy)[0] else {})
+        load_strategy_state(self._strategy, state if saved_by == split(self.settings.values.strategy)[0] else {})
         self._precision.load_state_dict(tree["scaler"])
         self._measures["train"].load(tree["measures"], self._group)
         self._carry.load(tree["carry"])
@@ -924,7 +928,7 @@ class Run:
         """A step is done; its end comes when the body of the loop is over. Once for each step."""
         if self._step_to_end:
             return
-        self.progress = self.progress.after_step(work.micro.step_samples)
+        self.progress = self.progress.after_step(work.position.step_samples)
         self._step_to_end = self.progress.step
         self._steps_here += 1
         self._evaluations = 0
@@ -1015,7 +1019,7 @@ class Run:
 
     def _tree(self) -> dict[str, Any]:
         return self._objects() | {
-            "strategy": (split(self.settings.values.strategy)[0], self._strategy.state_dict()),
+            "strategy": (split(self.settings.values.strategy)[0], strategy_state(self._strategy)),
             "progress": self.progress.as_dict(),
             "scaler": self._precision.state_dict(),
             "measures": self._measures["train"].state(self._group),
@@ -1032,8 +1036,8 @@ class Run:
             # On ranks that serve, the script's own objects have not moved; on ranks that step by themselves, each has
             # moved otherwise. A checkpoint holds the leader's, not a mixture.
             mine = {name: tree[name] for name in ("kept", "kept_transient", "transient")}
-            outline = self._group.broadcast_object(elsewhere(mine), "what is kept")
-            tree |= owned(mine) if self.leads else outline
+            outline = self._group.broadcast_object(as_absent_shards(mine), "what is kept")
+            tree |= as_owned_shards(mine) if self.leads else outline
         if isinstance(self._strategy, ComputesLoss):
             moved = self._group.gather_objects([*tree["transient"][0]], "buffers that are in no state_dict")
             for name in sorted({name for names in moved for name in names}):

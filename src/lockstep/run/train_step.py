@@ -21,8 +21,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group
-from lockstep.data import MicroBatch
 from lockstep.errors import MismatchError, UsageError
 from lockstep.heartbeat import progress_marker
 from lockstep.run.divergence import checksum
@@ -34,9 +34,9 @@ from lockstep.strategies import (
     ComputesLoss,
     HasServerRanks,
     LossCall,
-    MicroBatchPosition,
     ParameterSet,
     Strategy,
+    begin_micro_batch,
     can_update_trainable,
     is_loss,
     parameters_of,
@@ -53,13 +53,10 @@ Known = list[tuple[torch.Tensor, int | torch.Tensor]]
 class CurrentMicroBatch:
     """The micro-batch in the user's hands."""
 
-    __slots__ = ("due", "ended", "failed", "finished", "micro", "reached", "turn")
+    __slots__ = ("due", "ended", "failed", "finished", "position", "reached")
 
-    def __init__(self, micro: MicroBatch) -> None:
-        self.micro: Final = micro
-        self.turn: Final = MicroBatchPosition(
-            micro.index, micro.of, micro.last, micro.is_padding, micro.samples, micro.step_samples
-        )
+    def __init__(self, position: MicroBatchPosition) -> None:
+        self.position: Final = position
         self.reached: set[ParameterSet] = set()  # by backward passes since it was handed out
         self.due: dict[ParameterSet, tuple[torch.optim.Optimizer, ...]] = {}  # who steps at its end
         self.finished = False  # all that is to learn from it was learnt
@@ -69,7 +66,7 @@ class CurrentMicroBatch:
     @property
     def complete(self) -> bool:
         """Whether the step that it is the last one of is done."""
-        return self.finished and self.turn.last and not self.failed
+        return self.finished and self.position.last and not self.failed
 
 
 class TrainStep:
@@ -103,11 +100,14 @@ class TrainStep:
         self._step = 0
         self.work: CurrentMicroBatch | None = None
 
-    def begin(self, micro: MicroBatch, step: int, *, compare: bool) -> CurrentMicroBatch:
-        """``micro`` is handed to the user, after ``step`` steps; with ``compare``, what costs more is checked, too."""
-        self.work = work = CurrentMicroBatch(micro)
+    def begin(self, position: MicroBatchPosition, step: int, *, compare: bool) -> CurrentMicroBatch:
+        """The micro-batch at ``position`` is handed to the user, after ``step`` steps.
+
+        With ``compare``, checks are made that cost more, too.
+        """
+        self.work = work = CurrentMicroBatch(position)
         self._step = step
-        self._strategy.begin_micro_batch(work.turn)
+        begin_micro_batch(self._strategy, work.position)
         self.checks.body_begins(compare=compare)
         self.checks.run_steps = False
         return work
@@ -115,7 +115,7 @@ class TrainStep:
     def backward(self, loss: Loss, data: tuple[Any, ...], count: Count, optimizer: Optimizers) -> Known:
         """See `Run.backward`. The losses that have become known by it."""
         work = self._at_work("backward")
-        micro = work.micro
+        position = work.position
         target = self._target(optimizer)
         if work.finished or any(not target.places.keys().isdisjoint(other.places) for other in work.reached):
             raise UsageError(
@@ -132,34 +132,34 @@ class TrainStep:
                 f"step({_told(loss)}): the loss must be a tensor of no dimension that depends on the model's "
                 "parameters; reduce it with .mean(), and do not detach it"
             )
-        if isinstance(loss, torch.Tensor) and not self._precision.scales and not micro.is_padding:
-            self._finite.loss(loss, self._step, micro.index, micro.of)
+        if isinstance(loss, torch.Tensor) and not self._precision.scales and not position.is_padding:
+            self._finite.loss(loss, self._step, position.index, position.of)
         work.reached.add(target)
-        self._marker.set_phase("reduction" if work.turn.last and self._group.size > 1 else "backward")
-        if count is not None and not micro.is_padding:
+        self._marker.set_phase("reduction" if work.position.last and self._group.size > 1 else "backward")
+        if count is not None and not position.is_padding:
             self._counts[target] = self._counts.get(target, 0) + count
         # The loss is a mean over the micro-batch's items, the gradient one over the step's: each weighs what it holds.
-        items = micro.samples if count is None else count
-        share = (items.double() if isinstance(items, torch.Tensor) else items) / micro.step_samples
-        weighs = count is not None or micro.of > 1
+        items = position.samples if count is None else count
+        share = (items.double() if isinstance(items, torch.Tensor) else items) / position.step_samples
+        weighs = count is not None or position.of > 1
         if pipelines is not None and task is not None:
-            self._items[micro.index] = items
+            self._items[position.index] = items
             weight = self._weight(share, self._widest) if weighs else None
-            losses = pipelines.compute(task, weight, target, work.turn)
+            losses = pipelines.compute(task, weight, target, work.position)
             for index, value in () if self._precision.scales else losses:
-                self._finite.loss(value, self._step, index, micro.of)
+                self._finite.loss(value, self._step, index, position.of)
             known = [(value, self._items[m]) for m, value in losses]
         else:
             assert isinstance(loss, torch.Tensor)
             with self._precision.backward():
                 scaled = self._precision.scale(loss)
                 weight = self._weight(share, scaled) if weighs else None
-                self._strategy.backward(scaled, weight, target, work.turn)
-            known = [] if micro.is_padding else [(loss, items)]
-        if work.turn.last:
+                self._strategy.backward(scaled, weight, target, work.position)
+            known = [] if position.is_padding else [(loss, items)]
+        if work.position.last:
             self._items.clear()
             if self._begun[target]:
-                self._divide_by_counts(target, micro.step_samples)
+                self._divide_by_counts(target, position.step_samples)
         return [(value.detach(), items) for value, items in known]
 
     def serve(self, work: CurrentMicroBatch) -> bool:
@@ -168,15 +168,15 @@ class TrainStep:
         target = self._target(everything)
         self._marker.set_phase("reduction")
         assert isinstance(self._strategy, HasServerRanks)
-        served = self._strategy.serve(target, work.turn)
+        served = self._strategy.serve(target, work.position)
         if served:
             work.reached.add(target)
             work.due[target] = self._named(everything)
         return served
 
     def part(self, *, whole: bool) -> bool:
-        """The loop over micro-batches is over; those who serve learn from the others how, see `HasServerRanks.part`."""
-        return self._strategy.part(whole=whole) if isinstance(self._strategy, HasServerRanks) else whole
+        """End the loop over micro-batches; ranks that serve learn how it ended, see `HasServerRanks.end_loop`."""
+        return self._strategy.end_loop(complete=whole) if isinstance(self._strategy, HasServerRanks) else whole
 
     def update(self, optimizer: Optimizers) -> bool:
         """See `Run.update`. Whether the step is done by it."""
@@ -203,22 +203,22 @@ class TrainStep:
                     "optimizer.step() and optimizer.zero_grad(); call it once for each, also where there is nothing to "
                     "learn (a loss of zero times the model's output will do)"
                 )
-            if not work.due and work.turn.last:
+            if not work.due and work.position.last:
                 raise UsageError("a step ended without run.update(): call it where run.backward(loss) returned True")
             self._finish(work)
         self.checks.buffers_stayed()
-        if not work.turn.last:
-            self.checks.body_ended(work.turn.index, work.turn.of)
+        if not work.position.last:
+            self.checks.body_ended(work.position.index, work.position.of)
         return work.complete
 
     def _finish(self, work: CurrentMicroBatch) -> None:
         """All losses of the micro-batch are there; after the last one of a step, so is the step."""
         work.finished = work.failed = True
-        self.checks.parameters_stayed(work.turn.index, work.turn.of)
-        if work.turn.last:
+        self.checks.parameters_stayed(work.position.index, work.position.of)
+        if work.position.last:
             self._complete(work)
         else:
-            self._strategy.end_micro_batch(work.turn)
+            self._strategy.end_micro_batch(work.position)
         self.checks.forward_is_over()
         work.failed = False
 
@@ -233,7 +233,7 @@ class TrainStep:
             self._precision.step(optimizers, target, self._strategy, self._clip_norm)
             for parameter in target.parameters:
                 parameter.grad = None
-        self._strategy.end_micro_batch(work.turn)
+        self._strategy.end_micro_batch(work.position)
         if not self._precision.stepped():
             self._finite.loss_scale(self._precision.loss_scale, self._step)
         else:
@@ -385,7 +385,7 @@ class TrainStep:
                     "before training with optimizer.zero_grad()"
                 )
             self._begun[target] = counts
-        elif self._begun[target] != counts and not work.turn.is_padding:
+        elif self._begun[target] != counts and not work.position.is_padding:
             raise UsageError(
                 "run.step(loss, count=...) for some micro-batches of a step and run.step(loss) for others, so there is "
                 "no one mean: give the count for each, a 0 where a micro-batch holds no item"

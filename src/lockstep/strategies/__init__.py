@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import importlib
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.errors import SettingError
 from lockstep.strategies.batchnorm import synchronize_batchnorm
 from lockstep.strategies.buffers import same
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
-    MicroBatchPosition,
     ParameterSet,
     has_gradient,
     is_loss,
@@ -24,14 +24,21 @@ from lockstep.strategies.gradient_accumulation import (
 )
 from lockstep.strategies.multi_gpu import spans_gpus
 from lockstep.strategies.protocol import (
-    ChecksOptimizers,
     ComputesLoss,
     HasServerRanks,
     ReplicaAssignment,
     StateLayout,
     Strategy,
     StrategyContext,
+    before_optimizer_step,
+    begin_micro_batch,
     can_update_trainable,
+    check_can_step,
+    evaluating,
+    finish_training,
+    forward_is_collective,
+    load_strategy_state,
+    strategy_state,
     update_trainable,
 )
 from lockstep.strategies.sparse_gradients import sparse_parameters
@@ -39,7 +46,6 @@ from lockstep.strategies.spec import options_of, split
 
 __all__ = [
     "STRATEGIES",
-    "ChecksOptimizers",
     "ComputesLoss",
     "HasServerRanks",
     "LossCall",
@@ -49,15 +55,23 @@ __all__ = [
     "StateLayout",
     "Strategy",
     "StrategyContext",
+    "before_optimizer_step",
+    "begin_micro_batch",
     "can_update_trainable",
+    "check_can_step",
+    "evaluating",
+    "finish_training",
+    "forward_is_collective",
     "has_gradient",
     "is_loss",
+    "load_strategy_state",
     "open_strategy",
     "parameters_of",
     "same",
     "spans_gpus",
     "sparse_parameters",
     "split",
+    "strategy_state",
     "synchronize_batchnorm",
     "update_trainable",
 ]
@@ -79,8 +93,8 @@ STRATEGIES = {
 }
 
 
-def open_strategy(spec: str, terms: StrategyContext) -> Strategy:
-    """The strategy that ``spec`` names, such as ``ddp`` or ``ddp:compress=fp16``, for the ranks of ``terms``.
+def open_strategy(spec: str, context: StrategyContext) -> Strategy:
+    """The strategy that ``spec`` names, such as ``ddp`` or ``ddp:compress=fp16``, for the ranks of ``context``.
 
     Collective.
 
@@ -91,5 +105,5 @@ def open_strategy(spec: str, terms: StrategyContext) -> Strategy:
     if name not in STRATEGIES:
         raise SettingError(f"strategy={name!r}: give one of {', '.join(STRATEGIES)}")
     module = importlib.import_module(f"lockstep.strategies.{STRATEGIES[name]}")
-    strategy: Strategy = module.open_strategy(terms, options_of(module.Options, name, words))
+    strategy: Strategy = module.open_strategy(context, options_of(module.Options, name, words))
     return strategy

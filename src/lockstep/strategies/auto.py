@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -25,13 +24,11 @@ from lockstep.errors import UsageError
 from lockstep.strategies import ddp, zero
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet
 from lockstep.strategies.protocol import (
-    ChecksOptimizers,
+    Delegates,
     ReplicaAssignment,
     StateLayout,
     Strategy,
     StrategyContext,
-    can_update_trainable,
-    update_trainable,
 )
 from lockstep.strategies.sharded import fully_sharded
 
@@ -50,9 +47,9 @@ class Options:
     """The strategy ``auto`` has none."""
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> Auto:
+def open_strategy(context: StrategyContext, options: Options) -> Auto:
     """The strategy ``auto``. Collective."""
-    return Auto(terms)
+    return Auto(context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,112 +127,73 @@ def measure(group: Group, clock: Callable[[], float] = time.perf_counter) -> Lin
     return Link(latency, travels / max(whole - latency, 1e-6))
 
 
-class Auto:
-    """The strategy ``auto``: hands everything on to the one that it chose when it saw the first model."""
+class Auto(Strategy, Delegates):
+    """The strategy ``auto``: delegates to the one that it chooses when it sees the first model."""
 
-    def __init__(self, terms: StrategyContext) -> None:
-        self.share: Final = ReplicaAssignment(terms.group.rank, terms.group.size)
-        self._terms: Final = terms
+    def __init__(self, context: StrategyContext) -> None:
+        self.assignment = ReplicaAssignment(context.group.rank, context.group.size)
+        self._context: Final = context
         self._chosen: Strategy | None = None
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """See `Strategy.setup_model`. The first model decides."""
+        """Choose a strategy for the first model, and let it set up each model. Collective."""
         if self._chosen is None:
             self._chosen = self._choose(model)
         return self._chosen.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
 
     def _choose(self, model: nn.Module) -> Strategy:
-        group = self._terms.group
+        group = self._context.group
         parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        free_bytes = min(group.gather_objects(self._terms.free_bytes(), "free memory"))
+        free_bytes = min(group.gather_objects(self._context.free_bytes(), "free memory"))
         on_links = group.size > 1 and (group.device.type == "cuda" or not group.on_one_machine)
         choice = choose(parameter_bytes, free_bytes, group.size, measure(group) if on_links else None)
-        self._terms.say(f"strategy auto: {choice.name}, for {choice.why}")
-        terms = replace(self._terms, bucket_mb=self._terms.bucket_mb or choice.bucket_mb)
+        self._context.say(f"strategy auto: {choice.name}, for {choice.why}")
+        context = replace(self._context, bucket_mb=self._context.bucket_mb or choice.bucket_mb)
         if choice.name == "zero":
-            return zero.open_strategy(terms, zero.Options())
+            return zero.open_strategy(context, zero.Options())
         if choice.name == "fsdp":
-            return fully_sharded.open_strategy(terms, fully_sharded.Options())
-        return ddp.open_strategy(terms, ddp.Options())
+            return fully_sharded.open_strategy(context, fully_sharded.Options())
+        return ddp.open_strategy(context, ddp.Options())
 
     @property
-    def _strategy(self) -> Strategy:
+    def state_layout(self) -> StateLayout:  # type: ignore[override]  # it is known once a strategy has been chosen
+        """The layout of the chosen strategy."""
+        return self.delegate().state_layout
+
+    def delegate(self) -> Strategy:
+        """The chosen strategy.
+
+        Raises:
+            UsageError: before the first model was seen.
+        """
         if self._chosen is None:
             raise UsageError("strategy='auto' chooses when it sees the model: call `model = run.model(model)` first")
         return self._chosen
 
-    @property
-    def state_layout(self) -> StateLayout:
-        """See `Strategy.state_layout`."""
-        return self._strategy.state_layout
-
-    @property
-    def meets_in_forward(self) -> bool:
-        """See `Strategy.meets_in_forward`."""
-        return self._strategy.meets_in_forward
-
-    @property
-    def can_update_trainable(self) -> bool:
-        """See `UpdatesTrainable.can_update_trainable`."""
-        return can_update_trainable(self._strategy)
-
-    def update_trainable(self, target: ParameterSet) -> None:
-        """See `UpdatesTrainable.update_trainable`."""
-        update_trainable(self._strategy, target)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `ChecksOptimizers.check_optimizer`."""
-        if isinstance(self._strategy, ChecksOptimizers):
-            self._strategy.check_optimizer(optimizer)
-
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.begin_micro_batch`."""
-        self._strategy.begin_micro_batch(turn)
+    def resync(self) -> None:
+        """Let the chosen strategy start from what models hold."""
+        self.delegate().resync()
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`."""
-        self._strategy.backward(loss, weight, target, turn)
+        """Let the chosen strategy compute and sum gradients."""
+        self.delegate().backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`."""
-        self._strategy.normalize_by_count(target, samples, counted)
+        """Let the chosen strategy divide by the number of items. Collective."""
+        self.delegate().normalize_by_count(target, samples, counted)
 
-    def before_optimizer_step(self, target: ParameterSet) -> None:
-        """See `Strategy.before_optimizer_step`."""
-        self._strategy.before_optimizer_step(target)
-
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`."""
-        self._strategy.end_micro_batch(turn)
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """See `Strategy.evaluating`."""
-        return self._strategy.evaluating()
-
-    def finish_training(self) -> None:
-        """See `Strategy.finish_training`."""
-        self._strategy.finish_training()
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Let the chosen strategy end the micro-batch."""
+        self.delegate().end_micro_batch(position)
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
-        self._strategy.discard_step()
-
-    def resync(self) -> None:
-        """See `Strategy.resync`."""
-        self._strategy.resync()
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Strategy.state_dict`."""
-        return self._strategy.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Strategy.load_state_dict`."""
-        self._strategy.load_state_dict(state)
+        """Let the chosen strategy drop the step."""
+        self.delegate().discard_step()
 
     def close(self) -> None:
-        """See `Strategy.close`."""
+        """Close the chosen strategy, if one was chosen."""
         if self._chosen is not None:
             self._chosen.close()
 

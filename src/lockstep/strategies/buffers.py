@@ -46,21 +46,25 @@ class Buffers:
         device: where sums are made, for buffers on several GPUs of a rank; None: where the buffers are.
     """
 
-    def __init__(self, exchange: AllReduce, group: Group, device: torch.device | None = None) -> None:
+    def __init__(self, all_reduce: AllReduce, group: Group, device: torch.device | None = None) -> None:
         self._device: Final = device
-        self._exchange: Final = exchange
+        self._all_reduce: Final = all_reduce
         self._group: Final = group
         self._models: Final[list[nn.Module]] = []
-        self._all: list[torch.Tensor] = []
-        self._homes: list[tuple[nn.Module, str]] = []  # whose buffer each is, and its name there
+        self._buffers: list[torch.Tensor] = []
+        self._owners: list[tuple[nn.Module, str]] = []  # whose buffer each is, and its name there
         self._none: list[tuple[nn.Module, str]] = []  # buffers that were registered as None
         self._base: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._norms: set[int] = set()  # places of those of normalisation layers
-        self._kin: dict[tuple[type[nn.Module], str], list[int]] = {}  # places of those of one class and name
+        self._same_class_and_name: dict[
+            tuple[type[nn.Module], str], list[int]
+        ] = {}  # places of those of one class and name
         self._sum_type = torch.float32
         self._small = False
-        self._has_holes = False  # whether some base is not finite, such as a least value that begins at infinity
+        self._has_nonfinite_base = (
+            False  # whether some base is not finite, such as a least value that begins at infinity
+        )
         self._moving: tuple[int, ...] = ()  # places of the buffers that are kept in step, as far as this rank knows
         self._agreed: tuple[int, ...] = ()  # the same, as all ranks have said
         self._fold: TreeAccumulator[torch.Tensor] | None = None
@@ -70,14 +74,14 @@ class Buffers:
     def setup_model(self, model: nn.Module) -> None:
         """Keep the buffers of ``model`` in step from now on."""
         self._models.append(model)
-        self._survey()
+        self._find_buffers()
 
     def resync(self) -> None:
         """What the buffers hold now is the base of the next step; buffers that are new are kept in step, too."""
-        if self._strangers():
-            self._survey()
+        if self._changed_registrations():
+            self._find_buffers()
         else:
-            self._bring_home()
+            self._restore_registered()
             self._begin()
 
     def check_known(self) -> None:
@@ -86,43 +90,43 @@ class Buffers:
         Raises:
             UsageError: if not: what the first micro-batch found in a new one is not known any more.
         """
-        _refuse_strangers(self._strangers())
+        _refuse_changed_registrations(self._changed_registrations())
 
-    def lend(self) -> None:
+    def use_copies(self) -> None:
         """The next forward pass changes copies, which `settle` brings home.
 
         For where other forward passes come before its backward pass: autograd keeps what it has seen, and it must stay.
         """
         for i in self._moving:
-            owner, name = self._homes[i]
-            owner._buffers[name] = self._all[i].clone()
+            owner, name = self._owners[i]
+            owner._buffers[name] = self._buffers[i].clone()
 
-    def settle(self, turn: MicroBatchPosition) -> None:
-        """After ``turn`` the base is back; after the rank's last one, moved by the step's mean. All ranks, then.
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """After ``position`` the base is back; after the rank's last one, moved by the step's mean. All ranks, then.
 
         Raises:
             UsageError: for a buffer that has no one value after a step, by name.
         """
-        if not (self._all or self._none):
-            if turn.last and self._looks_around:
+        if not (self._buffers or self._none):
+            if position.last and self._is_checking_step:
                 self.check_known()
-            self._steps += turn.last
+            self._steps += position.last
             return
         self._find_moving()
         # Not before the last turn: ranks have different numbers of turns, and others may wait in the reduction.
-        if turn.last:
-            self._agree()
+        if position.last:
+            self._agree_on_moving()
             self._steps += 1
         with torch.no_grad():
-            self._gather(turn)
-        self._put_back()
+            self._accumulate(position)
+        self._restore_base()
 
     def restore(self) -> None:
         """The base is back, and what was gathered in this step is forgotten."""
         self._fold = self._counts = None
         with contextlib.suppress(UsageError):  # who gave the step up was told, or will be at the next one
             self._find_moving()
-        self._put_back()
+        self._restore_base()
 
     def _registered(self) -> Iterator[tuple[nn.Module, str, torch.Tensor | None]]:
         """Each buffer once, with a module that holds it and its name there."""
@@ -133,30 +137,30 @@ class Buffers:
                     seen.add(id(buffer))
                     yield module, name, buffer
 
-    def _strangers(self) -> set[str]:
-        """The names of buffers that came or went since the last `_survey`."""
-        known = {(id(m), name) for m, name in (*self._homes, *self._none)}
+    def _changed_registrations(self) -> set[str]:
+        """The names of buffers that came or went since the last `_find_buffers`."""
+        known = {(id(m), name) for m, name in (*self._owners, *self._none)}
         return {name for _, name in known ^ {(id(m), name) for m, name, _ in self._registered()}}
 
-    def _survey(self) -> None:
+    def _find_buffers(self) -> None:
         """Find all buffers of the models as they are now; those that were known to move still do."""
-        moving = {(id(self._homes[i][0]), self._homes[i][1]) for i in self._agreed}
+        moving = {(id(self._owners[i][0]), self._owners[i][1]) for i in self._agreed}
         registered = list(self._registered())
         self._none = [(module, name) for module, name, buffer in registered if buffer is None]
         there = [(module, name, buffer) for module, name, buffer in registered if buffer is not None]
-        self._homes = [(module, name) for module, name, _ in there]
-        self._all = [buffer for *_, buffer in there]
+        self._owners = [(module, name) for module, name, _ in there]
+        self._buffers = [buffer for *_, buffer in there]
         # torch's normalisation kernels change running statistics without a trace in `Tensor._version`.
-        self._norms = {i for i, (module, _) in enumerate(self._homes) if isinstance(module, _NormBase)}
-        self._kin = {}
-        for i, (module, name) in enumerate(self._homes):
-            self._kin.setdefault((type(module), name), []).append(i)
+        self._norms = {i for i, (module, _) in enumerate(self._owners) if isinstance(module, _NormBase)}
+        self._same_class_and_name = {}
+        for i, (module, name) in enumerate(self._owners):
+            self._same_class_and_name.setdefault((type(module), name), []).append(i)
         # Of one type whatever moves, for which of them do may be found out within a step, after the first additions.
-        is_wide = any(b.dtype in (torch.float64, torch.complex128) for b in self._all)
+        is_wide = any(b.dtype in (torch.float64, torch.complex128) for b in self._buffers)
         self._sum_type = torch.float64 if is_wide else torch.float32
-        known = {i for i, (module, name) in enumerate(self._homes) if (id(module), name) in moving}
+        known = {i for i, (module, name) in enumerate(self._owners) if (id(module), name) in moving}
         self._moving = self._agreed = tuple(sorted(known | self._norms))
-        quiet = [b for i, b in enumerate(self._all) if i not in self._moving]
+        quiet = [b for i, b in enumerate(self._buffers) if i not in self._moving]
         self._small = (
             all(b.device.type == "cpu" for b in quiet)
             and sum(b.numel() * b.element_size() for b in quiet) <= _SMALL_BYTES
@@ -165,14 +169,14 @@ class Buffers:
         self._begin()
 
     def _begin(self) -> None:
-        self._base = [b.detach().clone() for b in self._all]
-        self._versions = [b._version for b in self._all]
-        self._has_holes = not all(bool(b.isfinite().all()) for b in self._base if _has_mean(b))
+        self._base = [b.detach().clone() for b in self._buffers]
+        self._versions = [b._version for b in self._buffers]
+        self._has_nonfinite_base = not all(bool(b.isfinite().all()) for b in self._base if _has_mean(b))
         self._fold = self._counts = None
 
-    def _bring_home(self) -> None:
+    def _restore_registered(self) -> None:
         """What was assigned, as by ``self.mean = 0.9 * self.mean + ...``, goes into the tensor that is kept in step."""
-        for buffer, (owner, name) in zip(self._all, self._homes, strict=True):
+        for buffer, (owner, name) in zip(self._buffers, self._owners, strict=True):
             held = owner._buffers.get(name)
             if held is None or held is buffer:
                 continue
@@ -194,11 +198,11 @@ class Buffers:
                 )
 
     def _find_moving(self) -> None:
-        self._bring_home()
-        changed = {i for i, b in enumerate(self._all) if b._version != self._versions[i]}
-        if self._looks:
-            quiet = [i for i in range(len(self._all)) if i not in changed and i not in self._moving]
-            silent = {i for i in quiet if not same(self._all[i], self._base[i])}
+        self._restore_registered()
+        changed = {i for i, b in enumerate(self._buffers) if b._version != self._versions[i]}
+        if self._compares_values:
+            quiet = [i for i in range(len(self._buffers)) if i not in changed and i not in self._moving]
+            silent = {i for i in quiet if not same(self._buffers[i], self._base[i])}
             if silent and not self._small and self._steps >= _FIRST_STEPS:
                 raise UsageError(
                     f"{self._named(silent)} began to change through .data or by a kernel after the first steps, which "
@@ -206,46 +210,54 @@ class Buffers:
                 )
             changed |= silent
         if not changed.issubset(self._moving):
-            self._grow({kin for i in changed for kin in self._kin[type(self._homes[i][0]), self._homes[i][1]]})
+            self._add_moving(
+                {
+                    kin
+                    for i in changed
+                    for kin in self._same_class_and_name[type(self._owners[i][0]), self._owners[i][1]]
+                }
+            )
 
-    def _grow(self, places: Iterable[int]) -> None:
+    def _add_moving(self, places: Iterable[int]) -> None:
         """These move, too. In the earlier micro-batches of this step they did not."""
         before, self._moving = self._moving, tuple(sorted({*places, *self._moving}))
         if self._moving == before or self._fold is None or not self._fold.nodes:
             return
-        known = [i for i in before if _has_mean(self._all[i])]
-        here = [i for i in self._moving if _has_mean(self._all[i])]
+        known = [i for i in before if _has_mean(self._buffers[i])]
+        here = [i for i in self._moving if _has_mean(self._buffers[i])]
         sizes = [as_real(self._base[i]).numel() for i in known]
         bases = [self._base[i] for i in here]
-        stayed = {i: self._end_to_end([move]) for i, move in zip(here, self._moves(bases, bases), strict=True)}
+        stayed = {i: self._flatten([move]) for i, move in zip(here, self._changes(bases, bases), strict=True)}
         for number, sums in enumerate(self._fold.sums):
             pieces = stayed | dict(zip(known, sums.split(sizes), strict=True))
-            self._fold.sums[number] = self._end_to_end([pieces[i] for i in here])
-        known, here = ([i for i in some if not _has_mean(self._all[i])] for some in (before, self._moving))
+            self._fold.sums[number] = self._flatten([pieces[i] for i in here])
+        known, here = ([i for i in some if not _has_mean(self._buffers[i])] for some in (before, self._moving))
         if here:
             self._counts = self._counts or _Counts(self._group)
             self._counts.widen(known, here, [self._base[i] for i in here])
 
     @property
-    def _looks_around(self) -> bool:
+    def _is_checking_step(self) -> bool:
         """Whether this step is one of the first, or one of those now and then."""
         return self._steps < _FIRST_STEPS or self._steps % _EVERY_STEPS == 0
 
     @property
-    def _looks(self) -> bool:
+    def _compares_values(self) -> bool:
         """Whether buffers are compared by value in this step."""
-        return self._small or self._looks_around
+        return self._small or self._is_checking_step
 
-    def _agree(self) -> None:
+    def _agree_on_moving(self) -> None:
         """All ranks keep the same buffers in step. All ranks, in the first steps and when one has found another."""
         if self._steps < _FIRST_STEPS:
-            mine = self._moving, self._strangers()
-            for moving, strangers in self._group.gather_objects(mine, "which buffers the forward pass changes"):
-                _refuse_strangers(strangers)
-                self._grow(moving)
+            mine = self._moving, self._changed_registrations()
+            for moving, changed_registrations in self._group.gather_objects(
+                mine, "which buffers the forward pass changes"
+            ):
+                _refuse_changed_registrations(changed_registrations)
+                self._add_moving(moving)
             self._agreed = self._moving
             return
-        if self._looks_around:
+        if self._is_checking_step:
             self.check_known()
         if self._moving != self._agreed:
             new, self._agreed = set(self._moving) - set(self._agreed), self._moving
@@ -257,34 +269,34 @@ class Buffers:
                     "change it in each forward pass from the first one on, if by nothing, as in self.mean.add_(0)"
                 ) from error
 
-    def _put_back(self) -> None:
+    def _restore_base(self) -> None:
         if not self._moving:
             return
         with torch.no_grad():
-            torch._foreach_copy_([self._all[i] for i in self._moving], [self._base[i] for i in self._moving])
+            torch._foreach_copy_([self._buffers[i] for i in self._moving], [self._base[i] for i in self._moving])
         for i in self._moving:
-            self._versions[i] = self._all[i]._version
+            self._versions[i] = self._buffers[i]._version
 
-    def _gather(self, turn: MicroBatchPosition) -> None:
-        real = [i for i in self._moving if _has_mean(self._all[i])]
-        whole = [i for i in self._moving if not _has_mean(self._all[i])]
+    def _accumulate(self, position: MicroBatchPosition) -> None:
+        real = [i for i in self._moving if _has_mean(self._buffers[i])]
+        whole = [i for i in self._moving if not _has_mean(self._buffers[i])]
         if whole and self._counts is None:
             self._counts = _Counts(self._group)
-        if not turn.is_padding:
+        if not position.is_padding:
             if self._fold is None:
-                self._fold = TreeAccumulator(turn.of, lambda left, right: left.add_(right))
-            moves = self._moves([self._all[i] for i in real], [self._base[i] for i in real])
-            self._fold.push((turn.index, turn.index + 1), self._end_to_end(moves))
+                self._fold = TreeAccumulator(position.of, lambda left, right: left.add_(right))
+            moves = self._changes([self._buffers[i] for i in real], [self._base[i] for i in real])
+            self._fold.push((position.index, position.index + 1), self._flatten(moves))
             if self._counts is not None:
-                self._counts.add(torch.cat([_move(self._all[i], self._base[i]) for i in whole]))
-        if turn.last:
+                self._counts.add(torch.cat([_move(self._buffers[i], self._base[i]) for i in whole]))
+        if position.last:
             if self._moving:
-                self._move_base(real, whole, turn.of)
+                self._move_base(real, whole, position.of)
             self._fold = self._counts = None
 
-    def _moves(self, here: list[torch.Tensor], base: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _changes(self, here: list[torch.Tensor], base: list[torch.Tensor]) -> list[torch.Tensor]:
         """How far this micro-batch has moved each from its base; from zero, where the base is not finite."""
-        if self._has_holes:
+        if self._has_nonfinite_base:
             return [torch.where(b.isfinite(), h - b, h) for h, b in zip(here, base, strict=True)]
         return list(torch._foreach_sub(here, base)) if here else []
 
@@ -292,16 +304,16 @@ class Buffers:
         """The base moves by the mean over all ranks' micro-batches; whole numbers by what one of them has added."""
         sums = self._fold.sums if self._fold is not None else []
         bases = [self._base[i] for i in real]
-        like = self._end_to_end(bases)
+        like = self._flatten(bases)
         if self._counts is not None:
             # Behind the moves of one of this rank's nodes: what it has counted, in a row of its own.
-            row = self._counts.row(sum(self._all[i].numel() for i in whole)).to(like)
+            row = self._counts.row(sum(self._buffers[i].numel() for i in whole)).to(like)
             rows = [row, *(torch.zeros_like(row) for _ in sums[1:])]
             sums = [torch.cat([moves, counts]) for moves, counts in zip(sums, rows, strict=False)]
             like = torch.cat([like, row])
         out = sums[-1] if sums else like
-        self._exchange.begin(out, sums, of)
-        self._exchange.finish()
+        self._all_reduce.begin(out, sums, of)
+        self._all_reduce.finish()
         if bases:
             self._add_mean(bases, out, of)
         if self._counts is not None:
@@ -309,22 +321,26 @@ class Buffers:
             self._add_counts(whole, *self._counts.agreed(out[rest:]))
 
     def _add_mean(self, bases: list[torch.Tensor], sums: torch.Tensor, of: int) -> None:
-        if self._has_holes:
+        if self._has_nonfinite_base:
             for base in bases:
                 base.masked_fill_(~base.isfinite(), 0)
         reals = [as_real(b) for b in bases]
         sizes = [b.numel() for b in reals]
         pieces = sums[: sum(sizes)].div_(of).split(sizes)
         torch._foreach_add_(reals, [p.view_as(b).to(b.device) for p, b in zip(pieces, reals, strict=True)])
-        if self._has_holes:
-            self._has_holes = not all(bool(b.isfinite().all()) for b in bases)
+        if self._has_nonfinite_base:
+            self._has_nonfinite_base = not all(bool(b.isfinite().all()) for b in bases)
 
     def _add_counts(self, places: Sequence[int], low: torch.Tensor, high: torch.Tensor) -> None:
-        sizes = [self._all[i].numel() for i in places]
+        sizes = [self._buffers[i].numel() for i in places]
         for i, *flats in zip(places, low.split(sizes), high.split(sizes), strict=True):
             base = self._base[i]
             least, most = (flat.view(base.shape).to(base.device) for flat in flats)
-            if i not in self._norms and (self._looks or base.device.type == "cpu") and bool((least != most).any()):
+            if (
+                i not in self._norms
+                and (self._compares_values or base.device.type == "cpu")
+                and bool((least != most).any())
+            ):
                 raise UsageError(
                     f"{self._named([i])} counts what the data holds: the micro-batches of one step changed it by "
                     f"{least.min()} to {most.max()}, and after a step there is one value for all. Count in "
@@ -333,10 +349,10 @@ class Buffers:
             base.copy_(base.long() + most)
 
     def _named(self, places: Sequence[int] | set[int]) -> str:
-        names = [f"{name} of {type(owner).__name__}" for owner, name in (self._homes[i] for i in sorted(places))]
+        names = [f"{name} of {type(owner).__name__}" for owner, name in (self._owners[i] for i in sorted(places))]
         return f"the buffer{'s' if len(names) > 1 else ''} {', '.join(names[:5])}"
 
-    def _end_to_end(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """In one dimension, complex numbers as two reals, all of the type of sums."""
         flats = [as_real(t).reshape(-1) for t in tensors]
         whole = torch.zeros(0, dtype=self._sum_type, device=self._device)
@@ -387,14 +403,16 @@ class _Counts:
     def agreed(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the greatest of each over all ranks, from the sum of their rows."""
         table = rows.view(self._size, -1)
-        told = table[:, :1] > 0
+        has_micro_batch = table[:, :1] > 0
         low, middle, high = table[:, 1:].long().view(self._size, 3, -1).unbind(1)
         least, most = (low + (middle << _BITS) + (high << 2 * _BITS)).chunk(2, 1)
         bounds = torch.iinfo(torch.int64)
-        return torch.where(told, least, bounds.max).amin(0), torch.where(told, most, bounds.min).amax(0)
+        least = torch.where(has_micro_batch, least, bounds.max).amin(0)
+        most = torch.where(has_micro_batch, most, bounds.min).amax(0)
+        return least, most
 
 
-def _refuse_strangers(names: set[str]) -> None:
+def _refuse_changed_registrations(names: set[str]) -> None:
     if names:
         raise UsageError(
             f"buffers were added to the model or taken away within a step ({', '.join(sorted(names))}); change modules "

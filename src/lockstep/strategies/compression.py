@@ -6,13 +6,14 @@ many ranks there are, and is the same, bit for bit, each time as many train.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 import torch
 from torch import nn
 
 from lockstep.collectives import Group, NativeAllReduce, RankOrderAllReduce
+from lockstep.strategies.protocol import StateDict
 
 
 class Compression(Protocol):
@@ -38,11 +39,11 @@ class Compression(Protocol):
         """Every sum begun is there, the same bits on all ranks; of each model all gradients were begun. Collective."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """What the next steps depend on. Collective."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Put back `state`, in which every tensor is whole; empty: begin anew. Collective."""
         ...
 
@@ -51,7 +52,7 @@ class Compression(Protocol):
         ...
 
 
-class Uncompressed:
+class Uncompressed(Compression):
     """Gradients travel as they are, through torch's own all-reduce."""
 
     def __init__(self, group: Group) -> None:
@@ -61,25 +62,25 @@ class Uncompressed:
         """Any model will do."""
 
     def begin(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """See `Compression.begin`."""
+        """Begin torch's all-reduce of ``flat``."""
         self._sums.begin(flat)
 
     def finish(self) -> None:
-        """See `Compression.finish`."""
+        """Wait for every sum that was begun."""
         self._sums.finish()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Nothing is left over."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Nothing to put back."""
 
     def close(self) -> None:
         """Nothing is held open."""
 
 
-class Cast:
+class Cast(Compression):
     """Gradients travel, and are added, as numbers of two bytes: half of the traffic of fp32, a quarter of fp64.
 
     They are rounded once before they are sent and once by each addition. bf16 has the range of fp32 and 8 bits of
@@ -97,26 +98,26 @@ class Cast:
         """Any model will do."""
 
     def begin(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """See `Compression.begin`."""
+        """Begin the sum of ``flat`` in the smaller type."""
         sent = flat.to(self._dtype) if flat.dtype.itemsize > self._dtype.itemsize else flat
         self._sums.begin(sent)
         if sent is not flat:
             self._begun.append((flat, sent))
 
     def finish(self) -> None:
-        """See `Compression.finish`."""
+        """Wait for every sum that was begun, and convert it back."""
         begun, self._begun = self._begun, []
         self._sums.finish()
         for flat, sent in begun:
             flat.copy_(sent)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Nothing is left over."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Nothing to put back."""
 
     def close(self) -> None:
-        """See `Compression.close`."""
+        """End the threads and connections."""
         self._sums.close()

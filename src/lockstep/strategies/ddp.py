@@ -17,8 +17,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -42,7 +41,15 @@ from lockstep.strategies.gradient_accumulation import (
 from lockstep.strategies.module_states import sync_module_states, verify_module_states
 from lockstep.strategies.multi_gpu import check_reached, spans_gpus
 from lockstep.strategies.powersgd import PowerSGD
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.protocol import (
+    HasState,
+    PreparesForward,
+    ReplicaAssignment,
+    StateDict,
+    Strategy,
+    StrategyContext,
+    UpdatesTrainable,
+)
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import no_rows, sparse_again, sparse_parameters
 from lockstep.strategies.state_layout import ReplicatedLayout
@@ -86,27 +93,27 @@ class Options:
 
 
 _COMPRESSIONS: Final[dict[str, Callable[[StrategyContext, Options], Compression]]] = {
-    "none": lambda terms, _: Uncompressed(terms.group),
-    "fp16": lambda terms, _: Cast(terms.group, torch.float16),
-    "bf16": lambda terms, _: Cast(terms.group, torch.bfloat16),
-    "powersgd": lambda terms, options: PowerSGD(
-        terms.group, rank=options.rank, start=options.start, may_skip=terms.dtype is torch.float16
+    "none": lambda context, _: Uncompressed(context.group),
+    "fp16": lambda context, _: Cast(context.group, torch.float16),
+    "bf16": lambda context, _: Cast(context.group, torch.bfloat16),
+    "powersgd": lambda context, options: PowerSGD(
+        context.group, rank=options.rank, start=options.start, may_skip=context.dtype is torch.float16
     ),
 }
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """The strategy ``ddp``; one rank alone needs none, and has nothing to compress. Collective."""
-    if terms.group.size == 1:
-        return SingleProcess(terms.group, terms.runs, exact=terms.exact)
-    if options.compress != "none" and terms.exact:
-        terms.say(f"compress={options.compress}: the bits of the trained model depend on the number of ranks")
+    if context.group.size == 1:
+        return SingleProcess(context.group, context.runs, exact=context.exact)
+    if options.compress != "none" and context.exact:
+        context.say(f"compress={options.compress}: the bits of the trained model depend on the number of ranks")
     return Ddp(
-        terms.group,
-        terms.runs,
-        exact=terms.exact and options.compress == "none",
-        bucket_mb=terms.bucket_mb,
-        compression=_COMPRESSIONS[options.compress](terms, options),
+        context.group,
+        context.runs,
+        exact=context.exact and options.compress == "none",
+        bucket_mb=context.bucket_mb,
+        compression=_COMPRESSIONS[options.compress](context, options),
     )
 
 
@@ -119,13 +126,13 @@ class _Model:
     static_graph: bool
     spans_gpus: bool
     process_group: Any  #: of DDP; None: the default one
-    learning: tuple[nn.Parameter, ...] = ()  #: those whose gradients DDP waits for
+    trained: tuple[nn.Parameter, ...] = ()  #: those whose gradients DDP waits for
     ddp: DistributedDataParallel | None = None  #: None where nothing learns
-    unlearnt: bool = False  #: whether its graph is static, and its first step is to come
+    first_static_step: bool = False  #: whether its graph is static, and its first step is to come
 
 
-class _Handed(NamedTuple):
-    """A bucket, as DDP handed it over."""
+class _StartedBucket(NamedTuple):
+    """A bucket whose sum was started."""
 
     model: int  #: whose, by its number
     flat: torch.Tensor
@@ -133,7 +140,39 @@ class _Handed(NamedTuple):
     parameters: list[torch.Tensor]
 
 
-class Ddp:
+@dataclass(slots=True, eq=False)
+class _Reduction:
+    """The state of one backward pass whose gradients are summed over ranks: that of a rank's last micro-batch."""
+
+    accumulator: TreeGradientAccumulator
+    position: MicroBatchPosition
+    defers: bool  #: whether sums are started after the backward pass, in an order that does not depend on the loss
+    started: list[_StartedBucket] = field(default_factory=list)
+    deferred: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)  #: by model and bucket
+    #: buckets on other GPUs of this rank, and their sums on its own one
+    elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def start(self, model: int, bucket: GradBucket, begin: Callable[[], None]) -> None:
+        """Call ``begin``, which starts the sum of ``bucket``: now, or in `start_deferred`."""
+        if self.defers:
+            self.deferred[model, bucket.index()] = begin
+        else:
+            begin()
+        self.started.append(_StartedBucket(model, bucket.buffer(), bucket.buffer()._version, bucket.parameters()))
+
+    def start_deferred(self) -> None:
+        """Start the sums that had to wait for the end of the backward pass, in the order of models and buckets."""
+        for _, begin in sorted(self.deferred.items()):
+            begin()
+
+    def copy_to_other_gpus(self) -> None:
+        """Put the sums of buckets on other GPUs of this rank where their gradients are."""
+        while self.elsewhere:
+            flat, total = self.elsewhere.pop()
+            flat.copy_(total)
+
+
+class Ddp(Strategy, PreparesForward, UpdatesTrainable, HasState):
     """The strategy ``ddp``.
 
     Args:
@@ -144,9 +183,6 @@ class Ddp:
         compression: how the ranks' gradients are summed where that is not exact; None: as they are.
     """
 
-    meets_in_forward: Final = False
-    can_update_trainable: Final = True
-
     def __init__(
         self,
         group: Group,
@@ -156,26 +192,23 @@ class Ddp:
         bucket_mb: float | None,
         compression: Compression | None = None,
     ) -> None:
-        self.share: Final = ReplicaAssignment(group.rank, group.size)
-        self.state_layout: Final = ReplicatedLayout()
+        self.assignment = ReplicaAssignment(group.rank, group.size)
+        self.state_layout = ReplicatedLayout()
         self._group: Final = group
         self._exact: Final = exact
         self._bucket_mb: Final = bucket_mb or _BUCKET_MB[group.device.type]
-        self._exchange: Final = open_all_reduce(group, runs)
+        self._all_reduce: Final = open_all_reduce(group, runs)
         self._compression: Final = compression or Uncompressed(group)
-        self._buffers: Final = Buffers(self._exchange, group, group.device)
-        self._fast: Final = NativeAllReduce(group)  # of what DDP does not reduce
+        self._buffers: Final = Buffers(self._all_reduce, group, group.device)
+        self._native: Final = NativeAllReduce(group)  # of what DDP does not reduce
         self._models: list[_Model] = []
         self._names: dict[int, str] = {}  # of the parameters that DDP waits for
-        self._held = contextlib.ExitStack()
-        self._in_step = False
-        self._pending: dict[ParameterSet, TreeGradientAccumulator] = {}
         self._awaited: dict[ParameterSet, int] = {}  # how many parameters DDP waits for in a target's backward pass
-        self._reached: dict[ParameterSet, dict[int, _Model]] = {}  # the models of a target, by their numbers
-        self._now: tuple[TreeGradientAccumulator, MicroBatchPosition]  # within the backward pass of a rank's last turn
-        self._handed: list[_Handed] = []  # buckets of this backward pass
-        self._away: list[tuple[torch.Tensor, torch.Tensor]] = []  # buckets of other GPUs, and their sums on this one
-        self._waiting: dict[tuple[int, int], Callable[[], None]] | None = None  # sums to begin after it, if they must
+        self._models_by_target: dict[ParameterSet, dict[int, _Model]] = {}  # ... and the models, by their numbers
+        self._step_has_begun = False
+        self._forward_contexts = contextlib.ExitStack()
+        self._accumulators: dict[ParameterSet, TreeGradientAccumulator] = {}  # of this step
+        self._reduction: _Reduction | None = None  # within the backward pass of a rank's last micro-batch
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself, with rank 0's parameters and buffers on every rank. Collective."""
@@ -189,9 +222,9 @@ class Ddp:
             )
         self._compression.setup_model(model)
         find_unused_parameters &= not static_graph  # they are found once
-        # DDP tells the ranks which parameters were used, whenever a model is through: in which order, that depends
-        # on the loss, of which a model may be no part on one rank. So it has a line of its own for that. NCCL's
-        # lines are for one GPU of each rank; gloo takes what lies on any.
+        # After the backward pass of a model, DDP exchanges which of its parameters were used. The order of models
+        # depends on the loss, of which a model may be no part on one rank: so each has a process group of its own.
+        # NCCL's process groups are for one GPU of each rank; gloo takes tensors on any of them.
         process_group = (
             self._group.new_process_group(backend="gloo")
             if spans
@@ -202,30 +235,30 @@ class Ddp:
         self._models.append(_Model(model, find_unused_parameters, static_graph, spans, process_group))
         if not spans:
             sync_module_states(self._group, model)
-        self._reduce(len(self._models) - 1, _learning(model), init_sync=spans)
+        self._make_ddp(len(self._models) - 1, _trainable(model), init_sync=spans)
         self._buffers.setup_model(model)
         return model
 
     def update_trainable(self, target: ParameterSet) -> None:
-        """See `UpdatesTrainable.update_trainable`."""
+        """Sum the gradients of the parameters that ``target`` has of each model from now on. Collective."""
         self._buffers.check_known()
         for number, model in enumerate(self._models):
             inside = set(model.module.parameters())
-            learning = [p for p in target.dense if p in inside]
-            if learning and {id(p) for p in learning} != {id(p) for p in model.learning}:
-                self._reduce(number, _learning(model.module), init_sync=False)
+            trained = [p for p in target.dense if p in inside]
+            if trained and {id(p) for p in trained} != {id(p) for p in model.trained}:
+                self._make_ddp(number, _trainable(model.module), init_sync=False)
         self._awaited.clear()
-        self._reached.clear()
+        self._models_by_target.clear()
 
-    def _reduce(self, number: int, learning: Sequence[nn.Parameter], *, init_sync: bool) -> None:
-        """From now on DDP waits for the gradients of ``learning`` in a model. Collective."""
+    def _make_ddp(self, number: int, trained: Sequence[nn.Parameter], *, init_sync: bool) -> None:
+        """Let DDP wait for the gradients of ``trained`` in a model from now on. Collective."""
         model = self._models[number]
-        for parameter in model.learning:
+        for parameter in model.trained:
             self._names.pop(id(parameter), None)
-        model.learning = tuple(learning)
-        # The old one takes its hooks from the parameters; before the new one adds its own.
+        model.trained = tuple(trained)
+        # The old DDP removes its hooks from the parameters when it goes, which must be before the new one adds its own.
         model.ddp = None
-        if not learning:
+        if not trained:
             return
         sparse = list(sparse_parameters(model.module).values())
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model.module, sparse)
@@ -240,203 +273,197 @@ class Ddp:
             find_unused_parameters=model.find_unused_parameters,
             process_group=model.process_group,
         )
-        model.ddp.register_comm_hook(number, self._hand_over)
-        model.unlearnt = model.static_graph
+        model.ddp.register_comm_hook(number, self._start_bucket)
+        model.first_static_step = model.static_graph
         if not model.find_unused_parameters:
             names = {p: name for name, p in model.module.named_parameters()}
-            self._names |= {id(p): names[p] for p in learning}
+            self._names |= {id(p): names[p] for p in trained}
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.begin_micro_batch`."""
+    def resync(self) -> None:
+        """Start from the buffers that models hold."""
+        self._buffers.resync()
+
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Let DDP see a forward pass; in the first one of a step it may lay out its buckets anew, on all ranks."""
         reducing = [model.ddp for model in self._models if model.ddp is not None]
-        if not self._in_step:
-            # DDP lays out its buckets anew after the first step, in which all ranks meet. Left to the forward pass, one
-            # rank could be there for the second model while another one already reduces the first.
-            self._in_step = True
+        if not self._step_has_begun:
+            # DDP lays out its buckets anew after the first step, which is collective. Left to the forward pass, one
+            # rank could do so for the second model while another one already reduces the first.
+            self._step_has_begun = True
             for ddp in reducing:
                 ddp.reducer._rebuild_buckets()
         for ddp in reducing:
-            # torch.compile cuts what it compiles in here at the borders of buckets.
-            self._held.enter_context(ddp._inside_ddp_forward())
+            # What torch.compile compiles inside this context is cut where buckets end.
+            self._forward_contexts.enter_context(ddp._inside_ddp_forward())
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`."""
-        if target not in self._pending:
-            self._pending[target] = TreeGradientAccumulator(target, turn.of)
-        pending = self._pending[target]
-        if not turn.last:
+        """Compute the gradients; for the last micro-batch, sum them over all ranks while the backward pass goes on.
+
+        Raises:
+            UsageError: with the names of parameters that had no part in the loss, or that got a second gradient.
+        """
+        if target not in self._accumulators:
+            self._accumulators[target] = TreeGradientAccumulator(target, position.of)
+        accumulator = self._accumulators[target]
+        if not position.last:
             target.backward(loss, weight)
             if self._exact:
-                pending.take(turn)
+                accumulator.accumulate(position)
             return
         models = self._models_of(target)
-        self._now, self._handed = (pending, turn), []
         # Which of several models comes first depends on the loss, which may differ between ranks; sums must not.
-        self._waiting = {} if len(models) > 1 and any(m.find_unused_parameters for m in models.values()) else None
+        defers = len(models) > 1 and any(m.find_unused_parameters for m in models.values())
+        self._reduction = reduction = _Reduction(accumulator, position, defers)
         for model in models.values():
-            assert model.ddp is not None
-            if model.unlearnt:
-                # From here on, for DDP counts how often each gradient comes in the first step; with earlier turns, it
-                # would wait for too many later.
-                model.ddp._set_static_graph()
-            if model.find_unused_parameters:
-                pending.fill_up(model.learning)
-            # Torch has no public name for this but DDP's forward pass. That would make ready for the exchange in each
-            # pass, and be surprised later where no backward pass follows, as when a GAN's generator learns through its
-            # discriminator.
-            model.ddp.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
+            _prepare(model, accumulator, loss)
         with translating_peer_errors("the reduction of gradients"):
             target.backward(loss, weight)
-            self._hand_over_rest(models)
-            self._check_handed(target)
-            for _, begin in sorted((self._waiting or {}).items()):
-                begin()
-            tables = self._begin_sparse(target, pending, turn)
-            self._exchange.finish()
+            self._start_remaining_buckets(models, reduction)
+            self._check_all_started(target, reduction)
+            reduction.start_deferred()
+            tables = self._begin_sparse(target, reduction)
+            self._all_reduce.finish()
             self._compression.finish()
-            self._fast.finish()
+            self._native.finish()
         for parameter, table in tables:
             parameter.grad = sparse_again(table.view(len(parameter), -1), parameter)
-        while self._away:
-            home, total = self._away.pop()
-            home.copy_(total)
-        # Else the sums of earlier turns would live until the next reduction.
-        del self._pending[target], self._now
-        self._waiting = None
+        reduction.copy_to_other_gpus()
+        # Else the sums of earlier micro-batches would stay in memory until the next reduction.
+        del self._accumulators[target]
+        self._reduction = None
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`."""
+        """Divide by the number of items of the step. Collective."""
         divide_by_counts(target, samples, total_count(self._group, counted))
 
-    def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Every rank makes every step."""
-
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`."""
-        self._held.close()
-        self._in_step = not turn.last
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Restore buffers; after the last micro-batch, move them by the mean over the step. Collective then."""
+        self._forward_contexts.close()
+        self._step_has_begun = not position.last
         with translating_peer_errors("the reduction of buffers"):
-            self._buffers.settle(turn)
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """The model is what it is."""
-        return contextlib.nullcontext()
-
-    def finish_training(self) -> None:
-        """Every rank holds the model."""
+            self._buffers.end_micro_batch(position)
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
-        self._held.close()
-        self._in_step = False
-        self._pending.clear()
-        self._away.clear()
+        """Drop gradients, and restore buffers."""
+        self._forward_contexts.close()
+        self._step_has_begun = False
+        self._accumulators.clear()
+        self._reduction = None
         self._buffers.restore()
 
-    def resync(self) -> None:
-        """See `Strategy.resync`."""
-        self._buffers.resync()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the compression of gradients left over."""
+    def state_dict(self) -> StateDict:
+        """What the compression of gradients has not sent yet."""
         return self._compression.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Strategy.load_state_dict`."""
+    def load_state_dict(self, state: StateDict) -> None:
+        """Let the compression of gradients go on from what it had not sent; empty: it begins anew. Collective."""
         self._compression.load_state_dict(state)
 
     def close(self) -> None:
-        """See `Strategy.close`."""
-        self._held.close()
-        self._exchange.close()
+        """End the threads and connections by which gradients are summed."""
+        self._forward_contexts.close()
+        self._all_reduce.close()
         self._compression.close()
 
     def _models_of(self, target: ParameterSet) -> dict[int, _Model]:
-        """The models that ``target`` is about and DDP reduces, by their numbers."""
-        if target not in self._reached:
-            self._reached[target] = {
+        """The models with parameters of ``target`` whose gradients DDP sums, by their numbers."""
+        if target not in self._models_by_target:
+            self._models_by_target[target] = {
                 number: model
                 for number, model in enumerate(self._models)
-                if model.ddp is not None and any(id(p) in target.places for p in model.learning)
+                if model.ddp is not None and any(id(p) in target.places for p in model.trained)
             }
-        return self._reached[target]
+        return self._models_by_target[target]
 
-    def _begin_sparse(
-        self, target: ParameterSet, pending: TreeGradientAccumulator, turn: MicroBatchPosition
-    ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Begin the sums of what DDP does not reduce; where each is to arrive, as `sparse_again` takes it."""
+    def _begin_sparse(self, target: ParameterSet, reduction: _Reduction) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Begin the sums of what DDP does not reduce; in which tables they will be, as `sparse_again` takes them."""
+        position = reduction.position
         arriving = []
         for parameter in (p for p in target.parameters if p in target.sparse):
             if self._exact:
                 table = no_rows(parameter).view(-1)
-                self._exchange.begin(table, pending.rows(turn, parameter), turn.of)
+                self._all_reduce.begin(table, reduction.accumulator.rows(position, parameter), position.of)
             else:
-                table = (no_rows(parameter) if turn.is_padding else rows_of(parameter)).view(-1)
-                self._fast.begin(table)
+                table = (no_rows(parameter) if position.is_padding else rows_of(parameter)).view(-1)
+                self._native.begin(table)
             arriving.append((parameter, table))
         return arriving
 
-    # DDP is told that each bucket is done at once. Its buckets are what `.grad` shows, so the sums need not be handed
-    # back to it: they only have to be there when `backward` returns.
+    # DDP is told at once that each bucket is done. Its buckets are the memory of `.grad`, so that the sums need not be
+    # handed back to it: they only have to be there when `backward` returns.
 
-    def _hand_over(self, model: int, bucket: GradBucket) -> Sum:
-        pending, turn = self._now
+    def _start_bucket(self, model: int, bucket: GradBucket) -> Sum:
+        """DDP's communication hook: start the sum of ``bucket``, of the model of that number."""
+        reduction = self._reduction
+        assert reduction is not None
+        accumulator, position = reduction.accumulator, reduction.position
         flat, parameters = bucket.buffer(), bucket.parameters()
         gradients = _views_of(flat, parameters)
         if self._exact:
-            partials = [] if turn.is_padding else pending.partials(turn, parameters, gradients, flat)
-            # The sum arrives in the same memory, and in a tensor of its own that counts its own changes.
+            partials = [] if position.is_padding else accumulator.partials(position, parameters, gradients, flat)
+            # The sum arrives in the same memory, but in a tensor of its own that counts its own changes.
             out = flat.data
             if flat.device != self._group.device:
                 partials = [partial.to(self._group.device) for partial in partials]
                 out = torch.empty_like(flat, device=self._group.device)
-                self._away.append((flat.data, out))
-            begin = functools.partial(self._exchange.begin, out, partials, turn.of)
+                reduction.elsewhere.append((flat.data, out))
+            begin = functools.partial(self._all_reduce.begin, out, partials, position.of)
         else:
-            if turn.is_padding:
+            if position.is_padding:
                 flat.zero_()
             begin = functools.partial(self._compression.begin, flat, parameters, gradients)
-        if self._waiting is None:
-            begin()
-        else:
-            self._waiting[model, bucket.index()] = begin
-        self._handed.append(_Handed(model, flat, flat._version, parameters))
+        reduction.start(model, bucket, begin)
         return _done(flat)
 
-    def _hand_over_rest(self, models: Mapping[int, _Model]) -> None:
-        """Models of which nothing was handed over, though other ranks may wait for it.
+    def _start_remaining_buckets(self, models: Mapping[int, _Model], reduction: _Reduction) -> None:
+        """Start the sums of models of which no bucket was started, though other ranks may wait for them.
 
-        No parameter had a part in this rank's loss, so DDP was never called; or it is a static graph's first step, in
-        which DDP only counts.
+        No parameter had a part in this rank's loss, so that DDP was never called; or it is the first step of a static
+        graph, in which DDP only counts.
         """
-        begun = {handed.model for handed in self._handed}
+        begun = {bucket.model for bucket in reduction.started}
         for number, model in models.items():
-            if model.ddp is not None and (model.unlearnt or (model.find_unused_parameters and number not in begun)):
+            unseen = model.find_unused_parameters and number not in begun
+            if model.ddp is not None and (model.first_static_step or unseen):
                 model.ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
-            model.unlearnt = False
+            model.first_static_step = False
 
-    def _check_handed(self, target: ParameterSet) -> None:
+    def _check_all_started(self, target: ParameterSet, reduction: _Reduction) -> None:
         awaited = self._awaited.get(target)
         if awaited is None:
             awaited = self._awaited[target] = sum(id(p) in self._names for p in target.parameters)
-        found = [handed for handed in self._handed if not self._models[handed.model].find_unused_parameters]
-        if sum(len(handed.parameters) for handed in found) < awaited:
+        started = [bucket for bucket in reduction.started if not self._models[bucket.model].find_unused_parameters]
+        if sum(len(bucket.parameters) for bucket in started) < awaited:
             unused = [self._names[id(p)] for p in target.parameters if id(p) in self._names and p.grad is None]
             raise UsageError(
                 f"{len(unused) or 'some'} of {awaited} parameters had no part in the loss: {', '.join(unused[:5])}. "
                 "Use them in forward(), freeze them with requires_grad_(False), or say "
                 "run.model(model, find_unused_parameters=True), which costs a little in each step"
             )
-        for handed in self._handed:
-            if handed.flat._version != handed.version:
-                names = [self._names.get(id(p), "?") for p in handed.parameters]
+        for bucket in reduction.started:
+            if bucket.flat._version != bucket.version:
+                names = [self._names.get(id(p), "?") for p in bucket.parameters]
                 raise UsageError(
                     f"parameters got more gradient after theirs was sent, among them some of {', '.join(names[:5])}: "
                     "what checkpoint(..., use_reentrant=True) is given was called twice in one forward pass; say "
                     "use_reentrant=False, or run.model(model, static_graph=True)"
                 )
+
+
+def _prepare(model: _Model, accumulator: TreeGradientAccumulator, loss: torch.Tensor) -> None:
+    """Let DDP expect the backward pass of ``loss``, in which the gradients of ``model`` are summed."""
+    assert model.ddp is not None
+    if model.first_static_step:
+        # Not before: in the first step DDP counts how often each gradient comes; with earlier micro-batches, it would
+        # wait for too many later.
+        model.ddp._set_static_graph()
+    if model.find_unused_parameters:
+        accumulator.fill_missing(model.trained)
+    # Torch has no public name for this but DDP's forward pass. That would prepare for sums in each pass, and fail later
+    # where no backward pass follows, as when a GAN's generator is trained through its discriminator.
+    model.ddp.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
 
 
 def _done(flat: torch.Tensor) -> Sum:
@@ -458,7 +485,7 @@ def _views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[to
     ]
 
 
-def _learning(model: nn.Module) -> tuple[nn.Parameter, ...]:
+def _trainable(model: nn.Module) -> tuple[nn.Parameter, ...]:
     """The parameters of ``model`` that learn now and whose gradients are dense, in order."""
     sparse = sparse_parameters(model)
     return tuple(p for p in model.parameters() if p.requires_grad and p not in sparse)

@@ -36,29 +36,31 @@ class Options:
             raise SettingError(f"strategy dp: devices={self.devices}; give a number from 1")
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """The strategy ``dp``.
 
     Raises:
         SettingError: if there are several ranks, or no or too few GPUs, and this is no rehearsal.
     """
-    ranks, gpus = terms.group.size, torch.cuda.device_count()
+    ranks, gpus = context.group.size, torch.cuda.device_count()
     if ranks > 1:
         raise SettingError(f"strategy dp is one process for all GPUs, and there are {ranks} ranks; use ddp")
-    if terms.group.device.type == "cuda":
+    if context.group.device.type == "cuda":
         if options.devices > gpus:
             raise SettingError(f"strategy dp: devices={options.devices}, and there are {gpus} GPUs")
-        first = terms.group.device.index or 0
+        first = context.group.device.index or 0
         others = [gpu for gpu in range(gpus) if gpu != first]
         devices = [first, *others][: options.devices or gpus]
-        return SingleProcess(terms.group, terms.runs, exact=terms.exact, wrap=lambda m: nn.DataParallel(m, devices))
-    if not terms.rehearse:
+        return SingleProcess(
+            context.group, context.runs, exact=context.exact, wrap=lambda m: nn.DataParallel(m, devices)
+        )
+    if not context.rehearse:
         raise SettingError(
             "strategy dp divides batches among GPUs, and there is none here; use ddp, or let CPU threads stand in for "
             "them with --rehearse, which is Run(rehearse=True)"
         )
     return SingleProcess(
-        terms.group, terms.runs, exact=terms.exact, wrap=lambda m: CpuDataParallel(m, options.devices or 2)
+        context.group, context.runs, exact=context.exact, wrap=lambda m: CpuDataParallel(m, options.devices or 2)
     )
 
 

@@ -10,23 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.batch import MicroBatchPosition as MicroBatchPosition  # strategies import it from here
 from lockstep.collectives import Group, TreeAccumulator
 from lockstep.errors import UsageError
 from lockstep.strategies.sparse_gradients import dense_rows, no_rows, sparse_again
 
 Tensors = list[torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatchPosition:
-    """The place of one micro-batch in its step."""
-
-    index: int  #: among the step's micro-batches
-    of: int  #: micro-batches of the step
-    last: bool  #: whether it is this rank's last of the step
-    is_padding: bool = False  #: computed only so that this rank's collectives meet the others'; counts for nothing
-    samples: int = 1  #: in it
-    step_samples: int = 1  #: in the whole step, over all ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,43 +68,43 @@ class TreeGradientAccumulator:
     def __init__(self, target: ParameterSet, micro_batches: int) -> None:
         self._parameters: Final = target.parameters
         self._sparse: Final = target.sparse
-        self._fold: Final = TreeAccumulator[Tensors](micro_batches, add_into_left)
+        self._tree: Final = TreeAccumulator[Tensors](micro_batches, add_into_left)
         self._micro_batches: Final = micro_batches
         self._places: Final = target.places
         self._used: Final[set[int]] = set()  # places of the parameters that had a part in some loss
 
-    def take(self, turn: MicroBatchPosition) -> None:
-        """Fold in the gradients of ``turn`` and leave ``.grad`` empty."""
-        self._fold.push((turn.index, turn.index + 1), pop_gradients(self._parameters, self._used, self._sparse))
+    def accumulate(self, position: MicroBatchPosition) -> None:
+        """Fold in the gradients of ``position`` and leave ``.grad`` empty."""
+        self._tree.push((position.index, position.index + 1), pop_gradients(self._parameters, self._used, self._sparse))
 
-    def give(self) -> None:
+    def write_gradients(self) -> None:
         """Put the sum over the whole step into ``.grad``; for a rank that computed all of it.
 
         A parameter that had no part in any loss keeps none, so optimizers leave it alone, as on a single device.
         """
-        (total,) = self._fold.sums
+        (total,) = self._tree.sums
         for place, (parameter, gradient) in enumerate(zip(self._parameters, total, strict=True)):
             if place not in self._used:
                 parameter.grad = None
             else:
                 parameter.grad = sparse_again(gradient, parameter) if parameter in self._sparse else gradient
 
-    def fill_up(self, parameters: Iterable[nn.Parameter]) -> None:
+    def fill_missing(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before the last turn: those which had a part in an earlier turn have a gradient, if only of nothing."""
         for parameter in parameters:
             if parameter.grad is None and self._places.get(id(parameter)) in self._used:
                 parameter.grad = negative_zeros_like(parameter)
 
     def partials(
-        self, turn: MicroBatchPosition, parameters: Sequence[torch.Tensor], gradients: Tensors, flat: torch.Tensor
+        self, position: MicroBatchPosition, parameters: Sequence[torch.Tensor], gradients: Tensors, flat: torch.Tensor
     ) -> list[torch.Tensor]:
         """This rank's sums for some of its parameters, once the gradients of its last turn are there.
 
         Args:
-            turn: the last one.
+            position: of this rank's last micro-batch.
             parameters: some of the target's.
-            gradients: their gradients of ``turn``, views of ``flat``, each with the strides of its parameter; complex
-                ones as pairs of reals.
+            gradients: those of the last micro-batch, views of ``flat``, each with the strides of its parameter;
+                complex ones as pairs of reals.
             flat: one-dimensional; becomes the last of the sums.
 
         Returns:
@@ -124,26 +113,26 @@ class TreeGradientAccumulator:
         unused = [g for p, g in zip(parameters, gradients, strict=True) if p.grad is None]
         if unused:
             torch._foreach_copy_(unused, [negative_zeros_like(g) for g in unused])
-        if not self._fold.nodes:
+        if not self._tree.nodes:
             return [flat]
         places = [self._places[id(p)] for p in parameters]
         here = TreeAccumulator[Tensors](self._micro_batches, _add_into_right)
-        here.nodes = list(self._fold.nodes)
-        here.sums = [[as_real(sums[i]) for i in places] for sums in self._fold.sums]
-        here.push((turn.index, turn.index + 1), gradients)
+        here.nodes = list(self._tree.nodes)
+        here.sums = [[as_real(sums[i]) for i in places] for sums in self._tree.sums]
+        here.push((position.index, position.index + 1), gradients)
         return [*(_laid_out(sums, gradients, flat) for sums in here.sums[:-1]), flat]
 
-    def rows(self, turn: MicroBatchPosition, parameter: nn.Parameter) -> list[torch.Tensor]:
-        """This rank's sums for one parameter with sparse gradients, whose ``.grad`` is that of ``turn``, the last one.
+    def rows(self, position: MicroBatchPosition, parameter: nn.Parameter) -> list[torch.Tensor]:
+        """This rank's sums for one parameter with sparse gradients; its ``.grad`` is that of the last micro-batch.
 
         Returns:
             One dense tensor of one dimension for each of the rank's nodes; what `sparse_again` takes, as rows.
         """
         here = TreeAccumulator[torch.Tensor](self._micro_batches, lambda left, right: left.add_(right))
-        here.nodes = list(self._fold.nodes)
-        here.sums = [sums[self._places[id(parameter)]] for sums in self._fold.sums]
-        if not turn.is_padding:
-            here.push((turn.index, turn.index + 1), rows_of(parameter))
+        here.nodes = list(self._tree.nodes)
+        here.sums = [sums[self._places[id(parameter)]] for sums in self._tree.sums]
+        if not position.is_padding:
+            here.push((position.index, position.index + 1), rows_of(parameter))
         return [sums.view(-1) for sums in here.sums]
 
 

@@ -21,16 +21,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
 
 from lockstep.collectives import Group, RankOrderAllReduce, TensorShard
 from lockstep.seeding import seed_of
+from lockstep.strategies.compression import Compression
+from lockstep.strategies.protocol import StateDict
 
 
-class PowerSGD:
+class PowerSGD(Compression):
     """A `Compression` that sends low-rank approximations.
 
     Args:
@@ -53,13 +55,13 @@ class PowerSGD:
         self._flats: dict[int, list[torch.Tensor]] = {}  # begun in this step, by the number of their model
 
     def setup_model(self, model: nn.Module) -> None:
-        """See `Compression.setup_model`."""
+        """Prepare for the gradients of ``model``. Collective, with equal models in the same order."""
         factors = _Factors(model, self._rank, len(self._models))
         self._models.append(factors)
         self._factors_of.update({id(p): factors for p in model.parameters()})
 
     def begin(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """See `Compression.begin`."""
+        """Keep the gradients until `finish`; in the first ``start`` steps, begin their sum. Collective."""
         factors = self._factors_of[id(parameters[0])]
         self._flats.setdefault(factors.number, []).append(flat)
         if factors.steps < self._start:
@@ -68,7 +70,7 @@ class PowerSGD:
             self._gradients.update({id(p): g for p, g in zip(parameters, gradients, strict=True)})
 
     def finish(self) -> None:
-        """See `Compression.finish`."""
+        """Sum the approximations of all gradients that were begun, of all models at once. Collective."""
         gradients, self._gradients = self._gradients, {}
         flats, self._flats = self._flats, {}
         # In the models' order, not in that of the buckets: DDP cuts them anew after the first step.
@@ -85,12 +87,12 @@ class PowerSGD:
         for factors in begun:
             factors.steps += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Compression.state`: for each model the steps it made, q, and every rank's errors."""
+    def state_dict(self) -> StateDict:
+        """For each model the number of steps, q, and every rank's errors."""
         return {"models": [factors.state(self._group) for factors in self._models]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Compression.load_state`.
+    def load_state_dict(self, state: StateDict) -> None:
+        """Go on from `state_dict`; empty: begin anew. Collective.
 
         As many ranks as before go on to the bit. Another number of ranks divides the sum of all errors evenly, so it
         still holds that nothing is lost. Where the rank r was another one, q begins anew.
@@ -100,7 +102,7 @@ class PowerSGD:
             factors.load(saved[factors.number] if factors.number < len(saved) else {}, self._group)
 
     def close(self) -> None:
-        """See `Compression.close`."""
+        """End the threads and connections."""
         self._sums.close()
 
     def _any_not_finite(self, flats: Sequence[torch.Tensor]) -> bool:
@@ -193,7 +195,7 @@ class _Factors:
         if not self.stacks:
             self.stacks = [_Stack(list(m), list(m.values()), self._rank) for m in self._matrices.values()]
 
-    def state(self, group: Group) -> dict[str, Any]:
+    def state(self, group: Group) -> StateDict:
         """The steps made; q and the errors by the parameters' names."""
         qs, errors = {}, {}
         for stack in self.stacks:
@@ -202,7 +204,7 @@ class _Factors:
                 errors[name] = TensorShard(error[None], (group.rank, 0, 0), (group.size, *error.shape), error.dtype)
         return {"steps": self.steps, "q": qs, "errors": errors}
 
-    def load(self, state: Mapping[str, Any], group: Group) -> None:
+    def load(self, state: StateDict, group: Group) -> None:
         """Put back `state`, in which errors are whole; whatever it lacks begins anew."""
         self.steps = state.get("steps", 0)
         self.stacks = []

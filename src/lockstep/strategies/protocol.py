@@ -1,44 +1,54 @@
-"""What a run asks of a strategy.
+"""What a run requires of a strategy, and what a strategy may offer beyond that.
 
-each micro-batch      begin, the user's forward pass, backward
-the last one          ... then .grad is ready;  divide (if items are counted), own, the optimizers' steps
-each micro-batch      end
+A step, in the order of the calls; what is in brackets is optional::
+
+    each micro-batch       [begin_micro_batch]  the user's forward pass  backward
+    the last one           ... ``.grad`` is complete: normalize_by_count (if items are counted),
+                           [before_optimizer_step], the optimizers' steps
+    each micro-batch       end_micro_batch
+
+`Strategy` holds the verbs that every strategy needs. Each optional ability is a protocol of its own, with a function
+beside it that uses the ability where a strategy has it, and does the usual thing where it has not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, Runs
 from lockstep.errors import SettingError, UsageError
-from lockstep.strategies.gradient_accumulation import LossCall, MicroBatchPosition, ParameterSet
+from lockstep.strategies.gradient_accumulation import LossCall, ParameterSet
+
+StateDict = dict[str, Any]
+"""What `torch.nn.Module.state_dict` and its like give: nested values with tensors in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyContext:
-    """Under which conditions a strategy works."""
+    """The conditions under which a strategy works."""
 
     group: Group
     runs: Runs  #: the micro-batches of each replica
     exact: bool = True  #: whether sums follow the fixed tree
-    bucket_mb: float | None = None  #: MiB of gradients exchanged at once; None: chosen
-    dtype: torch.dtype | None = None  #: of forward passes under autocast; None: none, they are fp32
+    bucket_mb: float | None = None  #: MiB of gradients that are summed at once; None: chosen by the strategy
+    dtype: torch.dtype | None = None  #: of forward passes under autocast; None: no autocast, they are fp32
     rehearse: bool = False  #: whether CPU threads may stand in for GPUs
     free_bytes: Callable[[], int] = lambda: 1 << 50  #: of memory that this rank may still use
-    #: tells the user one line; all ranks may call it, the leader is heard
+    #: shows the user one line; every rank may call it, only the leader's line is shown
     say: Callable[[str], None] = lambda _text: None
 
     def refuse_fp16(self, name: str, why: str) -> None:
-        """For the strategy ``name``, which cannot scale losses, and ``why``.
+        """Check that losses are not scaled: the strategy ``name`` cannot do that, because of ``why``.
 
         Raises:
-            SettingError: if losses are to be scaled.
+            SettingError: if the precision is fp16.
         """
         if self.dtype is torch.float16:
             raise SettingError(f"strategy {name} with precision='fp16': {why}; use precision='bf16', which needs none")
@@ -48,9 +58,9 @@ class StrategyContext:
 class ReplicaAssignment:
     """Which part of the data a rank computes. A replica is one copy of the model, on one rank or on several."""
 
-    replica: int | None  #: whose micro-batches this rank goes through; None: of none, it serves the others
+    replica: int | None  #: whose micro-batches this rank computes; None: of none, it is a server of the others
     replicas: int  #: how many there are
-    counts: bool = True  #: whether what is measured here counts; on one rank of each replica
+    counts: bool = True  #: whether what is measured here counts; true on one rank of each replica
     in_step: bool = True  #: whether replicas are equal, bit for bit, after each step
 
 
@@ -58,139 +68,299 @@ class StateLayout(Protocol):
     """Which part of models' and optimizers' tensors lies on this rank."""
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """The 2-norm of all their gradients, the same bits on every rank and for every division. Collective."""
+        """The 2-norm of all their gradients: the same bits on every rank and for every layout. Collective."""
         ...
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
-        """Whether ``found``, of one element, is not zero on some rank that holds a part, as 0.0 or 1.0. Collective."""
+        """1.0 if ``found``, of one element, is not zero on some rank that holds a part, else 0.0. Collective."""
         ...
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """The state of the whole model by its own names; `TensorShard` for tensors that are divided. Collective."""
+    def model_state(self, model: nn.Module) -> StateDict:
+        """The state of the whole model by its own names; a `TensorShard` for a divided tensor. Collective."""
         ...
 
-    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Put back `model_state`, in which every tensor is whole. Collective."""
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
+        """Load what `model_state` gave, in which every tensor is whole. Collective."""
         ...
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """As ``optimizer.state_dict()`` on one rank alone; `Part` for tensors that are divided. Collective."""
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """``optimizer.state_dict()`` as a single rank has it; a `TensorShard` for a divided tensor. Collective."""
         ...
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Put back `optimizer_state`, in which every tensor is whole. Collective."""
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load what `optimizer_state` gave, in which every tensor is whole. Collective."""
         ...
 
 
 class Strategy(Protocol):
-    """What the loop asks of a strategy, in the order in which it asks."""
+    """How replicas are kept in step: what every strategy does, in the order in which the training loop asks for it."""
 
-    @property
-    def share(self) -> ReplicaAssignment:
-        """Whose data this rank computes."""
-        ...
-
-    @property
-    def state_layout(self) -> StateLayout:
-        """Where the state lies."""
-        ...
-
-    @property
-    def meets_in_forward(self) -> bool:
-        """Whether forward passes are collective, so that every rank must make equally many, also in evaluations."""
-        ...
+    assignment: ReplicaAssignment  #: whose data this rank computes
+    state_layout: StateLayout  #: where parameters and states lie
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """The module to call instead of ``model``; equal on all ranks from now on. Collective."""
+        """The module to call in place of ``model``; its values are rank 0's on every rank from now on. Collective."""
         ...
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """Before the forward pass of one micro-batch."""
+    def resync(self) -> None:
+        """Take what models hold now as the start of the next step, as after a checkpoint was loaded."""
         ...
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """After a rank's last turn of a step, ``.grad`` holds the sum over the step's micro-batches, on each rank.
+        """Compute the gradients of one micro-batch; after a rank's last one, ``.grad`` holds the sum over the step.
 
-        Each counts as ``weight * loss``, both of no dimension; None weighs 1.
+        Before the last one, ``.grad`` may hold anything. The call for the last one is collective.
 
-        All ranks, on their last turns; before that, ``.grad`` may hold anything.
+        Args:
+            loss: of the micro-batch, of no dimension.
+            weight: what the loss is multiplied by, of no dimension; None: 1.
+            target: whose gradients are computed.
+            position: of the micro-batch.
         """
         ...
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """After the last `backward`, from a sum of items per sample to the mean over all items of the step.
+        """After the last `backward`: turn a sum of items per sample into the mean over all items of the step.
+
+        Collective.
 
         Args:
             target: whose gradient it is.
-            samples: of the step.
+            samples: of the step, over all ranks.
             counted: items of this rank's micro-batches.
-
-        Collective.
         """
         ...
 
-    def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Just before the optimizers step: ``.grad`` stays only where this rank makes the step."""
-        ...
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Bring parameters and buffers in step after a rank's last micro-batch; restore buffers after any other one.
 
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """After the backward passes of one micro-batch; after the last turn, the optimizers have stepped.
-
-        Then parameters and buffers are in step, too. Collective.
+        Called after the backward passes of the micro-batch, and after the optimizers' steps if it is the last one.
+        Collective for the last one.
         """
-        ...
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation: models are what a checkpoint would hold, on every rank. Collective."""
-        ...
-
-    def finish_training(self) -> None:
-        """Training is over: every rank holds the trained model, or its part of it. Collective."""
         ...
 
     def discard_step(self) -> None:
-        """The step in work is given up: its gradients and what it did to buffers are forgotten."""
-        ...
-
-    def resync(self) -> None:
-        """What models hold now is what the next step starts from, as after a checkpoint was loaded."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next steps depend on beside models and optimizers. Empty for most; `TensorShard` where divided.
-
-        Collective.
-        """
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back `state`; empty if another strategy saved. After models and optimizers. Collective."""
+        """Drop the gradients of the step that is under way, and undo what it did to buffers."""
         ...
 
     def close(self) -> None:
-        """Nothing more is asked."""
+        """Release threads, connections and hooks; nothing is asked of the strategy afterwards."""
         ...
+
+
+# ---- optional abilities ---------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Delegates(Protocol):
+    """A strategy that leaves the abilities which it does not have itself to another strategy."""
+
+    def delegate(self) -> Strategy:
+        """The other strategy."""
+        ...
+
+
+def _delegation_chain(strategy: Strategy) -> Iterator[Strategy]:
+    """``strategy``, the one that it delegates to, and so on: the first with an ability is the one that is asked."""
+    yield strategy
+    while isinstance(strategy, Delegates):
+        strategy = strategy.delegate()
+        yield strategy
+
+
+@runtime_checkable
+class PreparesForward(Protocol):
+    """A strategy with something to do before a forward pass."""
+
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Prepare the forward pass of one micro-batch."""
+        ...
+
+
+def begin_micro_batch(strategy: Strategy, position: MicroBatchPosition) -> None:
+    """Prepare the forward pass of one micro-batch; most strategies have nothing to prepare."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, PreparesForward):
+            each.begin_micro_batch(position)
+            return
+
+
+@runtime_checkable
+class PreparesOptimizerStep(Protocol):
+    """A strategy under which not every rank makes every optimizer step."""
+
+    def before_optimizer_step(self, target: ParameterSet) -> None:
+        """Drop the gradients of the parameters that other ranks update."""
+        ...
+
+
+def before_optimizer_step(strategy: Strategy, target: ParameterSet) -> None:
+    """Leave gradients only where this rank makes the optimizer step; under most strategies every rank makes it."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, PreparesOptimizerStep):
+            each.before_optimizer_step(target)
+            return
+
+
+@runtime_checkable
+class PreparesEvaluation(Protocol):
+    """A strategy under which models differ from what a checkpoint would hold while they train."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A context in which models are what a checkpoint would hold, on every rank. Collective."""
+        ...
+
+
+def evaluating(strategy: Strategy) -> AbstractContextManager[None]:
+    """A context in which models are what a checkpoint would hold, on every rank. Collective."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, PreparesEvaluation):
+            return each.evaluating()
+    return nullcontext()
+
+
+@runtime_checkable
+class FinishesTraining(Protocol):
+    """A strategy under which ranks do not hold the trained model, or their part of it, after the last step."""
+
+    def finish_training(self) -> None:
+        """Give every rank the trained model, or its part of it. Collective."""
+        ...
+
+
+def finish_training(strategy: Strategy) -> None:
+    """Give every rank the trained model, or its part of it; most strategies have given it already. Collective."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, FinishesTraining):
+            each.finish_training()
+            return
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """A strategy whose next steps depend on more than models and optimizers."""
+
+    def state_dict(self) -> StateDict:
+        """What the next steps depend on; a `TensorShard` for a divided tensor. Collective."""
+        ...
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Load what `state_dict` gave, after models and optimizers; empty: another strategy saved. Collective."""
+        ...
+
+
+def strategy_state(strategy: Strategy) -> StateDict:
+    """What the next steps depend on beside models and optimizers; empty for most strategies. Collective."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, HasState):
+            return each.state_dict()
+    return {}
+
+
+def load_strategy_state(strategy: Strategy, state: StateDict) -> None:
+    """Load what `strategy_state` gave; empty: another strategy saved. After models and optimizers. Collective."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, HasState):
+            each.load_state_dict(state)
+            return
+
+
+@runtime_checkable
+class UpdatesTrainable(Protocol):
+    """A strategy under which the set of trainable parameters may change after `Strategy.setup_model`."""
+
+    def update_trainable(self, target: ParameterSet) -> None:
+        """Train the parameters of ``target`` from now on, and no others of its models.
+
+        Called before a step's first backward pass for ``target``. Collective; the parameters that are new hold the same
+        values on every rank.
+
+        Raises:
+            UsageError: if something was added that cannot be included within a step.
+        """
+        ...
+
+
+def can_update_trainable(strategy: Strategy) -> bool:
+    """Whether `update_trainable` is possible; then every trainable parameter of a model is trained."""
+    return any(isinstance(each, UpdatesTrainable) for each in _delegation_chain(strategy))
+
+
+def update_trainable(strategy: Strategy, target: ParameterSet) -> None:
+    """Train the parameters of ``target`` from now on, and no others of its models. Collective.
+
+    Raises:
+        UsageError: if ``strategy`` cannot do that.
+    """
+    for each in _delegation_chain(strategy):
+        if isinstance(each, UpdatesTrainable):
+            each.update_trainable(target)
+            return
+    raise UsageError(
+        f"other parameters learn than when run.model(...) was called, and {type(strategy).__name__} divides a "
+        "model as it is then: freeze, unfreeze and add parameters before run.model(...), or use ddp or zero"
+    )
+
+
+@runtime_checkable
+class ChecksOptimizers(Protocol):
+    """A strategy under which some optimizers cannot step."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that ``optimizer`` can step.
+
+        Raises:
+            UsageError: if it cannot, with what to use instead.
+        """
+        ...
+
+
+def check_can_step(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
+    """Check that ``optimizer`` can step under ``strategy``.
+
+    Raises:
+        UsageError: if it cannot, with what to use instead.
+    """
+    for each in _delegation_chain(strategy):
+        if isinstance(each, ChecksOptimizers):
+            each.check_optimizer(optimizer)
+            return
+
+
+@runtime_checkable
+class CommunicatesInForward(Protocol):
+    """A strategy whose forward passes may be collective, so that every rank must make equally many of them."""
+
+    forward_is_collective: bool  #: whether they are for this group, also in evaluations
+
+
+def forward_is_collective(strategy: Strategy) -> bool:
+    """Whether every rank must make equally many forward passes, also in evaluations."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, CommunicatesInForward):
+            return each.forward_is_collective
+    return False
 
 
 @runtime_checkable
 class ComputesLoss(Protocol):
-    """A strategy that computes forward and backward passes itself, from what the user would compute.
+    """A strategy that computes forward and backward passes itself, from a description of what the user would compute.
 
-    It brings models to the device itself, too: they need not fit there whole.
+    It also moves models to the device itself: they need not fit there as a whole.
     """
 
     def compute(
-        self, task: LossCall, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, task: LossCall, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> Sequence[tuple[int, torch.Tensor]]:
-        """In place of the user's forward pass and `Strategy.backward`.
+        """Do what otherwise the user's forward pass and `Strategy.backward` do.
 
         Args:
             task: what to compute.
-            weight: of its loss, in float64, for its format is not known yet; None weighs 1.
-            target: whose gradients.
-            turn: whose loss.
+            weight: what the loss is multiplied by, in float64, since the loss's type is not known yet; None: 1.
+            target: whose gradients are computed.
+            position: of the micro-batch.
 
         Returns:
             The losses that have become known here, each with the index of its micro-batch; none on most ranks.
@@ -200,78 +370,26 @@ class ComputesLoss(Protocol):
 
 @runtime_checkable
 class HasServerRanks(Protocol):
-    """A strategy of which some ranks compute no micro-batch, but wait on those that do."""
+    """A strategy under which some ranks compute no micro-batch, but serve those that do."""
 
-    def serve(self, target: ParameterSet, turn: MicroBatchPosition) -> bool:
-        """One step of the others; then ``.grad`` holds its gradient where this rank holds the parameter.
+    def serve(self, target: ParameterSet, position: MicroBatchPosition) -> bool:
+        """Serve one step of the other ranks; then ``.grad`` holds its gradient where this rank owns the parameter.
 
         Returns:
-            Whether they made it; if not, they have left their loop over micro-batches, and `part` is next.
+            Whether they made the step; if not, they have left their loop over micro-batches, and `end_loop` is next.
         """
         ...
 
-    def part(self, *, whole: bool) -> bool:
-        """The loop over micro-batches is over. All ranks; those that compute do not wait for it.
+    def end_loop(self, *, complete: bool) -> bool:
+        """End the loop over micro-batches. Collective; ranks that compute do not wait for the others.
 
         Args:
-            whole: whether it came to its end, where this rank computes; it may have been left by ``break``.
+            complete: whether the loop came to its end on this rank, if it computes; ``break`` may have left it earlier.
 
         Returns:
-            Whether it came to its end, on all ranks.
+            Whether it came to its end, the same on all ranks.
 
         Raises:
             PeerLost: where this rank serves, if the others did not leave the loop after the same step.
         """
         ...
-
-
-@runtime_checkable
-class UpdatesTrainable(Protocol):
-    """A strategy under which other parameters may learn than those which did when it saw the model."""
-
-    @property
-    def can_update_trainable(self) -> bool:
-        """Whether it is so for these models."""
-        ...
-
-    def update_trainable(self, target: ParameterSet) -> None:
-        """Before a step's first backward pass for ``target``: its parameters learn now, and no others of its models.
-
-        All ranks, with equal values in the parameters that are new.
-
-        Raises:
-            UsageError: if something was added that cannot be taken up within a step.
-        """
-        ...
-
-
-@runtime_checkable
-class ChecksOptimizers(Protocol):
-    """A strategy under which some optimizers cannot step."""
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing, if it can.
-
-        Raises:
-            UsageError: if it cannot, with what to use instead.
-        """
-        ...
-
-
-def can_update_trainable(strategy: Strategy) -> bool:
-    """Whether `update_trainable` may succeed; then a model's own parameters are what learns."""
-    return isinstance(strategy, UpdatesTrainable) and strategy.can_update_trainable
-
-
-def update_trainable(strategy: Strategy, target: ParameterSet) -> None:
-    """`UpdatesTrainable.update_trainable`, if ``strategy`` can.
-
-    Raises:
-        UsageError: if it cannot.
-    """
-    if not (isinstance(strategy, UpdatesTrainable) and strategy.can_update_trainable):
-        raise UsageError(
-            f"other parameters learn than when run.model(...) was called, and {type(strategy).__name__} divides a "
-            "model as it is then: freeze, unfreeze and add parameters before run.model(...), or use ddp or zero"
-        )
-    strategy.update_trainable(target)

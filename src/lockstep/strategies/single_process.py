@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -21,7 +19,7 @@ from lockstep.strategies.gradient_accumulation import (
     divide_by_counts,
     total_count,
 )
-from lockstep.strategies.protocol import ReplicaAssignment, StrategyContext
+from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext, UpdatesTrainable
 from lockstep.strategies.state_layout import ReplicatedLayout
 
 
@@ -30,19 +28,19 @@ class Options:
     """The strategy ``none`` has none."""
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> SingleProcess:
+def open_strategy(context: StrategyContext, options: Options) -> SingleProcess:
     """The strategy ``none``.
 
     Raises:
         SettingError: if there are several ranks.
     """
-    ranks = terms.group.size
+    ranks = context.group.size
     if ranks > 1:
         raise SettingError(f"strategy='none' is for one rank, and there are {ranks}; use 'ddp' or start one rank")
-    return SingleProcess(terms.group, terms.runs, exact=terms.exact)
+    return SingleProcess(context.group, context.runs, exact=context.exact)
 
 
-class SingleProcess:
+class SingleProcess(Strategy, UpdatesTrainable):
     """The strategy ``none``.
 
     Args:
@@ -52,19 +50,17 @@ class SingleProcess:
         wrap: what is called in place of a model.
     """
 
-    share: Final = ReplicaAssignment(0, 1)
-    meets_in_forward: Final = False
-    can_update_trainable: Final = True
+    assignment = ReplicaAssignment(0, 1)
 
     def __init__(
         self, group: Group, runs: Runs, *, exact: bool, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     ) -> None:
         self._wrap: Final = wrap
-        self.state_layout: Final = ReplicatedLayout()
+        self.state_layout = ReplicatedLayout()
         self._group: Final = group
         self._exact: Final = exact
         self._buffers: Final = Buffers(open_all_reduce(group, runs), group, group.device)
-        self._pending: dict[ParameterSet, TreeGradientAccumulator] = {}
+        self._accumulators: dict[ParameterSet, TreeGradientAccumulator] = {}
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself, or wrapped."""
@@ -72,23 +68,24 @@ class SingleProcess:
         return self._wrap(model)
 
     def update_trainable(self, target: ParameterSet) -> None:
-        """See `UpdatesTrainable.update_trainable`."""
+        """Check that the models still have the buffers that they had; gradients are computed for any parameters."""
         self._buffers.check_known()
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """Nothing has to be prepared."""
+    def resync(self) -> None:
+        """Start from the buffers that models hold."""
+        self._buffers.resync()
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`."""
+        """Compute the gradients; after the last micro-batch, ``.grad`` holds their sum along the tree, if exact."""
         target.backward(loss, weight)
-        if self._exact and turn.of > 1:
-            if target not in self._pending:
-                self._pending[target] = TreeGradientAccumulator(target, turn.of)
-            self._pending[target].take(turn)
-            if turn.last:
-                self._pending.pop(target).give()
+        if self._exact and position.of > 1:
+            if target not in self._accumulators:
+                self._accumulators[target] = TreeGradientAccumulator(target, position.of)
+            self._accumulators[target].accumulate(position)
+            if position.last:
+                self._accumulators.pop(target).write_gradients()
         else:
             for parameter in target.sparse:
                 if parameter.grad is not None:
@@ -96,38 +93,17 @@ class SingleProcess:
                     parameter.grad = parameter.grad.coalesce()
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`."""
+        """Divide by the number of items of the step."""
         divide_by_counts(target, samples, total_count(self._group, counted))
 
-    def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Everything is this rank's."""
-
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`."""
-        self._buffers.settle(turn)
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """The model is what it is."""
-        return contextlib.nullcontext()
-
-    def finish_training(self) -> None:
-        """The model is trained."""
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Restore buffers; after the last micro-batch, move them by the mean over the step."""
+        self._buffers.end_micro_batch(position)
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
-        self._pending.clear()
+        """Drop gradients, and restore buffers."""
+        self._accumulators.clear()
         self._buffers.restore()
-
-    def resync(self) -> None:
-        """See `Strategy.resync`."""
-        self._buffers.resync()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing beside model and optimizer."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to put back."""
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -1,32 +1,33 @@
 """Where the tensors of models and optimizers lie: on every rank, or each on its owner.
 
-                parameters, buffers     gradients       states of optimizers
-Whole           every rank              every rank      every rank
-OwnedStates     every rank              every rank      the owner of the parameter
-Owned           some ranks              some ranks      the same ranks
+                      parameters, buffers     gradients       states of optimizers
+replicated            every rank              every rank      every rank
+sharded optimizer     every rank              every rank      the owner of the parameter
+owner                 some ranks              some ranks      the same ranks
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from lockstep.collectives import Group, TensorShard, elsewhere, owned
+from lockstep.collectives import Group, TensorShard, as_absent_shards, as_owned_shards
 from lockstep.errors import UsageError
 from lockstep.strategies.grad_norm import norm_of_rows, squared_row_norms
 from lockstep.strategies.gradient_accumulation import parameters_of
+from lockstep.strategies.protocol import StateDict, StateLayout
 
 
-class ReplicatedLayout:
+class ReplicatedLayout(StateLayout):
     """Every rank holds everything."""
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """See `StateLayout.norm`."""
+        """The 2-norm of the gradients, all of which this rank holds."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         return norm_of_rows([squared_row_norms(g) for g in gradients], parameters[0].device)
 
@@ -34,24 +35,24 @@ class ReplicatedLayout:
         """``found`` itself: it is the same on all ranks."""
         return found
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """See `StateLayout.model_state`."""
+    def model_state(self, model: nn.Module) -> StateDict:
+        """``model.state_dict()``: every tensor is whole here."""
         return model.state_dict()
 
-    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_model`."""
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
+        """Load the whole state."""
         model.load_state_dict(state)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `StateLayout.optimizer_state`."""
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """``optimizer.state_dict()``: every tensor is whole here."""
         return optimizer.state_dict()
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_optimizer`."""
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load the whole state."""
         optimizer.load_state_dict(dict(state))
 
 
-class ShardedOptimizerLayout:
+class ShardedOptimizerLayout(StateLayout):
     """Every rank holds models and gradients, and of optimizers' states those of the parameters that are its own."""
 
     def __init__(self, group: Group, owner_of: Callable[[nn.Parameter], int]) -> None:
@@ -59,31 +60,31 @@ class ShardedOptimizerLayout:
         self._states: Final = States(group, lambda parameter: (owner_of(parameter),))
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """See `StateLayout.norm`."""
+        """The 2-norm of the gradients, all of which this rank holds."""
         return self._whole.norm(parameters)
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
-        """See `StateLayout.any`."""
+        """``found`` itself: it is the same on all ranks."""
         return self._whole.any(found)
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """See `StateLayout.model_state`."""
+    def model_state(self, model: nn.Module) -> StateDict:
+        """``model.state_dict()``: every tensor is whole here."""
         return self._whole.model_state(model)
 
-    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_model`."""
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
+        """Load the whole state."""
         self._whole.load_model(model, state)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `StateLayout.optimizer_state`."""
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """The states of this rank's parameters as whole `TensorShard`, of others as absent ones. Collective."""
         return self._states.gather(optimizer)
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_optimizer`."""
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load the states of this rank's parameters."""
         self._states.load(optimizer, state)
 
 
-class OwnerLayout:
+class OwnerLayout(StateLayout):
     """Each parameter and buffer lies on some ranks, such as those of its stage, and the state of its optimizer, too.
 
     The first rank that holds a tensor is the one that writes it. The others may free its memory.
@@ -111,7 +112,7 @@ class OwnerLayout:
         self._models[model] = places
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """See `StateLayout.norm`."""
+        """The 2-norm of all gradients, from the squares that the owners add up. Collective."""
         places = [self._places[id(p)] for p in parameters]
         kind = torch.float64 if any(place.squares == torch.float64 for place in places) else torch.float32
         # Of each parameter whether it has a gradient; then the rows. Where others write, zeros: they change no bit.
@@ -127,17 +128,17 @@ class OwnerLayout:
         return norm_of_rows([slot.to(place.squares) for slot, place, has in found if has], self._group.device)
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
-        """See `StateLayout.any`."""
+        """1.0 if ``found`` is not zero on some rank, else 0.0. Collective."""
         return (self._group.sum_tensor(found, "whether all gradients are finite") != 0).to(found)
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """See `StateLayout.model_state`."""
+    def model_state(self, model: nn.Module) -> StateDict:
+        """The tensors that this rank writes, and absent `TensorShard` for those that others write."""
         here = model.state_dict()
         state = OrderedDict((n, place.part_of(here.get(n), self._group)) for n, place in self._models[model].items())
         return state | {name: value for name, value in here.items() if name not in state}
 
-    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_model`.
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
+        """Load the tensors that lie on this rank.
 
         Raises:
             ValueError: if it is the state of another model.
@@ -151,12 +152,12 @@ class OwnerLayout:
         away = {name for name, place in self._models[model].items() if self._group.rank not in place.ranks}
         model.load_state_dict({name: value for name, value in state.items() if name not in away}, strict=False)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `StateLayout.optimizer_state`."""
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """The states that this rank writes as whole `TensorShard`, others as absent ones. Collective."""
         return self._states.gather(optimizer)
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_optimizer`."""
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load the states of the parameters that lie on this rank."""
         self._states.load(optimizer, state)
 
     def _ranks_of(self, parameter: nn.Parameter) -> Sequence[int]:
@@ -187,7 +188,7 @@ class _Place:
             return tensor
         if tensor is not None and self.ranks[0] == group.rank:
             return TensorShard.whole(tensor)
-        return TensorShard.elsewhere(self.shape, self.dtype)
+        return TensorShard.absent(self.shape, self.dtype)
 
 
 class States:
@@ -204,7 +205,7 @@ class States:
         self._told: Final[dict[torch.optim.Optimizer, str]] = {}  # what this rank said last of its part
         self._known: Final[dict[torch.optim.Optimizer, dict[int, Any]]] = {}  # what all of them said
 
-    def gather(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def gather(self, optimizer: torch.optim.Optimizer) -> StateDict:
         """As ``optimizer.state_dict()`` on one rank that steps all parameters, with `Part` for each tensor. Collective.
 
         What states there are and their plain values are exchanged where they have changed; otherwise this takes 1 ms.
@@ -218,18 +219,18 @@ class States:
             for place, values in state["state"].items()
             if isinstance(place, int) and self._ranks_of(parameters[place])[0] == self._group.rank
         }
-        outlines = {place: elsewhere(values) for place, values in mine.items()}
+        outlines = {place: as_absent_shards(values) for place, values in mine.items()}
         told = repr(outlines)
         if self._changed(optimizer, state["param_groups"], changed=told != self._told.get(optimizer)):
             everywhere = self._group.gather_objects(outlines, "which states the optimizer has")
             self._known[optimizer] = {place: said for one in everywhere for place, said in one.items()}
             self._told[optimizer] = told
         states = {place: self._known[optimizer][place] for place in sorted(self._known[optimizer])}
-        states |= {place: owned(values) for place, values in mine.items()}
+        states |= {place: as_owned_shards(values) for place, values in mine.items()}
         states |= {key: value for key, value in state["state"].items() if not isinstance(key, int)}
         return state | {"state": states}
 
-    def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    def load(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
         """Put back what `gather` gave, in which every tensor is whole; what others step is left out. Each rank."""
         parameters = parameters_of(optimizer)
         kept = {
@@ -239,7 +240,7 @@ class States:
         }
         optimizer.load_state_dict({**state, "state": kept})
 
-    def _changed(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], *, changed: bool) -> bool:
+    def _changed(self, optimizer: torch.optim.Optimizer, groups: list[StateDict], *, changed: bool) -> bool:
         """Whether some rank has ``changed``; that the groups are the same everywhere is checked on the way."""
         plain = repr([{name: value for name, value in group.items() if name != "params"} for group in groups])
         said = self._group.gather_objects((changed, plain), "the optimizer's parameter groups")

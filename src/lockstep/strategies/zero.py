@@ -11,10 +11,9 @@ where ddp takes 16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -23,7 +22,14 @@ from lockstep.collectives import Group, OwnerBroadcast, open_owner_broadcast
 from lockstep.size_balancing import owners_of
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.protocol import (
+    Delegates,
+    PreparesOptimizerStep,
+    ReplicaAssignment,
+    Strategy,
+    StrategyContext,
+    UpdatesTrainable,
+)
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import ShardedOptimizerLayout
 
@@ -33,15 +39,15 @@ class Options:
     """The strategy ``zero`` has none."""
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """The strategy ``zero``; one rank alone owns everything, and needs none. Collective."""
-    if terms.group.size == 1:
-        return SingleProcess(terms.group, terms.runs, exact=terms.exact)
-    replicas = Ddp(terms.group, terms.runs, exact=terms.exact, bucket_mb=terms.bucket_mb)
-    return Zero(terms.group, replicas, open_owner_broadcast(terms.group))
+    if context.group.size == 1:
+        return SingleProcess(context.group, context.runs, exact=context.exact)
+    replicas = Ddp(context.group, context.runs, exact=context.exact, bucket_mb=context.bucket_mb)
+    return Zero(context.group, replicas, open_owner_broadcast(context.group))
 
 
-class Zero:
+class Zero(Strategy, Delegates, PreparesOptimizerStep, UpdatesTrainable):
     """The strategy ``zero``: the bits of ``ddp``, for optimizers that step each parameter by itself, as torch's do.
 
     The user's own optimizer steps: where a parameter has no gradient, optimizers leave it alone and make no state for
@@ -49,15 +55,12 @@ class Zero:
     optimizer that makes its states when it is made, such as Adagrad, keeps the useless ones, too.
     """
 
-    meets_in_forward: Final = False
-    can_update_trainable: Final = True
-
-    def __init__(self, group: Group, replicas: Ddp, spread: OwnerBroadcast) -> None:
-        self.share: Final = ReplicaAssignment(group.rank, group.size)
-        self.state_layout: Final = ShardedOptimizerLayout(group, self._owner_of)
+    def __init__(self, group: Group, replicas: Ddp, owner_broadcast: OwnerBroadcast) -> None:
+        self.assignment = ReplicaAssignment(group.rank, group.size)
+        self.state_layout = ShardedOptimizerLayout(group, self._owner_of)
         self._rank: Final = group.rank
         self._replicas: Final = replicas
-        self._spread: Final = spread
+        self._owner_broadcast: Final = owner_broadcast
         self._owners: Final[dict[int, int]] = {}  # of parameters, by their ids
         self._loads: list[int] = [0] * group.size  # bytes of parameters that each rank owns
         self._stepped: list[ParameterSet] = []  # in this step
@@ -76,7 +79,7 @@ class Zero:
         return adopted
 
     def update_trainable(self, target: ParameterSet) -> None:
-        """See `UpdatesTrainable.update_trainable`. New parameters get an owner; frozen ones keep theirs."""
+        """Train the parameters of ``target``; new ones get an owner, frozen ones keep theirs. Collective."""
         self._replicas.update_trainable(target)
         self._share_out(target.parameters)
 
@@ -85,64 +88,48 @@ class Zero:
         owners, self._loads = owners_of([p.numel() * p.element_size() for p in new], self._loads)
         self._owners.update(zip(map(id, new), owners, strict=True))
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.begin_micro_batch`."""
-        self._replicas.begin_micro_batch(turn)
+    def delegate(self) -> Strategy:
+        """The strategy that keeps the replicas in step."""
+        return self._replicas
+
+    def resync(self) -> None:
+        """Start from the buffers that models hold."""
+        self._replicas.resync()
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`."""
-        self._replicas.backward(loss, weight, target, turn)
+        """Sum gradients over all ranks, as ``ddp`` does."""
+        self._replicas.backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`."""
+        """Divide by the number of items of the step. Collective."""
         self._replicas.normalize_by_count(target, samples, counted)
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
-        """See `Strategy.before_optimizer_step`."""
+        """Drop the gradients of the parameters that other ranks own: their optimizer leaves them alone here."""
         for parameter in target.parameters:
             if self._owner_of(parameter) != self._rank:
                 parameter.grad = None
         self._stepped.append(target)
 
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`."""
-        if turn.last:
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """After the last one, send the parameters that this rank has stepped to all others, and receive theirs."""
+        if position.last:
             parameters = [p for target in self._stepped for p in target.parameters]
-            self._spread([p.detach() for p in parameters], [self._owner_of(p) for p in parameters])
+            self._owner_broadcast([p.detach() for p in parameters], [self._owner_of(p) for p in parameters])
             self._stepped.clear()
-        self._replicas.end_micro_batch(turn)
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """See `Strategy.evaluating`."""
-        return self._replicas.evaluating()
-
-    def finish_training(self) -> None:
-        """See `Strategy.finish_training`."""
-        self._replicas.finish_training()
+        self._replicas.end_micro_batch(position)
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients, and restore buffers."""
         self._stepped.clear()
         self._replicas.discard_step()
 
-    def resync(self) -> None:
-        """See `Strategy.resync`."""
-        self._replicas.resync()
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Strategy.state_dict`."""
-        return self._replicas.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Strategy.load_state_dict`."""
-        self._replicas.load_state_dict(state)
-
     def close(self) -> None:
-        """See `Strategy.close`."""
+        """Close what gradients are summed with and parameters sent with."""
         self._replicas.close()
-        self._spread.close()
+        self._owner_broadcast.close()
 
     def _owner_of(self, parameter: nn.Parameter) -> int:
         # One that is in no model, or frozen, has no gradient that ranks share: it is as on one rank.

@@ -58,7 +58,7 @@ class Joined:
     inquire: Callable[[str], str]
 
 
-def alone(job: Job) -> Joined:
+def single_rank_group(job: Job) -> Joined:
     """On the only node."""
     rules = Rules(max_restarts=job.request.max_restarts)
     line = Line(Alone.chair, socket.gethostname(), job.ranks)

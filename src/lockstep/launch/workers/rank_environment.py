@@ -25,8 +25,8 @@ def in_common(job: Job, env: Mapping[str, str], channel: str) -> dict[str, str]:
     threads = {"OMP_NUM_THREADS": "1"}
     # On one machine ranks talk over its loopback: a host name that resolves slowly, or to an address that a firewall
     # closes, is then nobody's trouble.
-    alone = sys.platform == "linux" and job.request.nodes is None
-    local = dict.fromkeys(INTERFACES, "lo") if alone else {}
+    single_rank_group = sys.platform == "linux" and job.request.nodes is None
+    local = dict.fromkeys(INTERFACES, "lo") if single_rank_group else {}
     kept = {name: value for name, value in env.items() if name not in (RESUME, FRESH)}
     return {
         **threads,

@@ -5,6 +5,6 @@
 `local_steps`    what both do between meetings: the strategy ``none`` on a rank's own micro-batches
 `replicas`       what both keep of models that differ by rank
 `moments`        what becomes of what optimizers remember
-`meeting`        the mean over ranks
-`pieces`         tensors end to end, cut into even ranges
+`averager`        the mean over ranks
+`ranges`         tensors end to end, cut into even ranges
 """

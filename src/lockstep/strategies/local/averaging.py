@@ -19,7 +19,7 @@ from lockstep.strategies.local.flat_ranges import by_dtype, cut, gather, scatter
 _BUCKET_MB = 25.0
 
 
-class Meeting:
+class RankAverager:
     """Sums and means over the ranks of ``group``, in an order that is fixed for their number. Collective."""
 
     def __init__(self, group: Group, bucket_mb: float | None) -> None:
@@ -45,12 +45,12 @@ class Meeting:
             kind, out = [tensors[place] for place in places], [found[place] for place in places]
             sizes = sizes_of(kind)
             bytes_all = sum(t.numel() * t.element_size() for t in kind)
-            for pieces in cut(sizes, max(1, -int(-bytes_all // self._bucket_bytes))):
-                flat = gather(kind, pieces, self.group.device)
+            for ranges in cut(sizes, max(1, -int(-bytes_all // self._bucket_bytes))):
+                flat = gather(kind, ranges, self.group.device)
                 if flat.numel():
                     self.begin(flat)
                     self.finish()
-                    scatter(out, pieces, flat)
+                    scatter(out, ranges, flat)
         return found
 
     def means(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

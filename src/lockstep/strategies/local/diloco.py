@@ -32,21 +32,29 @@ format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
 
 from lockstep.errors import SettingError
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet
-from lockstep.strategies.local.averaging import Meeting
-from lockstep.strategies.local.flat_ranges import Piece, by_dtype, cut, gather, scatter, sizes_of
-from lockstep.strategies.local.local_steps import BY_THEMSELVES, LocalSteps
-from lockstep.strategies.local.model_averaging import HoldsMean, Replicas
-from lockstep.strategies.protocol import ReplicaAssignment, StrategyContext
+from lockstep.strategies.local.averaging import RankAverager
+from lockstep.strategies.local.flat_ranges import FlatRange, by_dtype, cut, gather, scatter, sizes_of
+from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps
+from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
+from lockstep.strategies.protocol import (
+    FinishesTraining,
+    HasState,
+    PreparesEvaluation,
+    PreparesForward,
+    ReplicaAssignment,
+    StateDict,
+    Strategy,
+    StrategyContext,
+)
 
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,14 +89,14 @@ class Options:
             raise SettingError(f"strategy diloco: wire={self.wire!r}; give one of {', '.join(_WIRES)}")
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> DiLoCo:
+def open_strategy(context: StrategyContext, options: Options) -> DiLoCo:
     """The strategy ``diloco``; on one rank, its outer optimizer alone. Collective.
 
     Raises:
         SettingError: with precision fp16.
     """
-    terms.refuse_fp16("diloco", BY_THEMSELVES)
-    return DiLoCo(terms, options)
+    context.refuse_fp16("diloco", NO_FP16_REASON)
+    return DiLoCo(context, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +124,7 @@ class Schedule:
         return self.period, self.fragments, self.overlap
 
 
-class Outer:
+class OuterOptimizer:
     """The outer optimizer: where its fragments start from, and its momentum; the same on all ranks."""
 
     def __init__(self, lr: float, momentum: float, fragments: int) -> None:
@@ -126,9 +134,9 @@ class Outer:
         self._parameters: list[nn.Parameter] = []
         self._start: list[torch.Tensor] = []  # of each parameter
         self._velocity: list[torch.Tensor] = []
-        self._pieces: list[list[list[Piece]]] = []  # of each fragment, for each type of numbers
+        self._ranges: list[list[list[FlatRange]]] = []  # of each fragment, for each type of numbers
 
-    def take(self, parameters: list[nn.Parameter]) -> None:
+    def add_parameters(self, parameters: list[nn.Parameter]) -> None:
         """These are all ``parameters`` so far, and start from what they hold."""
         new = parameters[len(self._parameters) :]
         self._parameters += new
@@ -138,157 +146,153 @@ class Outer:
         sizes, of_types = sizes_of(self._parameters), []
         for places in by_dtype(self._parameters):
             cuts = cut([sizes[place] for place in places], self._fragments)
-            of_types.append([[Piece(places[p.place], p.first, p.end) for p in pieces] for pieces in cuts])
-        self._pieces = [[cuts[f] for cuts in of_types if cuts[f]] for f in range(self._fragments)]
+            of_types.append([[FlatRange(places[p.place], p.first, p.end) for p in ranges] for ranges in cuts])
+        self._ranges = [[cuts[f] for cuts in of_types if cuts[f]] for f in range(self._fragments)]
 
-    def moved(self, fragment: int) -> list[torch.Tensor]:
+    def pseudo_gradient(self, fragment: int) -> list[torch.Tensor]:
         """The pseudo-gradient of a fragment: from its start to here, negated; one flat tensor for each type."""
         device = self._parameters[0].device
         return [
-            gather(self._start, pieces, device).sub_(gather(self._parameters, pieces, device))
-            for pieces in self._pieces[fragment]
+            gather(self._start, ranges, device).sub_(gather(self._parameters, ranges, device))
+            for ranges in self._ranges[fragment]
         ]
 
     def step(self, fragment: int, gradients: list[torch.Tensor], mix: float) -> None:
         """One step of SGD with Nesterov momentum, as torch's; of what parameters hold, the part ``mix`` stays."""
-        for pieces, gradient in zip(self._pieces[fragment], gradients, strict=True):
+        for ranges, gradient in zip(self._ranges[fragment], gradients, strict=True):
             device = self._parameters[0].device
-            start, velocity = gather(self._start, pieces, device), gather(self._velocity, pieces, device)
+            start, velocity = gather(self._start, ranges, device), gather(self._velocity, ranges, device)
             velocity.mul_(self._momentum).add_(gradient)
             start.sub_(gradient.add(velocity, alpha=self._momentum), alpha=self._lr)
-            scatter(self._velocity, pieces, velocity)
-            scatter(self._start, pieces, start)
-            mixed = gather(self._parameters, pieces, device).mul_(mix).add_(start, alpha=1 - mix) if mix else start
-            scatter(self._parameters, pieces, mixed)
+            scatter(self._velocity, ranges, velocity)
+            scatter(self._start, ranges, start)
+            mixed = gather(self._parameters, ranges, device).mul_(mix).add_(start, alpha=1 - mix) if mix else start
+            scatter(self._parameters, ranges, mixed)
 
     def restart(self) -> None:
         """Start from what the parameters hold, with the momentum of before."""
         for parameter, start in zip(self._parameters, self._start, strict=True):
             start.copy_(parameter.detach())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """What `load_state` takes."""
         return {"start": list(self._start), "velocity": list(self._velocity)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Put back `state`."""
         for tensors, saved in ((self._start, state["start"]), (self._velocity, state["velocity"])):
             for tensor, value in zip(tensors, saved, strict=True):
                 tensor.copy_(value)
 
 
-class DiLoCo:
+class DiLoCo(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, HasState):
     """The strategy ``diloco``."""
 
-    meets_in_forward: Final = False
-
-    def __init__(self, terms: StrategyContext, options: Options) -> None:
-        group = terms.group
-        self.share: Final = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
+    def __init__(self, context: StrategyContext, options: Options) -> None:
+        group = context.group
+        self.assignment = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
         self._options: Final = options
-        self._say: Final = terms.say
+        self._say: Final = context.say
         self._ranks: Final = group.size
         self._device: Final = group.device
         self._schedule: Final = Schedule(options.period, options.fragments, options.overlap)
-        self._outer: Final = Outer(options.outer_lr, options.outer_momentum, options.fragments)
-        self._local: Final = LocalSteps(terms)
-        self._all: Final = Meeting(group, terms.bucket_mb)
-        self._replicas: Final = Replicas(self._all)
-        self.state_layout: Final = HoldsMean(self._replicas)
-        self._under_way: list[torch.Tensor] = []  # the exchange that was begun and not applied
-        self._arrived: list[torch.Tensor] = []  # or the mean that came of it
+        self._outer: Final = OuterOptimizer(options.outer_lr, options.outer_momentum, options.fragments)
+        self._local: Final = LocalSteps(context)
+        self._averager: Final = RankAverager(group, context.bucket_mb)
+        self._replicas: Final = DivergedReplicas(self._averager)
+        self._layout: Final = AveragedLayout(self._replicas)
+        self.state_layout = self._layout
+        self._in_flight: list[torch.Tensor] = []  # the exchange that was begun and not applied
+        self._arrived_mean: list[torch.Tensor] = []  # or the mean that came of it
         self._steps = 0  # made with this strategy
-        self._away = False  # whether parameters have left where the outer optimizer starts from
+        self._left_start = False  # whether parameters have left where the outer optimizer starts from
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself. Collective."""
         self._replicas.setup_model(model)
         self._local.setup_model(model)
-        self._outer.take(self._replicas.trained)
+        self._outer.add_parameters(self._replicas.trained)
         return model
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.begin_micro_batch`."""
-        self._local.begin_micro_batch(turn)
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Prepare the forward pass of a micro-batch."""
+        self._local.begin_micro_batch(position)
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """After the rank's last turn, ``.grad`` holds the mean over its own samples; nothing, if it had none."""
-        self._local.backward(loss, weight, target, turn)
+        """After the rank's last micro-batch, ``.grad`` holds the mean over its own samples; None, if it had none."""
+        self._local.backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`; by this rank's own count."""
+        """Turn ``.grad`` into the mean over this rank's own items."""
         self._local.normalize_by_count(target, samples, counted)
 
-    def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Every rank makes every step."""
-
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`; on the last turn exchanges begin and end when due. Collective."""
-        self._local.end_micro_batch(turn)
-        if not turn.last:
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """After the last micro-batch, begin and apply the exchanges of fragments that are due. Collective then."""
+        self._local.end_micro_batch(position)
+        if not position.last:
             return
         self._steps += 1
-        self._away = True
-        self._replicas.stepped()
+        self._left_start = True
+        self._replicas.mark_stepped()
         beginning = self._schedule.begins(self._steps)
         if beginning is not None:
-            self._begin(beginning)
+            self._begin_exchange(beginning)
         applied = self._schedule.applies(self._steps)
         if applied is not None:
-            self._apply(applied)
+            self._apply_exchange(applied)
         if self._steps % self._options.period == 0:
-            self._replicas.meet_beside()
+            self._replicas.average_untrained()
             if self._options.fragments == 1 and not self._options.overlap:
-                self._replicas.met()
-                self._away = False
+                self._replicas.mark_averaged()
+                self._left_start = False
             self._local.resync()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation every rank holds the mean; then its own again. Collective."""
-        return self._replicas.together()
+        """A context in which every rank holds the mean; afterwards it holds its own again. Collective."""
+        return self._replicas.averaged_models()
 
     def finish_training(self) -> None:
-        """Every rank holds the mean, for good, and the outer optimizer starts from it. Collective."""
-        self._arrive()
-        self._arrived = []
-        self._replicas.meet()
-        self._away = False
+        """Give every rank the mean, for good, and the outer optimizer starts from it. Collective."""
+        self._finish_exchange()
+        self._arrived_mean = []
+        self._replicas.average()
+        self._left_start = False
         self.resync()
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients, and restore buffers."""
         self._local.discard_step()
 
     def resync(self) -> None:
-        """See `Strategy.resync`."""
+        """Start from what models hold now."""
         self._local.resync()
         self._replicas.resync()
-        if not self._away:
+        if not self._left_start:
             self._outer.restart()  # or what the script has filled in would count as progress
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The outer optimizer, the exchange under way, and each rank's own. Collective.
 
-        After `HoldsMean.optimizer_state` of each optimizer.
+        After `AveragedLayout.optimizer_state` of each optimizer.
         """
-        self._arrive()
+        self._finish_exchange()
         return {
             "steps": self._steps,
-            "away": self._away,
+            "away": self._left_start,
             "schedule": self._schedule.as_tuple(),
-            "arrived": list(self._arrived),
+            "arrived": list(self._arrived_mean),
             "outer": self._outer.state_dict(),
-            "replicas": self._replicas.state_dict(self.state_layout.optimizers),
+            "replicas": self._replicas.state_dict(self._layout.optimizers),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back `state`. All ranks start from the mean, if another strategy or another number of ranks saved."""
-        self._steps, self._away = (state["steps"], state["away"]) if state else (0, False)
-        self._under_way, self._arrived = [], []
+    def load_state_dict(self, state: StateDict) -> None:
+        """Load `state_dict`; ranks start from the mean, if another strategy or number of ranks saved. Collective."""
+        self._steps, self._left_start = (state["steps"], state["away"]) if state else (0, False)
+        self._in_flight, self._arrived_mean = [], []
         own = state["replicas"] if state else {"ranks": None}
-        self._replicas.load_state_dict(own, self.state_layout.optimizers)
+        self._replicas.load_state_dict(own, self._layout.optimizers)
         if own["ranks"] not in (None, self._ranks):
             self._say(
                 f"saved by {own['ranks']} ranks that stepped by themselves: all {self._ranks} start at their mean"
@@ -296,30 +300,30 @@ class DiLoCo:
         if state:
             self._outer.load_state_dict(state["outer"])
             if state["schedule"] == self._schedule.as_tuple():
-                self._arrived = [mean.to(self._device) for mean in state["arrived"]]
+                self._arrived_mean = [mean.to(self._device) for mean in state["arrived"]]
             elif state["arrived"]:
                 self._say("the exchange under way when the run was saved is dropped, for its schedule was another")
         self.resync()
 
     def close(self) -> None:
-        """See `Strategy.close`."""
-        self._all.close()
+        """End the threads and connections of averages."""
+        self._averager.close()
 
-    def _begin(self, fragment: int) -> None:
+    def _begin_exchange(self, fragment: int) -> None:
         wire = _WIRES[self._options.wire]
-        self._under_way = [moved if wire is None else moved.to(wire) for moved in self._outer.moved(fragment)]
-        for flat in self._under_way:
-            self._all.begin(flat)
+        self._in_flight = [moved if wire is None else moved.to(wire) for moved in self._outer.pseudo_gradient(fragment)]
+        for flat in self._in_flight:
+            self._averager.begin(flat)
 
-    def _arrive(self) -> None:
+    def _finish_exchange(self) -> None:
         """The mean of the exchange under way, if there is one, has come. Collective."""
-        if self._under_way:
-            self._all.finish()
-            sums = [s if s.is_floating_point() and s.itemsize > 2 else s.float() for s in self._under_way]
-            self._arrived, self._under_way = [s.div_(self._ranks) for s in sums], []
+        if self._in_flight:
+            self._averager.finish()
+            sums = [s if s.is_floating_point() and s.itemsize > 2 else s.float() for s in self._in_flight]
+            self._arrived_mean, self._in_flight = [s.div_(self._ranks) for s in sums], []
 
-    def _apply(self, fragment: int) -> None:
-        self._arrive()
-        if self._arrived:  # else it was dropped, as when training had been over
-            self._outer.step(fragment, self._arrived, self._options.mix if self._options.overlap else 0.0)
-            self._arrived = []
+    def _apply_exchange(self, fragment: int) -> None:
+        self._finish_exchange()
+        if self._arrived_mean:  # else it was dropped, as when training had been over
+            self._outer.step(fragment, self._arrived_mean, self._options.mix if self._options.overlap else 0.0)
+            self._arrived_mean = []

@@ -13,7 +13,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FlatRange:
     """Elements of one tensor, in the order of its indices."""
 
     place: int  #: of the tensor among the others
@@ -21,21 +21,22 @@ class Piece:
     end: int
 
 
-def cut(sizes: Sequence[int], ranges: int) -> list[list[Piece]]:
-    """So many ranges of tensors of these sizes, each with the pieces in it; the ranges differ by at most one element.
+def cut(sizes: Sequence[int], count: int) -> list[list[FlatRange]]:
+    """``count`` runs of the elements of tensors of these sizes, each as the ranges in it.
 
-    Each element lies in one piece, and pieces follow each other as the elements do.
+    Each element is in one range, the ranges follow the order of the elements, and the runs differ in length by at most
+    one element.
     """
     total, cuts = sum(sizes), []
-    for number in range(ranges):
-        first, end = total * number // ranges, total * (number + 1) // ranges
-        pieces, before = [], 0
+    for number in range(count):
+        first, end = total * number // count, total * (number + 1) // count
+        ranges, before = [], 0
         for place, size in enumerate(sizes):
             a, b = max(first - before, 0), min(end - before, size)
             if a < b:
-                pieces.append(Piece(place, a, b))
+                ranges.append(FlatRange(place, a, b))
             before += size
-        cuts.append(pieces)
+        cuts.append(ranges)
     return cuts
 
 
@@ -52,19 +53,19 @@ def sizes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [t.numel() * (2 if t.is_complex() else 1) for t in tensors]
 
 
-def gather(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
+def gather(tensors: Sequence[torch.Tensor], ranges: Sequence[FlatRange], device: torch.device) -> torch.Tensor:
     """The pieces of tensors of one type, end to end in new memory of ``device``."""
-    found = [_flat(tensors[piece.place])[piece.first : piece.end].to(device) for piece in pieces]
+    found = [_flat(tensors[part.place])[part.first : part.end].to(device) for part in ranges]
     return torch.cat(found) if found else torch.empty(0, device=device)
 
 
-def scatter(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece], values: torch.Tensor) -> None:
+def scatter(tensors: Sequence[torch.Tensor], ranges: Sequence[FlatRange], values: torch.Tensor) -> None:
     """Put what `gather` gave, or such, into the tensors."""
-    for piece, value in zip(pieces, values.split([piece.end - piece.first for piece in pieces]), strict=True):
-        tensor = tensors[piece.place].detach()
+    for part, value in zip(ranges, values.split([part.end - part.first for part in ranges]), strict=True):
+        tensor = tensors[part.place].detach()
         flat = _flat(tensor)
         with torch.no_grad():
-            flat[piece.first : piece.end].copy_(value)
+            flat[part.first : part.end].copy_(value)
             if flat.data_ptr() != tensor.data_ptr():  # its elements do not follow each other: `flat` is a copy
                 real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
                 real.copy_(flat.view_as(real))

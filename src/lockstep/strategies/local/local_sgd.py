@@ -24,10 +24,9 @@ Traffic of a rank, in bytes a step: 2 M (n - 1) / (n period), for M bytes of par
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -36,10 +35,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lockstep.errors import SettingError
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, parameters_of
-from lockstep.strategies.local.averaging import Meeting
-from lockstep.strategies.local.local_steps import BY_THEMSELVES, LocalSteps
-from lockstep.strategies.local.model_averaging import HoldsMean, Replicas
-from lockstep.strategies.protocol import ReplicaAssignment, StrategyContext
+from lockstep.strategies.local.averaging import RankAverager
+from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps
+from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
+from lockstep.strategies.protocol import (
+    FinishesTraining,
+    HasState,
+    PreparesEvaluation,
+    PreparesForward,
+    ReplicaAssignment,
+    StateDict,
+    Strategy,
+    StrategyContext,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,38 +74,39 @@ class Options:
             raise SettingError(f"strategy local-sgd: moments={self.moments!r}; give keep or average")
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> LocalSgd:
+def open_strategy(context: StrategyContext, options: Options) -> LocalSgd:
     """The strategy ``local-sgd``. Collective.
 
     Raises:
         SettingError: with precision fp16.
     """
-    terms.refuse_fp16("local-sgd", BY_THEMSELVES)
-    return LocalSgd(terms, options)
+    context.refuse_fp16("local-sgd", NO_FP16_REASON)
+    return LocalSgd(context, options)
 
 
-class LocalSgd:
+class LocalSgd(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, HasState):
     """The strategy ``local-sgd``."""
 
-    meets_in_forward: Final = False
-
-    def __init__(self, terms: StrategyContext, options: Options) -> None:
-        group = terms.group
-        self.share: Final = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
+    def __init__(self, context: StrategyContext, options: Options) -> None:
+        group = context.group
+        self.assignment = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
         self._options: Final = options
-        self._say: Final = terms.say
+        self._say: Final = context.say
         self._ranks: Final = group.size
-        self._local: Final = LocalSteps(terms)
-        self._all: Final = Meeting(group, terms.bucket_mb)
+        self._local: Final = LocalSteps(context)
+        self._averager: Final = RankAverager(group, context.bucket_mb)
         here = [rank for rank, node in enumerate(group.nodes) if node == group.nodes[group.rank]]
-        self._node: Final = Meeting(group.subgroup(here), terms.bucket_mb) if options.node_period else None
+        self._node_averager: Final = (
+            RankAverager(group.subgroup(here), context.bucket_mb) if options.node_period else None
+        )
         # One rank alone needs nobody to step as ddp does.
         self._warmup: Final = options.warmup if group.size > 1 else 0
         self._ddp: Final = (
-            Ddp(group, terms.runs, exact=terms.exact, bucket_mb=terms.bucket_mb) if self._warmup else None
+            Ddp(group, context.runs, exact=context.exact, bucket_mb=context.bucket_mb) if self._warmup else None
         )
-        self._replicas: Final = Replicas(self._all)
-        self.state_layout: Final = HoldsMean(self._replicas)
+        self._replicas: Final = DivergedReplicas(self._averager)
+        self._layout: Final = AveragedLayout(self._replicas)
+        self.state_layout = self._layout
         self._stepping: Final[list[torch.optim.Optimizer]] = []  # whose moments are averaged
         self._hooks = contextlib.ExitStack()
         if options.moments == "average" and group.size > 1:
@@ -112,77 +121,74 @@ class LocalSgd:
             self._ddp.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
         return model
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.begin_micro_batch`."""
-        (self._warming_up or self._local).begin_micro_batch(turn)
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Prepare the forward pass of a micro-batch."""
+        (self._warming_up or self._local).begin_micro_batch(position)
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """After the rank's last turn, ``.grad`` holds the mean over its own samples; nothing, if it had none."""
-        (self._warming_up or self._local).backward(loss, weight, target, turn)
+        """After the rank's last micro-batch, ``.grad`` holds the mean over its own samples; None, if it had none."""
+        (self._warming_up or self._local).backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`; by this rank's own count."""
+        """Turn ``.grad`` into the mean over this rank's own items."""
         (self._warming_up or self._local).normalize_by_count(target, samples, counted)
 
-    def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Every rank makes every step."""
-
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`; on the last turn ranks meet, if it is time to. Collective."""
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """After the last micro-batch, average over ranks if it is time to. Collective then."""
         warming_up = self._warming_up
-        (warming_up or self._local).end_micro_batch(turn)
-        if not turn.last:
+        (warming_up or self._local).end_micro_batch(position)
+        if not position.last:
             return
         self._steps += 1
         if warming_up is not None:
             if self._steps == self._warmup:
                 self._leave_ddp()
             return
-        self._replicas.stepped()
+        self._replicas.mark_stepped()
         if self._steps % self._options.period == 0:
-            self._replicas.meet()
+            self._replicas.average()
             if self._stepping:
-                self._replicas.meet_moments(self._stepping)
-        elif self._node is not None and self._steps % self._options.node_period == 0:
-            self._replicas.meet_within(self._node)
+                self._replicas.average_optimizers(self._stepping)
+        elif self._node_averager is not None and self._steps % self._options.node_period == 0:
+            self._replicas.average_within(self._node_averager)
         else:
             return
         self._local.resync()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation every rank holds the mean; then its own again. Collective."""
-        return self._replicas.together()
+        """A context in which every rank holds the mean; afterwards it holds its own again. Collective."""
+        return self._replicas.averaged_models()
 
     def finish_training(self) -> None:
-        """Every rank holds the mean, for good. Collective."""
-        self._replicas.meet()
+        """Give every rank the mean, for good. Collective."""
+        self._replicas.average()
         self._local.resync()
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients, and restore buffers."""
         (self._warming_up or self._local).discard_step()
 
     def resync(self) -> None:
-        """See `Strategy.resync`."""
+        """Start from what models hold now."""
         self._local.resync()
         self._replicas.resync()
         if self._ddp is not None:
             self._ddp.resync()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where in its period the run is, and each rank's own. After `HoldsMean.optimizer_state` of each optimizer.
+    def state_dict(self) -> StateDict:
+        """The position in the period, and what each rank holds of its own. Collective.
 
-        Collective.
+        To be called after `AveragedLayout.optimizer_state` of each optimizer.
         """
-        return {"steps": self._steps, "replicas": self._replicas.state_dict(self.state_layout.optimizers)}
+        return {"steps": self._steps, "replicas": self._replicas.state_dict(self._layout.optimizers)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back `state`. All ranks start from the mean, if another strategy or another number of ranks saved."""
+    def load_state_dict(self, state: StateDict) -> None:
+        """Load `state_dict`; ranks start from the mean, if another strategy or number of ranks saved. Collective."""
         self._steps = state["steps"] if state else 0
         own = state["replicas"] if state else {"ranks": None}
-        self._replicas.load_state_dict(own, self.state_layout.optimizers)
+        self._replicas.load_state_dict(own, self._layout.optimizers)
         if own["ranks"] not in (None, self._ranks):
             self._say(
                 f"saved by {own['ranks']} ranks that stepped by themselves: all {self._ranks} start at their mean"
@@ -192,11 +198,11 @@ class LocalSgd:
         self.resync()
 
     def close(self) -> None:
-        """See `Strategy.close`."""
+        """End the threads and connections of averages."""
         self._hooks.close()
-        self._all.close()
-        if self._node is not None:
-            self._node.close()
+        self._averager.close()
+        if self._node_averager is not None:
+            self._node_averager.close()
         if self._ddp is not None:
             self._ddp.close()
 
@@ -206,10 +212,10 @@ class LocalSgd:
 
     def _leave_ddp(self) -> None:
         """From now on ranks step by themselves."""
-        self._replicas.met()
+        self._replicas.mark_averaged()
         self._local.resync()
 
-    def _has_stepped(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _has_stepped(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if any(optimizer is known for known in self._stepping):
             return
         ours = {id(p) for p in self._replicas.trained}

@@ -12,25 +12,27 @@ from typing import Final
 import torch
 from torch import nn
 
-from lockstep.collectives import alone
+from lockstep.collectives import single_rank_group
 from lockstep.errors import SettingError
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts
 from lockstep.strategies.protocol import StrategyContext
 from lockstep.strategies.single_process import SingleProcess
 
-BY_THEMSELVES: Final = "ranks step by themselves, so each would skip other steps and have a loss scale of its own"
+NO_FP16_REASON: Final = "ranks step by themselves, so each would skip other steps and have a loss scale of its own"
 
 
 class LocalSteps:
-    """The part of a `Strategy` that computes gradients: here of the rank's own micro-batches, and of no others."""
+    """The part of a strategy that computes gradients: here those of the rank's own micro-batches alone."""
 
-    def __init__(self, terms: StrategyContext) -> None:
-        self._rank: Final = terms.group.rank
-        self._ranks: Final = terms.group.size
-        self._runs: Final = terms.runs
-        here = alone(terms.group.device)
-        self._one: Final = SingleProcess(here, lambda _, micro_batches: range(micro_batches), exact=terms.exact)
+    def __init__(self, context: StrategyContext) -> None:
+        self._rank: Final = context.group.rank
+        self._ranks: Final = context.group.size
+        self._runs: Final = context.runs
+        here = single_rank_group(context.group.device)
+        self._single_process: Final = SingleProcess(
+            here, lambda _, micro_batches: range(micro_batches), exact=context.exact
+        )
         self._samples = 0  # that this rank has met in the step
 
     def setup_model(self, model: nn.Module) -> None:
@@ -44,60 +46,61 @@ class LocalSteps:
                 "sync_batchnorm: its forward passes meet those of all ranks, and here each rank steps by itself; leave "
                 "it out (running statistics are averaged with the parameters), or use strategy='ddp'"
             )
-        self._one.setup_model(model, find_unused_parameters=False)
+        self._single_process.setup_model(model, find_unused_parameters=False)
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.begin_micro_batch`."""
-        if not turn.is_padding:
-            self._samples += turn.samples
-            self._one.begin_micro_batch(self._here(turn))
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Count the samples that this rank computes in the step."""
+        if not position.is_padding:
+            self._samples += position.samples
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """After the rank's last turn ``.grad`` holds the mean over its own samples; nothing, if it had none.
+        """After the rank's last micro-batch ``.grad`` holds the mean over its own samples; None, if it had none.
 
         Then its optimizers leave parameters and moments alone.
         """
-        if turn.is_padding:
-            _forget(target)
+        if position.is_padding:
+            _clear_gradients(target)
             return
-        self._one.backward(loss, weight, target, self._here(turn))
+        self._single_process.backward(loss, weight, target, self._local_position(position))
         # The weight of each micro-batch is its part of the whole step.
-        if turn.last and self._samples != turn.step_samples:
-            divide_by_counts(target, turn.step_samples, self._samples)
+        if position.last and self._samples != position.step_samples:
+            divide_by_counts(target, position.step_samples, self._samples)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`; by the rank's own count. If it counted nothing, it makes no step."""
+        """Turn ``.grad`` into the mean over the rank's own items; None, if it has none, so that it makes no step."""
         if self._samples and (counted or self._ranks == 1):
-            self._one.normalize_by_count(target, self._samples, counted)
+            self._single_process.normalize_by_count(target, self._samples, counted)
         else:
-            _forget(target)
+            _clear_gradients(target)
 
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`; buffers hold the mean over the rank's own micro-batches."""
-        if turn.is_padding:
-            self._one.discard_step()
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Restore buffers; after the last micro-batch, move them by the mean over the rank's own micro-batches."""
+        if position.is_padding:
+            self._single_process.discard_step()
         else:
-            self._one.end_micro_batch(self._here(turn))
-        if turn.last:
+            self._single_process.end_micro_batch(self._local_position(position))
+        if position.last:
             self._samples = 0
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients, and restore buffers."""
         self._samples = 0
-        self._one.discard_step()
+        self._single_process.discard_step()
 
     def resync(self) -> None:
-        """See `Strategy.resync`."""
-        self._one.resync()
+        """Start from the buffers that models hold."""
+        self._single_process.resync()
 
-    def _here(self, turn: MicroBatchPosition) -> MicroBatchPosition:
-        """The same turn in a step that is made of this rank's micro-batches alone."""
-        run = self._runs(self._rank, turn.of)
-        return MicroBatchPosition(turn.index - run.start, len(run), turn.last, False, turn.samples, turn.step_samples)
+    def _local_position(self, position: MicroBatchPosition) -> MicroBatchPosition:
+        """The same micro-batch in a step that is made of this rank's micro-batches alone."""
+        run = self._runs(self._rank, position.of)
+        return MicroBatchPosition(
+            position.index - run.start, len(run), position.last, False, position.samples, position.step_samples
+        )
 
 
-def _forget(target: ParameterSet) -> None:
+def _clear_gradients(target: ParameterSet) -> None:
     for parameter in target.parameters:
         parameter.grad = None

@@ -15,31 +15,32 @@ What the mean is of:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 from torch import nn
 
 from lockstep.collectives import Group
-from lockstep.strategies.local.averaging import Meeting
-from lockstep.strategies.local.optimizer_averaging import Remembered, greatest, put_back, row_of
+from lockstep.strategies.local.averaging import RankAverager
+from lockstep.strategies.local.optimizer_averaging import AveragedOptimizer, elementwise_max, load_own_state, row_of
 from lockstep.strategies.module_states import sync_module_states
+from lockstep.strategies.protocol import StateDict, StateLayout
 from lockstep.strategies.state_layout import ReplicatedLayout
 
 
-class Replicas:
+class DivergedReplicas:
     """The models of all ranks."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting: Final = meeting
-        self._group: Final = meeting.group
+    def __init__(self, averager: RankAverager) -> None:
+        self._averager: Final = averager
+        self._group: Final = averager.group
         self._models: Final[list[nn.Module]] = []
         self.trained: Final[list[nn.Parameter]] = []
-        self._others: Final[list[torch.Tensor]] = []  # parameters that are not trained, and buffers
+        self._untrained: Final[list[torch.Tensor]] = []  # parameters that are not trained, and buffers
         self._versions: Final[list[int]] = []  # of the others, when ranks last held the same
-        self.apart = False  #: whether ranks may hold different models
-        self.moments_apart = False  #: whether their optimizers may remember different things
+        self.diverged = False  #: whether ranks may hold different models
+        self.optimizers_diverged = False  #: whether their optimizers may remember different things
 
     def setup_model(self, model: nn.Module) -> None:
         """``model`` is on all ranks what it is on rank 0. Collective.
@@ -48,53 +49,53 @@ class Replicas:
             MismatchError: if ranks made different models.
         """
         sync_module_states(self._group, model)
-        known = {id(t) for t in (*self.trained, *self._others)}
+        known = {id(t) for t in (*self.trained, *self._untrained)}
         for tensor in (t for t in (*model.parameters(), *model.buffers()) if id(t) not in known):
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 self.trained.append(tensor)
             else:
-                self._others.append(tensor)
+                self._untrained.append(tensor)
                 self._versions.append(tensor._version)
         self._models.append(model)
 
     def resync(self) -> None:
         """What ranks hold now is the same, if it was before: what the script has filled in, it has on all of them."""
-        if not self.apart:
-            self.met()
+        if not self.diverged:
+            self.mark_averaged()
 
-    def stepped(self) -> None:
+    def mark_stepped(self) -> None:
         """Ranks have stepped by themselves."""
-        self.apart = self.moments_apart = self._group.size > 1
+        self.diverged = self.optimizers_diverged = self._group.size > 1
 
-    def met(self) -> None:
+    def mark_averaged(self) -> None:
         """Ranks hold the same model."""
-        self.apart = False
-        self._versions[:] = [t._version for t in self._others]
+        self.diverged = False
+        self._versions[:] = [t._version for t in self._untrained]
 
-    def meet(self) -> None:
+    def average(self) -> None:
         """Every rank holds the mean of all models. Collective."""
-        if self.apart:
-            _copy(*self._mean(self._meeting))
-            self.met()
+        if self.diverged:
+            _copy(*self._mean(self._averager))
+            self.mark_averaged()
 
-    def meet_within(self, meeting: Meeting) -> None:
-        """Every rank of ``meeting`` holds the mean of their models; ranks beyond may hold another. Those ranks."""
-        if self.apart:
-            _copy(*self._mean(meeting))
+    def average_within(self, averager: RankAverager) -> None:
+        """Every rank of ``averager`` holds the mean of their models; ranks beyond may hold another. Those ranks."""
+        if self.diverged:
+            _copy(*self._mean(averager))
 
-    def meet_beside(self) -> None:
-        """As `meet`, but for what is trained. Collective."""
-        if self.apart:
-            _copy(*self._mean(self._meeting, trained=False))
-            self._versions[:] = [t._version for t in self._others]
+    def average_untrained(self) -> None:
+        """As `average`, but for what is trained. Collective."""
+        if self.diverged:
+            _copy(*self._mean(self._averager, trained=False))
+            self._versions[:] = [t._version for t in self._untrained]
 
     @contextlib.contextmanager
-    def together(self, model: nn.Module | None = None) -> Iterator[None]:
+    def averaged_models(self, model: nn.Module | None = None) -> Iterator[None]:
         """Inside, every rank holds the mean of all models, or of ``model`` alone; then its own again. Collective."""
-        if not self.apart:
+        if not self.diverged:
             yield
             return
-        tensors, means = self._mean(self._meeting, model)
+        tensors, means = self._mean(self._averager, model)
         own = [t.detach().clone() for t in tensors]
         _copy(tensors, means)
         try:
@@ -102,80 +103,82 @@ class Replicas:
         finally:
             _copy(tensors, own)
 
-    def meet_moments(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def average_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """All that ``optimizers`` remember is the ranks' mean. Collective."""
         for optimizer in optimizers:
-            optimizer.load_state_dict(self.moments(optimizer))
-        self.moments_apart = False
+            optimizer.load_state_dict(self.mean_optimizer_state(optimizer))
+        self.optimizers_diverged = False
 
-    def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def mean_optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
         """The state of ``optimizer``, with the ranks' mean of what it remembers. Collective."""
-        if not self.moments_apart:
+        if not self.optimizers_diverged:
             return optimizer.state_dict()
-        return Remembered(optimizer, self._group).mean(self._meeting)
+        return AveragedOptimizer(optimizer, self._group).mean(self._averager)
 
-    def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> StateDict:
         """What this rank's models and optimizers hold beside the mean, a row per rank as `TensorShard`. Collective."""
-        moved = list(self._moved(self._group)) if self.apart else []
-        own = [*self.trained, *(self._others[place] for place in moved)] if self.apart else []
+        moved = list(self._changed_untrained(self._group)) if self.diverged else []
+        own = [*self.trained, *(self._untrained[place] for place in moved)] if self.diverged else []
         return {
             "ranks": self._group.size,
-            "apart": self.apart,
+            "apart": self.diverged,
             "moved": moved,
             "models": [row_of(t, self._group) for t in own],
-            "moments_apart": self.moments_apart,
-            "optimizers": [Remembered(o, self._group).before_optimizer_step() for o in optimizers]
-            if self.moments_apart
+            "moments_apart": self.optimizers_diverged,
+            "optimizers": [AveragedOptimizer(o, self._group).own_state() for o in optimizers]
+            if self.optimizers_diverged
             else [],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def load_state_dict(self, state: StateDict, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Put back `state`, if it is of as many ranks, into models and optimizers that hold the mean."""
-        self.met()
-        self.moments_apart = False
+        self.mark_averaged()
+        self.optimizers_diverged = False
         if state["ranks"] != self._group.size:
             return
         if state["apart"]:
-            own = [*self.trained, *(self._others[place] for place in state["moved"])]
+            own = [*self.trained, *(self._untrained[place] for place in state["moved"])]
             _copy(own, [rows[self._group.rank] for rows in state["models"]])
         if state["moments_apart"]:
             for optimizer, remembered in zip(optimizers, state["optimizers"], strict=True):
-                put_back(optimizer, remembered, self._group.rank)
-        self.apart, self.moments_apart = state["apart"], state["moments_apart"]
+                load_own_state(optimizer, remembered, self._group.rank)
+        self.diverged, self.optimizers_diverged = state["apart"], state["moments_apart"]
 
-    def _moved(self, group: Group) -> dict[int, torch.Tensor | None]:
+    def _changed_untrained(self, group: Group) -> dict[int, torch.Tensor | None]:
         """Which others have changed on some rank, by place; the greatest of the ranks' whole numbers. Collective."""
-        if not self._others:
+        if not self._untrained:
             return {}
-        changed = [place for place, t in enumerate(self._others) if t._version != self._versions[place]]
-        mine = {place: None if _has_mean(t := self._others[place]) else t.detach().cpu() for place in changed}
+        changed = [place for place, t in enumerate(self._untrained) if t._version != self._versions[place]]
+        mine = {place: None if _has_mean(t := self._untrained[place]) else t.detach().cpu() for place in changed}
         told = group.gather_objects(mine, "which buffers have changed")
         return {
-            place: greatest([theirs[place] for theirs in told if place in theirs])
+            place: elementwise_max([theirs[place] for theirs in told if place in theirs])
             for place in sorted({place for theirs in told for place in theirs})
         }
 
     def _mean(
-        self, meeting: Meeting, model: nn.Module | None = None, *, trained: bool = True
+        self, averager: RankAverager, model: nn.Module | None = None, *, trained: bool = True
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Tensors of ``model``, or of all models, and what each becomes. All ranks of ``meeting``."""
+        """Tensors of ``model``, or of all models, and what each becomes. All ranks of ``averager``."""
         models = self._models if model is None else [model]
         inside = {id(t) for m in models for t in (*m.parameters(), *m.buffers())}
-        moved = {p: most for p, most in self._moved(meeting.group).items() if id(self._others[p]) in inside}
+        moved = {
+            p: most for p, most in self._changed_untrained(averager.group).items() if id(self._untrained[p]) in inside
+        }
         real: list[torch.Tensor] = [p for p in self.trained if id(p) in inside] if trained else []
-        real += [self._others[place] for place, most in moved.items() if most is None]
+        real += [self._untrained[place] for place, most in moved.items() if most is None]
         whole = {place: most for place, most in moved.items() if most is not None}
-        means = meeting.means(real)
-        return [*real, *(self._others[place] for place in whole)], [*means, *whole.values()]
+        means = averager.means(real)
+        return [*real, *(self._untrained[place] for place in whole)], [*means, *whole.values()]
 
 
-class HoldsMean:
+class AveragedLayout(StateLayout):
     """The `StateLayout` of replicas: checkpoints hold the mean over ranks of models and of what optimizers remember.
 
     A checkpoint costs the traffic of one meeting, and of one more for each moment of the optimizers.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: DivergedReplicas) -> None:
         self._replicas: Final = replicas
         self._whole: Final = ReplicatedLayout()
         self.optimizers: Final[list[torch.optim.Optimizer]] = []  #: of which a state was asked, in the run's order
@@ -188,31 +191,31 @@ class HoldsMean:
         """``found`` itself: each rank steps by itself."""
         return found
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """See `StateLayout.model_state`."""
-        apart = self._replicas.apart
-        with self._replicas.together(model):
+    def model_state(self, model: nn.Module) -> StateDict:
+        """The mean of the ranks' models. Collective."""
+        diverged = self._replicas.diverged
+        with self._replicas.averaged_models(model):
             state = self._whole.model_state(model)
             for name, value in state.items():
-                if apart and isinstance(value, torch.Tensor):
+                if diverged and isinstance(value, torch.Tensor):
                     state[name] = value.clone()  # the model will hold its own again
         return state
 
-    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_model`."""
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
+        """Load the whole state."""
         self._whole.load_model(model, state)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `StateLayout.optimizer_state`."""
-        self._meet(optimizer)
-        return self._replicas.moments(optimizer)
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """The mean of the ranks' optimizer states. Collective."""
+        self._remember(optimizer)
+        return self._replicas.mean_optimizer_state(optimizer)
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_optimizer`."""
-        self._meet(optimizer)
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load the whole state."""
+        self._remember(optimizer)
         self._whole.load_optimizer(optimizer, state)
 
-    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
+    def _remember(self, optimizer: torch.optim.Optimizer) -> None:
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
 

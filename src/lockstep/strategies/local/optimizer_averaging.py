@@ -15,17 +15,18 @@ from typing import Any
 import torch
 
 from lockstep.collectives import Group, TensorShard
-from lockstep.strategies.local.averaging import Meeting
+from lockstep.strategies.local.averaging import RankAverager
+from lockstep.strategies.protocol import StateDict
 
 Key = tuple[int | str, str]
 """One thing that an optimizer remembers: the number of its parameter, and what it is."""
 
 
-class Remembered:
+class AveragedOptimizer:
     """What the ranks' optimizers remember, as they have told each other. All ranks make one."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Group) -> None:
-        self._state: dict[str, Any] = optimizer.state_dict()
+        self._state: StateDict = optimizer.state_dict()
         self._group = group
         flat = {(n, name): v for n, about in self._state["state"].items() for name, v in about.items()}
         self._moments: dict[Key, torch.Tensor] = {key: v for key, v in flat.items() if _is_moment(key, v)}
@@ -38,16 +39,16 @@ class Remembered:
         self._lacking = [[key for key in self._shapes if key not in shapes] for shapes, _ in told]
         self._rest: list[dict[Key, Any]] = [rest for _, rest in told]
         keys = dict.fromkeys(key for rest in self._rest for key in rest if key not in self._shapes)
-        self._common = {key: greatest([rest[key] for rest in self._rest if key in rest]) for key in keys}
+        self._common = {key: elementwise_max([rest[key] for rest in self._rest if key in rest]) for key in keys}
 
-    def mean(self, meeting: Meeting) -> dict[str, Any]:
+    def mean(self, averager: RankAverager) -> StateDict:
         """As the optimizer's ``state_dict()``, with the mean over the ranks. Collective."""
-        sums = dict(zip(self._shapes, meeting.sums(list(self._here().values())), strict=True))
+        sums = dict(zip(self._shapes, averager.sums(list(self._local_position().values())), strict=True))
         for key, total in sums.items():
             total.div_(self._group.size - sum(key in lacking for lacking in self._lacking))
         return self._state | {"state": _by_number({**sums, **self._common})}
 
-    def before_optimizer_step(self) -> dict[str, Any]:
+    def own_state(self) -> StateDict:
         """What this rank's optimizer holds beside the mean: values, and a `TensorShard` with a row per rank."""
         missing = [
             [*lacking, *(key for key in self._common if key not in rest)]
@@ -55,12 +56,12 @@ class Remembered:
         ]
         other = [{k: v for k, v in rest.items() if not _same(v, self._common.get(k))} for rest in self._rest]
         return {
-            "moments": [[*key, row_of(value, self._group)] for key, value in self._here().items()],
+            "moments": [[*key, row_of(value, self._group)] for key, value in self._local_position().items()],
             "lacking": [[list(key) for key in keys] for keys in missing],
             "rest": [[[*key, value] for key, value in rest.items()] for rest in other],
         }
 
-    def _here(self) -> dict[Key, torch.Tensor]:
+    def _local_position(self) -> dict[Key, torch.Tensor]:
         """This rank's moments, and zeros for those that only others have; in the same order on all ranks."""
         return {
             key: self._moments[key]
@@ -70,7 +71,7 @@ class Remembered:
         }
 
 
-def put_back(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], rank: int) -> None:
+def load_own_state(optimizer: torch.optim.Optimizer, own: StateDict, rank: int) -> None:
     """Give ``optimizer``, which remembers the mean, what `Remembered.own` said of ``rank``."""
     state = optimizer.state_dict()
     flat: dict[Key, Any] = {(n, name): v for n, about in state["state"].items() for name, v in about.items()}
@@ -87,7 +88,7 @@ def row_of(tensor: torch.Tensor, group: Group) -> TensorShard:
     return TensorShard(tensor.detach()[None], start, (group.size, *tensor.shape), tensor.dtype)
 
 
-def greatest(values: Sequence[Any]) -> Any:
+def elementwise_max(values: Sequence[Any]) -> Any:
     """Of numbers and of tensors, element by element; of anything else the first."""
     if all(isinstance(v, torch.Tensor) for v in values):
         return torch.stack(list(values)).amax(0)

@@ -21,7 +21,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lot:
+class FlatBucket:
     """Tensors of one owner and one type, which travel as one."""
 
     owner: int
@@ -47,45 +47,45 @@ class Lot:
             tensor.copy_(value)
 
 
-def lots_of(tensors: Iterable[torch.Tensor], owners: Iterable[int]) -> list[Lot]:
+def flat_buckets_of(tensors: Iterable[torch.Tensor], owners: Iterable[int]) -> list[FlatBucket]:
     """The lots of ``tensors``, in the order in which owners and types first come."""
     found: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
     for tensor, owner in zip(tensors, owners, strict=True):
         found.setdefault((owner, tensor.dtype), []).append(tensor)
-    return [Lot(owner, tuple(held)) for (owner, _), held in found.items()]
+    return [FlatBucket(owner, tuple(held)) for (owner, _), held in found.items()]
 
 
-class Sums:
+class BucketGradients:
     """A worker's gradients of one step, laid out as they travel, folded along the tree or just added up."""
 
-    def __init__(self, lots: Sequence[Lot], micro_batches: int, *, exact: bool) -> None:
-        self._lots: Final = lots
+    def __init__(self, buckets: Sequence[FlatBucket], micro_batches: int, *, exact: bool) -> None:
+        self._buckets: Final = buckets
         self._exact: Final = exact
         self._fold: Final = TreeAccumulator[list[torch.Tensor]](micro_batches, add_into_left)
-        self._used: Final[list[set[int]]] = [set() for _ in lots]
+        self._used: Final[list[set[int]]] = [set() for _ in buckets]
         self.samples = 0  # of the micro-batches so far
 
-    def take(self, turn: MicroBatchPosition) -> None:
-        """Add the gradients of ``turn``, and leave ``.grad`` empty."""
-        if not turn.is_padding:
+    def accumulate(self, position: MicroBatchPosition) -> None:
+        """Add the gradients of ``position``, and leave ``.grad`` empty."""
+        if not position.is_padding:
             flats = []
-            for lot, used in zip(self._lots, self._used, strict=True):
-                gradients = pop_gradients(lot.tensors, used)
-                flats.append(lot.pack(gradients))
-            self.samples += turn.samples
-            self._add(turn.index, flats)
-        for lot in self._lots:
-            for parameter in lot.tensors:
+            for bucket, used in zip(self._buckets, self._used, strict=True):
+                gradients = pop_gradients(bucket.tensors, used)
+                flats.append(bucket.pack(gradients))
+            self.samples += position.samples
+            self._add(position.index, flats)
+        for bucket in self._buckets:
+            for parameter in bucket.tensors:
                 parameter.grad = None
 
-    def give(self) -> None:
+    def write_gradients(self) -> None:
         """Put the sum of all nodes into ``.grad``."""
-        for number, lot in enumerate(self._lots):
+        for number, bucket in enumerate(self._buckets):
             rows = self.rows(number)
             for row in rows[1:]:
                 rows[0].add_(row)
             if rows:
-                set_gradients(lot, rows[0], self._used[number])
+                set_gradients(bucket, rows[0], self._used[number])
 
     def rows(self, number: int) -> list[torch.Tensor]:
         """What the lot of this number holds: one-dimensional sums, one for each of `nodes`."""
@@ -107,7 +107,7 @@ class Sums:
             add_into_left(self._fold.sums[0], flats)
 
 
-def set_gradients(lot: Lot, flat: torch.Tensor, used: Collection[int]) -> None:
-    """``.grad`` of the lot's parameters is what lies in ``flat``; those whose places are not in ``used`` have none."""
-    for place, (parameter, gradient) in enumerate(zip(lot.tensors, lot.unpack(flat), strict=True)):
+def set_gradients(bucket: FlatBucket, flat: torch.Tensor, used: Collection[int]) -> None:
+    """Set ``.grad`` of the bucket's parameters to the values in ``flat``; None where the index is not in ``used``."""
+    for place, (parameter, gradient) in enumerate(zip(bucket.tensors, bucket.unpack(flat), strict=True)):
         parameter.grad = gradient.to(parameter.device) if place in used else None

@@ -33,7 +33,6 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -48,16 +47,28 @@ from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.size_balancing import owners_of
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts, total_count
-from lockstep.strategies.parameter_server.flat_buckets import Lot, Sums, lots_of, set_gradients
+from lockstep.strategies.parameter_server.flat_buckets import (
+    BucketGradients,
+    FlatBucket,
+    flat_buckets_of,
+    set_gradients,
+)
 from lockstep.strategies.parameter_server.parameter_server import WITHOUT_GRADIENTS
-from lockstep.strategies.parameter_server.parameter_store import LayoutWithHooks, Stock
-from lockstep.strategies.parameter_server.rpc import Line, Round, Staff
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.parameter_server.parameter_store import LayoutWithHooks, ParameterStore
+from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles, SyncRound
+from lockstep.strategies.protocol import (
+    HasServerRanks,
+    PreparesForward,
+    PreparesOptimizerStep,
+    ReplicaAssignment,
+    Strategy,
+    StrategyContext,
+)
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import sparse_parameters
 from lockstep.strategies.state_layout import OwnerLayout
 
-Table = nn.Embedding | nn.EmbeddingBag
+EmbeddingTable = nn.Embedding | nn.EmbeddingBag
 _LOOK_UP, _BACKWARD = "a look-up of embeddings", "the backward pass"
 
 
@@ -69,20 +80,22 @@ class Options:
     served: str = ""  #: names of the embeddings that lie there, joined by '+'; all of them, if there is none
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """The strategy ``hybrid``; one rank alone holds everything. Collective.
 
     Raises:
         SettingError: if no rank would be left to work, or for fp16.
     """
-    if terms.group.size == 1:
-        return SingleProcess(terms.group, terms.runs, exact=terms.exact)
-    terms.refuse_fp16("hybrid", WITHOUT_GRADIENTS)
-    return Hybrid(terms, Staff(terms.group.size, options.servers), tuple(filter(None, options.served.split("+"))))
+    if context.group.size == 1:
+        return SingleProcess(context.group, context.runs, exact=context.exact)
+    context.refuse_fp16("hybrid", WITHOUT_GRADIENTS)
+    return Hybrid(
+        context, ServerRoles(context.group.size, options.servers), tuple(filter(None, options.served.split("+")))
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class LookUp:
+class LookupRequest:
     """What a worker asks of a table."""
 
     table: int  #: its number
@@ -93,7 +106,7 @@ class LookUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class GradientRequest:
     """A worker's backward pass is through: its gradients on this server may be folded."""
 
     worker: int
@@ -103,7 +116,7 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class StepDone:
     """A worker has gone through its micro-batches of a step."""
 
     step: int
@@ -115,17 +128,17 @@ Gradients = list[torch.Tensor | None]
 """Of the tables of one server, by one worker; None for one that was not looked up."""
 
 
-class Tables:
+class EmbeddingTables:
     """The embeddings of all models that are served: where each lies, and on its server, what it has gathered."""
 
     def __init__(self, rank: int) -> None:
         self._rank: Final = rank
-        self._tables: Final[list[Table]] = []
+        self._tables: Final[list[EmbeddingTable]] = []
         self._servers: Final[list[int]] = []
         self._looked_up: Final[dict[int, tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]]] = {}
         self._folds: Final[dict[int, TreeAccumulator[Gradients]]] = {}  # of this step, by worker
 
-    def add(self, table: Table, server: int) -> int:
+    def add(self, table: EmbeddingTable, server: int) -> int:
         """``table`` lies on ``server``, and other ranks free its memory; its number, the same on all ranks."""
         self._tables.append(table)
         self._servers.append(server)
@@ -145,37 +158,37 @@ class Tables:
         held = zip(self._tables, self._servers, strict=True)
         return list(dict.fromkeys(table.weight for table, server in held if server == self._rank))
 
-    def look_up(self, asked: LookUp) -> torch.Tensor:
+    def look_up(self, lookup: LookupRequest) -> torch.Tensor:
         """The rows, on a server. What they are used for leads back here, where distributed autograd remembers it."""
-        table = self._tables[asked.table]
-        inputs, named = _moved((asked.inputs, dict(asked.named)), table.weight.device)
-        if asked.context is None:
+        table = self._tables[lookup.table]
+        inputs, named = _to_device((lookup.inputs, dict(lookup.named)), table.weight.device)
+        if lookup.context is None:
             with torch.no_grad():
                 rows: torch.Tensor = table(*inputs, **named)
                 return rows.cpu()
         leaf = table.weight.detach().requires_grad_(table.weight.requires_grad)
-        self._leaves(asked.worker, asked.context).append((table.weight, leaf))
+        self._leaves(lookup.worker, lookup.context).append((table.weight, leaf))
         # Other workers may look up at the same time, so it is a copy of the table, not the table, that has the leaf.
         twin = copy.copy(table)
         twin._parameters = {"weight": leaf}  # type: ignore[dict-item]
         rows = twin(*inputs, **named)
         return rows.cpu()
 
-    def take(self, asked: Take) -> None:
+    def accumulate(self, lookup: GradientRequest) -> None:
         """Fold what a micro-batch's backward pass has left on a server."""
-        leaves = self._leaves(asked.worker, asked.context)
-        found = get_gradients(asked.context) if leaves else {}
+        leaves = self._leaves(lookup.worker, lookup.context)
+        found = get_gradients(lookup.context) if leaves else {}
         sums: dict[torch.Tensor, torch.Tensor] = {}
         for weight, leaf in reversed(leaves):
             gradient = found.get(leaf)
             if gradient is not None:
                 sums[weight] = gradient + sums[weight] if weight in sums else gradient
         leaves.clear()
-        if asked.worker not in self._folds:
-            self._folds[asked.worker] = TreeAccumulator(asked.of, _merge)
-        self._folds[asked.worker].push((asked.index, asked.index + 1), [sums.get(weight) for weight in self.weights])
+        if lookup.worker not in self._folds:
+            self._folds[lookup.worker] = TreeAccumulator(lookup.of, _merge)
+        self._folds[lookup.worker].push((lookup.index, lookup.index + 1), [sums.get(weight) for weight in self.weights])
 
-    def give(self, micro_batches: int) -> None:
+    def write_gradients(self, micro_batches: int) -> None:
         """On a server ``.grad`` holds the sum over the step, and none for tables that no micro-batch has looked up."""
         folds = [self._folds[worker] for worker in sorted(self._folds)]
         self._folds.clear()
@@ -184,7 +197,7 @@ class Tables:
         for weight, gradient in zip(self.weights, total, strict=True):
             weight.grad = gradient
 
-    def forget(self) -> None:
+    def discard_step(self) -> None:
         """What micro-batches have left here is gone. While no worker computes."""
         self._folds.clear()
         self._looked_up.clear()
@@ -198,39 +211,37 @@ class Tables:
         return leaves
 
 
-class Hybrid:
+class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
     """The strategy ``hybrid``."""
 
-    meets_in_forward: Final = False
-
-    def __init__(self, terms: StrategyContext, staff: Staff, served: Sequence[str]) -> None:
-        group = terms.group
+    def __init__(self, context: StrategyContext, roles: ServerRoles, served: Sequence[str]) -> None:
+        group = context.group
         self._group: Final = group
-        self._staff: Final = staff
-        self._say: Final = terms.say
-        self._serves: Final = group.rank in staff.servers
-        self.share: Final = ReplicaAssignment(None if self._serves else group.rank, len(staff.workers))
+        self._roles: Final = roles
+        self._say: Final = context.say
+        self._serves: Final = group.rank in roles.servers
+        self.assignment = ReplicaAssignment(None if self._serves else group.rank, len(roles.workers))
         self._names: Final = served
         self._missing: Final = set(served)
-        self._tables: Final = Tables(group.rank)
-        self._homes: Final[dict[torch.Tensor, int]] = {}  # the server of each table's weight
-        self._loads: list[int] = [0] * len(staff.servers)  # bytes of the tables on each server
-        self._line: Final = Line(group, self._read)
-        self._round: Final = Round(self._line, staff)
-        self._stock: Final = Stock(group, self._line)
-        self._owned: Final = OwnerLayout(group)
-        self.state_layout: Final = LayoutWithHooks(self._owned, self._norm, self._owned.load_model)
-        self._among: Final = group.subgroup(staff.servers if self._serves else staff.workers)
-        self._exchange: Final = open_all_reduce(self._among, terms.runs)
-        self._buffers: Final = Buffers(self._exchange, self._among)
-        self._context: Final = contextlib.ExitStack()
+        self._tables: Final = EmbeddingTables(group.rank)
+        self._server_of_weight: Final[dict[torch.Tensor, int]] = {}  # the server of each table's weight
+        self._loads: list[int] = [0] * len(roles.servers)  # bytes of the tables on each server
+        self._endpoint: Final = RpcEndpoint(group, self._read)
+        self._round: Final = SyncRound(self._endpoint, roles)
+        self._store: Final = ParameterStore(group, self._endpoint)
+        self._owner_layout: Final = OwnerLayout(group)
+        self.state_layout = LayoutWithHooks(self._owner_layout, self._norm, self._owner_layout.load_model)
+        self._role_group: Final = group.subgroup(roles.servers if self._serves else roles.workers)
+        self._all_reduce: Final = open_all_reduce(self._role_group, context.runs)
+        self._buffers: Final = Buffers(self._all_reduce, self._role_group)
+        self._autograd_context: Final = contextlib.ExitStack()
         self._context_id: int | None = None  # within a turn
-        self._lots: dict[ParameterSet, list[Lot]] = {}  # of the dense part
-        self._sums: Sums | None = None
+        self._buckets: dict[ParameterSet, list[FlatBucket]] = {}  # of the dense part
+        self._sums: BucketGradients | None = None
         self._step = 0
         self._closed = False
         if self._serves:
-            self._line.watch(staff.workers)
+            self._endpoint.watch(roles.workers)
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself, as it is on rank 0; its tables are looked up where they lie. Collective.
@@ -238,116 +249,109 @@ class Hybrid:
         Raises:
             UsageError: if a table cannot lie elsewhere.
         """
-        tables = self._find(model)
+        tables = self._find_tables(model)
         if not tables:
             self._say(f"{type(model).__name__} has no embedding to serve; ddp would use the servers better")
-        new = [table for table in tables.values() if table.weight not in self._homes]
+        new = [table for table in tables.values() if table.weight not in self._server_of_weight]
         owners, self._loads = owners_of([t.weight.numel() * t.weight.element_size() for t in new], self._loads)
-        self._homes.update((t.weight, self._staff.servers[o]) for t, o in zip(new, owners, strict=True))
+        self._server_of_weight.update((t.weight, self._roles.servers[o]) for t, o in zip(new, owners, strict=True))
         for parameter, name in sparse_parameters(model).items():
-            if parameter not in self._homes:
+            if parameter not in self._server_of_weight:
                 raise UsageError(
                     f"{name} has sparse=True and is not served, and workers sum dense gradients among themselves; "
                     "leave sparse=True out, or let served=... name it, too"
                 )
-        self._stock.setup_model(model, lambda tensor: self._homes.get(tensor, 0))
+        self._store.setup_model(model, lambda tensor: self._server_of_weight.get(tensor, 0))
         tensors = model.state_dict(keep_vars=True)
-        self._owned.setup_model(model, lambda name: self._holders_of(tensors[name]))
+        self._owner_layout.setup_model(model, lambda name: self._holders_of(tensors[name]))
         self._buffers.setup_model(model)
         for name, table in tables.items():
-            server = self._homes[table.weight]
+            server = self._server_of_weight[table.weight]
             number = self._tables.add(table, server)
             self._say(f"{name} {tuple(table.weight.shape)} is served by rank {server}")
             if not self._serves:
                 table.forward = functools.partial(self._look_up, number)  # type: ignore[method-assign]
         return model
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """What this rank computes until `end` is one graph of distributed autograd."""
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Open a context of distributed autograd, for what this rank computes until `end_micro_batch`."""
         if not self._serves:
-            self._context_id = self._context.enter_context(dist_autograd.context())
+            self._context_id = self._autograd_context.enter_context(dist_autograd.context())
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`; the gradients of tables are on their servers."""
+        """Compute gradients through workers and servers; those of tables stay on their servers."""
         assert self._context_id is not None
         if self._sums is None:
-            self._sums = Sums(self._dense(target), turn.of, exact=True)
+            self._sums = BucketGradients(self._dense(target), position.of, exact=True)
         with translating_peer_errors(_BACKWARD):
             backward(self._context_id, [loss if weight is None else loss * weight])
         gradients = get_gradients(self._context_id)
-        for lot in self._dense(target):
-            for parameter in lot.tensors:
+        for bucket in self._dense(target):
+            for parameter in bucket.tensors:
                 parameter.grad = gradients.get(parameter)
-        self._sums.take(turn)
-        if not turn.is_padding:
-            take = Take(self._group.rank, self._context_id, turn.index, turn.of)
-            for server, answer in [(server, self._line.read(server, take)) for server in self._staff.servers]:
-                self._line.wait(server, answer, _BACKWARD)
-        if turn.last:
-            self._round.unsent = dict.fromkeys(self._staff.servers, Done(self._step, turn.of))
-            self._reduce(self._dense(target), self._sums, turn.of)
+        self._sums.accumulate(position)
+        if not position.is_padding:
+            take = GradientRequest(self._group.rank, self._context_id, position.index, position.of)
+            for server, answer in [(server, self._endpoint.read(server, take)) for server in self._roles.servers]:
+                self._endpoint.wait(server, answer, _BACKWARD)
+        if position.last:
+            self._round.unsent = dict.fromkeys(self._roles.servers, StepDone(self._step, position.of))
+            self._reduce(self._dense(target), self._sums, position.of)
             self._sums = None
 
-    def serve(self, target: ParameterSet, turn: MicroBatchPosition) -> bool:
-        """See `HasServerRanks.serve`. Look-ups are answered beside it."""
+    def serve(self, target: ParameterSet, position: MicroBatchPosition) -> bool:
+        """Wait for the end of the workers' step, and set ``.grad`` of tables; other threads answer look-ups."""
         if self._round.is_over("the end of the step"):
-            self._tables.forget()
+            self._tables.discard_step()
             return False
-        told: list[Done] = self._round.gather("the end of the step")
-        if {(done.step, done.micro_batches) for done in told} != {(self._step, turn.of)}:
+        reports: list[StepDone] = self._round.gather("the end of the step")
+        if {(done.step, done.micro_batches) for done in reports} != {(self._step, position.of)}:
             raise MismatchError(
-                f"workers are done with other steps than this server is in ({self._step}, of {turn.of} micro-batches): "
-                + ", ".join(f"{done.step}, of {done.micro_batches}" for done in told)
+                f"workers are done with other steps than this server is in ({self._step}, of {position.of} "
+                "micro-batches): " + ", ".join(f"{done.step}, of {done.micro_batches}" for done in reports)
             )
-        self._tables.give(turn.of)
-        (counted,) = {done.counted for done in told}
+        self._tables.write_gradients(position.of)
+        (counted,) = {done.counted for done in reports}
         if counted is not None:
-            divide_by_counts(target, turn.step_samples, counted)
+            divide_by_counts(target, position.step_samples, counted)
         return True
 
-    def part(self, *, whole: bool) -> bool:
-        """See `HasServerRanks.part`."""
-        return self._round.part(whole=whole)
+    def end_loop(self, *, complete: bool) -> bool:
+        """End the loop over micro-batches; whether it was complete. Collective."""
+        return self._round.end_loop(complete=complete)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`. All workers; servers divide when they are told."""
-        total = total_count(self._among, counted)
+        """Divide by the number of items; servers divide once they learn it. All workers must call it."""
+        total = total_count(self._role_group, counted)
         divide_by_counts(target, samples, total)
         self._round.unsent = {rank: replace(done, counted=total) for rank, done in self._round.unsent.items()}
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
-        """See `Strategy.before_optimizer_step`: gradients are in place, and servers are told if they have not been."""
+        """Tell servers that gradients are in place, if they were not told yet."""
         self._round.send()
 
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`: no worker goes on before the servers have stepped."""
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """After the last micro-batch, wait until the servers have stepped; then bring buffers in step."""
         self._leave_context()
-        if turn.last:
+        if position.last:
             self._round.answer(lambda: None)
             for _ in self._round.answers("the step of the servers"):
                 pass
             self._step += 1
         if not self._serves:
             with translating_peer_errors("the reduction of buffers"):
-                self._buffers.settle(turn)
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Tables are looked up as they are."""
-        return contextlib.nullcontext()
-
-    def finish_training(self) -> None:
-        """Every rank holds its part."""
+                self._buffers.end_micro_batch(position)
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients that were not sent, and restore buffers."""
         self._leave_context()
         self._sums, self._round.unsent = None, {}
         self._buffers.restore()
 
     def resync(self) -> None:
-        """See `Strategy.resync`.
+        """Wait until servers have ended the loop before; start from the buffers that models hold.
 
         Raises:
             SettingError: if an embedding that was named is in no model.
@@ -360,38 +364,31 @@ class Hybrid:
         self._round.rejoin()
         self._buffers.resync()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing beside model and optimizer."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to put back."""
-
     def close(self) -> None:
-        """See `Strategy.close`."""
+        """End the threads and connections. Collective."""
         self._closed = True
         self._leave_context()
-        self._exchange.close()
-        self._line.close()
+        self._all_reduce.close()
+        self._endpoint.close()
 
     def _leave_context(self) -> None:
         self._context_id = None
-        self._context.close()
+        self._autograd_context.close()
 
-    def _find(self, model: nn.Module) -> dict[str, Table]:
+    def _find_tables(self, model: nn.Module) -> dict[str, EmbeddingTable]:
         """The tables of ``model`` that are to be served, by name."""
         modules = {name: module for name, module in model.named_modules() if not self._names or name in self._names}
         self._missing.difference_update(modules)
         tables = {}
         for name, module in modules.items():
-            if isinstance(module, Table):
+            if isinstance(module, EmbeddingTable):
                 tables[name] = module
-                self._check(model, name, module)
+                self._check_table(model, name, module)
             elif self._names:
                 raise UsageError(f"strategy hybrid: served={name} is a {type(module).__name__}; give an embedding")
         return tables
 
-    def _check(self, model: nn.Module, name: str, table: Table) -> None:
+    def _check_table(self, model: nn.Module, name: str, table: EmbeddingTable) -> None:
         if table.max_norm is not None:
             raise UsageError(
                 f"{name} has max_norm={table.max_norm}, so look-ups change it, and workers would do so at the same "
@@ -406,55 +403,60 @@ class Hybrid:
 
     def _holders_of(self, tensor: torch.Tensor) -> Sequence[int]:
         """A table is on its server, everything else on all workers."""
-        return (self._homes[tensor],) if tensor in self._homes else self._staff.workers
+        return (self._server_of_weight[tensor],) if tensor in self._server_of_weight else self._roles.workers
 
-    def _dense(self, target: ParameterSet) -> list[Lot]:
+    def _dense(self, target: ParameterSet) -> list[FlatBucket]:
         """What workers reduce among themselves."""
-        if target not in self._lots:
+        if target not in self._buckets:
             if not target.everything:
                 raise UsageError(
                     "servers make one update in each step, and this loss is for some of the parameters only; give "
                     "run.step(loss, optimizer=[first, second]) all optimizers at once"
                 )
-            dense = [p for p in target.parameters if p not in self._homes]
-            self._lots[target] = lots_of(dense, [0] * len(dense))
-        return self._lots[target]
+            dense = [p for p in target.parameters if p not in self._server_of_weight]
+            self._buckets[target] = flat_buckets_of(dense, [0] * len(dense))
+        return self._buckets[target]
 
-    def _reduce(self, lots: Sequence[Lot], sums: Sums, micro_batches: int) -> None:
+    def _reduce(self, buckets: Sequence[FlatBucket], sums: BucketGradients, micro_batches: int) -> None:
         """``.grad`` of the dense part is the sum over all workers; none, where no loss had a part in it."""
         with translating_peer_errors("the reduction of gradients"):
             arriving = []
-            for number, lot in enumerate(lots):
+            for number, bucket in enumerate(buckets):
                 # With a one behind it for each parameter that had a part in some loss: their sum tells all workers.
-                used = lot.tensors[0].new_zeros(len(lot.tensors))
+                used = bucket.tensors[0].new_zeros(len(bucket.tensors))
                 used[sorted(sums.used(number))] = 1
                 partials = [torch.cat([row, used]) for row in sums.rows(number)]
-                elements = sum(p.numel() for p in lot.tensors)
-                out = lot.tensors[0].new_empty(elements + len(used))
-                self._exchange.begin(out, partials, micro_batches)
-                arriving.append((lot, out, elements))
-            self._exchange.finish()
-        for lot, out, elements in arriving:
-            set_gradients(lot, out[:elements], out[elements:].nonzero().flatten().tolist())
+                elements = sum(p.numel() for p in bucket.tensors)
+                out = bucket.tensors[0].new_empty(elements + len(used))
+                self._all_reduce.begin(out, partials, micro_batches)
+                arriving.append((bucket, out, elements))
+            self._all_reduce.finish()
+        for bucket, out, elements in arriving:
+            set_gradients(bucket, out[:elements], out[elements:].nonzero().flatten().tolist())
 
     def _look_up(self, number: int, *inputs: Any, **named: Any) -> torch.Tensor:
         """In place of the forward pass of a table."""
         if self._closed:
             raise UsageError("an embedding that servers held was looked up after the run was closed; do so within")
         server = self._tables.server_of(number)
-        inputs, named = _moved((inputs, named), torch.device("cpu"))
-        asked = LookUp(number, inputs, named, self._group.rank, self._context_id if torch.is_grad_enabled() else None)
-        rows: torch.Tensor = self._line.wait(server, self._line.read(server, asked), _LOOK_UP)
+        inputs, named = _to_device((inputs, named), torch.device("cpu"))
+        lookup = LookupRequest(
+            number, inputs, named, self._group.rank, self._context_id if torch.is_grad_enabled() else None
+        )
+        rows: torch.Tensor = self._endpoint.wait(server, self._endpoint.read(server, lookup), _LOOK_UP)
         return rows.to(self._group.device)
 
     def _read(self, what: Any) -> Any:
         """What other ranks ask of this one, beside its main thread."""
-        answers: dict[type, Callable[[Any], Any]] = {LookUp: self._tables.look_up, Take: self._tables.take}
-        return answers.get(type(what), self._stock.read)(what)
+        answers: dict[type, Callable[[Any], Any]] = {
+            LookupRequest: self._tables.look_up,
+            GradientRequest: self._tables.accumulate,
+        }
+        return answers.get(type(what), self._store.read)(what)
 
     def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         self._round.send()
-        return self._owned.norm(parameters)
+        return self._owner_layout.norm(parameters)
 
 
 def _merge(left: Gradients, right: Gradients) -> Gradients:
@@ -463,6 +465,6 @@ def _merge(left: Gradients, right: Gradients) -> Gradients:
     return [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
 
 
-def _moved(values: Any, device: torch.device) -> Any:
+def _to_device(values: Any, device: torch.device) -> Any:
     """``values``, nested, with their tensors on ``device``."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values)

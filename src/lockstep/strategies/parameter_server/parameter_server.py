@@ -28,10 +28,9 @@ pushes.)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -42,10 +41,33 @@ from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.size_balancing import owners_of
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts, total_count
-from lockstep.strategies.parameter_server.flat_buckets import Lot, Sums, lots_of, set_gradients
-from lockstep.strategies.parameter_server.parameter_store import PULL, LayoutWithHooks, Stock
-from lockstep.strategies.parameter_server.rpc import Answer, Letter, Line, Parting, Round, Staff, named, strayed
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.parameter_server.flat_buckets import (
+    BucketGradients,
+    FlatBucket,
+    flat_buckets_of,
+    set_gradients,
+)
+from lockstep.strategies.parameter_server.parameter_store import PULL, LayoutWithHooks, ParameterStore
+from lockstep.strategies.parameter_server.rpc import (
+    Answer,
+    EndOfLoop,
+    RpcEndpoint,
+    RpcRequest,
+    ServerRoles,
+    SyncRound,
+    format_ranks,
+    unexpected_end_of_loop,
+)
+from lockstep.strategies.protocol import (
+    FinishesTraining,
+    HasServerRanks,
+    PreparesEvaluation,
+    PreparesForward,
+    PreparesOptimizerStep,
+    ReplicaAssignment,
+    Strategy,
+    StrategyContext,
+)
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.state_layout import OwnerLayout, ReplicatedLayout
@@ -76,233 +98,220 @@ class Options:
             )
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """The strategy ``parameter-server``; one rank alone needs none. Collective.
 
     Raises:
         SettingError: if no rank would be left to work, or for fp16.
     """
-    if terms.group.size == 1:
-        return SingleProcess(terms.group, terms.runs, exact=terms.exact)
-    terms.refuse_fp16("parameter-server", WITHOUT_GRADIENTS)
-    staff = Staff(terms.group.size, options.servers)
+    if context.group.size == 1:
+        return SingleProcess(context.group, context.runs, exact=context.exact)
+    context.refuse_fp16("parameter-server", WITHOUT_GRADIENTS)
+    roles = ServerRoles(context.group.size, options.servers)
     if options.mode == "sync":
-        return Rounds(terms, staff)
-    return Hogwild(terms, staff, options.staleness)
+        return SyncParameterServer(context, roles)
+    return AsyncParameterServer(context, roles, options.staleness)
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What a worker lays before one server in a step."""
+    """What a worker sends to one server in a step."""
 
     step: int  #: of this worker, from 0
     micro_batches: int  #: of the step
     nodes: list[Node]  #: of the tree, whose sums these are; none if the worker had no micro-batch
-    sums: list[torch.Tensor]  #: for each lot of the server, of shape (nodes, elements)
-    used: list[set[int]]  #: for each lot, the places of its parameters that had a part in some loss here
+    sums: list[torch.Tensor]  #: for each bucket of the server, of shape (nodes, elements)
+    used: list[set[int]]  #: for each bucket, the indices of its parameters that had a part in some loss here
     counted: int | None = None  #: items of the step over all workers, where they are counted
     version: int = 0  #: of the server's parameters, from which the gradient was computed
 
 
-class Shop:
-    """What both modes have: the staff, their line, the stock, and the lots of the parameters that are trained."""
+class ServerContext:
+    """What both modes have: roles, remote calls, the parameters with their owners, and the buckets they travel in."""
 
-    def __init__(self, terms: StrategyContext, staff: Staff) -> None:
-        group = terms.group
+    def __init__(self, context: StrategyContext, roles: ServerRoles) -> None:
+        group = context.group
         self.group: Final = group
-        self.staff: Final = staff
-        self.serves: Final = group.rank in staff.servers
-        self.share: Final = ReplicaAssignment(None if self.serves else group.rank, len(staff.workers))
-        self.say: Final = terms.say
-        self.line: Final = Line(group, self._read)
-        self.stock: Final = Stock(group, self.line)
-        self.owned: Final = OwnerLayout(group)
+        self.roles: Final = roles
+        self.serves: Final = group.rank in roles.servers
+        self.assignment: Final = ReplicaAssignment(None if self.serves else group.rank, len(roles.workers))
+        self.say: Final = context.say
+        self.endpoint: Final = RpcEndpoint(group, self._read)
+        self.store: Final = ParameterStore(group, self.endpoint)
+        self.owner_layout: Final = OwnerLayout(group)
         self._owners: Final[dict[torch.Tensor, int]] = {}  # of parameters that are trained
-        self._loads: list[int] = [0] * len(staff.servers)  # bytes that each server owns
-        self.among: Final = group.subgroup(staff.servers if self.serves else staff.workers)  #: those of the same kind
-        self._lots: dict[ParameterSet, list[Lot]] = {}
+        self._loads: list[int] = [0] * len(roles.servers)  # bytes that each server owns
+        #: the workers' group on a worker, the servers' group on a server
+        self.role_group: Final = group.subgroup(roles.servers if self.serves else roles.workers)
+        self._buckets: dict[ParameterSet, list[FlatBucket]] = {}
         if self.serves:
-            self.line.watch(staff.workers)
+            self.endpoint.watch(roles.workers)
 
     def setup_model(self, model: nn.Module) -> None:
-        """``model`` is divided among the servers, about equally in bytes, and is what it is on rank 0. Collective."""
+        """Divide ``model``, with rank 0's values, among the servers, about equally in bytes. Collective."""
         refuse_sparse(model, "parameter-server")
-        servers = self.staff.servers
+        servers = self.roles.servers
         new = [p for p in model.parameters() if p.requires_grad and p not in self._owners]
         owners, self._loads = owners_of([p.numel() * p.element_size() for p in new], self._loads)
         self._owners.update((p, servers[owner]) for p, owner in zip(new, owners, strict=True))
         loads = ", ".join(f"rank {rank} {load / 1e6:.3g} MB" for rank, load in zip(servers, self._loads, strict=True))
-        self.say(f"{len(self.staff.workers)} workers; parameters on servers: {loads}")
-        self.stock.setup_model(model, self._owner_of)
+        self.say(f"{len(self.roles.workers)} workers; parameters on servers: {loads}")
+        self.store.setup_model(model, self._owner_of)
         tensors = model.state_dict(keep_vars=True)
-        self.owned.setup_model(model, lambda name: (self._owner_of(tensors[name]),))
+        self.owner_layout.setup_model(model, lambda name: (self._owner_of(tensors[name]),))
 
-    def lots(self, target: ParameterSet) -> list[Lot]:
-        """The lots of what is trained.
+    def buckets(self, target: ParameterSet) -> list[FlatBucket]:
+        """The buckets of the trained parameters.
 
         Raises:
             UsageError: where a run has several optimizers that step apart.
         """
-        if target not in self._lots:
+        if target not in self._buckets:
             if not target.everything:
                 raise UsageError(
                     "servers make one update in each step, and this loss is for some of the parameters only; give "
                     "run.step(loss, optimizer=[first, second]) all optimizers at once, or use strategy ddp"
                 )
-            self._lots[target] = lots_of(target.parameters, map(self.stock.owner_of, target.parameters))
-        return self._lots[target]
+            self._buckets[target] = flat_buckets_of(target.parameters, map(self.store.owner_of, target.parameters))
+        return self._buckets[target]
 
-    def mine(self, target: ParameterSet) -> list[Lot]:
-        """The lots that this server owns."""
-        return [lot for lot in self.lots(target) if lot.owner == self.group.rank]
+    def own_buckets(self, target: ParameterSet) -> list[FlatBucket]:
+        """The buckets that this server owns."""
+        return [bucket for bucket in self.buckets(target) if bucket.owner == self.group.rank]
 
     def values(self, target: ParameterSet) -> tuple[int, list[torch.Tensor]]:
         """What a server answers to a push."""
-        return self.stock.version, [lot.values() for lot in self.mine(target)]
+        return self.store.version, [bucket.values() for bucket in self.own_buckets(target)]
 
-    def take_home(self, target: ParameterSet, server: int, answer: tuple[int, list[torch.Tensor]]) -> int:
-        """A worker's copies are what ``server`` answered; the version of that."""
+    def update_copies(self, target: ParameterSet, server: int, answer: tuple[int, list[torch.Tensor]]) -> int:
+        """Set a worker's copies to what ``server`` answered, and return the version of that."""
         version, flats = answer
-        for lot, flat in zip((lot for lot in self.lots(target) if lot.owner == server), flats, strict=True):
-            lot.fill(flat)
+        for bucket, flat in zip(
+            (bucket for bucket in self.buckets(target) if bucket.owner == server), flats, strict=True
+        ):
+            bucket.fill(flat)
         return version
 
     def _read(self, model: int | None) -> tuple[int, list[torch.Tensor]]:
-        return self.stock.read(model)
+        return self.store.read(model)
 
     def _owner_of(self, tensor: torch.Tensor) -> int:
-        # What is trained is on servers. Rank 0 has the rest: it is the same on all ranks, or moves on workers.
+        # Trained parameters are on servers. Rank 0 owns the rest: it is the same on all ranks, or workers change it.
         return self._owners.get(tensor, 0)
 
 
-class Rounds:
+class SyncParameterServer(Strategy, HasServerRanks, PreparesOptimizerStep, FinishesTraining):
     """The strategy ``parameter-server`` in its synchronous mode."""
 
-    meets_in_forward: Final = False
-
-    def __init__(self, terms: StrategyContext, staff: Staff) -> None:
-        self._shop: Final = Shop(terms, staff)
-        self._group: Final = terms.group
-        self._exact: Final = terms.exact
-        self.share: Final = self._shop.share
-        # Copies, too, begin as what was saved.
-        self.state_layout: Final = LayoutWithHooks(self._shop.owned, self._norm, ReplicatedLayout().load_model)
-        self._among: Final = self._shop.among
-        self._exchange: Final = open_all_reduce(self._among, terms.runs)
-        self._buffers: Final = Buffers(self._exchange, self._among)
+    def __init__(self, context: StrategyContext, roles: ServerRoles) -> None:
+        self._context: Final = ServerContext(context, roles)
+        self._group: Final = context.group
+        self._exact: Final = context.exact
+        self.assignment = self._context.assignment
+        # Copies are loaded, too, not only what the owners hold.
+        self.state_layout = LayoutWithHooks(self._context.owner_layout, self._norm, ReplicatedLayout().load_model)
+        self._role_group: Final = self._context.role_group
+        self._all_reduce: Final = open_all_reduce(self._role_group, context.runs)
+        self._buffers: Final = Buffers(self._all_reduce, self._role_group)
         self._step = 0
-        self._sums: Sums | None = None
-        self._round: Final = Round(self._shop.line, staff)
+        self._sums: BucketGradients | None = None
+        self._round: Final = SyncRound(self._context.endpoint, roles)
         self._target: ParameterSet
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself, as it is on rank 0. Collective."""
-        self._shop.setup_model(model)
+        self._context.setup_model(model)
         self._buffers.setup_model(model)
         return model
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """Nothing has to be prepared."""
-
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`; the sum over all workers is on the servers, once they have been told."""
+        """Sum a worker's gradients; after its last micro-batch they are ready to be sent to the servers."""
         self._target = target
         if self._sums is None:
-            self._sums = Sums(self._shop.lots(target), turn.of, exact=self._exact)
+            self._sums = BucketGradients(self._context.buckets(target), position.of, exact=self._exact)
         target.backward(loss, weight)
-        self._sums.take(turn)
-        if turn.last:
-            self._round.unsent = {rank: self._push_for(rank, turn.of) for rank in self._shop.staff.servers}
+        self._sums.accumulate(position)
+        if position.last:
+            self._round.unsent = {rank: self._push_for(rank, position.of) for rank in self._context.roles.servers}
             self._sums = None
 
-    def serve(self, target: ParameterSet, turn: MicroBatchPosition) -> bool:
-        """See `HasServerRanks.serve`."""
+    def serve(self, target: ParameterSet, position: MicroBatchPosition) -> bool:
+        """Receive a push of each worker, and set ``.grad`` to their sum; False, if they have ended the loop instead."""
         self._target = target
         if self._round.is_over("the push"):
             return False
         pushes: list[Push] = self._round.gather("the push")
-        if {(push.step, push.micro_batches) for push in pushes} != {(self._step, turn.of)}:
+        if {(push.step, push.micro_batches) for push in pushes} != {(self._step, position.of)}:
             raise MismatchError(
-                f"workers pushed for other steps than this server is in ({self._step}, of {turn.of} micro-batches): "
-                + ", ".join(f"{push.step}, of {push.micro_batches}" for push in pushes)
+                f"workers pushed for other steps than this server is in ({self._step}, of {position.of} "
+                "micro-batches): " + ", ".join(f"{push.step}, of {push.micro_batches}" for push in pushes)
             )
-        for number, lot in enumerate(self._shop.mine(target)):
+        for number, bucket in enumerate(self._context.own_buckets(target)):
             used = set().union(*(push.used[number] for push in pushes))
-            set_gradients(lot, self._total(turn.of, pushes, number), used)
+            set_gradients(bucket, self._total(position.of, pushes, number), used)
         (counted,) = {push.counted for push in pushes}
         if counted is not None:
-            divide_by_counts(target, turn.step_samples, counted)
+            divide_by_counts(target, position.step_samples, counted)
         return True
 
-    def part(self, *, whole: bool) -> bool:
-        """See `HasServerRanks.part`."""
-        return self._round.part(whole=whole)
+    def end_loop(self, *, complete: bool) -> bool:
+        """End the loop over micro-batches; whether it was complete. Collective."""
+        return self._round.end_loop(complete=complete)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`: servers divide, after their sum. All workers."""
-        total = total_count(self._among, counted)
+        """Let servers divide by the number of items, after their sum. All workers must call it."""
+        total = total_count(self._role_group, counted)
         for server, push in self._round.unsent.items():
             self._round.unsent[server] = replace(push, counted=total)
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
-        """See `Strategy.before_optimizer_step`: servers make the step, so workers send them what is not sent yet."""
+        """Send the servers, which make the step, what was not sent yet."""
         self._round.send()
 
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`: workers pull."""
-        if turn.last:
-            self._round.answer(lambda: self._shop.values(self._target))
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """After the last micro-batch of a step, workers pull the parameters; then buffers are brought in step."""
+        if position.last:
+            self._round.answer(lambda: self._context.values(self._target))
             for server, answer in self._round.answers(PULL):
-                self._shop.take_home(self._target, server, answer)
+                self._context.update_copies(self._target, server, answer)
             self._step += 1
-            self._shop.stock.version += 1
-        if not self._shop.serves:
+            self._context.store.version += 1
+        if not self._context.serves:
             with translating_peer_errors("the reduction of buffers"):
-                self._buffers.settle(turn)
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Workers have what servers have."""
-        return contextlib.nullcontext()
+                self._buffers.end_micro_batch(position)
 
     def finish_training(self) -> None:
-        """See `Strategy.finish_training`: also servers get what the others own."""
-        self._shop.stock.refresh(self._shop.staff.servers)
+        """Give servers, too, the parameters that others own. Collective."""
+        self._context.store.refresh(self._context.roles.servers)
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients that were not sent, and restore buffers."""
         self._sums, self._round.unsent = None, {}
         self._buffers.restore()
 
     def resync(self) -> None:
-        """See `Strategy.resync`."""
+        """Wait until servers have ended the loop before; start from the buffers that models hold."""
         self._round.rejoin()
         self._buffers.resync()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing beside model and optimizer."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to put back."""
-
     def close(self) -> None:
-        """See `Strategy.close`."""
-        self._exchange.close()
-        self._shop.line.close()
+        """End the threads and connections. Collective."""
+        self._all_reduce.close()
+        self._context.endpoint.close()
 
     def _push_for(self, server: int, micro_batches: int) -> Push:
         assert self._sums is not None
-        return push_for(server, self._shop.lots(self._target), self._sums, self._step, micro_batches)
+        return make_push(server, self._context.buckets(self._target), self._sums, self._step, micro_batches)
 
     def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         self._round.send()
-        return self._shop.owned.norm(parameters)
+        return self._context.owner_layout.norm(parameters)
 
-    def _total(self, micro_batches: int, pushes: Sequence[Push], lot: int) -> torch.Tensor:
+    def _total(self, micro_batches: int, pushes: Sequence[Push], bucket: int) -> torch.Tensor:
         """The sum at the root of the tree, or in the order of ranks where sums are fast."""
-        rows = [row for push in pushes for row in push.sums[lot].unbind()]
+        rows = [row for push in pushes for row in push.sums[bucket].unbind()]
         nodes = [node for push in pushes for node in push.nodes]
         if self._exact:
             return fold(micro_batches, nodes, rows, lambda left, right: left.add_(right))
@@ -311,195 +320,190 @@ class Rounds:
         return rows[0]
 
 
-class Hogwild:
+class AsyncParameterServer(
+    Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep, PreparesEvaluation, FinishesTraining
+):
     """The strategy ``parameter-server`` in its asynchronous mode."""
 
-    meets_in_forward: Final = False
-
-    def __init__(self, terms: StrategyContext, staff: Staff, staleness: int | None) -> None:
-        self._shop: Final = Shop(terms, staff)
-        self._group: Final = terms.group
+    def __init__(self, context: StrategyContext, roles: ServerRoles, staleness: int | None) -> None:
+        self._context: Final = ServerContext(context, roles)
+        self._group: Final = context.group
         self._staleness: Final = staleness
-        self.share: Final = replace(self._shop.share, in_step=False)
-        # Copies, too, begin as what was saved.
-        self.state_layout: Final = LayoutWithHooks(
-            self._shop.owned, self._norm, ReplicatedLayout().load_model, self._meet
+        self.assignment = replace(self._context.assignment, in_step=False)
+        # Copies are loaded, too, not only what the owners hold.
+        self.state_layout = LayoutWithHooks(
+            self._context.owner_layout, self._norm, ReplicatedLayout().load_model, self._average_buffers
         )
         self._buffers: Final[list[torch.Tensor]] = []
         self._before: list[torch.Tensor] = []  # what the buffers held when the step began
         self._step = 0  # of this worker; on a server, of the slowest one
         self._target: ParameterSet
         # Of a worker:
-        self._sums: Sums | None = None
-        self._asked: dict[int, Answer] = {}
-        self._round: Final = Round(self._shop.line, staff)  # there is one only where workers part
-        self._versions: Final[dict[int, int]] = dict.fromkeys(staff.servers, 0)  # of the parameters here, by owner
+        self._sums: BucketGradients | None = None
+        self._unanswered: dict[int, Answer] = {}
+        self._round: Final = SyncRound(self._context.endpoint, roles)  # there is one only where workers part
+        self._versions: Final[dict[int, int]] = dict.fromkeys(roles.servers, 0)  # of the parameters here, by owner
         # Of a server:
-        self._done: Final = dict.fromkeys(staff.workers, 0)  # how many steps each has pushed
-        self._applying: Letter | None = None  # its gradient is in `.grad`
-        self._held_back: list[Letter] = []
+        self._done: Final = dict.fromkeys(roles.workers, 0)  # how many steps each has pushed
+        self._applying: RpcRequest | None = None  # its gradient is in `.grad`
+        self._held_back: list[RpcRequest] = []
         self._ages: Final[list[int]] = []  # how many updates behind each gradient was
         self._optimizers: Final[list[torch.optim.Optimizer]] = []  # that the run steps
         # A run steps its optimizers once in a step, and there are several pushes: for the others the same ones step.
-        self._hook: Final = register_optimizer_step_pre_hook(self._see_step) if self._shop.serves else None
+        self._hook: Final = register_optimizer_step_pre_hook(self._note_optimizer) if self._context.serves else None
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself, as it is on rank 0. Collective."""
-        self._shop.setup_model(model)
+        self._context.setup_model(model)
         known = set(map(id, self._buffers))
         self._buffers.extend(b for b in model.buffers() if id(b) not in known)
         return model
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """Nothing has to be prepared."""
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Remember the buffers that the step begins with."""
         if self._sums is None:
             self._before = [buffer.detach().clone() for buffer in self._buffers]
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """After a worker's last turn, ``.grad`` holds the mean over its own micro-batches of the step."""
+        """After a worker's last micro-batch, ``.grad`` holds the mean over its own micro-batches of the step."""
         self._target = target
         if self._sums is None:
-            self._sums = Sums(self._shop.lots(target), turn.of, exact=False)
+            self._sums = BucketGradients(self._context.buckets(target), position.of, exact=False)
         target.backward(loss, weight)
-        self._sums.take(turn)
-        if turn.last:
-            self._sums.give()
+        self._sums.accumulate(position)
+        if position.last:
+            self._sums.write_gradients()
             if self._sums.samples:
-                divide_by_counts(target, turn.step_samples, self._sums.samples)
+                divide_by_counts(target, position.step_samples, self._sums.samples)
 
-    def serve(self, target: ParameterSet, turn: MicroBatchPosition) -> bool:
-        """See `HasServerRanks.serve`: ``.grad`` holds the step's first push; `end_micro_batch` applies the others."""
+    def serve(self, target: ParameterSet, position: MicroBatchPosition) -> bool:
+        """Set ``.grad`` to the step's first push; `end_micro_batch` applies the others."""
         self._target = target
-        self._applying = self._next()
+        self._applying = self._next_push()
         return self._applying is not None or min(self._done.values()) > self._step
 
-    def part(self, *, whole: bool) -> bool:
-        """See `HasServerRanks.part`."""
-        return self._round.part(whole=whole)
+    def end_loop(self, *, complete: bool) -> bool:
+        """End the loop over micro-batches; whether it was complete. Collective."""
+        return self._round.end_loop(complete=complete)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`: to the mean over the worker's own items. Each worker by itself."""
+        """Turn ``.grad`` into the mean over the worker's own items; not collective."""
         if self._sums is not None and counted:
             divide_by_counts(target, self._sums.samples, counted)
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
-        """See `Strategy.before_optimizer_step`: a worker pushes; a server makes the step."""
+        """Push a worker's gradients; a server makes the step."""
         self._optimizers.clear()
-        if self._shop.serves:
+        if self._context.serves:
             return
         assert self._sums is not None
-        lots = self._shop.lots(target)
-        push = Sums(lots, 1, exact=False)
-        push.take(MicroBatchPosition(0, 1, last=True, is_padding=not self._sums.samples))
-        for server in self._shop.staff.servers:
-            content = replace(push_for(server, lots, push, self._step, 1), version=self._versions[server])
-            self._asked[server] = self._shop.line.send(server, content)
+        buckets = self._context.buckets(target)
+        push = BucketGradients(buckets, 1, exact=False)
+        push.accumulate(MicroBatchPosition(0, 1, last=True, is_padding=not self._sums.samples))
+        for server in self._context.roles.servers:
+            content = replace(make_push(server, buckets, push, self._step, 1), version=self._versions[server])
+            self._unanswered[server] = self._context.endpoint.send(server, content)
         self._sums = None
 
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`: a worker pulls; a server goes on until each worker has pushed the step."""
-        if not turn.last:
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """After the last micro-batch, a worker pulls; a server goes on until each worker has pushed the step."""
+        if not position.last:
             return
-        asked, self._asked = self._asked, {}
-        for server, answer in asked.items():
-            values = self._shop.line.wait(server, answer, PULL)
-            self._versions[server] = self._shop.take_home(self._target, server, values)
-        if self._shop.serves:
-            self._end_serving()
+        unanswered, self._unanswered = self._unanswered, {}
+        for server, answer in unanswered.items():
+            values = self._context.endpoint.wait(server, answer, PULL)
+            self._versions[server] = self._context.update_copies(self._target, server, values)
+        if self._context.serves:
+            self._apply_remaining_pushes()
         self._step += 1
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """See `Strategy.evaluating`."""
+        """Give every rank the newest parameters, and the mean of buffers. Collective."""
         self._refresh()
         yield
 
     def finish_training(self) -> None:
-        """See `Strategy.finish_training`. Servers' updates are said, and how old the gradients were."""
+        """Give every rank the newest parameters; say how many updates there were, and how old gradients. Collective."""
         self._refresh()
         ages = self._group.gather_objects((len(self._ages), sum(self._ages), max(self._ages, default=0)), "staleness")
         updates, total, most = (sum(a for a, _, _ in ages), sum(a for _, a, _ in ages), max(a for _, _, a in ages))
-        self._shop.say(
-            f"asynchronous: {updates} updates on {len(self._shop.staff.servers)} servers; gradients were "
+        self._context.say(
+            f"asynchronous: {updates} updates on {len(self._context.roles.servers)} servers; gradients were "
             f"{total / max(updates, 1):.1f} updates old in the mean, {most} at most"
         )
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients that were not pushed, and restore buffers."""
         self._sums = None
         with torch.no_grad():
             for buffer, before in zip(self._buffers, self._before, strict=True):
                 buffer.copy_(before)
 
     def resync(self) -> None:
-        """Nothing is remembered beside what models hold."""
+        """Wait until servers have ended the loop before."""
         self._round.rejoin()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing beside model and optimizer."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to put back."""
-
     def close(self) -> None:
-        """See `Strategy.close`."""
+        """Remove the hook on optimizers, and end the connections. Collective."""
         if self._hook is not None:
             self._hook.remove()
-        self._shop.line.close()
+        self._context.endpoint.close()
 
     def _refresh(self) -> None:
-        """Every rank holds the newest there is. Collective."""
-        self._meet()
-        versions = self._shop.stock.refresh(range(self._group.size))
+        """Give every rank the newest parameters. Collective."""
+        self._average_buffers()
+        versions = self._context.store.refresh(range(self._group.size))
         self._versions.update((rank, version) for rank, version in versions.items() if rank in self._versions)
 
-    def _next(self) -> Letter | None:
+    def _next_push(self) -> RpcRequest | None:
         """The next push that says something is in ``.grad``; None once each worker has pushed this step, or parted."""
         while min(self._done.values()) <= self._step:
-            parted = self._round.come
+            parted = self._round.arrived
             waiting = {rank for rank, steps in self._done.items() if steps <= self._step} - parted
             if not waiting:
                 if len(parted) < len(self._done) or len(set(self._done.values())) > 1:
-                    raise strayed(rank for rank in parted if self._done[rank] <= self._step)
+                    raise unexpected_end_of_loop(rank for rank in parted if self._done[rank] <= self._step)
                 return None
-            letter = self._shop.line.take(f"the push of {named(waiting)}")
-            if isinstance(letter.content, Parting):
-                self._round.keep(letter)
+            request = self._context.endpoint.take(f"the push of {format_ranks(waiting)}")
+            if isinstance(request.content, EndOfLoop):
+                self._round.keep(request)
                 continue
-            push: Push = letter.content
-            if push.step != self._done[letter.sender]:
+            push: Push = request.content
+            if push.step != self._done[request.sender]:
                 raise MismatchError(
-                    f"rank {letter.sender} pushed its step {push.step}, after {self._done[letter.sender]} steps"
+                    f"rank {request.sender} pushed its step {push.step}, after {self._done[request.sender]} steps"
                 )
             if push.nodes:
-                self._ages.append(self._shop.stock.version - push.version)
-                for lot, sums, used in zip(self._shop.mine(self._target), push.sums, push.used, strict=True):
-                    set_gradients(lot, sums[0], used)
-                return letter
-            self._answer(letter)
+                self._ages.append(self._context.store.version - push.version)
+                for bucket, sums, used in zip(
+                    self._context.own_buckets(self._target), push.sums, push.used, strict=True
+                ):
+                    set_gradients(bucket, sums[0], used)
+                return request
+            self._answer(request)
         return None
 
-    def _end_serving(self) -> None:
-        letter, self._applying = self._applying, None
-        while letter is not None:
-            self._shop.stock.version += 1
-            self._answer(letter)
-            letter = self._next()
-            if letter is not None:
+    def _apply_remaining_pushes(self) -> None:
+        request, self._applying = self._applying, None
+        while request is not None:
+            self._context.store.version += 1
+            self._answer(request)
+            request = self._next_push()
+            if request is not None:
                 for optimizer in tuple(self._optimizers):
                     optimizer.step()
                 for parameter in self._target.parameters:
                     parameter.grad = None
 
-    def _answer(self, letter: Letter) -> None:
+    def _answer(self, request: RpcRequest) -> None:
         """The letter's step is done; those are answered that are not too far ahead of the slowest."""
-        self._done[letter.sender] += 1
+        self._done[request.sender] += 1
         slowest = min(self._done.values())
-        ready, self._held_back = [*self._held_back, letter], []
-        values = self._shop.values(self._target)
+        ready, self._held_back = [*self._held_back, request], []
+        values = self._context.values(self._target)
         for held in ready:
             ahead = self._done[held.sender] - slowest
             if self._staleness is None or ahead <= self._staleness:
@@ -507,44 +511,44 @@ class Hogwild:
             else:
                 self._held_back.append(held)
 
-    def _see_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
 
     def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """A worker clips what it pushes; a server does not clip it again."""
-        if self._shop.serves:
+        if self._context.serves:
             return torch.zeros((), device=self._group.device)
         return ReplicatedLayout().norm(parameters)
 
-    def _meet(self) -> None:
+    def _average_buffers(self) -> None:
         """Buffers are their mean over the workers, or the greatest, if they are whole numbers. Collective."""
-        if self._shop.serves:
+        if self._context.serves:
             return
-        among = self._shop.among
+        role_group = self._context.role_group
         for buffer in self._buffers:
             if buffer.is_floating_point():
-                buffer.copy_(among.sum_tensor(buffer, "the mean of buffers") / among.size)
+                buffer.copy_(role_group.sum_tensor(buffer, "the mean of buffers") / role_group.size)
             elif buffer.dtype is not torch.bool:
-                counts = among.gather_objects(buffer.cpu(), "buffers of whole numbers")
+                counts = role_group.gather_objects(buffer.cpu(), "buffers of whole numbers")
                 buffer.copy_(torch.stack(counts).amax(0))
 
 
-def push_for(server: int, lots: Sequence[Lot], sums: Sums, step: int, micro_batches: int) -> Push:
+def make_push(server: int, buckets: Sequence[FlatBucket], sums: BucketGradients, step: int, micro_batches: int) -> Push:
     """What of ``sums`` is for ``server``."""
-    numbers = [number for number, lot in enumerate(lots) if lot.owner == server]
+    numbers = [number for number, bucket in enumerate(buckets) if bucket.owner == server]
     return Push(
         step,
         micro_batches,
         sums.nodes,
-        sums=[_rows(sums.rows(number), lots[number]) for number in numbers],
+        sums=[_rows(sums.rows(number), buckets[number]) for number in numbers],
         used=[sums.used(number) for number in numbers],
     )
 
 
-def _rows(sums: Sequence[torch.Tensor], lot: Lot) -> torch.Tensor:
+def _rows(sums: Sequence[torch.Tensor], bucket: FlatBucket) -> torch.Tensor:
     """In the memory of the CPU, of shape (nodes, elements)."""
     if sums:
         return torch.stack(list(sums)).cpu()
-    elements = sum(tensor.numel() for tensor in lot.tensors)
-    return torch.empty(0, elements, dtype=lot.tensors[0].dtype)
+    elements = sum(tensor.numel() for tensor in bucket.tensors)
+    return torch.empty(0, elements, dtype=bucket.tensors[0].dtype)

@@ -10,23 +10,24 @@ Whole parameters are divided, not their rows, so that an optimizer finds on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 import torch
 from torch import nn
 
 from lockstep.collectives import Group
 from lockstep.strategies.module_states import verify_module_states
-from lockstep.strategies.parameter_server.flat_buckets import Lot, lots_of
-from lockstep.strategies.parameter_server.rpc import Line
+from lockstep.strategies.parameter_server.flat_buckets import FlatBucket, flat_buckets_of
+from lockstep.strategies.parameter_server.rpc import RpcEndpoint
+from lockstep.strategies.protocol import StateDict, StateLayout
 from lockstep.strategies.state_layout import OwnerLayout
 
 #: What is being done while parameters come.
 PULL = "the pull of parameters"
 
 
-class Stock:
+class ParameterStore:
     """The models of a run, each parameter on its owner; other ranks hold copies, which may be old.
 
     Args:
@@ -34,13 +35,13 @@ class Stock:
         line: between them.
     """
 
-    def __init__(self, group: Group, line: Line) -> None:
+    def __init__(self, group: Group, endpoint: RpcEndpoint) -> None:
         self._group: Final = group
-        self._line: Final = line
+        self._endpoint: Final = endpoint
         self.version = 0  #: how often what this rank owns has been updated; whoever updates it counts
         self._models: Final[list[list[torch.Tensor]]] = []
         self._owners: Final[dict[torch.Tensor, int]] = {}
-        self._lots: list[Lot] = []
+        self._buckets: list[FlatBucket] = []
 
     def setup_model(self, model: nn.Module, owner_of: Callable[[torch.Tensor], int]) -> None:
         """``model`` is on all ranks what it is on rank 0; each of its tensors has an owner. Collective.
@@ -51,13 +52,13 @@ class Stock:
         tensors = list(dict.fromkeys((*model.parameters(), *model.buffers())))
         self._models.append(tensors)
         self._owners.update((tensor, owner_of(tensor)) for tensor in tensors if tensor not in self._owners)
-        self._lots = lots_of(self._owners, self._owners.values())
+        self._buckets = flat_buckets_of(self._owners, self._owners.values())
         verify_module_states(self._group, model)
         if not self._group.leads:
             what = "the first values of a model"
-            _, flats = self._line.wait(0, self._line.read(0, len(self._models) - 1), what)
-            for lot, flat in zip(lots_of(tensors, [0] * len(tensors)), flats, strict=True):
-                lot.fill(flat)
+            _, flats = self._endpoint.wait(0, self._endpoint.read(0, len(self._models) - 1), what)
+            for bucket, flat in zip(flat_buckets_of(tensors, [0] * len(tensors)), flats, strict=True):
+                bucket.fill(flat)
         self._group.barrier("first values of a model")
 
     def owner_of(self, tensor: torch.Tensor) -> int:
@@ -65,70 +66,72 @@ class Stock:
         return self._owners[tensor]
 
     def read(self, model: int | None) -> tuple[int, list[torch.Tensor]]:
-        """For `Line.read`: what this rank owns (None), or all that it holds of one of the models; and the version."""
+        """Answer `RpcEndpoint.read`: the version, and what this rank owns (None) or holds of the model so numbered."""
         if model is None:
-            return self.version, [lot.values() for lot in self._lots if lot.owner == self._group.rank]
+            return self.version, [bucket.values() for bucket in self._buckets if bucket.owner == self._group.rank]
         tensors = self._models[model]
-        return self.version, [lot.values() for lot in lots_of(tensors, [0] * len(tensors))]
+        return self.version, [bucket.values() for bucket in flat_buckets_of(tensors, [0] * len(tensors))]
 
     def refresh(self, ranks: Iterable[int]) -> dict[int, int]:
         """Each of ``ranks`` holds what the owners hold; which version of it, by owner. Collective."""
         versions: dict[int, int] = {}
         self._group.barrier("values of the owners")  # they have them
         if self._group.rank in ranks:
-            lots = [lot for lot in self._lots if lot.owner != self._group.rank]
-            asked = {rank: self._line.read(rank, None) for rank in sorted({lot.owner for lot in lots})}
-            for rank, answer in asked.items():
-                versions[rank], flats = self._line.wait(rank, answer, PULL)
-                for lot, flat in zip((lot for lot in lots if lot.owner == rank), flats, strict=True):
-                    lot.fill(flat)
+            buckets = [bucket for bucket in self._buckets if bucket.owner != self._group.rank]
+            unanswered = {
+                rank: self._endpoint.read(rank, None) for rank in sorted({bucket.owner for bucket in buckets})
+            }
+            for rank, answer in unanswered.items():
+                versions[rank], flats = self._endpoint.wait(rank, answer, PULL)
+                for bucket, flat in zip((bucket for bucket in buckets if bucket.owner == rank), flats, strict=True):
+                    bucket.fill(flat)
         self._group.barrier("copies of the owners' values")
         return versions
 
 
-class LayoutWithHooks:
-    """A `StateLayout` like ``owned``, with something to do before some of its verbs.
+class LayoutWithHooks(StateLayout):
+    """The layout ``owner_layout``, with another norm, another way to load models, and something to do before a save.
 
     Args:
         owned: each tensor is written by its owner, with what optimizers remember of it.
         norm: see `StateLayout.norm`.
         load_model: see `StateLayout.load_model`.
-        meet: called before a model's state is told; where ranks keep something apart.
+        before_model_state: called before `model_state`, where ranks hold values of their own.
     """
 
     def __init__(
         self,
-        owned: OwnerLayout,
+        owner_layout: OwnerLayout,
         norm: Callable[[Sequence[nn.Parameter]], torch.Tensor],
-        load_model: Callable[[nn.Module, Mapping[str, Any]], None],
-        meet: Callable[[], None] = lambda: None,
+        load_model: Callable[[nn.Module, StateDict], None],
+        before_model_state: Callable[[], None] = lambda: None,
     ) -> None:
-        self._owned: Final = owned
+        self._owner_layout: Final = owner_layout
         self._norm: Final = norm
         self._load_model: Final = load_model
-        self._meet: Final = meet
+        self._before_model_state: Final = before_model_state
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """See `StateLayout.norm`."""
+        """The norm that was given."""
         return self._norm(parameters)
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
-        """See `StateLayout.any`."""
-        return self._owned.any(found)
+        """1.0 if ``found`` is not zero on some rank, else 0.0. Collective."""
+        return self._owner_layout.any(found)
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """See `StateLayout.model_state`."""
-        self._meet()
-        return self._owned.model_state(model)
+    def model_state(self, model: nn.Module) -> StateDict:
+        """The tensors that this rank owns, after the hook. Collective."""
+        self._before_model_state()
+        return self._owner_layout.model_state(model)
 
-    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_model`."""
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
+        """Load a model in the way that was given."""
         self._load_model(model, state)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `StateLayout.optimizer_state`."""
-        return self._owned.optimizer_state(optimizer)
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """The states of the parameters that this rank owns. Collective."""
+        return self._owner_layout.optimizer_state(optimizer)
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_optimizer`."""
-        self._owned.load_optimizer(optimizer, state)
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load the states of the parameters that this rank owns."""
+        self._owner_layout.load_optimizer(optimizer, state)

@@ -40,43 +40,43 @@ Read = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Staff:
+class ServerRoles:
     """Which ranks work and which serve."""
 
     size: int
-    serving: int  #: how many of the ranks, the last ones
+    server_count: int  #: how many of the ranks, the last ones
 
     def __post_init__(self) -> None:
-        if not 1 <= self.serving < self.size:
+        if not 1 <= self.server_count < self.size:
             raise SettingError(
-                f"servers={self.serving} of {self.size} ranks: give at least one, and leave at least one to work"
+                f"servers={self.server_count} of {self.size} ranks: give at least one, and leave at least one to work"
             )
 
     @property
     def workers(self) -> range:
         """The ranks that go through micro-batches."""
-        return range(self.size - self.serving)
+        return range(self.size - self.server_count)
 
     @property
     def servers(self) -> range:
         """The ranks that serve them."""
-        return range(self.size - self.serving, self.size)
+        return range(self.size - self.server_count, self.size)
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class RpcRequest:
     """What one rank has sent to another, which waits for the answer or will."""
 
     sender: int
     content: Any
     _answer: Answer
 
-    def answer(self, content: Any) -> None:
+    def answer(self, content: object) -> None:
         """The sender's wait is over."""
         self._answer.set_result(content)
 
 
-class Line:
+class RpcEndpoint:
     """Remote calls between the ranks of a group; one line in a process at a time.
 
     All ranks make theirs at the same time; about 0.15 s.
@@ -93,7 +93,7 @@ class Line:
         self.rank: Final = group.rank
         self._group: Final = group
         self._read: Final = read
-        self._arrived: Final[queue.SimpleQueue[Letter | PeerLost]] = queue.SimpleQueue()
+        self._arrived: Final[queue.SimpleQueue[RpcRequest | PeerLost]] = queue.SimpleQueue()
         self._watched_by: Final[list[Answer]] = []
         self._closing = False
         self._lock: Final = threading.Lock()
@@ -117,15 +117,15 @@ class Line:
         It is a call that each of them leaves unanswered; that the other end has closed ends it.
         """
         for rank in ranks:
-            call = rpc.rpc_async(_name(rank), _stay, timeout=0)
-            call.add_done_callback(lambda ended, rank=rank: self._see_end(rank, ended))
+            call = rpc.rpc_async(_name(rank), _stay_connected, timeout=0)
+            call.add_done_callback(lambda ended, rank=rank: self._watched_rank_ended(rank, ended))
 
-    def send(self, rank: int, content: Any) -> Answer:
+    def send(self, rank: int, content: object) -> Answer:
         """Lay ``content`` before ``rank``; it waits there until it is taken. See `wait` for the answer."""
         answer: Answer = rpc.rpc_async(_name(rank), _deliver, args=(self._group.rank, content))
         return answer
 
-    def read(self, rank: int, what: Any) -> Answer:
+    def read(self, rank: int, what: object) -> Answer:
         """What ``rank`` answers to ``what`` at once. See `wait`."""
         answer: Answer = rpc.rpc_async(_name(rank), _answer, args=(what,))
         return answer
@@ -136,26 +136,26 @@ class Line:
         Raises:
             PeerLost: if it is gone, or does not answer in the group's time.
         """
-        with naming(rank, what):
+        with translating_rpc_errors(rank, what):
             return answer.wait()
 
-    def take(self, what: str) -> Letter:
+    def take(self, what: str) -> RpcRequest:
         """The next letter, once it is there.
 
         Raises:
             PeerLost: if a watched rank is gone, or nothing comes in the group's time.
         """
         try:
-            letter = self._arrived.get(timeout=self._group.timeout_s)
+            request = self._arrived.get(timeout=self._group.timeout_s)
         except queue.Empty:
             raise PeerLost(
                 f"rank {self._group.rank} waited {self._group.timeout_s:g} s for {what} and nothing came. Ranks that "
                 "serve do not run the body of the loop over micro-batches: where workers leave more than the loop from "
                 "there, as by `return`, leave it by `break`, and return after it"
             ) from None
-        if isinstance(letter, PeerLost):
-            raise letter
-        return letter
+        if isinstance(request, PeerLost):
+            raise request
+        return request
 
     def close(self) -> None:
         """The line is down. All ranks; after an error each by itself."""
@@ -172,21 +172,21 @@ class Line:
                 call.set_result(None)
             # The end waits for all calls, also those that a stop has overtaken.
             while not self._arrived.empty():
-                if isinstance(letter := self._arrived.get(), Letter):
-                    letter.answer(None)
+                if isinstance(request := self._arrived.get(), RpcRequest):
+                    request.answer(None)
         rpc.shutdown(graceful=together)
         _open.remove(self)
 
-    def _lay_down(self, sender: int, content: Any) -> Answer:
+    def _store_request(self, sender: int, content: object) -> Answer:
         answer = Answer()
         with self._lock:
             if self._closing:
                 answer.set_result(None)
             else:
-                self._arrived.put(Letter(sender, content, answer))
+                self._arrived.put(RpcRequest(sender, content, answer))
         return answer
 
-    def _be_watched(self) -> Answer:
+    def _register_watcher(self) -> Answer:
         answer = Answer()
         with self._lock:
             if self._closing:
@@ -195,7 +195,7 @@ class Line:
                 self._watched_by.append(answer)
         return answer
 
-    def _see_end(self, rank: int, call: Answer) -> None:
+    def _watched_rank_ended(self, rank: int, call: Answer) -> None:
         try:
             call.value()
         except RuntimeError as error:
@@ -204,13 +204,13 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """A worker's loop over micro-batches is over."""
+class EndOfLoop:
+    """What a worker sends when its loop over micro-batches is over."""
 
-    whole: bool  #: whether it came to its end
+    complete: bool  #: whether it came to its end
 
 
-class Round:
+class SyncRound:
     """In each step every worker lays one letter before every server, and they are answered together.
 
     So it does after the last step of a loop, when it parts:
@@ -223,43 +223,43 @@ class Round:
         staff: who works and who serves.
     """
 
-    def __init__(self, line: Line, staff: Staff) -> None:
-        self._line: Final = line
-        self._staff: Final = staff
+    def __init__(self, endpoint: RpcEndpoint, roles: ServerRoles) -> None:
+        self._endpoint: Final = endpoint
+        self._roles: Final = roles
         self.unsent: dict[int, Any] = {}  #: of a worker: what each server will be told
-        self._asked: dict[int, Answer] = {}
-        self._letters: list[Letter] = []  # of a server, not answered yet
+        self._unanswered: dict[int, Answer] = {}
+        self._requests: list[RpcRequest] = []  # of a server, not answered yet
 
     def send(self) -> None:
         """A worker's letters leave, if they have not."""
         unsent, self.unsent = self.unsent, {}
         for server, content in unsent.items():
-            self._asked[server] = self._line.send(server, content)
+            self._unanswered[server] = self._endpoint.send(server, content)
 
     def gather(self, what: str) -> list[Any]:
         """On a server: what each worker sent, in their order, once all have."""
-        while len(self._letters) < len(self._staff.workers):
-            silent = set(self._staff.workers).difference(letter.sender for letter in self._letters)
-            self._letters.append(self._line.take(f"{what} of {named(silent)}"))
-        self._letters.sort(key=lambda letter: letter.sender)
-        return [letter.content for letter in self._letters]
+        while len(self._requests) < len(self._roles.workers):
+            silent = set(self._roles.workers).difference(request.sender for request in self._requests)
+            self._requests.append(self._endpoint.take(f"{what} of {format_ranks(silent)}"))
+        self._requests.sort(key=lambda request: request.sender)
+        return [request.content for request in self._requests]
 
-    def answer(self, content: Callable[[], Any]) -> None:
+    def answer(self, content: Callable[[], object]) -> None:
         """On a server: all workers are told ``content()``."""
-        letters, self._letters = self._letters, []
-        if letters:
+        requests, self._requests = self._requests, []
+        if requests:
             answer = content()
-            for letter in letters:
-                letter.answer(answer)
+            for request in requests:
+                request.answer(answer)
 
-    def keep(self, letter: Letter) -> None:
-        """On a server: ``letter``, taken already, is its sender's of this round."""
-        self._letters.append(letter)
+    def keep(self, request: RpcRequest) -> None:
+        """On a server: ``request``, taken already, is its sender's of this round."""
+        self._requests.append(request)
 
     @property
-    def come(self) -> set[int]:
+    def arrived(self) -> set[int]:
         """On a server: whose letters of this round are here."""
-        return {letter.sender for letter in self._letters}
+        return {request.sender for request in self._requests}
 
     def is_over(self, what: str) -> bool:
         """On a server, once all letters are here: whether workers part, instead of ``what``.
@@ -267,52 +267,52 @@ class Round:
         Raises:
             PeerLost: if not all do the same.
         """
-        hows = [content.whole if isinstance(content, Parting) else None for content in self.gather(what)]
-        if len(set(hows)) > 1:
-            ranks = {how: [r for r, h in zip(self._staff.workers, hows, strict=True) if h is how] for how in set(hows)}
-            raise strayed(ranks.get(False) or ranks[True])
-        return hows[0] is not None
+        ends = [content.complete if isinstance(content, EndOfLoop) else None for content in self.gather(what)]
+        if len(set(ends)) > 1:
+            ranks = {how: [r for r, h in zip(self._roles.workers, ends, strict=True) if h is how] for how in set(ends)}
+            raise unexpected_end_of_loop(ranks.get(False) or ranks[True])
+        return ends[0] is not None
 
-    def part(self, *, whole: bool) -> bool:
-        """See `HasServerRanks.part`; before a worker sends anything else it must `rejoin`."""
-        if self._line.rank in self._staff.workers:
-            for server in self._staff.servers:
-                self._asked[server] = self._line.send(server, Parting(whole))
-            return whole
+    def end_loop(self, *, complete: bool) -> bool:
+        """See `HasServerRanks.end_loop`; before a worker sends anything else it must `rejoin`."""
+        if self._endpoint.rank in self._roles.workers:
+            for server in self._roles.servers:
+                self._unanswered[server] = self._endpoint.send(server, EndOfLoop(complete))
+            return complete
         over = self.is_over(_END)
         assert over, "workers make as many steps as an epoch has"
-        parting: Parting = self._letters[0].content
+        end_of_loop: EndOfLoop = self._requests[0].content
         self.answer(lambda: None)
-        return parting.whole
+        return end_of_loop.complete
 
     def rejoin(self) -> None:
-        """On a worker: servers are through with the loop before; their `part` has returned."""
+        """On a worker: wait until servers have ended the loop before, which is when their `end_loop` has returned."""
         for _ in self.answers(_END):
             pass
 
     def answers(self, what: str) -> Iterator[tuple[int, Any]]:
         """On a worker: each server, and what it answered."""
-        asked, self._asked = self._asked, {}
-        for server, answer in asked.items():
-            yield server, self._line.wait(server, answer, what)
+        unanswered, self._unanswered = self._unanswered, {}
+        for server, answer in unanswered.items():
+            yield server, self._endpoint.wait(server, answer, what)
 
 
-def strayed(ranks: Iterable[int]) -> PeerLost:
+def unexpected_end_of_loop(ranks: Iterable[int]) -> PeerLost:
     """What a server raises when some workers part and some do not."""
     return PeerLost(
-        f"{named(ranks)} left the loop over micro-batches before its end, and other workers did not; "
+        f"{format_ranks(ranks)} left the loop over micro-batches before its end, and other workers did not; "
         "leave it on all of them after the same step"
     )
 
 
-def named(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Such as ``rank 2`` or ``ranks 0, 1``."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
 
 
 @contextmanager
-def naming(rank: int, what: str) -> Iterator[None]:
+def translating_rpc_errors(rank: int, what: str) -> Iterator[None]:
     """Errors inside that tell of the other end's loss become `PeerLost`, which names ``rank``."""
     try:
         yield
@@ -325,7 +325,7 @@ def naming(rank: int, what: str) -> Iterator[None]:
 _END: Final = "the end of the loop over micro-batches"
 
 #: The line of this process, if it has one. Remote calls name functions of a module, so the module must know it.
-_open: Final[list[Line]] = []
+_open: Final[list[RpcEndpoint]] = []
 
 
 def _name(rank: int) -> str:
@@ -333,8 +333,8 @@ def _name(rank: int) -> str:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _deliver(sender: int, content: Any) -> Answer:
-    return _open[0]._lay_down(sender, content)
+def _deliver(sender: int, content: object) -> Answer:
+    return _open[0]._store_request(sender, content)
 
 
 def _answer(what: Any) -> Any:
@@ -342,5 +342,5 @@ def _answer(what: Any) -> Any:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _stay() -> Answer:
-    return _open[0]._be_watched()
+def _stay_connected() -> Answer:
+    return _open[0]._register_watcher()

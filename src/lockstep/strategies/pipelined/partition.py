@@ -72,7 +72,7 @@ class Stage:
     crossing: tuple[str, ...]  #: the values that cross out of it; none for the last stage
 
 
-def read(model: nn.Module, within: Sequence[str] = ()) -> fx.Graph:
+def trace(model: nn.Module, within: Sequence[str] = ()) -> fx.Graph:
     """The calls that ``model.forward`` makes in the mode, training or evaluation, in which it is.
 
     Modules are taken as they are, without a look inside, but for the model itself, `nn.Sequential`, and those in which
@@ -87,7 +87,7 @@ def read(model: nn.Module, within: Sequence[str] = ()) -> fx.Graph:
         raise SettingError(f"strategy=pipeline: {name}.forward takes *args or **kwargs; name each of its inputs")
     given = {p.name: p.default for p in takes if p.default is not p.empty}
     try:
-        graph = _Reader(model, within).trace(model, concrete_args=given)
+        graph = _Tracer(model, within).trace(model, concrete_args=given)
     except Exception as error:
         raise SettingError(
             f"strategy=pipeline: {name}.forward cannot be cut, since torch.fx cannot follow it ({error}). Write the "
@@ -102,20 +102,20 @@ def read(model: nn.Module, within: Sequence[str] = ()) -> fx.Graph:
     return graph
 
 
-def calls(graph: fx.Graph) -> list[str]:
+def called_modules(graph: fx.Graph) -> list[str]:
     """The names of the modules that ``graph`` calls, in the order of the calls."""
     return [node.target for node in graph.nodes if node.op == "call_module"]
 
 
-def stages(graph: fx.Graph, cuts: Sequence[str]) -> list[Stage]:
+def split_stages(graph: fx.Graph, cuts: Sequence[str]) -> list[Stage]:
     """``graph`` cut before the first call of each module of ``cuts``, or of a module inside of it.
 
     Raises:
         SettingError: if such a module is not called, or not in this order, or nothing lies between two cuts.
     """
     nodes = list(graph.nodes)
-    at = _places_of(nodes, cuts)
-    free = _free(nodes)
+    at = _cut_indices(nodes, cuts)
+    free = _on_every_stage(nodes)
     stage_of = {n: sum(place <= i for place in at) for i, n in enumerate(nodes) if n not in free and n.op != "output"}
     last = len(cuts)
     used_in = {n: [last if u.op == "output" else stage_of[u] for u in _real_users(n, free)] for n in stage_of}
@@ -128,7 +128,7 @@ def stages(graph: fx.Graph, cuts: Sequence[str]) -> list[Stage]:
     return made
 
 
-def owners(model: nn.Module, graphs: Sequence[Sequence[Stage]]) -> dict[str, int]:
+def stage_of_tensors(model: nn.Module, graphs: Sequence[Sequence[Stage]]) -> dict[str, int]:
     """The stage in which each parameter and buffer of ``model`` is used, by its name; the first one for those unused.
 
     Args:
@@ -155,7 +155,7 @@ def owners(model: nn.Module, graphs: Sequence[Sequence[Stage]]) -> dict[str, int
     return {name: min(used[id(t)], default=0) for name, t in tensors}
 
 
-def first_calls(names: Sequence[str], costs: Sequence[float]) -> tuple[list[str], list[float]]:
+def merge_repeated_calls(names: Sequence[str], costs: Sequence[float]) -> tuple[list[str], list[float]]:
     """Each module once, where it is called first; later calls of it cost what is called before them more."""
     once: dict[str, float] = {}
     for name, cost in zip(names, costs, strict=True):
@@ -166,12 +166,12 @@ def first_calls(names: Sequence[str], costs: Sequence[float]) -> tuple[list[str]
     return list(once), list(once.values())
 
 
-def sizes(model: nn.Module, graph: fx.Graph) -> list[float]:
-    """A cost for each of `calls`: how many parameters it has."""
-    return [float(sum(p.numel() for p in model.get_submodule(name).parameters())) for name in calls(graph)]
+def parameter_counts(model: nn.Module, graph: fx.Graph) -> list[float]:
+    """A cost for each of `called_modules`: how many parameters it has."""
+    return [float(sum(p.numel() for p in model.get_submodule(name).parameters())) for name in called_modules(graph)]
 
 
-def times_s(
+def measured_times_s(
     model: nn.Module,
     graph: fx.Graph,
     inputs: Sequence[torch.Tensor],
@@ -179,18 +179,18 @@ def times_s(
     repeats: int = 3,
     now: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """A cost for each of `calls`: seconds for its forward and backward pass, the shortest of ``repeats``.
+    """A cost for each of `called_modules`: seconds for its forward and backward pass, the shortest of ``repeats``.
 
     Each is computed where the inputs lie, by a copy: ``model`` need not fit there, and is not changed; nor are the
     random generators.
     """
     with torch.random.fork_rng(devices=[t.device for t in inputs if t.device.type == "cuda"]):
-        watch = _Watch(model, graph, inputs[0].device, repeats, now)
+        watch = _Timer(model, graph, inputs[0].device, repeats, now)
         watch.run(*inputs)
     return watch.seconds
 
 
-class _Reader(fx.Tracer):
+class _Tracer(fx.Tracer):
     def __init__(self, model: nn.Module, within: Sequence[str]) -> None:
         super().__init__()
         names = {name for name, _ in model.named_modules()}
@@ -201,7 +201,7 @@ class _Reader(fx.Tracer):
         return type(m) is not nn.Sequential and module_qualified_name not in self._open
 
 
-class _Watch(fx.Interpreter):
+class _Timer(fx.Interpreter):
     """Times each module on its own: its backward pass ends where its inputs come from."""
 
     def __init__(
@@ -248,11 +248,11 @@ def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_().clone()
 
 
-def _learns(value: Any) -> bool:
+def _learns(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _places_of(nodes: Sequence[fx.Node], cuts: Sequence[str]) -> list[int]:
+def _cut_indices(nodes: Sequence[fx.Node], cuts: Sequence[str]) -> list[int]:
     called = [(i, str(n.target)) for i, n in enumerate(nodes) if n.op == "call_module"]
     names = list(dict.fromkeys(name for _, name in called))
     shown = ", ".join(names[1 : 1 + _NAMED]) + (", ..." if len(names) > 1 + _NAMED else "")
@@ -272,7 +272,7 @@ def _places_of(nodes: Sequence[fx.Node], cuts: Sequence[str]) -> list[int]:
     return at
 
 
-def _free(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def _on_every_stage(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """What every stage has or finds by itself: inputs, items of them, shapes, what is computed of these; parameters."""
     data: set[fx.Node] = set()
     numbers: set[fx.Node] = set()

@@ -17,9 +17,7 @@ numbers are those of one device, too: the state of the generators goes from stag
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -43,16 +41,22 @@ from lockstep.strategies.gradient_accumulation import (
 from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.pipelined import partition
 from lockstep.strategies.pipelined.stage import (
-    Border,
-    Formats,
+    AutocastContext,
     Losses,
-    Micro,
     Stage,
+    StageInterface,
+    StageMicroBatch,
     random_state,
     set_random_state,
     shapes_in,
 )
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.protocol import (
+    CommunicatesInForward,
+    ComputesLoss,
+    ReplicaAssignment,
+    Strategy,
+    StrategyContext,
+)
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.state_layout import OwnerLayout
@@ -103,15 +107,15 @@ class Options:
             ) from None
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """The strategy ``pipeline``; one rank alone needs none. Collective.
 
     Raises:
         SettingError: if the ranks cannot be divided into replicas of so many stages.
     """
-    ranks, stages = terms.group.size, options.stages or terms.group.size
+    ranks, stages = context.group.size, options.stages or context.group.size
     if ranks == 1 and options.stages <= 1:
-        return SingleProcess(terms.group, terms.runs, exact=terms.exact)
+        return SingleProcess(context.group, context.runs, exact=context.exact)
     if stages == 1:
         raise SettingError("strategy pipeline: stages=1 cuts nothing; use ddp")
     if ranks % stages:
@@ -119,11 +123,11 @@ def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
             f"strategy pipeline: stages={stages} does not divide {ranks} ranks into replicas; start a multiple of "
             f"{stages} ranks, or give stages= a divisor of {ranks}"
         )
-    return Pipeline(terms, options, stages)
+    return Pipeline(context, options, stages)
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class ScheduleRun:
     """Neighbouring micro-batches that go through one schedule."""
 
     schedule: str
@@ -131,7 +135,7 @@ class Pass:
     length: int
 
 
-def passes(likes: Sequence[object], schedule: str, ranks: int) -> list[Pass]:
+def schedule_runs(specs: Sequence[object], schedule: str, ranks: int) -> list[ScheduleRun]:
     """How a rank's micro-batches of a step go through a replica of so many ranks.
 
     A schedule takes micro-batches of one shape, so a short last one goes by itself. 1F1B needs as many micro-batches
@@ -139,53 +143,56 @@ def passes(likes: Sequence[object], schedule: str, ranks: int) -> list[Pass]:
     fewer.
 
     Args:
-        likes: one for each micro-batch; equal for equal shapes.
+        specs: one for each micro-batch; equal for equal shapes.
         schedule: gpipe, 1f1b or interleaved.
         ranks: of one replica.
     """
-    made: list[Pass] = []
+    made: list[ScheduleRun] = []
     first = 0
-    while first < len(likes):
+    while first < len(specs):
         length = 1
-        while first + length < len(likes) and likes[first + length] == likes[first]:
+        while first + length < len(specs) and specs[first + length] == specs[first]:
             length += 1
         if schedule == "interleaved":
             rest = length % ranks
             runs = ((first, length - rest), (first + length - rest, rest))
-            made += [Pass(schedule, start, count) for start, count in runs if count]
+            made += [ScheduleRun(schedule, start, count) for start, count in runs if count]
         else:
-            made.append(Pass("gpipe" if length < ranks else schedule, first, length))
+            made.append(ScheduleRun("gpipe" if length < ranks else schedule, first, length))
         first += length
     return made
 
 
-class Pipeline:
+class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
     """The strategy ``pipeline``."""
 
-    meets_in_forward: Final = True
+    forward_is_collective = True
 
-    def __init__(self, terms: StrategyContext, options: Options, ranks: int) -> None:
-        group = terms.group
-        division = ShardGroups(group, ranks)
+    def __init__(self, context: StrategyContext, options: Options, ranks: int) -> None:
+        group = context.group
+        shard_groups = ShardGroups(group, ranks)
         replica, place = divmod(group.rank, ranks)
         # The rank of the last stage alone learns the losses, so what is measured counts there.
-        self.share: Final = ReplicaAssignment(replica, division.copies, counts=place == ranks - 1)
-        self._terms: Final = terms
+        self.assignment = ReplicaAssignment(replica, shard_groups.copies, counts=place == ranks - 1)
+        self._context: Final = context
         self._options: Final = options
-        carrier = torch.device("cpu") if group.over_cpu else group.device
-        self._formats: Final = Formats(group.device, carrier, terms.dtype)
-        self._lane: Final = division.within  # this replica's ranks
-        self._twins: Final = division.across  # the ranks of the same stages
-        self._relay: Final = ObjectChannel(self._lane)
-        self._exchange: Final = open_all_reduce(self._twins, terms.runs)
-        self._fast: Final = NativeAllReduce(self._twins)
-        self.state_layout: Final = OwnerLayout(group)
+        transport_device = torch.device("cpu") if group.over_cpu else group.device
+        self._autocast: Final = AutocastContext(group.device, transport_device, context.dtype)
+        self._replica_group: Final = shard_groups.within  # this replica's ranks
+        self._stage_group: Final = shard_groups.across  # the ranks of the same stages
+        self._channel: Final = ObjectChannel(self._replica_group)
+        self._all_reduce: Final = open_all_reduce(self._stage_group, context.runs)
+        self._fast: Final = NativeAllReduce(self._stage_group)
+        self._layout: Final = OwnerLayout(group)
+        self.state_layout = self._layout
         self._names: dict[nn.Parameter, str] = {}
         self._stages: list[Stage] = []
         self._find_unused = False
-        self._waiting: list[Micro] = []
+        self._queued: list[StageMicroBatch] = []
         self._schedules: dict[tuple[str, int, object], Any] = {}
-        self._borders: dict[object, list[Border]] = {}  # behind each stage but the last, by the shapes of inputs
+        self._interfaces: dict[
+            object, list[StageInterface]
+        ] = {}  # behind each stage but the last, by the shapes of inputs
 
     # ---- the model ----------------------------------------------------------------------------------------------
 
@@ -202,15 +209,15 @@ class Pipeline:
             raise SettingError("strategy=pipeline: SyncBatchNorm would wait for ranks of other stages; leave it out")
         refuse_sparse(model, "pipeline")
         self._find_unused = find_unused_parameters
-        sync_module_states(self._terms.group, model)
-        cuts, ranks, rank = self._cuts(model), self._lane.size, self._lane.rank
-        modes = tuple(_in_mode(model, training, lambda: _stages(model, cuts)) for training in (True, False))
-        stage_of = partition.owners(model, modes)
+        sync_module_states(self._context.group, model)
+        cuts, ranks, rank = self._cuts(model), self._replica_group.size, self._replica_group.rank
+        modes = tuple(_in_mode(model, training, lambda: _split_stages(model, cuts)) for training in (True, False))
+        stage_of = partition.stage_of_tensors(model, modes)
         rank_of = {name: stage % ranks for name, stage in stage_of.items()}
-        _keep(model, {name for name, owner in rank_of.items() if owner == rank}, self._terms.group.device)
+        _keep_own_tensors(model, {name for name, owner in rank_of.items() if owner == rank}, self._context.group.device)
         for number in range(rank, len(cuts) + 1, ranks):
             training, evaluation = (fx.GraphModule(model, mode[number].graph) for mode in modes)
-            buffers = Buffers(self._exchange, self._twins)
+            buffers = Buffers(self._all_reduce, self._stage_group)
             buffers.setup_model(training)
             self._stages.append(
                 Stage(
@@ -220,19 +227,19 @@ class Pipeline:
                     lambda: model.training,
                     buffers,
                     [p for n, p in model.named_parameters() if stage_of[n] == number and p.requires_grad],
-                    self._formats,
-                    exact=self._terms.exact,
+                    self._autocast,
+                    exact=self._context.exact,
                 )
             )
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         # The ranks of the same stages in each replica are as far apart as a replica has ranks.
-        self.state_layout.setup_model(model, lambda name: range(rank_of.get(name, 0), self._terms.group.size, ranks))
-        self._terms.say(f"pipeline: {len(cuts) + 1} stages; cut before {', '.join(cuts)}")
+        self._layout.setup_model(model, lambda name: range(rank_of.get(name, 0), self._context.group.size, ranks))
+        self._context.say(f"pipeline: {len(cuts) + 1} stages; cut before {', '.join(cuts)}")
         return Pipelined(model, self._evaluate, self._stages)
 
     def _cuts(self, model: nn.Module) -> list[str]:
         """The first module of each stage but the first; the same on all ranks."""
-        wanted = self._lane.size * self._options.chunks_per_rank
+        wanted = self._replica_group.size * self._options.chunks_per_rank
         if self._options.cut:
             cuts = self._options.cut.split("+")
             if len(cuts) != wanted - 1:
@@ -241,8 +248,8 @@ class Pipeline:
                     f"{wanted - 1} modules"
                 )
             return cuts
-        graph = _in_mode(model, True, lambda: partition.read(model))
-        names = partition.calls(graph)
+        graph = _in_mode(model, True, lambda: partition.trace(model))
+        names = partition.called_modules(graph)
         if len(set(names)) < wanted:
             raise SettingError(
                 f"strategy pipeline: {type(model).__name__} calls {len(set(names))} modules, too few for {wanted} "
@@ -250,78 +257,79 @@ class Pipeline:
             )
         like = self._options.sample_like()
         if like is None:
-            costs = partition.sizes(model, graph)
+            costs = partition.parameter_counts(model, graph)
         else:
-            sample = torch.zeros(like[0], dtype=like[1], device=self._terms.group.device)
-            with self._formats.forward():
-                costs = _in_mode(model, True, lambda: partition.times_s(model, graph, [sample]))
-        names, costs = partition.first_calls(names, costs)
+            sample = torch.zeros(like[0], dtype=like[1], device=self._context.group.device)
+            with self._autocast.forward():
+                costs = _in_mode(model, True, lambda: partition.measured_times_s(model, graph, [sample]))
+        names, costs = partition.merge_repeated_calls(names, costs)
         places = partition.balance(costs, wanted)
         # Ranks have measured other times.
-        return self._terms.group.broadcast_object([names[place] for place in places], "the cut of the model")
+        return self._context.group.broadcast_object([names[place] for place in places], "the cut of the model")
 
     def _evaluate(self, inputs: tuple[Any, ...]) -> Any:
         """The model's output on every rank of the replica. All its ranks, for the same inputs."""
-        device = self._terms.group.device
+        device = self._context.group.device
         before = random_state(device)
         with torch.no_grad():
-            output = self._walk(inputs, before, {})
+            output = self._forward_through_stages(inputs, before, {})
         set_random_state(before, device)  # the same on all of them
-        return self._relay.broadcast(output, self._lane.size - 1)
+        return self._channel.broadcast(output, self._replica_group.size - 1)
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """Nothing has to be prepared."""
-
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """A pipeline makes its forward passes itself.
 
         Raises:
             UsageError: always.
         """
-        raise UsageError(_HAND_OVER)
+        raise UsageError(_USE_RUN_STEP)
 
     def compute(
-        self, task: LossCall, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, task: LossCall, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> Sequence[tuple[int, torch.Tensor]]:
-        """See `ComputesLoss.compute`. The work is done in a rank's last turn of the step."""
-        if turn.is_padding and not turn.last:
+        """Queue a micro-batch; for a rank's last one of the step, compute all of them. Collective then.
+
+        Returns:
+            On the rank of the last stage, the losses of the step, each with the index of its micro-batch.
+        """
+        if position.is_padding and not position.last:
             return []
-        device = self._terms.group.device
-        self._waiting.append(Micro(task, weight, turn, random_state(device)))
-        if not turn.last:
+        device = self._context.group.device
+        self._queued.append(StageMicroBatch(task, weight, position, random_state(device)))
+        if not position.last:
             return []
-        micros, self._waiting = self._waiting, []
+        stage_micro_batches, self._queued = self._queued, []
         losses: Losses = []
         for stage in self._stages:
-            stage.running.restore()  # passes that the user has made without gradients are not the step's
-        with translating_peer_errors("the work of the pipeline"), self._formats.backward():
-            if turn.is_padding:
+            stage.running_buffers.restore()  # passes that the user has made without gradients are not the step's
+        with translating_peer_errors("the work of the pipeline"), self._autocast.backward():
+            if position.is_padding:
                 # What counts forward passes is to count one in each step, on all ranks.
                 with torch.no_grad():
-                    self._walk(task.inputs, micros[0].random, {})
+                    self._forward_through_stages(task.inputs, stage_micro_batches[0].random, {})
             else:
-                self._run(micros, losses)
-            self._reduce(target, turn)
-        set_random_state(micros[-1].random, device)  # the same on all ranks of the replica
+                self._run(stage_micro_batches, losses)
+            self._reduce(target, position)
+        set_random_state(stage_micro_batches[-1].random, device)  # the same on all ranks of the replica
         return losses
 
-    def _run(self, micros: Sequence[Micro], losses: Losses) -> None:
-        likes = [shapes_in(micro.task.inputs) for micro in micros]
-        for like, micro in zip(likes, micros, strict=True):
-            if like not in self._borders:
-                self._borders[like] = self._find_borders(micro)
+    def _run(self, stage_micro_batches: Sequence[StageMicroBatch], losses: Losses) -> None:
+        specs = [shapes_in(micro.task.inputs) for micro in stage_micro_batches]
+        for like, micro in zip(specs, stage_micro_batches, strict=True):
+            if like not in self._interfaces:
+                self._interfaces[like] = self._find_interfaces(micro)
         for stage in self._stages:
-            stage.begin(micros, losses)
-        for part in passes(likes, self._options.schedule, self._lane.size):
-            borders = [None, *self._borders[likes[part.first]], None]
+            stage.begin_step(stage_micro_batches, losses)
+        for part in schedule_runs(specs, self._options.schedule, self._replica_group.size):
+            interfaces = [None, *self._interfaces[specs[part.first]], None]
             for stage in self._stages:
-                around = (borders[stage.number], borders[stage.number + 1])
-                stage.aim(micros[part.first : part.first + part.length], around)
-            schedule = self._schedule(part, likes[part.first], borders, micros[0].random)
+                around = (interfaces[stage.number], interfaces[stage.number + 1])
+                stage.set_schedule_run(stage_micro_batches[part.first : part.first + part.length], around)
+            schedule = self._schedule(part, specs[part.first], interfaces, stage_micro_batches[0].random)
             places = torch.arange(part.length)
             try:
                 schedule.step(target=places, place=places, return_outputs=False)
@@ -331,7 +339,9 @@ class Pipeline:
                     raise error.__cause__ from None
                 raise
 
-    def _schedule(self, part: Pass, like: object, borders: Sequence[Border | None], random: torch.Tensor) -> Any:
+    def _schedule(
+        self, part: ScheduleRun, like: object, interfaces: Sequence[StageInterface | None], random: torch.Tensor
+    ) -> Any:
         """Torch's schedule for such a pass."""
         key = (part.schedule, part.length, like)
         if key not in self._schedules:
@@ -339,78 +349,84 @@ class Pipeline:
                 self._schedules.pop(next(iter(self._schedules)))
             stages = []
             for stage in self._stages:
-                before, behind = borders[stage.number], borders[stage.number + 1]
+                before, behind = interfaces[stage.number], interfaces[stage.number + 1]
                 stages.append(
                     PipelineStage(
                         stage,
                         stage.number,
                         stage.of,
-                        self._formats.carrier,
+                        self._autocast.transport_device,
                         input_args=before.examples(random) if before else (),
                         output_args=behind.examples(random) if behind else _LOSS,
-                        group=self._lane.process_group,
+                        group=self._replica_group.process_group,
                     )
                 )
-            told: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
+            options: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
             if part.schedule == "interleaved":
-                self._schedules[key] = ScheduleInterleaved1F1B(list(stages), part.length, **told)
+                self._schedules[key] = ScheduleInterleaved1F1B(list(stages), part.length, **options)
             else:
                 kind = ScheduleGPipe if part.schedule == "gpipe" else Schedule1F1B
-                self._schedules[key] = kind(stages[0], part.length, **told)
+                self._schedules[key] = kind(stages[0], part.length, **options)
         return self._schedules[key]
 
-    def _find_borders(self, micro: Micro) -> list[Border]:
+    def _find_interfaces(self, micro: StageMicroBatch) -> list[StageInterface]:
         """What crosses each border for micro-batches like this one, found by one more forward pass of it."""
-        mine: dict[int, Border] = {}
+        mine: dict[int, StageInterface] = {}
         with torch.enable_grad():
-            self._walk(micro.task.inputs, micro.random, mine)
+            self._forward_through_stages(micro.task.inputs, micro.random, mine)
         for stage in self._stages:
-            stage.running.restore()
-        found: dict[int, Border] = {}
-        for each in self._lane.gather_objects(mine, "borders of stages"):
+            stage.running_buffers.restore()
+        found: dict[int, StageInterface] = {}
+        for each in self._replica_group.gather_objects(mine, "borders of stages"):
             found |= each
         return [found[number] for number in sorted(found)]
 
-    def _walk(self, inputs: Sequence[Any], random: torch.Tensor, borders: dict[int, Border]) -> Any:
+    def _forward_through_stages(
+        self, inputs: Sequence[Any], random: torch.Tensor, interfaces: dict[int, StageInterface]
+    ) -> Any:
         """``inputs`` forward through the stages, one after the other; the output, on the last stage's rank.
 
-        What goes out of this rank's stages is put into ``borders``.
+        What goes out of this rank's stages is put into ``interfaces``.
         """
-        rank, ranks = self._lane.rank, self._lane.size
+        rank, ranks = self._replica_group.rank, self._replica_group.size
         into: Sequence[torch.Tensor] = ()
-        drawn, output = False, None
+        draws_random, output = False, None
         for stage in self._stages:
             if stage.number:
-                tensors, border, random = self._relay.receive((rank - 1) % ranks)
-                into = [t.requires_grad_(learns) for t, (*_, learns) in zip(tensors, border.likes, strict=True)]
-                drawn = border.drawn
-            output, after = stage.once(inputs, into, random)
+                tensors, interface, random = self._channel.receive((rank - 1) % ranks)
+                into = [t.requires_grad_(learns) for t, (*_, learns) in zip(tensors, interface.specs, strict=True)]
+                draws_random = interface.draws_random
+            output, after = stage.forward_once(inputs, into, random)
             if not stage.is_last:
-                border = borders[stage.number] = Border.of(output, drawn or not torch.equal(after, random.cpu()))
-                self._relay.send((output, border, after), (rank + 1) % ranks)
+                interface = interfaces[stage.number] = StageInterface.of(
+                    output, draws_random or not torch.equal(after, random.cpu())
+                )
+                self._channel.send((output, interface, after), (rank + 1) % ranks)
         return output
 
-    def _reduce(self, target: ParameterSet, turn: MicroBatchPosition) -> None:
+    def _reduce(self, target: ParameterSet, position: MicroBatchPosition) -> None:
         """``.grad`` of this rank's stages holds the sum over the step."""
         for stage in self._stages:
-            learning = stage.learning
-            if not learning:
+            trained = stage.trained
+            if not trained:
                 continue
-            if self._terms.exact:
-                sums = [] if turn.is_padding else stage.sums.finish(turn.index + 1)
-                used = set() if turn.is_padding else stage.sums.used
+            if self._context.exact:
+                sums = [] if position.is_padding else stage.sums.finish(position.index + 1)
+                used = set() if position.is_padding else stage.sums.used
             else:
-                sums = [[negative_zeros_like(p) if p.grad is None else p.grad for p in learning]]
-                used = {place for place, p in enumerate(learning) if p.grad is not None}
-            if self._twins.size > 1:
-                used = self._agreed(stage, used, turn)
-                total = self._summed(learning, sums, turn)
+                sums = [[negative_zeros_like(p) if p.grad is None else p.grad for p in trained]]
+                used = {place for place, p in enumerate(trained) if p.grad is not None}
+            if self._stage_group.size > 1:
+                used = self._used_anywhere(stage, used, position)
+                total = self._sum_over_replicas(trained, sums, position)
             else:
                 (total,) = sums
-            for place, (parameter, gradient) in enumerate(zip(learning, total, strict=True)):
+            for place, (parameter, gradient) in enumerate(zip(trained, total, strict=True)):
                 parameter.grad = gradient if place in used else None
 
-    def _summed(self, parameters: Sequence[nn.Parameter], sums: Sequence[Tensors], turn: MicroBatchPosition) -> Tensors:
+    def _sum_over_replicas(
+        self, parameters: Sequence[nn.Parameter], sums: Sequence[Tensors], position: MicroBatchPosition
+    ) -> Tensors:
         """The sum over all replicas, of what each has summed for its nodes of the tree."""
         total: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(p.dtype for p in parameters):
@@ -418,9 +434,9 @@ class Pipeline:
             lengths = [parameters[i].numel() for i in places]
             flats = [torch.cat([each[i].reshape(-1) for i in places]) for each in sums]
             out = flats[-1] if flats else parameters[places[0]].new_empty(sum(lengths))
-            if self._terms.exact:
-                self._exchange.begin(out, flats, turn.of)
-                self._exchange.finish()
+            if self._context.exact:
+                self._all_reduce.begin(out, flats, position.of)
+                self._all_reduce.finish()
             else:
                 self._fast.begin(out)
                 self._fast.finish()
@@ -428,62 +444,45 @@ class Pipeline:
             total |= {place: piece.view_as(parameters[place]) for place, piece in pieces}
         return [total[place] for place in range(len(parameters))]
 
-    def _agreed(self, stage: Stage, used: set[int], turn: MicroBatchPosition) -> set[int]:
+    def _used_anywhere(self, stage: Stage, used: set[int], position: MicroBatchPosition) -> set[int]:
         """Places of the parameters that had a part in some loss on any rank."""
         if self._find_unused:
-            return set().union(*self._twins.gather_objects(used, "parameters that had a part in the loss"))
-        unused = sorted(set(range(len(stage.learning))) - used)
-        if unused and not turn.is_padding:
-            names = [self._names[stage.learning[place]] for place in unused]
+            return set().union(*self._stage_group.gather_objects(used, "parameters that had a part in the loss"))
+        unused = sorted(set(range(len(stage.trained))) - used)
+        if unused and not position.is_padding:
+            names = [self._names[stage.trained[place]] for place in unused]
             raise UsageError(
-                f"{len(names)} of {len(stage.learning)} parameters of stage {stage.number} had no part in the loss: "
+                f"{len(names)} of {len(stage.trained)} parameters of stage {stage.number} had no part in the loss: "
                 f"{', '.join(names[:5])}. Use them in forward(), freeze them with requires_grad_(False), or say "
                 "run.model(model, find_unused_parameters=True), which costs a little in each step"
             )
-        return set(range(len(stage.learning)))
+        return set(range(len(stage.trained)))
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`."""
-        divide_by_counts(target, samples, total_count(self._twins, counted))
+        """Divide by the number of items of the step. Collective."""
+        divide_by_counts(target, samples, total_count(self._stage_group, counted))
 
-    def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Other stages' parameters have no gradient here."""
-
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`."""
-        if turn.last:
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """After the last micro-batch, move the stages' buffers by the mean over the step. Collective then."""
+        if position.last:
             with translating_peer_errors("the reduction of buffers"):
                 for stage in self._stages:
-                    stage.running.settle(turn)
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """The model is what it is."""
-        return contextlib.nullcontext()
-
-    def finish_training(self) -> None:
-        """Every rank holds its stages."""
+                    stage.running_buffers.end_micro_batch(position)
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
-        self._waiting.clear()
+        """Forget queued micro-batches, and restore buffers."""
+        self._queued.clear()
         for stage in self._stages:
-            stage.running.restore()
+            stage.running_buffers.restore()
 
     def resync(self) -> None:
-        """See `Strategy.resync`."""
+        """Start from the buffers that models hold."""
         for stage in self._stages:
-            stage.running.resync()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing beside model and optimizer."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to put back."""
+            stage.running_buffers.resync()
 
     def close(self) -> None:
-        """See `Strategy.close`."""
-        self._exchange.close()
+        """End the threads and connections."""
+        self._all_reduce.close()
 
 
 class Pipelined(nn.Module):
@@ -505,7 +504,7 @@ class Pipelined(nn.Module):
             UsageError: in training.
         """
         if self.training and torch.is_grad_enabled():
-            raise UsageError(_HAND_OVER)
+            raise UsageError(_USE_RUN_STEP)
         return self._evaluate(inputs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -515,7 +514,7 @@ class Pipelined(nn.Module):
             stage.in_evaluation.compile(*args, **kwargs)
 
 
-_HAND_OVER = (
+_USE_RUN_STEP = (
     "strategy=pipeline computes the loss itself, where the last stage is: write run.step(loss_function, inputs, "
     "targets) instead of run.step(loss_function(model(inputs), targets)), and call the model in evaluations only"
 )
@@ -533,11 +532,11 @@ def _in_mode(model: nn.Module, training: bool, do: Callable[[], T]) -> T:
             module.training = before
 
 
-def _stages(model: nn.Module, cuts: Sequence[str]) -> list[partition.Stage]:
-    return partition.stages(partition.read(model, cuts), cuts)
+def _split_stages(model: nn.Module, cuts: Sequence[str]) -> list[partition.Stage]:
+    return partition.split_stages(partition.trace(model, cuts), cuts)
 
 
-def _keep(model: nn.Module, names: set[str], device: torch.device) -> None:
+def _keep_own_tensors(model: nn.Module, names: set[str], device: torch.device) -> None:
     """The parameters and buffers of these names lie on ``device``.
 
     The others keep their shape and hold no memory; tensors that are shared stay so.

@@ -23,56 +23,56 @@ from lockstep.strategies.gradient_accumulation import (
 )
 
 Losses = list[tuple[int, torch.Tensor]]
-Like = tuple[tuple[int, ...], torch.dtype, bool]
+TensorSpec = tuple[tuple[int, ...], torch.dtype, bool]
 """Shape and type of a tensor, and whether a gradient comes back for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Micro:
+class StageMicroBatch:
     """A micro-batch on its way through the stages."""
 
     task: LossCall
     weight: torch.Tensor | None
-    turn: MicroBatchPosition
+    position: MicroBatchPosition
     random: torch.Tensor  #: the generators' state when the model is called; see `random_state`
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
+class StageInterface:
     """What goes from one stage to the next."""
 
-    likes: tuple[Like, ...]
-    drawn: bool  #: whether a stage so far draws random numbers, so that the generators' state goes along
+    specs: tuple[TensorSpec, ...]
+    draws_random: bool  #: whether a stage so far draws random numbers, so that the generators' state goes along
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], drawn: bool) -> Border:
+    def of(cls, tensors: Sequence[torch.Tensor], draws_random: bool) -> StageInterface:
         """The border that ``tensors`` cross."""
-        return cls(tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), drawn)
+        return cls(tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), draws_random)
 
     def examples(self, random: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Tensors without memory, alike those that cross; ``random`` is any state."""
-        made = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in self.likes]
-        return (*made, random.to("meta")) if self.drawn else tuple(made)
+        made = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in self.specs]
+        return (*made, random.to("meta")) if self.draws_random else tuple(made)
 
 
 @dataclass(frozen=True, slots=True)
-class Formats:
+class AutocastContext:
     """In which formats, and on which device, stages compute."""
 
     device: torch.device
-    carrier: torch.device  #: whose memory the line to the other stages reads
+    transport_device: torch.device  #: whose memory the line to the other stages reads
     dtype: torch.dtype | None  #: of autocast; None: there is none
 
-    def forward(self) -> AbstractContextManager[Any]:
+    def forward(self) -> AbstractContextManager[object]:
         """Around forward passes."""
         return torch.autocast(self.device.type, dtype=self.dtype) if self.dtype else nullcontext()
 
-    def backward(self) -> AbstractContextManager[Any]:
+    def backward(self) -> AbstractContextManager[object]:
         """Around backward passes."""
         return torch.autocast(self.device.type, enabled=False) if self.dtype else nullcontext()
 
 
-class Sums:
+class StageSums:
     """The gradients of a stage's parameters, micro-batch by micro-batch, folded along the tree.
 
     A backward pass leaves its gradients in ``.grad``; they are taken out when the next one begins.
@@ -89,7 +89,7 @@ class Sums:
         self._fold, self._next = TreeAccumulator[Tensors](micro_batches, add_into_left), first
         self.used = set()
 
-    def take_before(self, index: int) -> None:
+    def accumulate_before(self, index: int) -> None:
         """Fold in what the backward passes of the micro-batches before ``index`` have left; one at most has run."""
         while self._parameters and self._next < index:
             self._fold.push((self._next, self._next + 1), pop_gradients(self._parameters, self.used))
@@ -97,7 +97,7 @@ class Sums:
 
     def finish(self, index: int) -> list[Tensors]:
         """The sums of the nodes of the tree, once the micro-batches before ``index`` have run."""
-        self.take_before(index)
+        self.accumulate_before(index)
         sums, self._fold = self._fold.sums, TreeAccumulator[Tensors](0, add_into_left)
         return sums
 
@@ -123,42 +123,46 @@ class Stage(nn.Module):
         graphs: tuple[fx.GraphModule, fx.GraphModule],
         training: Callable[[], bool],
         buffers: Buffers,
-        learning: Sequence[nn.Parameter],
-        formats: Formats,
+        trained: Sequence[nn.Parameter],
+        autocast: AutocastContext,
         *,
         exact: bool,
     ) -> None:
         super().__init__()
         self.number: Final = number
         self.of: Final = of
-        self.learning: Final = learning
-        self.sums: Final = Sums(learning)
-        self.running: Final = buffers  #: such as running statistics
+        self.trained: Final = trained
+        self.sums: Final = StageSums(trained)
+        self.running_buffers: Final = buffers  #: such as running statistics
         self.in_training, self.in_evaluation = graphs
         self._training: Final = training
-        self._formats: Final = formats
+        self._autocast: Final = autocast
         self._exact: Final = exact
         # Where modules overwrite what they are given, they must not be given what autograd ends at.
         self._overwrites: Final = any(getattr(m, "inplace", False) for m in self.in_training.modules())
-        self._micros: Sequence[Micro] = ()
+        self._micro_batches: Sequence[StageMicroBatch] = ()
         self._losses: Losses = []
-        self._borders: tuple[Border | None, Border | None] = (None, None)
+        self._interfaces: tuple[StageInterface | None, StageInterface | None] = (None, None)
 
     @property
     def is_last(self) -> bool:
         """Whether the loss is computed here."""
         return self.number == self.of - 1
 
-    def begin(self, micros: Sequence[Micro], losses: Losses) -> None:
+    def begin_step(self, stage_micro_batches: Sequence[StageMicroBatch], losses: Losses) -> None:
         """A step begins; what is computed of its losses goes into ``losses``."""
         self._losses = losses
-        self.sums.begin(micros[0].turn.index, micros[0].turn.of)
+        self.sums.begin(stage_micro_batches[0].position.index, stage_micro_batches[0].position.of)
 
-    def aim(self, micros: Sequence[Micro], borders: tuple[Border | None, Border | None]) -> None:
-        """The next schedule is for ``micros``; of the borders the first is what comes in, the second what goes out."""
-        self._micros, self._borders = micros, borders
+    def set_schedule_run(
+        self,
+        stage_micro_batches: Sequence[StageMicroBatch],
+        interfaces: tuple[StageInterface | None, StageInterface | None],
+    ) -> None:
+        """Set what the next schedule computes: its micro-batches, and the interfaces before and behind this stage."""
+        self._micro_batches, self._interfaces = stage_micro_batches, interfaces
 
-    def once(
+    def forward_once(
         self, inputs: Sequence[Any], into: Sequence[torch.Tensor], random: torch.Tensor
     ) -> tuple[Any, torch.Tensor]:
         """What goes out for one micro-batch, the model's output on the last stage; and the generators' state then.
@@ -171,54 +175,56 @@ class Stage(nn.Module):
         if self._overwrites:
             into = [t.clone() if t.requires_grad else t for t in into]
         graph = self.in_training if self._training() else self.in_evaluation
-        set_random_state(random, self._formats.device)
-        with self._formats.forward():
+        set_random_state(random, self._autocast.device)
+        with self._autocast.forward():
             out = graph(*inputs, *into)
         if not self.is_last:
-            out = tuple(self._sent(value) for value in out)
-        return out, random_state(self._formats.device)
+            out = tuple(self._checked_output(value) for value in out)
+        return out, random_state(self._autocast.device)
 
     def forward(self, *received: torch.Tensor, place: torch.Tensor) -> Any:
         """Called by the schedule: what goes out for a micro-batch; on the last stage the loss, times its weight."""
-        micro = self._micros[int(place)]
-        before, behind = self._borders
-        *into, random = received if before and before.drawn else (*received, micro.random)
-        into = [tensor.to(self._formats.device) for tensor in into]
-        self.running.lend()
-        out, after = self.once(micro.task.inputs, into, random)
+        micro = self._micro_batches[int(place)]
+        before, behind = self._interfaces
+        *into, random = received if before and before.draws_random else (*received, micro.random)
+        into = [tensor.to(self._autocast.device) for tensor in into]
+        self.running_buffers.use_copies()
+        out, after = self.forward_once(micro.task.inputs, into, random)
         if behind is None:
             out = self._loss(micro, out)
             sent: tuple[torch.Tensor, ...] = (out,)
         else:
-            found = Border.of(out, behind.drawn)
+            found = StageInterface.of(out, behind.draws_random)
             if found != behind:
                 raise UsageError(
-                    f"strategy=pipeline: what stage {self.number} hands on has shapes {[s for s, *_ in found.likes]}, "
-                    f"and had {[s for s, *_ in behind.likes]} before, for inputs of the same shape; pad what varies"
+                    f"strategy=pipeline: what stage {self.number} hands on has shapes {[s for s, *_ in found.specs]}, "
+                    f"and had {[s for s, *_ in behind.specs]} before, for inputs of the same shape; pad what varies"
                 )
-            sent = tuple(tensor.to(self._formats.carrier) for tensor in ((*out, after) if behind.drawn else out))
-        if not micro.turn.last:
-            self.running.settle(micro.turn)
+            sent = tuple(
+                tensor.to(self._autocast.transport_device) for tensor in ((*out, after) if behind.draws_random else out)
+            )
+        if not micro.position.last:
+            self.running_buffers.end_micro_batch(micro.position)
         if self._exact:
             for tensor in sent:
                 if tensor.requires_grad:  # its gradient is the first thing that this micro-batch's backward pass has
-                    tensor.register_hook(lambda _, index=micro.turn.index: self.sums.take_before(index))
+                    tensor.register_hook(lambda _, index=micro.position.index: self.sums.accumulate_before(index))
         return sent if behind else out
 
-    def _loss(self, micro: Micro, output: Any) -> torch.Tensor:
+    def _loss(self, micro: StageMicroBatch, output: Any) -> torch.Tensor:
         task = micro.task
-        with self._formats.forward():
+        with self._autocast.forward():
             loss = task.loss(output, *task.targets)
         if not is_loss(loss):
             raise UsageError(
                 f"step(loss function, ...): it gave {loss!r:.60}; the loss must be a tensor of no dimension that "
                 "depends on the model's parameters"
             )
-        self._losses.append((micro.turn.index, loss.detach().clone()))
+        self._losses.append((micro.position.index, loss.detach().clone()))
         loss = task.scale(loss)
         return loss if micro.weight is None else loss * micro.weight.to(loss)
 
-    def _sent(self, value: Any) -> torch.Tensor:
+    def _checked_output(self, value: object) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
             raise UsageError(
                 f"strategy=pipeline: behind stage {self.number} a {type(value).__name__} would go to the next one, and "
@@ -243,7 +249,7 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
         torch.cuda.set_rng_state(state[length:], device)
 
 
-def shapes_in(value: Any) -> tuple[Any, ...]:
+def shapes_in(value: object) -> tuple[Any, ...]:
     """Shapes and types of the tensors in ``value``, also within lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -12,80 +12,81 @@ from torch.distributed.tensor import DTensor
 from lockstep.collectives import Group, ShardGroups, TensorShard
 from lockstep.strategies.grad_norm import norm_of_rows, squared_row_norms
 from lockstep.strategies.gradient_accumulation import parameters_of
+from lockstep.strategies.protocol import StateDict, StateLayout
 
 
-class Shards:
+class DTensorLayout(StateLayout):
     """A `StateLayout` of tensors that lie divided by rows.
 
     Such as shape (5, 3) on three ranks: rows 0 and 1, rows 2 and 3, row 4. Where several copies are held, the first one
     is what a checkpoint gets.
     """
 
-    def __init__(self, group: Group, division: ShardGroups) -> None:
+    def __init__(self, group: Group, shard_groups: ShardGroups) -> None:
         self._group: Final = group
-        self._division: Final = division
+        self._shard_groups: Final = shard_groups
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """See `StateLayout.norm`."""
+        """The 2-norm of all gradients, from the squares of every rank's rows. Collective."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not gradients:
             return norm_of_rows([], parameters[0].device)
-        ranks = self._division.within.size
+        ranks = self._shard_groups.within.size
         rows = [len(g) for g in gradients]
         most = [-(-r // ranks) for r in rows]  # rows of a tensor on one rank
         mine = [_row_squares(_local(g)) for g in gradients]
         kind = max((m.dtype for m in mine), key=lambda dtype: dtype.itemsize)
         padded = [nn.functional.pad(m.to(kind), (0, high - len(m))) for m, high in zip(mine, most, strict=True)]
-        table = self._division.gather(torch.cat(padded)).view(ranks, -1)
+        table = self._shard_groups.gather(torch.cat(padded)).view(ranks, -1)
         squares = [part.reshape(-1)[:r] for part, r in zip(table.split(most, dim=1), rows, strict=True)]
         return norm_of_rows(squares, mine[0].device)
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
-        """See `StateLayout.any`."""
+        """1.0 if ``found`` is not zero on some rank, else 0.0. Collective."""
         return (self._group.sum_tensor(_local(found), "whether gradients are finite") != 0).to(found.dtype)
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """See `StateLayout.model_state`."""
-        return {name: self._part_of(value) for name, value in model.state_dict().items()}
+    def model_state(self, model: nn.Module) -> StateDict:
+        """This rank's rows of each tensor, as `TensorShard`."""
+        return {name: self._to_shard(value) for name, value in model.state_dict().items()}
 
-    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_model`."""
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
+        """Load this rank's rows of each tensor."""
         own = model.state_dict()
-        model.load_state_dict({name: self._shard_of(value, own.get(name)) for name, value in state.items()})
+        model.load_state_dict({name: self._to_dtensor(value, own.get(name)) for name, value in state.items()})
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `StateLayout.optimizer_state`."""
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """This rank's rows of each state, as `TensorShard`."""
         whole = optimizer.state_dict()
         whole["state"] = {
-            number: {name: self._part_of(value) for name, value in of_one.items()}
+            number: {name: self._to_shard(value) for name, value in of_one.items()}
             for number, of_one in whole["state"].items()
         }
         return whole
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """See `StateLayout.load_optimizer`. What has its parameter's shape is divided like the parameter."""
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load this rank's rows: a state of its parameter's shape is divided like the parameter."""
         numbered = dict(enumerate(parameters_of(optimizer)))
         divided = {
-            number: {name: self._shard_of(value, numbered.get(number)) for name, value in of_one.items()}
+            number: {name: self._to_dtensor(value, numbered.get(number)) for name, value in of_one.items()}
             for number, of_one in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": divided})
 
-    def _part_of(self, value: Any) -> Any:
+    def _to_shard(self, value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value
         local, shape = value.to_local().detach(), tuple(value.shape)
-        if self._division.copy or not local.numel():
-            return TensorShard.elsewhere(shape, value.dtype)
-        first = self._division.within.rank * -(-shape[0] // self._division.within.size)
+        if self._shard_groups.copy or not local.numel():
+            return TensorShard.absent(shape, value.dtype)
+        first = self._shard_groups.within.rank * -(-shape[0] // self._shard_groups.within.size)
         return TensorShard(local, (first, *(0 for _ in shape[1:])), shape, value.dtype)
 
-    def _shard_of(self, value: Any, like: Any) -> Any:
+    def _to_dtensor(self, value: Any, like: Any) -> Any:
         """This rank's rows of ``value``, if it is a whole tensor that lies divided as ``like`` does; else itself."""
         if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
             return value
-        high = -(-len(value) // self._division.within.size)
-        first = min(self._division.within.rank * high, len(value))
+        high = -(-len(value) // self._shard_groups.within.size)
+        first = min(self._shard_groups.within.rank * high, len(value))
         # New memory, also on the CPU: the optimizer goes on in it, and the whole is to be freed.
         mine = value[first : first + high].to(like.to_local().device, copy=True)
         return DTensor.from_local(

@@ -1,4 +1,4 @@
-"""Gradients of blocks that `fully_shard` gathers and disperses: folded along the tree, whole, then scattered.
+"""Gradients of blocks that `fully_shard` gathers and reshards: folded along the tree, whole, then scattered.
 
 micro-batch 0     backward: block 2, 1, 0     each hands over its gradient, whole and flat: folded, and kept
 micro-batch 1     backward: block 2, 1, 0     ... folded
@@ -20,28 +20,28 @@ from lockstep.errors import UsageError
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, negative_zeros_like
 
 
-class Sums(Protocol):
-    """What a rank has of one block's gradient in a step: see `TreeAccumulator`."""
+class UnitSums(Protocol):
+    """This rank's sum of one block's gradient in a step, such as a `TreeAccumulator`."""
 
     sums: list[torch.Tensor]
 
     def push(self, node: Node, value: torch.Tensor) -> None:
-        """Add what a node of the tree has brought."""
+        """Add ``value``, the gradient of a node of the tree."""
         ...
 
 
-class RunningSum:
+class RunningSum(UnitSums):
     """One sum, to which each micro-batch adds as it comes: no promise of bits, and no more memory than one."""
 
     def __init__(self) -> None:
         self.sums: list[torch.Tensor] = []
 
     def push(self, node: Node, value: torch.Tensor) -> None:
-        """See `Sums.push`."""
+        """Add ``value`` to the sum, in the order of the calls."""
         self.sums = [self.sums[0].add_(value) if self.sums else value]
 
 
-class Unit:
+class FsdpUnit:
     """What a block hands its gradients to, in place of torch's reduce-scatter.
 
     Args:
@@ -52,20 +52,24 @@ class Unit:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], ranks: int, scatter: ReduceScatter, fold: Callable[[int], Sums]
+        self,
+        parameters: Sequence[nn.Parameter],
+        ranks: int,
+        reduce_scatter: ReduceScatter,
+        fold: Callable[[int], UnitSums],
     ) -> None:
         self.parameters: Final = parameters
-        self.torn = False  #: whether a gradient came in parts, or without some of the parameters
+        self.incomplete = False  #: whether a gradient came in parts, or without some of the parameters
         self._ranks: Final = ranks
-        self._scatter: Final = scatter
+        self._reduce_scatter: Final = reduce_scatter
         self._open: Final = fold
-        self._sums: Sums | None = None
+        self._sums: UnitSums | None = None
         self._turn: MicroBatchPosition | None = None  # None: the backward pass is not for this block
-        self._came = False
+        self._received = False
 
-    def expect(self, turn: MicroBatchPosition | None) -> None:
-        """The next backward pass is the one of ``turn``; None: it is for others."""
-        self._turn, self._came, self.torn = turn, False, False
+    def expect(self, position: MicroBatchPosition | None) -> None:
+        """The next backward pass is the one of ``position``; None: it is for others."""
+        self._turn, self._received, self.incomplete = position, False, False
 
     def forget(self) -> None:
         """What this step has gathered."""
@@ -86,22 +90,22 @@ class Unit:
         async_op: bool = False,
     ) -> None:
         """Take the flat gradient of a micro-batch; after the last one, give this rank's rows of the sum."""
-        turn = self._turn
-        if turn is None:
+        position = self._turn
+        if position is None:
             output_tensor.copy_(negative_zeros_like(output_tensor))  # is added to a gradient that may be there already
             return
-        self.torn = self.torn or self._came or input_tensor.numel() != self._length()
-        if self.torn:
+        self.incomplete = self.incomplete or self._received or input_tensor.numel() != self._length()
+        if self.incomplete:
             return
-        self._came = True
+        self._received = True
         if self._sums is None:
-            self._sums = self._open(turn.of)
-        if not turn.is_padding:
+            self._sums = self._open(position.of)
+        if not position.is_padding:
             if input_tensor.is_cuda:
                 input_tensor.record_stream(torch.cuda.current_stream(input_tensor.device))
-            self._sums.push((turn.index, turn.index + 1), input_tensor)
-        if turn.last:
-            self._scatter(output_tensor, self._sums.sums, turn.of)
+            self._sums.push((position.index, position.index + 1), input_tensor)
+        if position.last:
+            self._reduce_scatter(output_tensor, self._sums.sums, position.of)
             self._sums = None
 
     def _length(self) -> int:
@@ -118,40 +122,43 @@ class Gradients(Protocol):
     """From the loss of one micro-batch after the other to the gradient of the step."""
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`."""
+        """Compute the gradients of one micro-batch; after the last one, ``.grad`` holds this rank's rows of the sum.
+
+        Collective.
+        """
         ...
 
     def discard_step(self) -> None:
-        """What the step has gathered is forgotten."""
+        """Drop the gradients of the step."""
         ...
 
 
-class Uses(Protocol):
-    """Which parameters have had a part in the losses of a step."""
+class ParameterUse(Protocol):
+    """Finds out which parameters have a part in the losses of a step."""
 
     def before(self) -> None:
-        """Between the forward pass of a micro-batch and its backward pass."""
+        """Called between the forward pass of a micro-batch and its backward pass."""
         ...
 
-    def after(self, turn: MicroBatchPosition) -> None:
-        """After the backward pass. All ranks, after their last turns: ``.grad`` is None where there was no part."""
+    def after(self, position: MicroBatchPosition) -> None:
+        """After the backward pass; after the last one, ``.grad`` of unused parameters is None. Collective then."""
         ...
 
 
-class AllUsed:
-    """Each parameter has to have a part in each loss."""
+class AllUsed(ParameterUse):
+    """Every parameter has to have a part in every loss: nothing is tracked."""
 
     def before(self) -> None:
         """Nothing has to be prepared."""
 
-    def after(self, turn: MicroBatchPosition) -> None:
+    def after(self, position: MicroBatchPosition) -> None:
         """Nothing has to be found out."""
 
 
-class Watched:
-    """Parameters of a model that is gathered as one; those which have no part in a loss get a gradient of nothing."""
+class TrackedUse(ParameterUse):
+    """Tracks the parameters of a model that is gathered as one; an unused one gets a gradient of zeros meanwhile."""
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._model: Final = model
@@ -162,7 +169,7 @@ class Watched:
         self._used: Final[set[int]] = set()  # ... of some turn of this step
 
     def before(self) -> None:
-        """See `Uses.before`."""
+        """Give every parameter a gradient of zeros, and count those to which the backward pass adds."""
         for place, gathered in enumerate(self._model.parameters()):
             if gathered.requires_grad and not isinstance(gathered, DTensor):
                 if id(gathered) not in self._known:  # torch makes them once
@@ -171,11 +178,11 @@ class Watched:
                 gathered.grad = negative_zeros_like(gathered)
         self._found.clear()
 
-    def after(self, turn: MicroBatchPosition) -> None:
-        """See `Uses.after`."""
-        if not turn.is_padding:
+    def after(self, position: MicroBatchPosition) -> None:
+        """Note which parameters were used; after the last micro-batch, exchange it with all ranks. Collective then."""
+        if not position.is_padding:
             self._used.update(self._found)
-        if turn.last:
+        if position.last:
             used = set().union(*self._group.gather_objects(sorted(self._used), "which parameters are used"))
             self._used.clear()
             for place, parameter in enumerate(self._divided):
@@ -183,10 +190,10 @@ class Watched:
                     parameter.grad = None
 
 
-class Learner:
+class FsdpModel:
     """A model whose blocks hand their gradients to units."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], uses: Uses) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[FsdpUnit], uses: ParameterUse) -> None:
         self.parameters: Final = {p: name for name, p in model.named_parameters() if p.requires_grad}  #: with names
         self.units: Final = units
         self.uses: Final = uses
@@ -208,58 +215,60 @@ class Learner:
                 "Use them in forward(), freeze them with requires_grad_(False), or say "
                 "run.model(model, find_unused_parameters=True), which gathers the whole model at once"
             )
-        torn = [self.parameters[p] for u in self.units if u.torn for p in u.parameters if p in self.parameters]
-        if torn:
+        incomplete = [
+            self.parameters[p] for u in self.units if u.incomplete for p in u.parameters if p in self.parameters
+        ]
+        if incomplete:
             raise UsageError(
-                f"the gradient of the block with {', '.join(torn[:5])} came in parts, as when forward() calls the "
-                "block several times, and some modules inside it only once; let wrap=... name smaller blocks, or "
+                f"the gradient of the block with {', '.join(incomplete[:5])} came in parts, as when forward() calls "
+                "the block several times, and some modules inside it only once; let wrap=... name smaller blocks, or "
                 "say wrap=whole"
             )
 
 
-class InUnits:
+class FsdpBackward(Gradients):
     """`Gradients` of models that `fully_shard` has divided."""
 
     def __init__(self) -> None:
-        self._learners: Final[list[Learner]] = []
+        self._models: Final[list[FsdpModel]] = []
 
-    def add(self, learner: Learner) -> None:
+    def add(self, fsdp_model: FsdpModel) -> None:
         """Backward passes will reach it."""
-        self._learners.append(learner)
+        self._models.append(fsdp_model)
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`."""
-        mine = [learner for learner in self._learners if learner.is_in(target)]
-        others = [learner for learner in self._learners if not learner.is_in(target)]
-        for learner in mine:
-            for unit in learner.units:
-                unit.expect(turn)
-            for parameter in learner.parameters:
+        """Let the units sum the gradients of their blocks. Collective."""
+        mine = [fsdp_model for fsdp_model in self._models if fsdp_model.is_in(target)]
+        others = [fsdp_model for fsdp_model in self._models if not fsdp_model.is_in(target)]
+        for fsdp_model in mine:
+            for unit in fsdp_model.units:
+                unit.expect(position)
+            for parameter in fsdp_model.parameters:
                 parameter.grad = None
-            learner.uses.before()
-        for learner in others:
-            for unit in learner.units:
+            fsdp_model.uses.before()
+        for fsdp_model in others:
+            for unit in fsdp_model.units:
                 unit.expect(None)
         # They are reached too, for torch's hooks know the gathered parameters, which a target does not.
-        empty = [p for learner in others for p in learner.parameters if p.grad is None]
+        empty = [p for fsdp_model in others for p in fsdp_model.parameters if p.grad is None]
         with translating_peer_errors("the reduction of gradients"):
             loss.backward(weight)
             for parameter in empty:
                 parameter.grad = None
-            for learner in mine:
-                learner.check_whole()
-                learner.uses.after(turn)
-                for unit in learner.units:
+            for fsdp_model in mine:
+                fsdp_model.check_whole()
+                fsdp_model.uses.after(position)
+                for unit in fsdp_model.units:
                     unit.expect(None)
-        if not turn.last:
-            for learner in mine:
-                for parameter in learner.parameters:
+        if not position.last:
+            for fsdp_model in mine:
+                for parameter in fsdp_model.parameters:
                     parameter.grad = None
 
     def discard_step(self) -> None:
-        """See `Gradients.discard_step`."""
-        for learner in self._learners:
-            for unit in learner.units:
+        """Drop what the units have summed."""
+        for fsdp_model in self._models:
+            for unit in fsdp_model.units:
                 unit.forget()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
@@ -43,17 +43,25 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts, total_count
 from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
-from lockstep.strategies.sharded.dtensor_layout import Shards
+from lockstep.strategies.protocol import (
+    ChecksOptimizers,
+    CommunicatesInForward,
+    FinishesTraining,
+    PreparesEvaluation,
+    ReplicaAssignment,
+    Strategy,
+    StrategyContext,
+)
+from lockstep.strategies.sharded.dtensor_layout import DTensorLayout
 from lockstep.strategies.sharded.fsdp_gradients import (
     AllUsed,
+    FsdpBackward,
+    FsdpModel,
+    FsdpUnit,
     Gradients,
-    InUnits,
-    Learner,
     RunningSum,
-    Sums,
-    Unit,
-    Watched,
+    TrackedUse,
+    UnitSums,
 )
 from lockstep.strategies.sharded.wrapping import blocks_of, recompute
 from lockstep.strategies.single_process import SingleProcess
@@ -84,49 +92,53 @@ class Options:
             raise SettingError(f"mixed={self.mixed!r}: give one of {', '.join(_MIXED)}")
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """The strategy ``fsdp``; one rank alone divides nothing. Collective."""
-    if terms.group.size == 1 and options.mixed == "none" and not options.checkpoint_activations:
-        return SingleProcess(terms.group, terms.runs, exact=terms.exact)
-    return FullySharded(terms, options, terms.group.size)
+    if context.group.size == 1 and options.mixed == "none" and not options.checkpoint_activations:
+        return SingleProcess(context.group, context.runs, exact=context.exact)
+    return FullySharded(context, options, context.group.size)
 
 
-class FullySharded:
+class FullySharded(Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEvaluation, FinishesTraining):
     """The strategies ``fsdp`` and ``hsdp``.
 
     Args:
-        terms: the conditions.
+        context: the conditions.
         options: what the user says.
         ranks: that hold one copy of the model; neighbours, and a divisor of all.
     """
 
-    def __init__(self, terms: StrategyContext, options: Options, ranks: int) -> None:
-        group = terms.group
+    def __init__(self, context: StrategyContext, options: Options, ranks: int) -> None:
+        group = context.group
         self._group: Final = group
         self._options: Final = options
-        self._say: Final = terms.say
-        self._division: Final = ShardGroups(group, ranks)
-        self._scatter: Final[ReduceScatter] = (
-            TreeReduceScatter(self._division, terms.runs) if terms.exact else NativeReduceScatter(self._division)
+        self._say: Final = context.say
+        self._shard_groups: Final = ShardGroups(group, ranks)
+        self._reduce_scatter: Final[ReduceScatter] = (
+            TreeReduceScatter(self._shard_groups, context.runs)
+            if context.exact
+            else NativeReduceScatter(self._shard_groups)
         )
-        self._fold: Final[Callable[[int], Sums]] = _tree if terms.exact else lambda _: RunningSum()
-        self._units: Final = InUnits()
+        self._fold: Final[Callable[[int], UnitSums]] = _tree if context.exact else lambda _: RunningSum()
+        self._units: Final = FsdpBackward()
         # Torch sums nothing over one rank, not even by our hand.
         self._gradients: Final[Gradients] = (
-            self._units if group.size > 1 else SingleProcess(group, terms.runs, exact=terms.exact)
+            self._units if group.size > 1 else SingleProcess(group, context.runs, exact=context.exact)
         )
-        self._exchange: Final = open_all_reduce(group, terms.runs)
-        self._buffers: Final = Buffers(self._exchange, group)
+        self._all_reduce: Final = open_all_reduce(group, context.runs)
+        self._buffers: Final = Buffers(self._all_reduce, group)
         # One rank alone has nothing to gather, but bf16 copies of its parameters.
         divides = group.size > 1 or options.mixed != "none"
         # On a line of its own, so that blocks are gathered while others are scattered.
-        self._mesh: Final = DeviceMesh.from_group(self._division.line(), group.device.type) if divides else None
+        self._mesh: Final = (
+            DeviceMesh.from_group(self._shard_groups.new_process_group(), group.device.type) if divides else None
+        )
         self._blocks: Final[list[FSDPModule]] = []
-        self._called = 0  # a checksum of which blocks were called, in their order
+        self._call_checksum = 0  # a checksum of which blocks were called, in their order
         self._roots: Final[list[FSDPModule]] = []
-        self.share: Final = ReplicaAssignment(group.rank, group.size)
-        self.state_layout: Final = Shards(group, self._division)
-        self.meets_in_forward: Final = group.size > 1
+        self.assignment = ReplicaAssignment(group.rank, group.size)
+        self.state_layout = DTensorLayout(group, self._shard_groups)
+        self.forward_is_collective = group.size > 1
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself, its parameters divided, as rank 0 made it. Collective.
@@ -150,18 +162,18 @@ class FullySharded:
                 )
         if self._mesh is not None and any(True for _ in model.parameters()):
             # Where it depends on the micro-batch which blocks are called, ranks would wait for each other's blocks.
-            self._divide(model, [] if find_unused_parameters else blocks, find_unused_parameters, self._mesh)
+            self._shard_model(model, [] if find_unused_parameters else blocks, find_unused_parameters, self._mesh)
         self._buffers.setup_model(model)
         return model
 
-    def _divide(self, model: nn.Module, blocks: Sequence[nn.Module], watch: bool, mesh: DeviceMesh) -> None:
+    def _shard_model(self, model: nn.Module, blocks: Sequence[nn.Module], watch: bool, mesh: DeviceMesh) -> None:
         _check_divisible(model)
         options = self._options
         lower = _MIXED[options.mixed]
         if lower:
             _check_stateless(model)
         offload = options.offload and self._group.device.type != "cpu"
-        units: list[Unit] = []
+        units: list[FsdpUnit] = []
         divided: set[nn.Parameter] = set()
         for module in (*blocks, model):
             whole = module is model
@@ -182,18 +194,22 @@ class FullySharded:
             own = [p for p in module.parameters() if p not in divided]
             divided.update(own)
             self._blocks.append(block)
-            module.register_forward_pre_hook(partial(self._note, len(self._blocks)), prepend=True)
+            module.register_forward_pre_hook(partial(self._record_call, len(self._blocks)), prepend=True)
             if own:
-                units.append(Unit(own, self._division.within.size, self._scatter, self._fold))
+                units.append(FsdpUnit(own, self._shard_groups.within.size, self._reduce_scatter, self._fold))
                 block.set_custom_reduce_scatter(cast(Any, units[-1]))
                 block.set_gradient_divide_factor(1.0)
                 block.set_force_sum_reduction_for_comms(True)
         self._roots.append(block)
         if any(p.requires_grad for p in model.parameters()):
-            self._units.add(Learner(model, units, Watched(model, self._group) if watch else AllUsed()))
+            self._units.add(FsdpModel(model, units, TrackedUse(model, self._group) if watch else AllUsed()))
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `ChecksOptimizers.check_optimizer`."""
+        """Check that ``optimizer`` can step tensors that are divided.
+
+        Raises:
+            UsageError: for a fused optimizer on CPUs.
+        """
         fused = any(group.get("fused") for group in optimizer.param_groups)
         if fused and self._mesh is not None and self._group.device.type == "cpu":
             raise UsageError(
@@ -201,70 +217,57 @@ class FullySharded:
                 "fused=True out, or use ddp or zero"
             )
 
-    def begin_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """Nothing has to be prepared."""
-
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, turn: MicroBatchPosition
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """See `Strategy.backward`. All ranks, on every turn."""
-        self._gradients.backward(loss, weight, target, turn)
+        """Compute gradients, and sum them after the last micro-batch. Collective for every micro-batch."""
+        self._gradients.backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """See `Strategy.normalize_by_count`."""
+        """Divide by the number of items of the step. Collective."""
         divide_by_counts(target, samples, total_count(self._group, counted))
 
-    def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Each rank steps its rows."""
-
-    def end_micro_batch(self, turn: MicroBatchPosition) -> None:
-        """See `Strategy.end_micro_batch`."""
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Restore buffers; after the last micro-batch, move them by the mean over the step. Collective then."""
         with translating_peer_errors("the reduction of buffers"):
-            self._buffers.settle(turn)
+            self._buffers.end_micro_batch(position)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model is what it is; nothing stays gathered."""
+        """A context for forward passes, after which no block stays gathered. Collective."""
         self._compare_calls()
         yield
         self._compare_calls()
-        self._disperse()
+        self._reshard()
 
     def finish_training(self) -> None:
-        """Every rank holds its part of the trained model."""
+        """Check that all ranks called the same blocks; each holds its part of the trained model already. Collective."""
         self._compare_calls()
 
     def discard_step(self) -> None:
-        """See `Strategy.discard_step`."""
+        """Drop gradients, free gathered blocks, and restore buffers."""
         self._gradients.discard_step()
         for root in self._roots:
-            # Torch 2.11 has no word for it; there, what it remembers of the pass is replaced by the next one's.
+            # Torch 2.11 has no such method; there, what it remembers of the pass is replaced by the next one's.
             if hasattr(root, "reset_iter_state"):
                 root.reset_iter_state()
-        self._disperse()
+        self._reshard()
         self._buffers.restore()
 
     def resync(self) -> None:
-        """See `Strategy.resync`. Collective."""
+        """Free gathered blocks, and start from the buffers that models hold. Collective."""
         self._compare_calls()
-        self._disperse()
+        self._reshard()
         self._buffers.resync()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing beside model and optimizer."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to put back."""
-
     def close(self) -> None:
-        """See `Strategy.close`."""
-        self._scatter.close()
-        self._exchange.close()
-        self._division.close()
+        """End the threads and connections."""
+        self._reduce_scatter.close()
+        self._all_reduce.close()
+        self._shard_groups.close()
 
-    def _note(self, block: int, *_: object) -> None:
-        self._called = zlib.crc32(block.to_bytes(4, "little"), self._called)
+    def _record_call(self, block: int, *_: object) -> None:
+        self._call_checksum = zlib.crc32(block.to_bytes(4, "little"), self._call_checksum)
 
     def _compare_calls(self) -> None:
         """Ranks that called other blocks have got each other's parameters, if those are of one size. Collective.
@@ -275,16 +278,16 @@ class FullySharded:
         self._group.check_equal(
             "a checksum of the order in which forward() calls the blocks of wrap=... (where that depends on the data, "
             "say run.model(model, find_unused_parameters=True), which gathers the whole model at once)",
-            self._called,
+            self._call_checksum,
         )
 
-    def _disperse(self) -> None:
-        """No block is gathered: what is read next is what lies in the ranks' rows."""
+    def _reshard(self) -> None:
+        """Free gathered blocks, so that what is read next are the ranks' rows."""
         for block in self._blocks:
             block.reshard()
 
 
-def _tree(micro_batches: int) -> Sums:
+def _tree(micro_batches: int) -> UnitSums:
     return TreeAccumulator(micro_batches, lambda left, right: left.add_(right))
 
 

@@ -37,7 +37,7 @@ class Options:
     checkpoint_activations: bool = False
 
 
-def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """The strategy ``hsdp``; one rank alone divides nothing. Collective.
 
     Raises:
@@ -46,9 +46,9 @@ def open_strategy(terms: StrategyContext, options: Options) -> Strategy:
     alike = fully_sharded.Options(
         options.wrap, options.mixed, options.reshard, options.offload, options.checkpoint_activations
     )
-    if terms.group.size == 1:
-        return fully_sharded.open_strategy(terms, alike)
-    return FullySharded(terms, alike, ranks_of_a_copy(terms.group, options.shard))
+    if context.group.size == 1:
+        return fully_sharded.open_strategy(context, alike)
+    return FullySharded(context, alike, ranks_of_a_copy(context.group, options.shard))
 
 
 def ranks_of_a_copy(group: Group, shard: int) -> int:
