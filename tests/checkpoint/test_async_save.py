@@ -385,6 +385,23 @@ def test_one_save_at_a_time_beside_the_training(tmp_path):
     assert saves.finished_saves() == ()
 
 
+class SeesLess(LocalFileSystem):
+    """Files of others appear shorter than they are, as where a network file system has not caught up."""
+
+    def size(self, path):
+        return super().size(path) - 1
+
+
+def test_a_part_that_the_leader_does_not_see_in_full_is_not_committed(tmp_path):
+    said = []
+    saves = Checkpoints(tmp_path, single_rank_group(), keep=1, say=said.append, disk=SeesLess())
+    saves.save(STATE, 1, {})
+    assert not saves.close().committed
+    (message,) = said
+    assert "part-00000.bin is not in full where the leader looks" in message
+    assert list_checkpoints(tmp_path) == ()
+
+
 class Roomy(LocalFileSystem):
     """Promises room that is not there, as when someone else fills the disk meanwhile."""
 

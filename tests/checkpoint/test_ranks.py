@@ -131,7 +131,7 @@ def test_two_ranks_write_one_checkpoint_and_what_fails_on_one_fails_on_both(tmp_
     assert same(one.load(newest), state(4) | {"clock": 0})
 
 
-class WaitShare(LocalFileSystem):
+class WaitsForASign(LocalFileSystem):
     """Commits when a file is there."""
 
     def __init__(self, sign):
@@ -147,7 +147,7 @@ class WaitShare(LocalFileSystem):
 
 def one_hears_nothing(group, root, said, tell):
     sign = root.with_name("rank 1 has given up")
-    disk, patience_s = (LocalFileSystem(), 2.0) if group.rank else (WaitShare(sign), DEADLINE_S)
+    disk, patience_s = (LocalFileSystem(), 2.0) if group.rank else (WaitsForASign(sign), DEADLINE_S)
     saves = Checkpoints(root, group, keep=1, say=said.append, disk=disk, peer_timeout_s=patience_s)
     saves.save(state(1), 1, {})
     if group.rank:

@@ -319,6 +319,26 @@ def left_with_a_loss_missing():
         return run.progress.step, state_hash(first, second)
 
 
+def left_out():
+    """Two optimizers, of which the second has a loss in every other step; how often each schedule stepped."""
+    with Run(seed=2) as run:
+        first, second = run.model(nn.Linear(2, 1)), run.model(nn.Linear(2, 1))
+        one = run.optimizer(torch.optim.SGD(first.parameters(), lr=0.1))
+        other = run.optimizer(torch.optim.SGD(second.parameters(), lr=0.1))
+        schedules = [run.scheduler(torch.optim.lr_scheduler.ExponentialLR(each, 0.9)) for each in (one, other)]
+        for batch in run.train(run.loader(torch.ones(32, 2), global_batch=8, micro_batch=2)):
+            both = run.progress.step % 2 == 0
+            run.step(first(batch).square().mean(), optimizer=one)
+            if both:
+                run.step(second(batch).square().mean(), optimizer=other)
+        return run.progress.step, [schedule.last_epoch for schedule in schedules]
+
+
+def test_a_schedule_steps_when_its_optimizer_does():
+    for world in (1, 2):
+        assert run_ranks(left_out, world) == [(4, [4, 2])] * world
+
+
 def left_by_break(bodies):
     """Bits after two epochs of four micro-batches a step, of which the first was left after so many micro-batches."""
     with Run(seed=2) as run:

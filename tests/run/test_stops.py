@@ -442,3 +442,20 @@ def test_a_lost_peer_is_dated_after_the_error_of_the_same_second(tmp_path):
         seconds.append(json.loads(file.read_text())["message"]["extraInfo"]["timestamp"])
     assert seconds == ["1000", "1001"]
     write_torchelastic_error(ValueError("bad"), {})
+
+
+def saved_by_the_clock(directory):
+    """How many checkpoints there are after a second and a half of training."""
+    with lockstep.Run(checkpoint=directory, save_every="0.1 s", keep=100) as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.train(run.loader(torch.ones(1200, 2), global_batch=4, micro_batch=1)):
+            run.step(model(batch).square().mean())
+            time.sleep(0.005)
+        return len(list_checkpoints(directory))
+
+
+def test_a_cadence_in_seconds_saves_again_and_again(tmp_path):
+    for world in (1, 2):
+        found = run_ranks(saved_by_the_clock, world, tmp_path / str(world))
+        assert min(found) >= 3
