@@ -299,7 +299,7 @@ MUTANTS = [
         "run/train_step.py",
         "            self._counts.clear()\n            self._items.clear()\n            self._begun.clear()\n"
         "            self._strategy.discard_step()",
-        "            self._items.clear()\n            self._begun.clear()\n            self._strategy.discard_step()",
+        "            self._counts.clear()\n            self._items.clear()\n            self._strategy.discard_step()",
         LOOP,
         STEP,
         MEAN,
