@@ -115,7 +115,7 @@ def only_step(root):
     return one.step
 
 
-# ---- the appointment: its law ---------------------------------------------------------------------------------------
+# ---- the agreement on a step: its law ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_step", [True, False], ids=["ranks in step", "ranks that run freely"])

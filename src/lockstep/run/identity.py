@@ -12,12 +12,54 @@ from typing import Any, Final
 
 import torch
 
+from lockstep.batch import BatchPlan
 from lockstep.collectives import Group
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.heartbeat import is_users
+from lockstep.settings import Settings
 
+#: Settings of which the bits depend.
+_SETTINGS: Final = ("seed", "reduction", "precision", "clip_norm", "compile")
 #: Options of scripts that old launchers give each rank its own of.
 _PER_RANK: Final = ("local_rank", "node_rank", "rank", "master_addr", "master_port")
+
+
+class RunIdentity:
+    """What the bits of one run depend on: its script, its data, its settings.
+
+    Args:
+        settings: of the run.
+        threads: CPU threads of each rank.
+        device: of this rank.
+    """
+
+    def __init__(self, settings: Settings, threads: int, device: torch.device) -> None:
+        self._settings: Final = {name: getattr(settings, name) for name in _SETTINGS}
+        self._threads: Final = threads
+        self._device: Final = device
+        self.script: dict[str, Any] = {}  #: code, arguments and optimizers, as the run began
+
+    def note_script(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The run begins: its script is what it is now."""
+        self.script = {
+            "code": code_of_user(),
+            "arguments": arguments_of(sys.argv[1:]),
+            "optimizers": optimizers_of(optimizers),
+        }
+
+    def data(
+        self, plan: BatchPlan | None, samples_per_epoch: int | None, lengths: Sequence[int | None]
+    ) -> dict[str, Any]:
+        """All but the script; ``lengths`` are those of all data sets."""
+        return {
+            "sizes": [plan.global_batch, plan.micro_batch] if plan else None,
+            "samples": samples_per_epoch,
+            "lengths": list(lengths),
+            **self._settings,
+            "threads": self._threads,
+            "device": "cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
+            "torch": torch.__version__,
+        }
 
 
 def code_of_user(modules: Mapping[str, ModuleType] | None = None) -> dict[str, str]:

@@ -19,17 +19,17 @@ from lockstep.collectives import Group, Runs, elsewhere, owned
 from lockstep.errors import UsageError
 
 
-class Carry(MutableMapping[str, Any]):
+class CarriedState(MutableMapping[str, Any]):
     """In the loop's body: a dict for the place of the micro-batch in hand; outside of it, only `clear` works.
 
     Values are tensors, plain values, and dicts, lists and tuples of them. They are saved, and follow the place to the
     rank that computes it. Tensors should be detached. All ranks use it alike, in each body or in none.
     """
 
-    def __init__(self, group: Group, runs: Runs, *, served: bool) -> None:
+    def __init__(self, group: Group, runs: Runs, *, has_server_ranks: bool) -> None:
         self._group: Final = group
         self._runs: Final = runs
-        self._served: Final = served  # some ranks have no body, and others have the same one
+        self._has_server_ranks: Final = has_server_ranks  # some ranks have no body, and others have the same one
         self._places: dict[int, dict[str, Any]] = {}  # of this rank, by the micro-batch's index in its step
         self._written: dict[int, dict[str, Any]] = {}  # in the step in work
         self._of = 0  # micro-batches of the step for which places lie where they are
@@ -98,7 +98,7 @@ class Carry(MutableMapping[str, Any]):
             self._places = {}
 
     def _slot(self) -> dict[str, Any]:
-        if self._served:
+        if self._has_server_ranks:
             raise UsageError("run.carry: under this strategy ranks do not all compute micro-batches; use ddp or zero")
         if self._here is None:
             raise UsageError("run.carry outside of the loop's body: there is no micro-batch whose place it could be")
