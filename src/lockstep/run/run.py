@@ -43,7 +43,7 @@ from lockstep.run.state import Stateful
 from lockstep.run.train_step import Count, Loss, TrainStep
 from lockstep.run.training_loop import TrainingLoop
 from lockstep.seeding import seed_generators, seed_of
-from lockstep.settings import ResolvedSettings, Settings
+from lockstep.settings import ResolvedSettings, Settings, changed
 from lockstep.world import World
 
 T = TypeVar("T")
@@ -108,27 +108,8 @@ class Run:
         peer_timeout_s: float = _DEFAULTS.peer_timeout_s,
         rehearse: bool = False,
     ) -> None:
-        given = {
-            "seed": seed,
-            "strategy": strategy,
-            "reduction": reduction,
-            "precision": precision,
-            "checkpoint": None if checkpoint is None else os.fspath(checkpoint),
-            "save_every": save_every,
-            "keep": keep,
-            "clip_norm": clip_norm,
-            "sync_batchnorm": sync_batchnorm,
-            "compile": compile,
-            "threads": threads,
-            "workers": workers,
-            "bucket_mb": bucket_mb,
-            "on_nan": on_nan,
-            "check_every": check_every,
-            "peer_timeout_s": peer_timeout_s,
-            "rehearse": rehearse,
-        }
-        given = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
-        context = set_up(ResolvedSettings.gather(given, os.environ), os.environ)
+        given = changed(locals())
+        context = set_up(ResolvedSettings.resolve(given, os.environ), os.environ)
         self._context: Final = context
         self.settings: Final = context.resolved
         self.device: Final = context.device
