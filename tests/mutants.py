@@ -130,8 +130,8 @@ MUTANTS = [
     ),
     mutant(
         "data/sampling.py",
-        "return -(-micro_batches // plan.world_size) - mine",
-        "return micro_batches // plan.world_size - mine",
+        "return -(-micro_batches // plan.world_size) - own",
+        "return micro_batches // plan.world_size - own",
         "tests/data",
     ),
     mutant(
@@ -299,8 +299,8 @@ MUTANTS = [
     mutant("run/train_step.py", "if len(due) == len(self._state.optimizers):", "if due:", STEP, WORLDS),
     mutant(
         "run/train_step.py",
-        "there = [self._state.name_of(p) for p in target.parameters if p.grad is not None]",
-        "there = []",
+        "names = [self._state.name_of(p) for p in target.parameters if p.grad is not None]",
+        "names = []",
         LEARNS,
     ),
     mutant(
@@ -387,8 +387,8 @@ MUTANTS = [
     ),
     mutant(
         "run/evaluation_loop.py",
-        "seed_generators(seed_of(*seed_key, place.step, place.index))",
-        "seed_generators(seed_of(*seed_key, place.index))",
+        "seed_generators(seed_of(*seed_key, at.step, at.index))",
+        "seed_generators(seed_of(*seed_key, at.index))",
         RANDOMNESS,
         HAND,
     ),
@@ -445,7 +445,7 @@ MUTANTS = [
         HAND,
     ),
     mutant("progress.py", "self.samples + samples", "self.samples + 1", "tests/test_progress.py", LOOP),
-    mutant("run/carried_state.py", "self._places |= self._written", "pass", CARRY),
+    mutant("run/carried_state.py", "self._by_index |= self._written", "pass", CARRY),
     mutant("run/carried_state.py", "if self._used and position.of != self._of:", "if False:", CARRY),
     mutant(
         "run/carried_state.py",

@@ -79,9 +79,9 @@ class EvaluationLoop:
         position.evaluations += 1
         may_leave_early = self._loaders.may_leave_early(loader) and not isinstance(context.strategy, ComputesLoss)
         with context.strategy.evaluating(), self._buffers() as buffers:
-            for place, batch in self._loaders.evaluation(loader):
-                self._metrics.hand_out(place)
-                seed_generators(seed_of(*seed_key, place.step, place.index))
+            for at, batch in self._loaders.evaluation(loader):
+                self._metrics.hand_out(at)
+                seed_generators(seed_of(*seed_key, at.step, at.index))
                 context.marker.enter("evaluate")
                 with torch.no_grad(), context.precision.forward():
                     yield to_device(batch, context.device)
@@ -91,7 +91,7 @@ class EvaluationLoop:
 
     @contextlib.contextmanager
     def _buffers(self) -> Iterator[EvaluationBuffers]:
-        """The models' buffers, which are afterwards what they were; the user is told once of those that moved."""
+        """The models' buffers, which are afterwards what they were; those that moved are reported once."""
         buffers = EvaluationBuffers(self._state.models)
         try:
             yield buffers

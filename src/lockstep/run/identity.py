@@ -153,29 +153,29 @@ def _text(value: Any) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What to say of the parts of an identity that a resumed run has otherwise than the one that saved.
+    """Texts about the parts of an identity that a resumed run has otherwise than the one that saved.
 
     Raises:
         CheckpointError: for an optimizer of another class.
     """
-    said: list[str] = []
+    texts: list[str] = []
     for name, value in now.items():
         if name in before and name not in _CHECKED_ELSEWHERE:
-            said += _SAY.get(name, partial(_say_plainly, name))(before[name], value)
-    return said
+            texts += _DESCRIBE.get(name, partial(_describe_value, name))(before[name], value)
+    return texts
 
 
-def _say_plainly(name: str, before: Any, now: Any) -> list[str]:
+def _describe_value(name: str, before: Any, now: Any) -> list[str]:
     return [f"resumed with {name}={now}, saved with {before}: the bits differ from here on"] if before != now else []
 
 
-def _say_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def _describe_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     changed = changed_code(now, before)
     names = ", ".join(changed[:5])
     return [f"changed since the checkpoint was saved: {names}; the bits may differ from here on"] if changed else []
 
 
-def _say_arguments(before: Sequence[str], now: Sequence[str]) -> list[str]:
+def _describe_arguments(before: Sequence[str], now: Sequence[str]) -> list[str]:
     if before == now:
         return []
     return [
@@ -183,13 +183,13 @@ def _say_arguments(before: Sequence[str], now: Sequence[str]) -> list[str]:
     ]
 
 
-def _say_lengths(before: Sequence[int | None], now: Sequence[int | None]) -> list[str]:
+def _describe_lengths(before: Sequence[int | None], now: Sequence[int | None]) -> list[str]:
     pairs = [(was, is_now) for was, is_now in zip(before, now, strict=False) if was != is_now]
     return [f"a data set has {is_now} samples, and had {was}: the bits differ from here on" for was, is_now in pairs]
 
 
-def _say_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
-    said = []
+def _describe_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
+    texts = []
     for (was, were), (kind, groups) in zip(before, now, strict=False):
         if was != kind:
             raise CheckpointError(
@@ -198,20 +198,20 @@ def _say_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
             )
         for old, new in zip(were, groups, strict=False):
             odd = [name for name in new if old.get(name, new[name]) != new[name]]
-            said += [
+            texts += [
                 f"{kind}: {name}={old[name]} of the checkpoint's run holds, not the {new[name]} of this script; to "
                 f"change it, set optimizer.param_groups[...][{name!r}] where run.step(loss) has returned True"
                 for name in odd
             ]
-    return said
+    return texts
 
 
-#: What is said of each part of an identity that differs, where it is not just its value.
-_SAY: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
-    "code": _say_code,
-    "arguments": _say_arguments,
-    "lengths": _say_lengths,
-    "optimizers": _say_optimizers,
+#: What is texts of each part of an identity that differs, where it is not just its value.
+_DESCRIBE: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
+    "code": _describe_code,
+    "arguments": _describe_arguments,
+    "lengths": _describe_lengths,
+    "optimizers": _describe_optimizers,
 }
 #: Whether they fit is decided where the position is known.
 _CHECKED_ELSEWHERE: Final = ("sizes", "samples")

@@ -97,8 +97,8 @@ class MetricMeans:
         for mean in self._means.values():
             mean.fetch()
         total: State = {}
-        mine: State = {name: [m.units, m.odd, m.count] for name, m in self._means.items()}
-        for state in group.gather_objects(mine, "measures"):
+        own: State = {name: [m.units, m.odd, m.count] for name, m in self._means.items()}
+        for state in group.gather_objects(own, "measures"):
             for name, held in state.items():
                 total[name] = [a + b for a, b in zip(total.get(name, [0, 0.0, 0]), held, strict=True)]
         return total

@@ -63,7 +63,7 @@ class ParameterSets:
 
         Args:
             optimizers: as `named` gives them.
-            in_step: sets that have a loss already in the step in work, and must stay as they are.
+            in_step: sets that have a loss already in this step, and must stay as they are.
             step: steps done.
 
         Raises:
@@ -93,11 +93,11 @@ class ParameterSets:
         if not can_update_trainable(self._strategy):
             # Refuses it, on this rank by itself: others may serve, and have no body.
             update_trainable(self._strategy, now)
-        mine = [
+        own = [
             (self._state.name_of(p), tuple(p.shape), None if p in before else int(checksum(p))) for p in now.parameters
         ]
-        for rank, theirs in enumerate(self._group.gather_objects(mine, "which parameters learn")):
-            odd = sorted({name for name, *_ in set(mine) ^ set(theirs)})
+        for rank, theirs in enumerate(self._group.gather_objects(own, "which parameters learn")):
+            odd = sorted({name for name, *_ in set(own) ^ set(theirs)})
             if odd:
                 raise MismatchError(
                     f"from step {step + 1} on other parameters learn, and not the same on all ranks: {odd[0]}"
@@ -123,10 +123,10 @@ class ParameterSets:
         inside = dict.fromkeys(p for parameters in models for p in parameters)
         candidates = [*inside] if everything else [p for p in held if p in inside]
         if not everything:
-            mine = set(held)
+            held_set = set(held)
             for model, parameters in zip(self._state.models, models, strict=True):
-                its = [p in mine for p in parameters if p.requires_grad]
-                if any(its) and not all(its):
+                held_here = [p in held_set for p in parameters if p.requires_grad]
+                if any(held_here) and not all(held_here):
                     raise UsageError(
                         f"{type(model).__name__} is shared by optimizers that step apart; give each a model of its "
                         "own, or let them share the backward pass: run.step(loss, optimizer=[first, second])"

@@ -145,19 +145,19 @@ def check_scheduler(scheduler: Any) -> None:
     """Nothing, if ``scheduler`` can be stepped once after each step.
 
     Raises:
-        UsageError: for one that wants to be told something, such as a metric.
+        UsageError: for one whose ``step`` needs an argument, such as a metric.
     """
     step = inspect.signature(type(scheduler).step)
-    wanted = [
+    required = [
         name
         for name, parameter in list(step.parameters.items())[1:]
         if parameter.default is inspect.Parameter.empty
         and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     ]
-    if wanted:
+    if required:
         name = type(scheduler).__name__
         raise UsageError(
-            f"{name}.step({', '.join(wanted)}) is to be told {' and '.join(wanted)}, and a run steps schedulers after "
+            f"{name}.step({', '.join(required)}) needs {' and '.join(required)}, and a run steps schedulers after "
             f"each step by itself: write run.keep(scheduler=scheduler) in place of run.scheduler(...), and "
             "scheduler.step(run.metrics['accuracy']) after run.evaluate(...), with the metric that you measure"
         )

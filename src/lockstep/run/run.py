@@ -53,11 +53,11 @@ _DEFAULTS = Settings()
 class Run:
     """One training run, alone or as one rank of any launcher's world.
 
-    Opening it finds out who this process is, opens the line to the other ranks, seeds everything random and chooses
-    the device. All ranks make the same calls in the same order. Close it by ``with``.
+    Opening it finds out which rank this process is, connects to the other ranks, seeds everything random and chooses
+    the device. Every rank must make the same calls in the same order. Use it in a ``with`` statement, which closes it.
 
     Every argument can be overridden from outside: ``lockstep run --precision bf16 train.py``, or
-    ``LOCKSTEP_PRECISION=bf16``. `settings` tells each value and where it came from.
+    ``LOCKSTEP_PRECISION=bf16``. `settings` has each value and where it came from.
 
     Args:
         seed: of everything random: initial weights, order of samples, augmentation, dropout.
@@ -162,8 +162,8 @@ class Run:
     def counts(self) -> bool:
         """Whether the micro-batch in hand is to be counted on this rank, for sums of one's own.
 
-        Not where it was handed out only so that this rank meets the others, or where another rank of the same replica
-        counts it. `measure` and `step` see to that by themselves.
+        False for padding, which only makes this rank join the others' collectives, and where another rank of the same
+        replica counts it. `measure` and `step` take care of that by themselves.
         """
         return self._context.metrics.samples > 0
 
@@ -171,18 +171,18 @@ class Run:
     def carry(self) -> CarriedState:
         """What the script carries from step to step, such as a hidden state: a dict for the micro-batch in hand.
 
-        It belongs to the micro-batch's place in the step, not to the rank: what was put in comes back at the same place
+        It belongs to the micro-batch's index in the step, not to the rank: what was put in comes back at the same index
         in the next step, on any number of ranks, and is saved. ``run.carry.get("hidden")`` is None the first time.
         """
         return self._context.carried
 
     @property
     def world(self) -> World:
-        """This rank's place, and the launcher that told it."""
+        """This rank's numbers among all ranks, and the launcher that they come from."""
         return self._context.world
 
     def say(self, text: str) -> None:
-        """The leader tells the user ``text``, one line that does not tear the progress view."""
+        """Print ``text`` on the leader, as one line that does not disturb the progress view; nothing on other ranks."""
         self._context.reporter.say(text)
 
     # ---- what is trained ----------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class Run:
     def epochs(self, epochs: int) -> Iterator[int]:
         """The numbers of the epochs still to do, from 0; the first is the one where the checkpoint stopped.
 
-        All ranks. At the end of each epoch the cadence of checkpoints is asked; at the end of all, one is saved.
+        Collective. At the end of each epoch a checkpoint is saved if ``save_every`` says so, and after the last one.
         """
         return self._training.epochs(epochs)
 
@@ -267,8 +267,8 @@ class Run:
 
         Models are in training mode. Before each micro-batch the random generators are seeded for it, so dropout does
         not depend on the ranks. At the end, `metrics` holds the means of the epoch: ``loss``, and what was measured.
-        Whoever leaves the loop by ``break`` does so on all ranks after the same step; then `metrics` stays as it was.
-        A rank that serves others gets no micro-batch, and goes on after the loop when they do.
+        A loop that is left by ``break`` must be left on all ranks after the same step; then `metrics` stays as it was.
+        A rank that serves others gets no micro-batch, and continues after the loop when they do.
 
         Its length is this rank's number of micro-batches; that of ``loader`` is the number of steps of an epoch.
 
@@ -304,7 +304,7 @@ class Run:
 
         The gradient is that of the mean over the global batch: each micro-batch weighs what it holds. Collective.
 
-        A step ends where the loop's body ends: a checkpoint is saved, and a stop obeyed, after all that the body does.
+        A step ends where the loop's body ends: only then is a checkpoint saved, or the run stopped.
 
         Args:
             loss: the mean over the micro-batch's items, a tensor of no dimension; or a function that gives it, as in
@@ -322,7 +322,8 @@ class Run:
             out of a step, none, and the step is done at the end of the body.
 
         Raises:
-            UsageError: outside of `train`, for a loss that is none, or what would tell how many ranks there are.
+            UsageError: outside of `train`, for a loss that is none, or for what would make the result depend on the
+                number of ranks.
             NonFiniteError: for a loss or gradient that is not finite, if the run is to stop then.
             PeerLost: if another rank is gone.
         """
@@ -373,7 +374,7 @@ class Run:
         return self._ranks.sum(value)
 
     def mean(self, value: T) -> T:
-        """The mean of each rank's ``value``, a number or a tensor. All ranks; each counts once."""
+        """The mean of each rank's ``value``, a number or a tensor; each rank counts once. Collective."""
         return self._ranks.mean(value)
 
     def gather(self, value: T) -> list[T]:
@@ -385,7 +386,7 @@ class Run:
         return self._ranks.broadcast(value)
 
     def barrier(self) -> None:
-        """Returns when all ranks have come. Collective."""
+        """Wait until all ranks have called it. Collective."""
         self._ranks.barrier()
 
     def leader_first(self) -> AbstractContextManager[None]:
@@ -403,7 +404,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Save what is not saved yet, wait for the last checkpoint, close the line. Collective.
+        """Save what is not saved yet, wait for the last checkpoint, disconnect from the other ranks. Collective.
 
         Raises:
             SystemExit: with code 74, on all ranks, if checkpoints were asked for and the last step is in none.

@@ -1,4 +1,4 @@
-"""The run's own record of metrics, and the line that tells the user of them."""
+"""The run's own record of metrics, and the line in which the user sees them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RunLog:
     Args:
         leads: whether this rank is the leader.
         directory: where ``metrics.jsonl`` is written; None: nowhere.
-        say: tells the user one line.
+        say: prints one line.
     """
 
     def __init__(self, leads: bool, directory: str | None, say: Callable[[str], None]) -> None:

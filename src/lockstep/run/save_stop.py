@@ -47,7 +47,7 @@ class SaveStopController:
         group: the ranks.
         interval: how often to save.
         stop_reason: why this rank wants to stop, if it does; once it does, it always does. From any thread.
-        end: told how long steps take.
+        end: gets to know how long steps take.
         now: the clock.
         peer_timeout_s: how long to wait for the other ranks.
     """
@@ -74,7 +74,7 @@ class SaveStopController:
             self._agreement = NoAgreement(self._wants_stop, self._is_due)
         else:
             self._agreement = StoreAgreement(
-                self._group.store("agenda"),
+                self._group.store("save-stop"),
                 self._group.rank,
                 self._group.size,
                 self._wants_stop,
@@ -123,8 +123,8 @@ class SaveStopController:
         self._saved_at = self._now()
 
     def _agree(self, *, save: bool) -> Decision:
-        mine = (self._stop_reason(), self._is_due(), self.stop_pending())
-        requests = self._group.gather_objects(mine, "the save/stop agreement")
+        own = (self._stop_reason(), self._is_due(), self.stop_pending())
+        requests = self._group.gather_objects(own, "the save/stop agreement")
         reasons = [reason for reason, _, _ in requests if reason]
         # A rank that has left an evaluation early must find that all stop.
         pending = "another rank" if any(stop_pending for _, _, stop_pending in requests) else None

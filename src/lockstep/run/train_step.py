@@ -4,13 +4,15 @@ micro-batch 0 .. n-1   backward                    gradients are folded along th
                        buffers                     once every optimizer had its loss, or the body is over
 micro-batch n          backward, reduction         .grad holds the sum over all ranks' micro-batches
                        [division by the counts]
-                       unscale, clip, update       each optimizer, once every one had its loss, or the body is over
+                       unscale, [agree], clip      fp16: by the loss scale; an overflow on one rank counts on all
+                       before_optimizer_step       the strategy drops gradients whose optimizer state is on another rank
+                       optimizer.step              each optimizer, once every one had its loss, or the body is over
                        buffers, schedulers         once all optimizers have stepped: the step is done
                        the rest of the body        such as an average of the weights; then the step ends, and is saved
 
 Optimizers step together, at the end: were a GAN's discriminator updated before the generator's loss is computed, the
-losses of each rank's last micro-batch would see other parameters than those before it, and the sum would tell how many
-ranks there are.
+losses of each rank's last micro-batch would see other parameters than those before it, and the sum would depend on the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class CurrentMicroBatch:
 
 @dataclass(slots=True)
 class _StepLosses:
-    """The losses that the step in work has had."""
+    """The losses of the step so far."""
 
     has_counts: dict[ParameterSet, bool] = field(
         default_factory=dict
@@ -102,7 +104,7 @@ class TrainStep:
         self.current = current = CurrentMicroBatch(position)
         self._step = step
         self._strategy.begin_micro_batch(current.position)
-        self.checks.body_begins(compare=compare)
+        self.checks.begin_body(compare=compare)
         self.checks.run_steps = False
         return current
 
@@ -202,20 +204,20 @@ class TrainStep:
             if not current.due and current.position.last:
                 raise UsageError("a step ended without run.update(): call it where run.backward(loss) returned True")
             self._finish(current)
-        self.checks.buffers_stayed()
+        self.checks.require_buffers_unchanged()
         if not current.position.last:
-            self.checks.body_ended(current.position.index, current.position.of)
+            self.checks.end_body(current.position.index, current.position.of)
         return current.complete
 
     def _finish(self, current: CurrentMicroBatch) -> None:
         """All losses of the micro-batch are there; after the last one of a step, so is the step."""
         current.finished = current.failed = True
-        self.checks.parameters_stayed(current.position.index, current.position.of)
+        self.checks.require_parameters_unchanged(current.position.index, current.position.of)
         if current.position.last:
             self._complete(current)
         else:
             self._strategy.end_micro_batch(current.position)
-        self.checks.forward_is_over()
+        self.checks.note_buffers()
         current.failed = False
 
     def _complete(self, current: CurrentMicroBatch) -> None:
@@ -236,7 +238,7 @@ class TrainStep:
                 if id(scheduler.optimizer) in stepped:
                     scheduler.step()
         self.checks.run_steps = False
-        self.checks.step_is_due()
+        self.checks.allow_changes()
         self._losses = _StepLosses()
 
     def _step_optimizers(self, optimizers: tuple[torch.optim.Optimizer, ...], target: ParameterSet) -> None:
@@ -253,12 +255,12 @@ class TrainStep:
             parameter.grad = None
 
     def close(self) -> None:
-        """No micro-batch is in work any more, and optimizers are the user's again."""
+        """The run ends: optimizers may step at any time again."""
         self.current = None
         self.checks.close()
 
     def leave(self) -> None:
-        """The loop over micro-batches is left; a step that is not done is forgotten."""
+        """The loop over micro-batches is left; a step that is not done is discarded."""
         current, self.current = self.current, None
         self.checks.run_steps = True
         if current is not None and not current.complete:
@@ -291,15 +293,15 @@ class TrainStep:
     def _check_first(self, target: ParameterSet, current: CurrentMicroBatch, *, counts: bool) -> None:
         """Before a backward pass for ``target``."""
         if not self._losses.has_counts:
-            self.checks.first_backward()
+            self.checks.note_options()
         else:
-            self.checks.same_options(self._step)
+            self.checks.require_same_options(self._step)
         if target not in self._losses.has_counts:
-            there = [self._state.name_of(p) for p in target.parameters if p.grad is not None]
-            if there:
+            names = [self._state.name_of(p) for p in target.parameters if p.grad is not None]
+            if names:
                 raise UsageError(
-                    f"{len(there)} parameters had a gradient before the step's first run.step(loss), such as "
-                    f"{', '.join(there[:3])}: run.step(loss) takes the place of loss.backward(); clear what was there "
+                    f"{len(names)} parameters had a gradient before the step's first run.step(loss), such as "
+                    f"{', '.join(names[:3])}: run.step(loss) takes the place of loss.backward(); clear what was there "
                     "before training with optimizer.zero_grad()"
                 )
             self._losses.has_counts[target] = counts
