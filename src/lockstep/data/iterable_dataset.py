@@ -54,7 +54,7 @@ class Reader(Protocol):
         """Micro-batches ``indices`` of a step that holds one sample in each."""
 
 
-class StridedReader:
+class StridedReader(Reader):
     """Reads only this rank's samples, by the data set's own ``stride(start, step)``. A resume skips at no cost."""
 
     def __init__(self, dataset: Any, plan: BatchPlan, rank: int, seed: int, collate: Collate) -> None:
@@ -92,7 +92,7 @@ class StridedReader:
         return _seeded(iter(self._dataset.stride(start, stride)), self._seed, epoch, count(start, stride))
 
 
-class OnePassReader:
+class OnePassReader(Reader):
     """Reads the whole stream on every rank and keeps what its run holds. A resume reads what it skips."""
 
     def __init__(self, dataset: Any, plan: BatchPlan, rank: int, seed: int, collate: Collate) -> None:

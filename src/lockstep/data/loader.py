@@ -140,7 +140,7 @@ def is_in_memory(dataset: Any) -> bool:
         return True
 
 
-class TensorLoader:
+class TensorLoader(MicroBatchLoader):
     """Loader of tensors in memory: one gather for each micro-batch and tensor, and a few microseconds."""
 
     def __init__(self, dataset: Any, columns: TensorColumns, sampler: MicroBatchSampler, pin_memory: bool) -> None:
@@ -190,7 +190,7 @@ class TensorLoader:
         end_passes(self.data_loader)
 
 
-class MapLoader:
+class MapLoader(MicroBatchLoader):
     """Loader of a data set with an index, read sample by sample here or in loader processes that live on."""
 
     def __init__(
@@ -253,7 +253,7 @@ class MapLoader:
         self._pass = None
 
 
-class IterableLoader:
+class IterableLoader(MicroBatchLoader):
     """Loader of an iterable, read here or ahead of time in one loader process an epoch."""
 
     def __init__(

@@ -72,7 +72,7 @@ class RunCheckpointer(Protocol):
         ...
 
 
-class NoCheckpointer:
+class NoCheckpointer(RunCheckpointer):
     """For a run that saves nothing."""
 
     saved_step: int | None = None
@@ -115,7 +115,7 @@ class NoCheckpointer:
         """Nothing is held."""
 
 
-class DirectoryCheckpointer:
+class DirectoryCheckpointer(RunCheckpointer):
     """For a run with a directory."""
 
     def __init__(self, checkpoints: Checkpoints, say: Say, end: JobDeadline) -> None:

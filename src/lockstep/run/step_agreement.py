@@ -48,7 +48,7 @@ class StepAgreement(Protocol):
         ...
 
 
-class NoAgreement:
+class NoAgreement(StepAgreement):
     """For one rank, which need not ask anyone."""
 
     def __init__(self, wants_stop: Callable[[], bool], wants_save: Callable[[], bool]) -> None:
@@ -69,7 +69,7 @@ class NoAgreement:
         """There is no thread."""
 
 
-class StoreAgreement:
+class StoreAgreement(StepAgreement):
     """For a rank among others.
 
     Args:
