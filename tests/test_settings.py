@@ -1,5 +1,6 @@
 """What a run may be told: reading, precedence, and words for what cannot be used."""
 
+import inspect
 import json
 from dataclasses import fields
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import SettingError
+from lockstep.run import Run
 from lockstep.settings import OPTIONS_VARIABLE, Interval, ResolvedSettings, Settings, parse
 
 
@@ -66,13 +68,23 @@ def test_every_setting_is_tried_here():
     assert set(GIVEN) == {field.name for field in fields(Settings)}
 
 
+def test_run_takes_every_setting_with_its_default():
+    """As text where a script writes text, such as ``save_every="5 min"``."""
+    taken = {name: parameter.default for name, parameter in inspect.signature(Run).parameters.items()}
+    assert taken == {field.name: field.default for field in fields(Settings)}
+
+
+def test_every_setting_says_what_it_means():
+    assert all(field.metadata["meaning"] for field in fields(Settings))
+
+
 @pytest.mark.parametrize("name", GIVEN)
 def test_each_value_says_where_it_came_from(name):
     value, text = GIVEN[name]
-    assert (name, value, "script") in ResolvedSettings.gather({name: value}, {})
-    assert (name, value, "environment") in ResolvedSettings.gather({}, {f"LOCKSTEP_{name.upper()}": text})
-    assert (name, value, "command line") in ResolvedSettings.gather({}, {OPTIONS_VARIABLE: json.dumps({name: text})})
-    assert (name, getattr(Settings(), name), "default") in ResolvedSettings.gather({}, {})
+    assert (name, value, "script") in ResolvedSettings.resolve({name: value}, {})
+    assert (name, value, "environment") in ResolvedSettings.resolve({}, {f"LOCKSTEP_{name.upper()}": text})
+    assert (name, value, "command line") in ResolvedSettings.resolve({}, {OPTIONS_VARIABLE: json.dumps({name: text})})
+    assert (name, getattr(Settings(), name), "default") in ResolvedSettings.resolve({}, {})
 
 
 @given(st.lists(st.integers(0, 99), min_size=3, max_size=3), st.sets(st.sampled_from(["script", "env", "options"])))
@@ -83,7 +95,7 @@ def test_the_nearest_to_the_user_wins(values, layers):
         env["LOCKSTEP_SEED"] = str(by_environment)
     if "options" in layers:
         env[OPTIONS_VARIABLE] = json.dumps({"seed": option})
-    told = ResolvedSettings.gather({"seed": script} if "script" in layers else {}, env)
+    told = ResolvedSettings.resolve({"seed": script} if "script" in layers else {}, env)
     expected = next(
         (
             value
@@ -98,7 +110,7 @@ def test_the_nearest_to_the_user_wins(values, layers):
 @pytest.mark.parametrize("name", ["checkpoint", "save_every", "clip_norm", "threads", "workers", "bucket_mb"])
 def test_what_may_be_absent_can_be_taken_back(name):
     value, _ = GIVEN[name]
-    told = ResolvedSettings.gather({name: value}, {f"LOCKSTEP_{name.upper()}": "none"})
+    told = ResolvedSettings.resolve({name: value}, {f"LOCKSTEP_{name.upper()}": "none"})
     assert getattr(told.values, name) is None
 
 
@@ -122,21 +134,21 @@ def test_what_may_be_absent_can_be_taken_back(name):
 )
 def test_what_cannot_be_used(given, words):
     with pytest.raises(SettingError) as refused:
-        ResolvedSettings.gather(given, {})
+        ResolvedSettings.resolve(given, {})
     assert words in str(refused.value)
 
 
 def test_plain_values_for_the_record():
-    told = ResolvedSettings.gather({name: value for name, (value, _) in GIVEN.items()}, {})
+    told = ResolvedSettings.resolve({name: value for name, (value, _) in GIVEN.items()}, {})
     assert json.loads(json.dumps(told.as_dict())) == told.as_dict()
-    again = ResolvedSettings.gather(told.as_dict(), {})
+    again = ResolvedSettings.resolve(told.as_dict(), {})
     assert again.values == told.values
 
 
 def test_settings_say_themselves():
     assert (
         "precision = bf16 (environment)"
-        in str(ResolvedSettings.gather({}, {"LOCKSTEP_PRECISION": "bf16"})).splitlines()
+        in str(ResolvedSettings.resolve({}, {"LOCKSTEP_PRECISION": "bf16"})).splitlines()
     )
 
 

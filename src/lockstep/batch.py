@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from lockstep.errors import PlanError
 
-#: Micro-batches of a step when nothing is said: enough for a machine of eight devices, few enough to stay large.
+#: Micro-batches of a step by default: enough for a machine of eight devices, few enough to stay large.
 DEFAULT_MICRO_BATCHES = 8
 
 

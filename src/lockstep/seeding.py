@@ -10,9 +10,9 @@ import torch
 
 
 def seed_of(*key: int | str) -> int:
-    """A seed of 63 bits for ``key``, such as ``(7, "sample", epoch, index)``: the same for ever, on every machine."""
-    words = "/".join(map(repr, key)).encode()
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
+    """A seed of 63 bits for ``key``, such as ``(7, "sample", epoch, index)``: always the same, on every machine."""
+    text = "/".join(map(repr, key)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def seed_generators(seed: int) -> None:

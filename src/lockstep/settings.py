@@ -1,4 +1,4 @@
-"""What a run may be told, the defaults, and where each value came from.
+"""The settings of a run, their defaults, and where each value came from.
 
 A value is taken from the first of: an option of ``lockstep run``, the environment (``LOCKSTEP_PRECISION=bf16``), the
 argument that the script gives to `Run`, the default. So a script is swept without editing it.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, Self
 
 from lockstep.errors import SettingError
@@ -47,14 +48,14 @@ class Interval:
             if singular in ("step", "epoch"):
                 if every != int(every):
                     raise ValueError
-                cadence = cls(every, "step" if singular == "step" else "epoch")
+                interval = cls(every, "step" if singular == "step" else "epoch")
             else:
-                cadence = cls(every * _SECONDS_OF[singular], "second")
+                interval = cls(every * _SECONDS_OF[singular], "second")
         except (ValueError, KeyError):
             raise SettingError(
                 f"save_every={text!r}: give a number and a unit, such as '100 steps', '5 min' or '1 epoch'"
             ) from None
-        return cadence
+        return interval
 
     def __str__(self) -> str:
         """Such as ``100 steps``."""
@@ -62,43 +63,112 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What one run was told; every field can be set from the script, the environment and the command line."""
+class Reader:
+    """How a text becomes a value of one type."""
 
-    seed: int = 0  #: of everything random: initial weights, order of samples, augmentation, dropout
-    strategy: str = "ddp"  #: how replicas are kept in step, with options: NAME:OPTION=VALUE,...
-    rehearse: bool = False  #: ranks may share a GPU, and CPU threads stand in for GPUs
-    reduction: Literal["exact", "fast"] = "exact"  #: the fixed tree, or torch's own all-reduce without promise of bits
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  #: of the forward pass; parameters stay fp32
-    checkpoint: str | None = None  #: directory of the checkpoints; None: the run directory's, or nothing is saved
-    save_every: Interval | None = None  #: how often a checkpoint is saved beside the one at the end
-    keep: int = 3  #: checkpoints kept, the newest ones
-    clip_norm: float | None = None  #: greatest global norm of the gradient of one step
-    sync_batchnorm: bool = False  #: BatchNorm over the micro-batches of all ranks, not over each
-    compile: bool = False  #: `torch.compile` each model
-    threads: int | None = None  #: CPU threads per rank, part of the run's identity; None: one
-    workers: int | None = None  #: loader processes per rank; None: chosen from the CPUs and the data
-    bucket_mb: float | None = None  #: MiB of gradients exchanged at once; None: chosen for the link
-    on_nan: Literal["stop", "warn", "ignore"] = "stop"  #: what a loss or gradient that is not finite leads to
-    check_every: int = 500  #: steps between two comparisons of the ranks' values, beside those at saves
-    peer_timeout_s: float = 600.0  #: how long a collective waits for the other ranks
+    read: Callable[[str], Any]  #: ValueError or KeyError for a text that is none
+    wants: str  #: such as "a whole number"
+
+
+_TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_READERS = {
+    "int": Reader(int, "a whole number"),
+    "float": Reader(float, "a number"),
+    "bool": Reader(lambda text: _TRUTHS[text.lower()], "true or false"),
+    "Interval": Reader(Interval.parse, "a number and a unit"),
+}
+_WORD = Reader(str, "a word")
+
+
+def reader_of(field: Field[Any]) -> Reader:
+    """How a text is read for ``field`` of a dataclass, by its type; of another type than these it is a word."""
+    annotation = field.type  # a text, where annotations are not evaluated
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return _READERS.get(name.removesuffix(" | None"), _WORD)
+
+
+def _about(
+    meaning: str, *, one_of: Sequence[str] = (), least: int | None = None, above: int | None = None
+) -> dict[str, Any]:
+    """The metadata of a field of `Settings`: what it means, and which values can be used."""
+    return {"meaning": meaning, "one_of": one_of, "least": least, "above": above}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What one run is set to; every field can be given by the script, the environment and the command line.
+
+    The only declaration of the settings: a field's type says how its text is read, ``None`` that it may be absent.
+
+    Raises:
+        SettingError: for a value that cannot be used.
+    """
+
+    seed: int = field(
+        default=0,
+        metadata=_about("of everything random: initial weights, order of samples, augmentation, dropout", least=0),
+    )
+    strategy: str = field(
+        default="ddp", metadata=_about("how replicas are kept in step, with options: NAME:OPTION=VALUE,...")
+    )
+    rehearse: bool = field(default=False, metadata=_about("ranks may share a GPU, and CPU threads stand in for GPUs"))
+    reduction: Literal["exact", "fast"] = field(
+        default="exact",
+        metadata=_about("the fixed tree, or torch's own all-reduce without promise of bits", one_of=("exact", "fast")),
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = field(
+        default="fp32", metadata=_about("of the forward pass; parameters stay fp32", one_of=("fp32", "bf16", "fp16"))
+    )
+    checkpoint: str | None = field(
+        default=None, metadata=_about("directory of the checkpoints; None: the run directory's, or nothing is saved")
+    )
+    save_every: Interval | None = field(
+        default=None, metadata=_about("how often a checkpoint is saved beside the one at the end")
+    )
+    keep: int = field(default=3, metadata=_about("checkpoints kept, the newest ones", least=1))
+    clip_norm: float | None = field(
+        default=None, metadata=_about("greatest global norm of the gradient of one step", above=0)
+    )
+    sync_batchnorm: bool = field(
+        default=False, metadata=_about("BatchNorm over the micro-batches of all ranks, not over each")
+    )
+    compile: bool = field(default=False, metadata=_about("`torch.compile` each model"))
+    threads: int | None = field(
+        default=None, metadata=_about("CPU threads per rank, part of the run's identity; None: one", least=1)
+    )
+    workers: int | None = field(
+        default=None, metadata=_about("loader processes per rank; None: chosen from the CPUs and the data", least=0)
+    )
+    bucket_mb: float | None = field(
+        default=None, metadata=_about("MiB of gradients exchanged at once; None: chosen for the link", above=0)
+    )
+    on_nan: Literal["stop", "warn", "ignore"] = field(
+        default="stop",
+        metadata=_about("what a loss or gradient that is not finite leads to", one_of=("stop", "warn", "ignore")),
+    )
+    check_every: int = field(
+        default=500,
+        metadata=_about("steps between two comparisons of the ranks' values, beside those at saves", least=1),
+    )
+    peer_timeout_s: float = field(
+        default=600.0, metadata=_about("how long a collective waits for the other ranks", above=0)
+    )
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("reduction", ("exact", "fast")),
-            ("precision", ("fp32", "bf16", "fp16")),
-            ("on_nan", ("stop", "warn", "ignore")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise SettingError(f"{name}={getattr(self, name)!r}: give one of {', '.join(allowed)}")
-        for name, least in (("keep", 1), ("threads", 1), ("workers", 0), ("seed", 0), ("check_every", 1)):
+        for name, declared in _FIELDS.items():
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is None:
+                continue
+            one_of, least, above = (declared.metadata[key] for key in ("one_of", "least", "above"))
+            if one_of and value not in one_of:
+                raise SettingError(f"{name}={value!r}: give one of {', '.join(one_of)}")
+            if least is not None and value < least:
                 raise SettingError(f"{name}={value}: it must be at least {least}")
-        for name in ("clip_norm", "bucket_mb", "peer_timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SettingError(f"{name}={value}: it must be greater than 0")
+            if above is not None and not value > above:
+                raise SettingError(f"{name}={value}: it must be greater than {above}")
+
+
+_FIELDS: Mapping[str, Field[Any]] = {declared.name: declared for declared in fields(Settings)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +179,14 @@ class ResolvedSettings:
     sources: Mapping[str, str]
 
     @classmethod
-    def gather(cls, given: Mapping[str, Any], env: Mapping[str, str]) -> Self:
+    def resolve(cls, given: Mapping[str, Any], env: Mapping[str, str]) -> Self:
         """The settings for a run whose script gave ``given``, under the environment ``env``.
 
         Raises:
             SettingError: for a name that is no setting (with the nearest one) or a value that cannot be used.
         """
         values: dict[str, Any] = {}
-        sources = {f.name: "default" for f in fields(Settings)}
+        sources = dict.fromkeys(_FIELDS, "default")
         options = json.loads(env.get(OPTIONS_VARIABLE, "{}"))
         by_environment = {
             name: env[_PREFIX + name.upper()] for name in sources if env.get(_PREFIX + name.upper(), "") != ""
@@ -146,48 +216,24 @@ def parse(name: str, value: Any) -> Any:
     Raises:
         SettingError: if there is no such setting, or the text cannot be read as its value.
     """
-    if name not in _READ:
-        near = difflib.get_close_matches(name, _READ, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_READ)}"
+    if name not in _FIELDS:
+        near = difflib.get_close_matches(name, _FIELDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_FIELDS)}"
         raise SettingError(f"{name}: no such setting; {hint}")
-    read, what = _READ[name]
+    reader, is_optional = reader_of(_FIELDS[name]), str(_FIELDS[name].type).endswith("| None")
     if not isinstance(value, str):
         return value if name != "save_every" or value is None or isinstance(value, Interval) else Interval.parse(value)
-    if value.lower() == "none" and name in _OPTIONAL:
+    if value.lower() == "none" and is_optional:
         return None
     try:
-        return read(value)
+        return reader.read(value)
     except SettingError:
         raise
     except (ValueError, KeyError):
-        raise SettingError(f"{name}={value!r}: give {what}") from None
+        raise SettingError(f"{name}={value!r}: give {reader.wants}") from None
 
 
-def _truth(text: str) -> bool:
-    return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
-
-
-_WHOLE: tuple[Callable[[str], Any], str] = (int, "a whole number")
-_REAL: tuple[Callable[[str], Any], str] = (float, "a number")
-_TEXT: tuple[Callable[[str], Any], str] = (str, "a word")
-_TRUTH: tuple[Callable[[str], Any], str] = (_truth, "true or false")
-_READ: dict[str, tuple[Callable[[str], Any], str]] = {
-    "seed": _WHOLE,
-    "strategy": _TEXT,
-    "rehearse": _TRUTH,
-    "reduction": _TEXT,
-    "precision": _TEXT,
-    "checkpoint": _TEXT,
-    "save_every": (Interval.parse, "a number and a unit"),
-    "keep": _WHOLE,
-    "clip_norm": _REAL,
-    "sync_batchnorm": _TRUTH,
-    "compile": _TRUTH,
-    "threads": _WHOLE,
-    "workers": _WHOLE,
-    "bucket_mb": _REAL,
-    "on_nan": _TEXT,
-    "check_every": _WHOLE,
-    "peer_timeout_s": _REAL,
-}
-_OPTIONAL = {"checkpoint", "save_every", "clip_norm", "threads", "workers", "bucket_mb"}
+def changed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``arguments`` that are settings and are not left at their defaults; a path as its text."""
+    plain = {n: os.fspath(v) if isinstance(v, os.PathLike) else v for n, v in arguments.items() if n in _FIELDS}
+    return {name: value for name, value in plain.items() if value != _FIELDS[name].default}

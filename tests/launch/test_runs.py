@@ -282,7 +282,7 @@ CANNOT_SAVE = """
                 for (x,) in run.train(batches):
                     run.step(model(x).mean())
                     if run.progress.step == 3:  # as a full disk, but for this process alone
-                        run._keeper._checkpoints.settle()
+                        run._context.checkpointer._checkpoints.wait()
                         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 

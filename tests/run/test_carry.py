@@ -68,7 +68,7 @@ def trained(strategy, directory=None, until=None, epochs=3, clears="never", **se
                     run.carry.clear()
                 loss = learn(model, run.carry, x)
                 if run.counts:
-                    seen[step, run._stepper.work.position.index] = told(run.carry)
+                    seen[step, run._train_step.current.position.index] = told(run.carry)
                 run.step(loss)
                 if run.progress.step == until:
                     break
@@ -162,7 +162,7 @@ def given_up(strategy):
                 if epoch == 1 and run.progress.epoch_step == 1:
                     break
                 if run.counts:
-                    counts.append((run._stepper.work.position.index, run.carry["seen"]["steps"]))
+                    counts.append((run._train_step.current.position.index, run.carry["seen"]["steps"]))
                 run.step(loss)
         return state_hash(cell), counts
 

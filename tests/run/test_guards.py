@@ -381,7 +381,7 @@ def uneven_sync_batchnorm():
 
 
 RANKS = {
-    differing_seeds: "what Run(...) was told differs between ranks: rank 2: ",
+    differing_seeds: "what Run(...) was given differs between ranks: rank 2: ",
     differing_data: "length and plan of a data set differs between ranks: ",
     inside_leads: "ranks have parted ways: rank 0: sum at test_guards.py:",
     differing_shapes: "sum at test_guards.py:",

@@ -59,7 +59,7 @@ def trained(kind, micro_batch, strategy="ddp", directory=None, epochs=1, **setti
             batches = run.loader(data(kind, micro_batch), shuffle=False, **SIZES)
             for _ in run.epochs(epochs):
                 for x, kinds in run.train(batches):
-                    while directory and (run._keeper.committed_step() or 0) < run.progress.step:
+                    while directory and (run._context.checkpointer.committed_step() or 0) < run.progress.step:
                         time.sleep(0.005)  # what is said of the last checkpoint is to be known
                     if run.step(loss_of, x, kinds):
                         after_step[run.progress.step] = local_hash(module)
@@ -190,9 +190,9 @@ def in_fp16(factor):
             for _ in run.epochs(5):
                 for x in run.train(run.loader(X, **SIZES)):
                     run.step((model(x) * factor).float().square().mean())
-            return "", run.progress.step, run._precision.loss_scale, state_hash(model) == before
+            return "", run.progress.step, run._context.precision.loss_scale, state_hash(model) == before
     except (NonFiniteError, PeerLost) as error:
-        return str(error), run.progress.step, run._precision.loss_scale, state_hash(model) == before
+        return str(error), run.progress.step, run._context.precision.loss_scale, state_hash(model) == before
 
 
 def test_in_fp16_skipped_steps_are_no_error_and_a_vanishing_loss_scale_is():

@@ -27,7 +27,7 @@ class OptionalClosure(torch.optim.SGD):
         return super().step(closure)
 
 
-class ResolvedSettings:
+class WantsLoss:
     """A scheduler of somebody's own."""
 
     def __init__(self, optimizer):
@@ -55,7 +55,7 @@ def plateau(run):
 
 
 def own_scheduler(run):
-    run.scheduler(ResolvedSettings(run.optimizer(sgd(run.model(nn.Linear(2, 1))))))
+    run.scheduler(WantsLoss(run.optimizer(sgd(run.model(nn.Linear(2, 1))))))
 
 
 def lazy(run):
@@ -108,8 +108,11 @@ def of_no_model(run):
 REFUSED = {
     lbfgs: ("LBFGS computes the loss several times in a step, through a closure", "torch.optim.AdamW or SGD"),
     closure: ("NeedsClosure computes the loss several times in a step, through a closure", "AdamW or SGD"),
-    plateau: ("ReduceLROnPlateau.step(metrics) is to be told metrics, and a run", "run.keep(scheduler=scheduler)"),
-    own_scheduler: ("Told.step(loss) is to be told loss, and a run steps schedulers", "run.keep(scheduler=scheduler)"),
+    plateau: ("ReduceLROnPlateau.step(metrics) needs metrics, and a run", "run.keep(scheduler=scheduler)"),
+    own_scheduler: (
+        "WantsLoss.step(loss) needs loss, and a run steps schedulers",
+        "run.keep(scheduler=scheduler)",
+    ),
     lazy: ("0.weight of Sequential is lazy and has no shape yet", "pass a batch through the model before run.model"),
     lazy_buffer: ("running_mean of LazyBatchNorm1d is lazy and has no shape yet", "or give the sizes when you make"),
     model_twice: ("run.model(Linear) a second time", "one call for each model, and what it returned is called"),

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.checkpoint import list_checkpoints
-from lockstep.collectives import single_rank_group
 from lockstep.errors import LockstepError, UsageError
 from lockstep.progress import Progress
 from lockstep.run import Run
@@ -153,22 +152,17 @@ def test_leaving_by_exit_without_complaint_saves_as_the_end_does(tmp_path):
 
 def test_checkpoints_by_seconds():
     clock = [0.0]
-    agenda = SaveStopController(
-        single_rank_group(),
-        Interval.parse("10 s"),
-        lambda: None,
-        JobDeadline(None),
-        peer_timeout_s=1,
-        now=lambda: clock[0],
+    save_stop = SaveStopController(
+        single_rank_group(), Interval.parse("10 s"), lambda: None, JobDeadline(None), peer_timeout_s=1, now=lambda: clock[0]
     )
-    agenda.open()
+    save_stop.open()
     saved = []
     for step in range(1, 30):
         clock[0] += 3
-        if agenda.after_step(step).save:
-            agenda.saved()
+        if save_stop.after_step(step).save:
+            save_stop.saved()
             saved.append(step)
-    agenda.close()
+    save_stop.close()
     assert saved == [4, 8, 12, 16, 20, 24, 28]
 
 

@@ -115,7 +115,7 @@ def only_step(root):
     return one.step
 
 
-# ---- the appointment: its law ---------------------------------------------------------------------------------------
+# ---- the agreement on a step: its law -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_step", [True, False], ids=["ranks in step", "ranks that run freely"])
@@ -123,22 +123,22 @@ def only_step(root):
 def test_all_ranks_meet_after_the_same_step(seed, in_step):
     dice, size, steps = random.Random(seed), 4, 20000
     store, barrier = HashStore(), threading.Barrier(size)
-    wish = threading.Event()
+    request = threading.Event()
     met = [[] for _ in range(size)]
 
     def rank(number):
         one = StoreAgreement(
-            KeyValueStore(store, "agenda"),
+            KeyValueStore(store, "save-stop"),
             number,
             size,
-            wish.is_set if number == 2 else bool,
+            request.is_set if number == 2 else bool,
             bool,
             peer_timeout_s=DEADLINE_S,
         )
         try:
             for step in range(1, steps + 1):
                 if number == 0 and step == 20:
-                    wish.set()
+                    request.set()
                 if in_step:
                     barrier.wait(DEADLINE_S)
                 time.sleep(dice.uniform(0, 0.002) if in_step else 0.001 * (1 + number))
@@ -161,7 +161,7 @@ def test_all_ranks_meet_after_the_same_step(seed, in_step):
 
 
 def test_who_waits_for_a_rank_that_does_not_answer_is_told_at_the_deadline():
-    one = StoreAgreement(KeyValueStore(HashStore(), "agenda"), 0, 2, lambda: True, bool, peer_timeout_s=0.1)
+    one = StoreAgreement(KeyValueStore(HashStore(), "save-stop"), 0, 2, lambda: True, bool, peer_timeout_s=0.1)
 
     def step_on():
         for step in range(1, 10000):
@@ -322,17 +322,17 @@ def test_the_end_of_the_job_is_read_from_the_environment(env):
         JobDeadline.from_env(dict.fromkeys(env, "tomorrow"))
 
 
-def test_a_wish_once_seen_stays(tmp_path):
+def test_a_request_once_seen_stays(tmp_path):
     now = [0.0]
-    wishes = StopRequests(tmp_path / "STOP", JobDeadline(None), now=lambda: now[0])
-    assert wishes.reason() is None
+    requests = StopRequests(tmp_path / "STOP", JobDeadline(None), now=lambda: now[0])
+    assert requests.reason() is None
     (tmp_path / "STOP").touch()
     now[0] += 1.0
-    assert wishes.reason() == f"the file {tmp_path / 'STOP'}"
-    wishes.acknowledge()
-    wishes.acknowledge()
+    assert requests.reason() == f"the file {tmp_path / 'STOP'}"
+    requests.acknowledge()
+    requests.acknowledge()
     assert not (tmp_path / "STOP").exists()
-    assert wishes.reason() is not None
+    assert requests.reason() is not None
 
 
 # ---- processes of their own -----------------------------------------------------------------------------------------

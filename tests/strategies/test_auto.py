@@ -51,11 +51,11 @@ def test_a_slow_link_has_small_buckets_and_is_told_of():
 
 def told_before_the_model():
     with Run(strategy="auto") as run:
-        link = measure(run._group)
+        link = measure(run._context.group)
         with pytest.raises(Exception, match=r"call `model = run.model\(model\)` first"):
-            run._strategy.state_layout  # noqa: B018 - it is asked, and refuses
+            run._context.strategy.state_layout  # noqa: B018 - it is asked, and refuses
         run.model(torch.nn.Linear(2, 2))
-        return link, type(run._strategy.state_layout).__name__
+        return link, type(run._context.strategy.state_layout).__name__
 
 
 def test_all_ranks_measure_the_same_link():

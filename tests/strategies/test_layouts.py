@@ -221,7 +221,7 @@ def trained(name, strategy):
                 gradients.append([dense(p.grad) for p in model.parameters()])
             run.update(optimizers)
         state = (
-            state_hash([run._strategy.state_layout.optimizer_state(o) for o in optimizers])
+            state_hash([run._context.strategy.state_layout.optimizer_state(o) for o in optimizers])
             if strategy != "zero"
             else ""
         )

@@ -206,7 +206,7 @@ def accumulates():
     """In which steps gradients are exchanged; some ranks have two micro-batches in each."""
     with Run() as run:
         begun = []
-        exchange = run._strategy._all_reduce
+        exchange = run._context.strategy._all_reduce
         begin = exchange.begin
         exchange.begin = lambda *sums: (begun.append(run.progress.step), begin(*sums))
         train(run, run.model(nn.Linear(2, 2)), torch.ones(24, 2))

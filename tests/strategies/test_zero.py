@@ -64,7 +64,7 @@ def learn(make_optimizer, *, weights=None, **settings):
                 run.step((F.cross_entropy(model(word), word % 5, reduction="none") * weight).mean())
                 if run.progress.step != step:
                     hashes.append(state_hash(net))
-        saved = run._strategy.state_layout.optimizer_state(optimizer)
+        saved = run._context.strategy.state_layout.optimizer_state(optimizer)
         return hashes, saved, sorted(optimizer.state_dict()["state"])
 
 
@@ -88,7 +88,7 @@ def adversaries(**settings):
                 if step % 2:
                     run.step(models[1](models[0](x).detach()).square().mean(), optimizer=optimizers[1])
                 hashes.append(state_hash(*nets))
-        saved = [run._strategy.state_layout.optimizer_state(o) for o in optimizers]
+        saved = [run._context.strategy.state_layout.optimizer_state(o) for o in optimizers]
         return hashes[-1:], saved, None
 
 

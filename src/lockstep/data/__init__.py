@@ -1,11 +1,11 @@
 """Which samples each micro-batch holds, and how they get here.
 
-    order     pure: (seed, epoch) -> order of samples -> steps -> micro-batches -> this rank's run of them
-    memory    tensors in memory: whole micro-batches by index
-    samples   data sets with an index: sample by sample, in loader processes
-    stream    data sets that can only be iterated
-    single_process_view   what such a data set sees of ranks and loader processes: none but itself
-    workers   loader processes that end with their rank, and not before it
+    sampling             pure: (seed, epoch) -> order of samples -> steps -> micro-batches -> this rank's run of them
+    tensor_dataset       tensors in memory: whole micro-batches by index
+    map_dataset          data sets with an index: sample by sample, in loader processes
+    iterable_dataset     data sets that can only be iterated
+    single_process_view  what such a data set sees of ranks and loader processes: none but itself
+    workers              loader processes that end with their rank, and not before it
     loader               `open_micro_batch_loader` chooses one of the three
 
 No rank number decides what a micro-batch holds: a rank only decides which of them to compute.

@@ -50,11 +50,11 @@ class Reader(Protocol):
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
         """From ``first_step`` on, up to and with the first step that is known here not to be full."""
 
-    def heads(self, epoch: int, step: int, found: StreamStep, wanted: Sequence[int]) -> list[Any]:
-        """The micro-batches ``wanted`` of a step that holds one sample in each."""
+    def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Any]:
+        """Micro-batches ``indices`` of a step that holds one sample in each."""
 
 
-class StridedReader:
+class StridedReader(Reader):
     """Reads only this rank's samples, by the data set's own ``stride(start, step)``. A resume skips at no cost."""
 
     def __init__(self, dataset: Any, plan: BatchPlan, rank: int, seed: int, collate: Collate) -> None:
@@ -80,11 +80,11 @@ class StridedReader:
             if min(counts) < self._plan.micro_batch:
                 return
 
-    def heads(self, epoch: int, step: int, found: StreamStep, wanted: Sequence[int]) -> list[Any]:
+    def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Any]:
         """Opens the stride of each once more, in this process."""
         with single_process_view():
             _tell_epoch(self._dataset, epoch)
-            return [self._collate([next(self._open(epoch, step, m))], epoch, step, m) for m in wanted]
+            return [self._collate([next(self._open(epoch, step, m))], epoch, step, m) for m in indices]
 
     def _open(self, epoch: int, step: int, index: int) -> Iterator[Any]:
         start, stride = step * self._plan.global_batch + index, self._plan.micro_batches
@@ -92,7 +92,7 @@ class StridedReader:
         return _seeded(iter(self._dataset.stride(start, stride)), self._seed, epoch, count(start, stride))
 
 
-class OnePassReader:
+class OnePassReader(Reader):
     """Reads the whole stream on every rank and keeps what its run holds. A resume reads what it skips."""
 
     def __init__(self, dataset: Any, plan: BatchPlan, rank: int, seed: int, collate: Collate) -> None:
@@ -138,9 +138,9 @@ class OnePassReader:
         batches = [self._collate(group, epoch, step, i) for i, group in zip(self._run, groups, strict=True) if group]
         return StreamStep([len(group) for group in groups], batches, heads, mark), samples
 
-    def heads(self, epoch: int, step: int, found: StreamStep, wanted: Sequence[int]) -> list[Any]:
+    def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Any]:
         """Every rank has seen them all."""
-        return [found.heads[m] for m in wanted]
+        return [found.heads[m] for m in indices]
 
 
 class Batches(IterableDataset[Any]):

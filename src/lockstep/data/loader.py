@@ -42,7 +42,7 @@ class MicroBatchLoader(Protocol):
     plan: BatchPlan
     length: int | None  #: samples of an epoch, over all ranks; None: known at its end
     steps_per_epoch: int | None
-    notes: tuple[str, ...]  #: what the user should be told once
+    notes: tuple[str, ...]  #: lines to print once for the user
 
     def epoch(self, epoch: int, first_step: int = 0, *, padding: Padding) -> Iterator[MicroBatch]:
         """This rank's micro-batches of ``epoch`` from step ``first_step`` on, in the order it computes them.
@@ -104,7 +104,7 @@ def open_micro_batch_loader(
         shuffle: a new order each epoch. None: yes, except for iterables, which come as they are.
         drop_last: leave out the short step at the end of an epoch.
         workers: loader processes. Data in memory takes none, an iterable at most one, as it is read in order.
-        agree: tells the ranks each other's counts; only iterables use it, once a step, on all ranks.
+        agree: gathers the counts of all ranks; collective, and used only for iterables, once a step.
         collate_fn: makes a batch of a list of samples, as for `torch.utils.data.DataLoader`.
         pin_memory: hand out tensors in page-locked memory, for asynchronous copies to a GPU.
 
@@ -140,7 +140,7 @@ def is_in_memory(dataset: Any) -> bool:
         return True
 
 
-class TensorLoader:
+class TensorLoader(MicroBatchLoader):
     """Loader of tensors in memory: one gather for each micro-batch and tensor, and a few microseconds."""
 
     def __init__(self, dataset: Any, columns: TensorColumns, sampler: MicroBatchSampler, pin_memory: bool) -> None:
@@ -190,7 +190,7 @@ class TensorLoader:
         end_passes(self.data_loader)
 
 
-class MapLoader:
+class MapLoader(MicroBatchLoader):
     """Loader of a data set with an index, read sample by sample here or in loader processes that live on."""
 
     def __init__(
@@ -253,7 +253,7 @@ class MapLoader:
         self._pass = None
 
 
-class IterableLoader:
+class IterableLoader(MicroBatchLoader):
     """Loader of an iterable, read here or ahead of time in one loader process an epoch."""
 
     def __init__(
@@ -324,13 +324,13 @@ class IterableLoader:
         before = padding_of(self.plan, self._rank, len(sizes), padding)
         # With micro-batches missing the runs move, and the few samples there are may have been found on other ranks.
         if len(sizes) < self.plan.micro_batches:
-            mine = [len(sizes) - 1] * before + [*run]
-            data = self._reader.heads(epoch, step, found, mine)
+            indices = [len(sizes) - 1] * before + [*run]
+            data = self._reader.heads(epoch, step, found, indices)
         else:
-            mine = [run.start] * before + [*run]
+            indices = [run.start] * before + [*run]
             data = [*found.batches[:1] * before, *found.batches]
-        for number, (index, batch) in enumerate(zip(mine, data, strict=True)):
-            last, is_padding = number == len(mine) - 1, number < before
+        for number, (index, batch) in enumerate(zip(indices, data, strict=True)):
+            last, is_padding = number == len(indices) - 1, number < before
             position = MicroBatchPosition(index, len(sizes), last, is_padding, sizes[index], samples, step)
             yield MicroBatch(position, batch)
 
@@ -339,16 +339,16 @@ class IterableLoader:
         everyone = self._agree([found.mark, *found.counts])
         counts = [number for numbers in everyone for number in numbers[1:]]
         samples = sum(counts)
-        place, kind = f"in step {step} of epoch {epoch}", type(self._dataset).__name__
+        where, kind = f"in step {step} of epoch {epoch}", type(self._dataset).__name__
         if counts != sizes_of(self.plan, samples):
             raise DataError(
-                f"the ranks read different streams: {place} their micro-batches hold {counts} samples; {kind} must "
+                f"the ranks read different streams: {where} their micro-batches hold {counts} samples; {kind} must "
                 "give every rank the whole stream in the same order (no division by rank in the data set), or have a "
                 "method stride(start, step)"
             )
         if len({numbers[0] for numbers in everyone}) > 1:
             raise DataError(
-                f"the ranks read different streams: {place} {kind} gives them different samples; if it shuffles by "
+                f"the ranks read different streams: {where} {kind} gives them different samples; if it shuffles by "
                 "itself, give it a seed, such as shuffle(..., seed=0); if it is divided by rank, leave that out: every "
                 "rank is to be given the whole stream in the same order"
             )

@@ -101,10 +101,10 @@ def evaluation_length(plan: BatchPlan, length: int, *, drop_last: bool) -> int:
 
 def padding_of(plan: BatchPlan, rank: int, micro_batches: int, padding: Padding) -> int:
     """How many padding micro-batches ``rank`` computes in a step of so many micro-batches, before its own."""
-    mine = len(plan.run(rank, micro_batches))
+    own = len(plan.run(rank, micro_batches))
     if padding == "even":
-        return -(-micro_batches // plan.world_size) - mine
-    return int(padding == "one" and not mine and micro_batches > 0)
+        return -(-micro_batches // plan.world_size) - own
+    return int(padding == "one" and not own and micro_batches > 0)
 
 
 def count_of_rank(plan: BatchPlan, rank: int, micro_batches: int, padding: Padding) -> int:

@@ -1,8 +1,8 @@
 """What a stream sees of the world while it is read: one process that reads everything.
 
-Streams look around to divide themselves: ``datasets`` and ``webdataset`` ask torch which loader process they are in, or
+Streams try to divide themselves: ``datasets`` and ``webdataset`` ask torch which loader process they are in, or
 the environment which rank, and give, or shuffle, each its own part. How a stream is divided is decided by its reader,
-so here every process looks to it like the only one.
+so here every process appears to it to be the only one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def single_process_view() -> Iterator[None]:
     The environment's variables are the process's own: no other thread may read them, or enter here, meanwhile. Those
     that are not set stay so. About 15 us.
     """
-    place, environment = worker._worker_info, os.environ
+    worker_info, environment = worker._worker_info, os.environ
     hidden = {name: environment[name] for name in _ALONE if name in environment}
     worker._worker_info = None
     environment.update({name: _ALONE[name] for name in hidden})
@@ -42,4 +42,4 @@ def single_process_view() -> Iterator[None]:
         yield
     finally:
         environment.update(hidden)
-        worker._worker_info = place
+        worker._worker_info = worker_info

@@ -1,7 +1,7 @@
 """Loader processes: they end with their rank, and not before it.
 
     a scheduler's SIGTERM reaches all processes of a job   the rank finishes its step and saves: workers load on
-    the rank closes its loaders, or ends normally             workers are told, waited for, and killed if they are stuck
+    the rank closes its loaders, or ends normally          workers are asked to end, waited for, and killed if stuck
     the rank is killed                                     workers notice within a second, also in the user's code
 
 Otherwise a rank that is to stop cleanly would fail on its dead loader, and a killed one leave processes behind.
@@ -52,7 +52,7 @@ def begin_worker(worker_id: int) -> None:
     """Called in each loader process before its first sample."""
     for name in _FOR_THE_RANK:
         # A function rather than SIG_IGN, which programs started by the data set would inherit.
-        signal.signal(getattr(signal, name), _go_on)
+        signal.signal(getattr(signal, name), _ignore)
     threading.Thread(target=_end_with_rank, name="end-with-rank", daemon=True).start()
 
 
@@ -125,8 +125,8 @@ def _end_all() -> None:
         worker.kill()
 
 
-def _go_on(number: int, frame: object) -> None:
-    """Whatever the rank is told, the rank tells its workers."""
+def _ignore(number: int, frame: object) -> None:
+    """The rank gets the same signal, and ends its workers itself."""
 
 
 def _end_with_rank() -> None:

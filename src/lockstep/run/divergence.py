@@ -30,7 +30,7 @@ class DivergenceCheck:
 
     def __init__(self, group: Group) -> None:
         self._group: Final = group
-        self._sound_at = 0  # the last step after which ranks were equal
+        self._equal_at = 0  # the last step after which ranks were equal
 
     def compare(self, state: Mapping[str, Any], step: int) -> None:
         """Nothing, if all tensors of ``state`` are the same on all ranks after ``step`` steps. Collective.
@@ -42,19 +42,19 @@ class DivergenceCheck:
         """
         if self._group.size == 1:
             return
-        there = dict(tensors_in(state))
-        mine = dict(zip(there, checksums(list(there.values())), strict=True))
-        found = zlib.crc32(repr(sorted(mine.items())).encode())  # objects may tell of their parts in any order
+        tensors = dict(tensors_in(state))
+        own = dict(zip(tensors, checksums(list(tensors.values())), strict=True))
+        found = zlib.crc32(repr(sorted(own.items())).encode())  # objects may tell of their parts in any order
         if len(set(self._group.gather_objects(found, "a checksum of all state"))) == 1:
-            self._sound_at = step
+            self._equal_at = step
             return
-        self._name_differences(mine, step)
+        self._name_differences(own, step)
 
-    def _name_differences(self, mine: dict[str, int], step: int) -> None:
-        told = self._group.gather_objects(mine, "checksums of all state")
+    def _name_differences(self, own: dict[str, int], step: int) -> None:
+        by_rank = self._group.gather_objects(own, "checksums of all state")
         differ = {}
-        for name in dict.fromkeys(name for one in told for name in one):
-            values = [one.get(name) for one in told]
+        for name in dict.fromkeys(name for sums in by_rank for name in sums):
+            values = [sums.get(name) for sums in by_rank]
             common = max(values, key=values.count)
             if any(value != common for value in values):
                 differ[name] = [rank for rank, value in enumerate(values) if value != common]
@@ -63,7 +63,7 @@ class DivergenceCheck:
         more = f", and {others} more tensor{'s differ' if others > 1 else ' differs'}" if others else ""
         raise MismatchError(
             f"ranks hold different values after step {step}: {first} on {_ranks(ranks)}{more}; they were equal after "
-            f"step {self._sound_at}. Something changes them on each rank by itself, such as random numbers, the clock, "
+            f"step {self._equal_at}. Something changes them on each rank by itself, such as random numbers, the clock, "
             "run.rank, a load on one rank or an optimizer of your own; nothing of it was saved"
         )
 
@@ -82,8 +82,8 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     sums = [checksum(tensor) for tensor in tensors]
     found = dict.fromkeys(range(len(sums)), 0)
     for device in {one.device for one in sums}:
-        places = [place for place, one in enumerate(sums) if one.device == device]
-        found.update(zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True))
+        indices = [i for i, one in enumerate(sums) if one.device == device]
+        found.update(zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True))
     return list(found.values())
 
 

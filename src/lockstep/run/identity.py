@@ -12,12 +12,54 @@ from typing import Any, Final
 
 import torch
 
+from lockstep.batch import BatchPlan
 from lockstep.collectives import Group
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.heartbeat import is_users
+from lockstep.settings import Settings
 
+#: Settings of which the bits depend.
+_SETTINGS: Final = ("seed", "reduction", "precision", "clip_norm", "compile")
 #: Options of scripts that old launchers give each rank its own of.
 _PER_RANK: Final = ("local_rank", "node_rank", "rank", "master_addr", "master_port")
+
+
+class RunIdentity:
+    """What the bits of one run depend on: its script, its data, its settings.
+
+    Args:
+        settings: of the run.
+        threads: CPU threads of each rank.
+        device: of this rank.
+    """
+
+    def __init__(self, settings: Settings, threads: int, device: torch.device) -> None:
+        self._settings: Final = {name: getattr(settings, name) for name in _SETTINGS}
+        self._threads: Final = threads
+        self._device: Final = device
+        self.script: dict[str, Any] = {}  #: code, arguments and optimizers, as the run began
+
+    def note_script(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The run begins: its script is what it is now."""
+        self.script = {
+            "code": code_of_user(),
+            "arguments": arguments_of(sys.argv[1:]),
+            "optimizers": optimizers_of(optimizers),
+        }
+
+    def data(
+        self, plan: BatchPlan | None, samples_per_epoch: int | None, lengths: Sequence[int | None]
+    ) -> dict[str, Any]:
+        """All but the script; ``lengths`` are those of all data sets."""
+        return {
+            "sizes": [plan.global_batch, plan.micro_batch] if plan else None,
+            "samples": samples_per_epoch,
+            "lengths": list(lengths),
+            **self._settings,
+            "threads": self._threads,
+            "device": "cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
+            "torch": torch.__version__,
+        }
 
 
 def code_of_user(modules: Mapping[str, ModuleType] | None = None) -> dict[str, str]:
@@ -111,29 +153,29 @@ def _text(value: Any) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What to say of the parts of an identity that a resumed run has otherwise than the one that saved.
+    """Texts about the parts of an identity that a resumed run has otherwise than the one that saved.
 
     Raises:
         CheckpointError: for an optimizer of another class.
     """
-    said: list[str] = []
+    texts: list[str] = []
     for name, value in now.items():
         if name in before and name not in _CHECKED_ELSEWHERE:
-            said += _SAY.get(name, partial(_say_plainly, name))(before[name], value)
-    return said
+            texts += _DESCRIBE.get(name, partial(_describe_value, name))(before[name], value)
+    return texts
 
 
-def _say_plainly(name: str, before: Any, now: Any) -> list[str]:
+def _describe_value(name: str, before: Any, now: Any) -> list[str]:
     return [f"resumed with {name}={now}, saved with {before}: the bits differ from here on"] if before != now else []
 
 
-def _say_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def _describe_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     changed = changed_code(now, before)
     names = ", ".join(changed[:5])
     return [f"changed since the checkpoint was saved: {names}; the bits may differ from here on"] if changed else []
 
 
-def _say_arguments(before: Sequence[str], now: Sequence[str]) -> list[str]:
+def _describe_arguments(before: Sequence[str], now: Sequence[str]) -> list[str]:
     if before == now:
         return []
     return [
@@ -141,13 +183,13 @@ def _say_arguments(before: Sequence[str], now: Sequence[str]) -> list[str]:
     ]
 
 
-def _say_lengths(before: Sequence[int | None], now: Sequence[int | None]) -> list[str]:
+def _describe_lengths(before: Sequence[int | None], now: Sequence[int | None]) -> list[str]:
     pairs = [(was, is_now) for was, is_now in zip(before, now, strict=False) if was != is_now]
     return [f"a data set has {is_now} samples, and had {was}: the bits differ from here on" for was, is_now in pairs]
 
 
-def _say_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
-    said = []
+def _describe_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
+    texts = []
     for (was, were), (kind, groups) in zip(before, now, strict=False):
         if was != kind:
             raise CheckpointError(
@@ -156,20 +198,20 @@ def _say_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
             )
         for old, new in zip(were, groups, strict=False):
             odd = [name for name in new if old.get(name, new[name]) != new[name]]
-            said += [
+            texts += [
                 f"{kind}: {name}={old[name]} of the checkpoint's run holds, not the {new[name]} of this script; to "
                 f"change it, set optimizer.param_groups[...][{name!r}] where run.step(loss) has returned True"
                 for name in odd
             ]
-    return said
+    return texts
 
 
-#: What is said of each part of an identity that differs, where it is not just its value.
-_SAY: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
-    "code": _say_code,
-    "arguments": _say_arguments,
-    "lengths": _say_lengths,
-    "optimizers": _say_optimizers,
+#: What is texts of each part of an identity that differs, where it is not just its value.
+_DESCRIBE: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
+    "code": _describe_code,
+    "arguments": _describe_arguments,
+    "lengths": _describe_lengths,
+    "optimizers": _describe_optimizers,
 }
 #: Whether they fit is decided where the position is known.
 _CHECKED_ELSEWHERE: Final = ("sizes", "samples")

@@ -1,4 +1,4 @@
-"""What the body of the loop must not do, because ranks run it a different number of times in a step.
+"""What the body of the loop must not do, because the ranks run it different numbers of times in a step.
 
     step of 4 micro-batches     1 rank: the body runs 4 times     3 ranks: once, once, twice     4 ranks: once each
 
@@ -35,22 +35,24 @@ class LoopChecks:
         self._state: Final = state
         self._whole: Final = whole
         self._options: list[Any] = []  # of all optimizers at the step's first backward pass
-        self._kept: dict[str, Any] | None = None  # marks of the kept objects, where they are compared in this body
-        self._values: dict[nn.Parameter, int] | None = None  # checksums of parameters, likewise
-        self._buffers: list[int] = []
+        self._kept_marks: dict[str, Any] | None = (
+            None  # marks of the kept objects, where they are compared in this body
+        )
+        self._checksums_before: dict[nn.Parameter, int] | None = None  # checksums of parameters, likewise
+        self._buffer_versions: list[int] = []
         self.run_steps = True  #: whether an optimizer may step now: outside of the loop, and where the run does it
-        self._hook: Final = register_optimizer_step_pre_hook(self._see_step)
+        self._hook: Final = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
-        """Optimizers are the user's again."""
+        """Optimizers may step at any time again."""
         self._hook.remove()
 
-    def first_backward(self) -> None:
+    def note_options(self) -> None:
         """A step's first backward pass: options of optimizers are from now on what they are."""
         self._options = self._options_now()
 
-    def same_options(self, step: int) -> None:
-        """Nothing, if no option of an optimizer has changed since `first_backward`.
+    def require_same_options(self, step: int) -> None:
+        """Nothing, if no option of an optimizer has changed since `note_options`.
 
         Raises:
             UsageError: if one has.
@@ -68,25 +70,25 @@ class LoopChecks:
                             f"there are: give the scheduler to run.scheduler(...), or {_ONCE}"
                         )
 
-    def body_begins(self, *, compare: bool) -> None:
+    def begin_body(self, *, compare: bool) -> None:
         """A micro-batch is handed out; with ``compare``, what the body must not change is compared at its end."""
-        self._kept = {name: _mark(value) for name, value in self._state.kept.items()} if compare else None
-        self._values = self._checksums() if compare and self._whole() else None
+        self._kept_marks = {name: _mark(value) for name, value in self._state.kept.items()} if compare else None
+        self._checksums_before = self._checksums() if compare and self._whole() else None
 
-    def step_is_due(self) -> None:
+    def allow_changes(self) -> None:
         """What is to come of the body may change kept objects and parameters: `Run.step` will return True."""
-        self._kept = self._values = None
+        self._kept_marks = self._checksums_before = None
 
-    def parameters_stayed(self, index: int, of: int) -> None:
-        """Nothing, if no parameter has changed since `body_begins`.
+    def require_parameters_unchanged(self, index: int, of: int) -> None:
+        """Nothing, if no parameter has changed since `begin_body`.
 
         Raises:
             UsageError: if one has.
         """
-        if self._values is None:
+        if self._checksums_before is None:
             return
         now = self._checksums()
-        odd = [p for p, value in self._values.items() if now.get(p, value) != value]
+        odd = [p for p, value in self._checksums_before.items() if now.get(p, value) != value]
         if odd:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             raise UsageError(
@@ -94,14 +96,14 @@ class LoopChecks:
                 f"step, so it would tell how many ranks there are: {_ONCE}"
             )
 
-    def body_ended(self, index: int, of: int) -> None:
+    def end_body(self, index: int, of: int) -> None:
         """The body is over, in which `Run.step` did not return True.
 
         Raises:
             UsageError: if it changed a kept object or a parameter.
         """
-        self.parameters_stayed(index, of)
-        before, self._kept = self._kept, None
+        self.require_parameters_unchanged(index, of)
+        before, self._kept_marks = self._kept_marks, None
         for name, mark in (before or {}).items():
             if _mark(self._state.kept[name]) != mark:
                 raise UsageError(
@@ -109,17 +111,17 @@ class LoopChecks:
                     f"micro-batch {index} of {of} of a step, so it would tell how many ranks there are: {_ONCE}"
                 )
 
-    def forward_is_over(self) -> None:
+    def note_buffers(self) -> None:
         """The micro-batch's last backward pass has been made: no forward pass may move buffers any more."""
-        self._buffers = self._versions()
+        self._buffer_versions = self._versions()
 
-    def buffers_stayed(self) -> None:
-        """Nothing, if no buffer has moved since `forward_is_over`.
+    def require_buffers_unchanged(self) -> None:
+        """Nothing, if no buffer has moved since `note_buffers`.
 
         Raises:
             UsageError: if one has.
         """
-        for (name, _), was, now in zip(self._state.buffers, self._buffers, self._versions(), strict=False):
+        for (name, _), was, now in zip(self._state.buffers, self._buffer_versions, self._versions(), strict=False):
             if was != now:
                 raise UsageError(
                     f"the buffer {name} moved after run.step(...) in the loop's body: what a forward pass in training "
@@ -137,7 +139,7 @@ class LoopChecks:
     def _options_now(self) -> list[list[dict[str, Any]]]:
         return [[_plain(group) for group in optimizer.param_groups] for optimizer in self._state.optimizers]
 
-    def _see_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self.run_steps:
             return
         known = {id(p) for model in self._state.models for p in model.parameters()}

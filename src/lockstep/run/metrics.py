@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Final, Literal
 
 import torch
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
 
@@ -95,8 +97,8 @@ class MetricMeans:
         for mean in self._means.values():
             mean.fetch()
         total: State = {}
-        mine: State = {name: [m.units, m.odd, m.count] for name, m in self._means.items()}
-        for state in group.gather_objects(mine, "measures"):
+        own: State = {name: [m.units, m.odd, m.count] for name, m in self._means.items()}
+        for state in group.gather_objects(own, "measures"):
             for name, held in state.items():
                 total[name] = [a + b for a, b in zip(total.get(name, [0, 0.0, 0]), held, strict=True)]
         return total
@@ -113,6 +115,64 @@ class MetricMeans:
         if name not in self._means:
             self._means[name] = _Mean()
         return self._means[name]
+
+
+class PassMetrics:
+    """What is measured in the pass over a data set that the script is in, if it is in one.
+
+    Args:
+        counts: whether this rank's micro-batches are counted here, and not on another rank of the same replica.
+    """
+
+    def __init__(self, *, counts: bool) -> None:
+        self._counts: Final = counts
+        self.train = MetricMeans()
+        self.evaluate = MetricMeans()
+        self._inside: Literal["train", "evaluate"] | None = None
+        self.samples = 0  #: of the micro-batch in the user's hands; 0 for one that counts for nothing on this rank
+
+    def refuse_nested(self, method: str) -> None:
+        """Nothing, outside of a pass.
+
+        Raises:
+            UsageError: inside of one, where the script calls ``method``.
+        """
+        if self._inside is not None:
+            raise UsageError(f"run.{method}(...) inside of run.{self._inside}(...): finish that loop first")
+
+    def enter(self, method: Literal["train", "evaluate"]) -> None:
+        """A pass begins."""
+        self._inside = method
+
+    def leave(self) -> None:
+        """The pass is over."""
+        self._inside = None
+
+    def hand_out(self, position: MicroBatchPosition) -> None:
+        """The micro-batch at ``position`` is the one to measure now."""
+        self.samples = 0 if position.is_padding or not self._counts else position.samples
+
+    def add_loss(self, value: torch.Tensor, items: int | torch.Tensor) -> None:
+        """``value`` is the loss of a micro-batch, the mean over ``items``."""
+        if self._counts:
+            self.train.add_mean("loss", value, items)
+
+    def measure(self, values: Mapping[str, object], count: int | torch.Tensor | None) -> None:
+        """See `Run.measure`."""
+        if self._inside is None:
+            raise UsageError("run.measure(...) outside of run.train(...) and run.evaluate(...): there are no samples")
+        if self._inside == "train" and "loss" in values:
+            raise UsageError(
+                "run.measure(loss=...) in run.train(...): run.step(loss) measures its loss under that name; give "
+                "yours another, such as run.measure(my_loss=...)"
+            )
+        if count is not None and not values:
+            raise UsageError("run.measure(count=...) says how many items a value is the mean of; name the value, too")
+        if not self.samples:
+            return
+        means = self.train if self._inside == "train" else self.evaluate
+        for name, value in values.items():
+            means.add(name, value, self.samples, count)
 
 
 def _mean(units: int | float, odd: int | float, count: int | float) -> float:

@@ -1,7 +1,7 @@
-"""Losses and gradients that are not finite: said at once, and by default the end of the run.
+"""Losses and gradients that are not finite: reported at once, and by default the end of the run.
 
-On a CPU a loss is looked at before its backward pass, and a step's gradient before the update, so the parameters are
-still good. A GPU is not waited for: it is asked for flags, which are looked at one step later, or before a save.
+On a CPU a loss is checked before its backward pass, and a step's gradient before the update, so the parameters are
+still good. The CPU does not wait for a GPU: it asks for flags, which are read one step later, or before a save.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final, Literal
 import torch
 from torch import nn
 
+from lockstep.collectives import Group
 from lockstep.errors import NonFiniteError
 from lockstep.strategies import has_gradient
 
@@ -26,10 +27,10 @@ class NonFiniteChecks:
     """Of one rank.
 
     Args:
-        on_nan: stop: raise; warn: say it, once for each kind; ignore: look at nothing.
+        on_nan: stop: raise; warn: report it, once for each kind; ignore: check nothing.
         rank: this one.
         warn: says a line for this rank, and sees to it that checkpoints from before it are kept.
-        last_good: tells which checkpoint was committed last.
+        last_good: gives the step of the checkpoint that was committed last.
     """
 
     def __init__(
@@ -74,16 +75,16 @@ class NonFiniteChecks:
         sums = [_sum(values) for p in parameters if (values := has_gradient(p)) is not None]
         if not sums:
             return
-        words = f"at step {step + 1}, summed over all ranks, on rank {self._rank}"
+        where = f"at step {step + 1}, summed over all ranks, on rank {self._rank}"
         if sums[0].device.type != "cpu":
             device = sums[0].device  # a model may lie on several
             total = torch.stack([each.abs().float().to(device) for each in sums]).sum()
-            self._flags.append((~total.isfinite(), "gradient", f"the gradient is not finite {words}"))
+            self._flags.append((~total.isfinite(), "gradient", f"the gradient is not finite {where}"))
         elif not cmath.isfinite(sum(each.item() for each in sums)):
             odd = [name_of(p) for p in parameters if (v := has_gradient(p)) is not None and not v.isfinite().all()]
             if odd:
                 more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-                self._found("gradient", f"the gradient of {', '.join(odd[:3])}{more} is not finite {words}")
+                self._found("gradient", f"the gradient of {', '.join(odd[:3])}{more} is not finite {where}")
 
     def loss_scale(self, scale: float, step: int) -> None:
         """In fp16, after a step that was skipped: what is left of the loss scale.
@@ -99,17 +100,17 @@ class NonFiniteChecks:
             )
 
     def step_ended(self) -> None:
-        """What the GPU has found out since the step before is looked at, and asked for this one.
+        """Read the flags of the step before, and ask the GPU for those of this one.
 
         Raises:
             NonFiniteError: if something was not finite and the run is to stop.
         """
         asked, self._asked = self._asked, None
         self._ask()
-        self._look_at(asked)
+        self._read_flags(asked)
 
     def settle(self) -> None:
-        """Nothing of the steps so far is still to be found out; waits for the GPU. Before they are saved.
+        """Read all flags of the steps so far; waits for the GPU. Before they are saved.
 
         Raises:
             NonFiniteError: if something was not finite and the run is to stop.
@@ -123,32 +124,72 @@ class NonFiniteChecks:
         device = self._flags[0][0].device
         flags = torch.stack([flag.to(device) for flag, _, _ in self._flags])
         event = torch.cuda.Event()
-        here = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True).copy_(flags, non_blocking=True)
+        on_cpu = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True).copy_(flags, non_blocking=True)
         event.record()
-        self._asked = here, [(kind, words) for _, kind, words in self._flags], event
+        self._asked = on_cpu, [(kind, text) for _, kind, text in self._flags], event
         self._flags = []
 
-    def _look_at(self, asked: _Asked | None) -> None:
+    def _read_flags(self, asked: _Asked | None) -> None:
         if asked is None:
             return
-        here, found, event = asked
+        flags, meanings, event = asked
         event.synchronize()
-        for flag, (kind, words) in zip(here.tolist(), found, strict=True):
+        for flag, (kind, text) in zip(flags.tolist(), meanings, strict=True):
             if flag:
-                self._found(kind, words)
+                self._found(kind, text)
 
-    def _found(self, kind: str, words: str) -> None:
+    def _found(self, kind: str, text: str) -> None:
         if self._on_nan == "warn":
             if kind not in self._said:
                 self._said.add(kind)
-                self._warn(f"{words}; training goes on, as on_nan='warn' says")
+                self._warn(f"{text}; training goes on, as on_nan='warn' says")
             return
         good = self._last_good()
         saved = "no checkpoint was saved before" if good is None else f"the last checkpoint is that of step {good}"
         raise NonFiniteError(
-            f"{words}; {saved}. Look at the data and the learning rate, or go on all the same with "
+            f"{text}; {saved}. Look at the data and the learning rate, or go on all the same with "
             "Run(on_nan='warn') or 'ignore'"
         )
+
+
+class NonFiniteWarnings:
+    """What to say of all ranks where ``on_nan`` is ``warn``, and the checkpoints to keep then.
+
+    Args:
+        group: all ranks.
+        say: prints one line, on the leader.
+        protect: keeps the newest checkpoint beside those that are kept anyway.
+    """
+
+    def __init__(self, group: Group, say: Callable[[str], None], protect: Callable[[], None]) -> None:
+        self._group: Final = group
+        self._say: Final = say
+        self._protect_newest: Final = protect
+        self._waiting: list[str] = []  # of this rank, for the leader to say
+        self._protects = False
+
+    def add(self, text: str) -> None:
+        """This rank has found ``text``; the leader says what it finds itself at once."""
+        self._protect()
+        if self._group.leads:
+            self._say(text)
+        else:
+            self._waiting.append(text)
+
+    def say_all(self) -> None:
+        """The leader says what the other ranks have found. Collective."""
+        waiting, self._waiting = self._waiting, []
+        found = [text for texts in self._group.gather_objects(waiting, "warnings") for text in texts]
+        if found:
+            self._protect()  # on the leader, too, which removes older ones; no save came in between
+        for text in found:
+            self._say(text)
+
+    def _protect(self) -> None:
+        """Keep the checkpoints from before the first value that was not finite; those after it are not better."""
+        if not self._protects:
+            self._protects = True
+            self._protect_newest()
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:

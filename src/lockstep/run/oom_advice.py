@@ -1,9 +1,9 @@
-"""How much memory is free, and what to say when a GPU's is full: two settings that would fit, by estimate.
+"""How much memory is free, and what to advise when a GPU's is full: two settings that would fit, by estimate.
 
     peak  =  what stays                             +  what grows with the micro-batch
              parameters, gradients, optimizer          activations: halved by half of it, or by 16 bits
 
-None of it is done by itself.
+Nothing of it is done automatically.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MemoryPeak:
 
 
 def advice(peak: MemoryPeak) -> list[str]:
-    """Lines for the user. None of it is done by itself: each changes the bits of the result."""
+    """Lines for the user. Nothing is done automatically: each change would alter the bits of the result."""
     ways = []
     if (size := peak.largest(halved=False)) is not None:
         ways.append(f"micro_batch={size} ({peak.at(size, halved=False) / _GIB:.1f} GiB)")
@@ -76,11 +76,11 @@ def free_bytes(device: torch.device, ranks: int) -> int:
 
 
 def wanted_bytes(error: BaseException) -> int:
-    """How much could not be had, as torch says it: ``Tried to allocate 2.00 GiB``; 0 if it does not say."""
-    words = str(error).partition("Tried to allocate ")[2].split()
+    """How much could not be allocated, from torch's text ``Tried to allocate 2.00 GiB``; 0 if it does not say."""
+    parts = str(error).partition("Tried to allocate ")[2].split()
     units = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
     try:
-        return int(float(words[0]) * units[words[1].rstrip(".")])
+        return int(float(parts[0]) * units[parts[1].rstrip(".")])
     except (IndexError, KeyError, ValueError):
         return 0
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Final, Literal
 
 import torch
-from torch import nn
-
-from lockstep.strategies import ParameterSet, Strategy, before_optimizer_step
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,30 +43,25 @@ class Precision:
             loss = loss.float()
         return self._scaler.scale(loss)
 
-    def step(
-        self,
-        optimizers: Iterable[torch.optim.Optimizer],
-        target: ParameterSet,
-        strategy: Strategy,
-        clip_norm: float | None,
-    ) -> None:
-        """Unscale and clip the gradients, and step, unless they are not finite in fp16. Collective."""
-        optimizers = tuple(optimizers)
-        for optimizer in optimizers:
-            self._scaler.unscale_(optimizer)
-            if self._scaler.is_enabled():
-                # Torch notes it by device; a rank that holds no gradient has noted nothing, and steps or skips, too.
-                noted: dict[Any, torch.Tensor] = self._scaler._found_inf_per_device(optimizer)
-                found = sum((value.to(self._device) for value in noted.values()), torch.zeros((), device=self._device))
-                agreed = strategy.state_layout.any(found)
-                for device in noted or (agreed.device,):
-                    noted[device] = agreed.to(device)
-        if clip_norm is not None:
-            norm = strategy.state_layout.norm(target.parameters)
-            nn.utils.clip_grads_with_norm_(target.parameters, clip_norm, norm)
-        before_optimizer_step(strategy, target)
-        for optimizer in optimizers:
-            self._scaler.step(optimizer)
+    def unscale(self, optimizer: torch.optim.Optimizer, on_any_rank: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Divide the gradients by the loss scale; all ranks note whether they are finite on all of them. Collective.
+
+        Args:
+            optimizer: whose gradients.
+            on_any_rank: whether a value of one element is not zero on some rank, as 0.0 or 1.0. Collective.
+        """
+        self._scaler.unscale_(optimizer)
+        if self._scaler.is_enabled():
+            # Torch notes it by device; a rank that holds no gradient has noted nothing, and steps or skips, too.
+            noted: dict[Any, torch.Tensor] = self._scaler._found_inf_per_device(optimizer)
+            found = sum((value.to(self._device) for value in noted.values()), torch.zeros((), device=self._device))
+            agreed = on_any_rank(found)
+            for device in noted or (agreed.device,):
+                noted[device] = agreed.to(device)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step ``optimizer`` after `unscale`, unless its gradients are not finite in fp16."""
+        self._scaler.step(optimizer)
 
     @property
     def scales(self) -> bool:
@@ -81,8 +73,8 @@ class Precision:
         """By what losses are multiplied before their backward passes; waits for the GPU."""
         return self._scaler.get_scale()
 
-    def stepped(self) -> bool:
-        """Once after all optimizers' steps: the scale is adapted. Whether they were really made."""
+    def update_scale(self) -> bool:
+        """Adapt the loss scale, once after all optimizers' steps. Whether these were really made, and not skipped."""
         if not self._scaler.is_enabled():
             return True
         before = self._scaler.get_scale()

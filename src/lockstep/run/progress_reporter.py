@@ -1,4 +1,4 @@
-"""How a run tells where it is: drawn by the leader itself, or left in a file for the launcher to draw."""
+"""How a run shows where it is: drawn by the leader itself, or left in a file for the launcher to draw."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOW_EVERY_S = 0.25
 
 _ENDS: Final = ("done", "unsaved", "stopped")
 
-Ask = Callable[[], int | None]
+SavedStep = Callable[[], int | None]
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class RunLength:
 
 
 class ProgressReporter:
-    """Tells the user and the launcher; only the leader's does."""
+    """Shows the user and the launcher where the run is; only on the leader."""
 
     def __init__(
         self, world: World, env: Mapping[str, str], end: JobDeadline, now: Callable[[], float] = time.monotonic
@@ -46,7 +46,7 @@ class ProgressReporter:
         self._pace: Final = Throughput(now=now)
         self._next_at = now()
         self._loss: torch.Tensor | None = None
-        self._told: Status | None = None
+        self._status: Status | None = None
         path = env.get(STATUS)
         self._file = StatusFile(Path(path)) if world.leads and path else None
         self._view = choose_view(sys.stderr, env) if world.leads and not path else SilentView()
@@ -60,14 +60,14 @@ class ProgressReporter:
         else:
             self._view.line(text)
 
-    def step(self, progress: Progress, scale: RunLength, loss: torch.Tensor | None, saved_step: Ask) -> None:
+    def step(self, progress: Progress, length: RunLength, loss: torch.Tensor | None, saved_step: SavedStep) -> None:
         """A step is done. Costs about a microsecond, and four times a second what `show` does."""
         self._pace.observe(progress.samples)
         if self._now() >= self._next_at:
-            self.show("training", progress, scale, loss, saved_step)
+            self.show("training", progress, length, loss, saved_step)
 
     def show(
-        self, state: State, progress: Progress, scale: RunLength, loss: torch.Tensor | None, saved_step: Ask
+        self, state: State, progress: Progress, length: RunLength, loss: torch.Tensor | None, saved_step: SavedStep
     ) -> None:
         """Tell where the run is now."""
         if not self._world.leads:
@@ -77,15 +77,15 @@ class ProgressReporter:
         waits = loss is not None and loss.device.type != "cpu" and state not in _ENDS
         value, self._loss = (self._loss if waits else loss), loss
         steps, left = None, None
-        if scale.epochs is not None and scale.steps_per_epoch is not None:
-            steps = scale.epochs * scale.steps_per_epoch
-            if scale.samples_per_epoch is not None:
-                left = max(0, scale.epochs * scale.samples_per_epoch - progress.samples)
-        self._told = Status(
+        if length.epochs is not None and length.steps_per_epoch is not None:
+            steps = length.epochs * length.steps_per_epoch
+            if length.samples_per_epoch is not None:
+                left = max(0, length.epochs * length.samples_per_epoch - progress.samples)
+        self._status = Status(
             step=progress.step,
             steps_total=steps,
             epoch=progress.epoch,
-            epochs=scale.epochs,
+            epochs=length.epochs,
             samples_per_s=self._pace.samples_per_s,
             loss=None if value is None else float(value),
             eta_s=None if left is None else self._pace.eta_s(left),
@@ -96,8 +96,8 @@ class ProgressReporter:
             job_left_s=self._end.left_s,
         )
         if self._file is not None:
-            self._file.write(self._told)
-        self._view.show(self._told)
+            self._file.write(self._status)
+        self._view.show(self._status)
 
     def close(self) -> None:
         """The view is gone from the screen; what it said last stays."""

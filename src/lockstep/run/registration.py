@@ -3,15 +3,69 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lockstep.errors import UsageError
-from lockstep.run.state import State
-from lockstep.strategies import parameters_of
+from lockstep.run.setup import RunContext
+from lockstep.run.start import TrainingStart
+from lockstep.run.state import State, Stateful
+from lockstep.strategies import ComputesLoss, check_can_step, parameters_of, spans_gpus, synchronize_batchnorm
+
+
+class Registration:
+    """Takes what the script gives to the run into its state, before the training begins."""
+
+    def __init__(self, context: RunContext, start: TrainingStart) -> None:
+        self._context: Final = context
+        self._state: Final = context.state
+        self._start: Final = start
+
+    def model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool) -> nn.Module:
+        """See `Run.model`."""
+        self._start.refuse_late("model")
+        check_model(model, self._state)
+        context = self._context
+        if not (spans_gpus(model) or isinstance(context.strategy, ComputesLoss)):
+            model = model.to(context.device)
+        if context.settings.sync_batchnorm and context.group.size > 1:
+            model = synchronize_batchnorm(model, context.group)
+        adopted = context.strategy.setup_model(
+            model, find_unused_parameters=find_unused_parameters, static_graph=static_graph
+        )
+        self._state.add_model(model, adopted)
+        if context.settings.compile:
+            adopted.compile()
+        return adopted
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `Run.optimizer`."""
+        self._start.refuse_late("optimizer")
+        check_optimizer(optimizer, self._state)
+        check_can_step(self._context.strategy, optimizer)
+        self._state.optimizers.append(optimizer)
+
+    def scheduler(self, scheduler: Any) -> None:
+        """See `Run.scheduler`."""
+        self._start.refuse_late("scheduler")
+        check_scheduler(scheduler)
+        optimizer = getattr(scheduler, "optimizer", None)
+        if not any(optimizer is o for o in self._state.optimizers):
+            raise UsageError(
+                f"{type(scheduler).__name__} belongs to no optimizer of this run; "
+                "call run.optimizer(optimizer) first, and make the scheduler from what it returns"
+            )
+        self._state.schedulers.append(scheduler)
+
+    def keep(self, objects: Mapping[str, Stateful]) -> None:
+        """See `Run.keep`."""
+        self._start.refuse_late("keep")
+        for name, value in objects.items():
+            self._state.keep(name, value)
 
 
 def check_model(model: nn.Module, state: State) -> None:
@@ -90,19 +144,19 @@ def check_scheduler(scheduler: Any) -> None:
     """Nothing, if ``scheduler`` can be stepped once after each step.
 
     Raises:
-        UsageError: for one that wants to be told something, such as a metric.
+        UsageError: for one whose ``step`` needs an argument, such as a metric.
     """
     step = inspect.signature(type(scheduler).step)
-    wanted = [
+    required = [
         name
         for name, parameter in list(step.parameters.items())[1:]
         if parameter.default is inspect.Parameter.empty
         and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     ]
-    if wanted:
+    if required:
         name = type(scheduler).__name__
         raise UsageError(
-            f"{name}.step({', '.join(wanted)}) is to be told {' and '.join(wanted)}, and a run steps schedulers after "
+            f"{name}.step({', '.join(required)}) needs {' and '.join(required)}, and a run steps schedulers after "
             f"each step by itself: write run.keep(scheduler=scheduler) in place of run.scheduler(...), and "
             "scheduler.step(run.metrics['accuracy']) after run.evaluate(...), with the metric that you measure"
         )

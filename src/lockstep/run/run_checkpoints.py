@@ -29,7 +29,7 @@ class RunCheckpointer(Protocol):
         ...
 
     def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
-        """What differs from the run that was resumed is said, or refused; of those parts that ``identity`` names."""
+        """Report what differs from the run that was resumed, or refuse it; only the parts that ``identity`` names."""
         ...
 
     def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
@@ -44,10 +44,10 @@ class RunCheckpointer(Protocol):
         """The newest checkpoint, and the one being written, are kept beside those that are kept anyway. Cheap."""
         ...
 
-    def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
+    def stop(self, step: int, reason: str, leave_together: Callable[[], None]) -> None:
         """Leave the process with code 75, now that the state after ``step`` is being saved.
 
-        ``part`` is called when that has ended; it returns once all ranks have called it.
+        ``leave_together`` is called when the save has ended; it returns once all ranks have called it.
         """
         ...
 
@@ -72,7 +72,7 @@ class RunCheckpointer(Protocol):
         ...
 
 
-class NoCheckpointer:
+class NoCheckpointer(RunCheckpointer):
     """For a run that saves nothing."""
 
     saved_step: int | None = None
@@ -94,7 +94,7 @@ class NoCheckpointer:
     def protect_newest(self) -> None:
         """There is none."""
 
-    def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
+    def stop(self, step: int, reason: str, leave_together: Callable[[], None]) -> None:
         """Never asked: signals do what they do without Lockstep."""
 
     def close(self) -> None:
@@ -115,13 +115,13 @@ class NoCheckpointer:
         """Nothing is held."""
 
 
-class DirectoryCheckpointer:
+class DirectoryCheckpointer(RunCheckpointer):
     """For a run with a directory."""
 
     def __init__(self, checkpoints: Checkpoints, say: Say, end: JobDeadline) -> None:
         self._checkpoints: Final = checkpoints
         self._say: Final = say
-        self._end: Final = end  # told how long a save takes
+        self._end: Final = end  # gets to know how long a save takes
         self._began_s: float | None = None  # the save whose end was not seen yet
         self._resumed: Identity | None = None
         self._ended: Outcome | None = None  # how the last save ended
@@ -172,8 +172,8 @@ class DirectoryCheckpointer:
                 f"has {identity['samples']}: what is left of the epoch would not be what was left then. Give the data "
                 "set of before, or begin anew with --fresh"
             )
-        for words in differences(before, identity):
-            self._say(words)
+        for text in differences(before, identity):
+            self._say(text)
 
     def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
         """See `RunCheckpointer.save`."""
@@ -193,7 +193,7 @@ class DirectoryCheckpointer:
         """See `RunCheckpointer.protect_newest`."""
         self._checkpoints.protect_newest()
 
-    def stop(self, step: int, reason: str, part: Callable[[], None]) -> None:
+    def stop(self, step: int, reason: str, leave_together: Callable[[], None]) -> None:
         """See `RunCheckpointer.stop`.
 
         Raises:
@@ -201,7 +201,7 @@ class DirectoryCheckpointer:
             CheckpointError: if it could not be.
         """
         self._checkpoints.wait()
-        part()
+        leave_together()
         if self._checkpoints.last_committed_step != step:
             raise CheckpointError(f"stopped by {reason} at step {step}, and its checkpoint was not saved")
         self._say(f"stopped by {reason} at step {step}, which is saved; run it again with --resume to go on")

@@ -1,15 +1,15 @@
-"""The step after which all ranks look at each other's wishes, agreed between them while they train.
+"""The step after which all ranks exchange their requests to save or stop, agreed between them while they train.
 
 Ranks that reduce gradients together are never more than a step apart, but nobody knows which one is where. So threads
-make an appointment over the store, with no collective and nothing that the device would have to wait for:
+agree over the store, with no collective and nothing that the device would have to wait for:
 
-    rank 2, a thread      SIGTERM has set a flag        post "wish"
-    leader, a thread      sees it; is at step 40        post "let us meet after step 42"
-    each rank, a thread   has not done 42 yet: "yes", and from then on its main thread waits there for the last word
-    leader, a thread      all said yes                  post "go";   one was past it: "no", and a later step is tried
-    all, main thread      after step 42                 look
+    rank 2, a thread      SIGTERM has set a flag        set "request"
+    leader, a thread      sees it; is at step 40        set "step": 42 is proposed
+    each rank, a thread   has not done 42 yet: "yes", and from then on its main thread waits there for the decision
+    leader, a thread      all said yes                  set "decision": "go"; one was past it: "no", try a later one
+    all, main thread      after step 42                 exchange their requests
 
-Where nobody wishes anything a step costs one comparison, however long it takes.
+Without a request, a step costs one comparison, however long it takes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Final, Protocol
 from lockstep.collectives import KeyValueStore
 from lockstep.errors import LockstepError, PeerLost
 
-_POLL_S = 0.1  # between looks at the store while nothing is going on: a small question each
+_POLL_S = 0.1  # between two polls of the store while there is no request
 _POLL_QUICKLY_S = 0.002
-_READ_S = 60.0  # for what is there already
+_READ_S = 60.0  # for a value that is set already
 _CLOSE_S = 2.0  # to wait for a thread whose store does not answer
 _NEVER = 1 << 62
 
 
 class StepAgreement(Protocol):
-    """When to look. Each rank has one; `due` is called after the same steps on all."""
+    """When to exchange requests. Each rank has one; `due` is called after the same steps on all."""
 
     def due(self, step: int) -> bool:
-        """Whether all ranks look after ``step``, of which they have just done it."""
+        """Whether all ranks exchange requests after ``step``, which they have just done."""
         ...
 
     def met(self) -> None:
-        """All ranks have looked."""
+        """All ranks have exchanged their requests."""
         ...
 
     def stop_pending(self) -> bool:
@@ -48,15 +48,15 @@ class StepAgreement(Protocol):
         ...
 
 
-class NoAgreement:
+class NoAgreement(StepAgreement):
     """For one rank, which need not ask anyone."""
 
-    def __init__(self, wants_stop: Callable[[], bool], wants_look: Callable[[], bool]) -> None:
-        self._wants_stop, self._wants_look = wants_stop, wants_look
+    def __init__(self, wants_stop: Callable[[], bool], wants_save: Callable[[], bool]) -> None:
+        self._wants_stop, self._wants_save = wants_stop, wants_save
 
     def due(self, step: int) -> bool:
         """See `StepAgreement.due`."""
-        return self._wants_stop() or self._wants_look()
+        return self._wants_stop() or self._wants_save()
 
     def met(self) -> None:
         """See `StepAgreement.met`."""
@@ -69,54 +69,54 @@ class NoAgreement:
         """There is no thread."""
 
 
-class StoreAgreement:
+class StoreAgreement(StepAgreement):
     """For a rank among others.
 
     Args:
-        board: for the thread of this object alone.
+        store: for the thread of this object alone.
         rank: this one.
         size: ranks that take part.
         wants_stop: whether this rank is to stop; asked in the thread.
-        wants_look: whether the leader wants all to look for another reason; asked in its thread.
-        peer_timeout_s: how long to wait for the last word.
+        wants_save: whether the leader wants to save; asked in its thread.
+        peer_timeout_s: how long to wait for the leader's decision.
     """
 
     def __init__(
         self,
-        board: KeyValueStore,
+        store: KeyValueStore,
         rank: int,
         size: int,
         wants_stop: Callable[[], bool],
-        wants_look: Callable[[], bool],
+        wants_save: Callable[[], bool],
         *,
         peer_timeout_s: float,
     ) -> None:
-        self._board: Final = board
+        self._store: Final = store
         self._rank, self._size = rank, size
-        self._wants_stop, self._wants_look = wants_stop, wants_look
+        self._wants_stop, self._wants_save = wants_stop, wants_save
         self._peer_timeout_s: Final = peer_timeout_s
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._done = 0  # steps
-        self._at = _NEVER  # after which step the main thread waits for the last word
-        self._go = False  # the last word, once it is there
-        self._pending = False  # the leader's: ranks have agreed to meet and not met yet
-        self._hurry = False
-        self._wished = -1  # the appointment that this rank has asked for
-        self._number = 0  # of the appointment to come
+        self._at = _NEVER  # after which step the main thread waits for the decision
+        self._go = False  # the decision, once it is known
+        self._pending = False  # the leader's: a step is agreed on, and not done yet
+        self._stop_pending = False
+        self._requested_in = -1  # the round in which this rank has asked for a stop
+        self._round = 0  # of the rounds of agreement before
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._attend, name="lockstep agenda", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="lockstep save/stop agreement", daemon=True)
         self._thread.start()
 
     def due(self, step: int) -> bool:
-        """See `StepAgreement.due`. Waits for the leader's last word where this rank has agreed to meet.
+        """See `StepAgreement.due`. Waits for the leader's decision where this rank has agreed to a step.
 
         Raises:
             PeerLost: if it does not come.
         """
-        with self._news:
+        with self._changed:
             self._done = step
             while step >= self._at and not self._go:
-                if not self._news.wait(self._peer_timeout_s):
+                if not self._changed.wait(self._peer_timeout_s):
                     raise PeerLost(
                         f"the ranks could not agree on where to stop or save: no answer within "
                         f"{self._peer_timeout_s:g} s after step {step}; one of them is gone or stands still"
@@ -132,14 +132,14 @@ class StoreAgreement:
 
     def stop_pending(self) -> bool:
         """See `StepAgreement.stop_pending`."""
-        return self._hurry
+        return self._stop_pending
 
     def close(self) -> None:
         """See `StepAgreement.close`."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
 
-    def _attend(self) -> None:
+    def _run(self) -> None:
         try:
             while not self._closing.wait(_POLL_S):
                 if self._rank == 0:
@@ -151,64 +151,64 @@ class StoreAgreement:
             pass
         finally:
             self._closing.set()
-            self._settle(go=False)
+            self._conclude(go=False)
 
     def _lead(self) -> None:
         if self._pending:
             return
-        stop = self._wants_stop() or self._board.is_set(self._key("wish"))
-        if not (stop or self._wants_look()):
+        stop = self._wants_stop() or self._store.is_set(self._key("request"))
+        if not (stop or self._wants_save()):
             return
-        self._hurry |= stop
+        self._stop_pending |= stop
         ahead = 2
         while not (self._pending or self._closing.is_set()):
             at = self._done + ahead
             agreed = self._agree_to(at)
-            self._board.set(self._key("step"), f"{at} {int(stop)}")
-            answers = [self._hear(self._key(str(rank))) for rank in range(1, self._size)]
+            self._store.set(self._key("step"), f"{at} {int(stop)}")
+            answers = [self._wait_for(self._key(str(rank))) for rank in range(1, self._size)]
             self._pending = agreed and all(answer == "yes" for answer in answers)
-            self._board.set(self._key("word"), "go" if self._pending else "no")
-            self._settle(go=self._pending)
+            self._store.set(self._key("decision"), "go" if self._pending else "no")
+            self._conclude(go=self._pending)
             ahead *= 2
 
     def _follow(self) -> None:
-        if not self._hurry and self._wants_stop():
-            self._hurry = True
-        if self._hurry and self._wished != self._number:
-            self._wished = self._number
-            self._board.set(self._key("wish"), "stop")
-        if not self._board.is_set(self._key("step")):
+        if not self._stop_pending and self._wants_stop():
+            self._stop_pending = True
+        if self._stop_pending and self._requested_in != self._round:
+            self._requested_in = self._round
+            self._store.set(self._key("request"), "stop")
+        if not self._store.is_set(self._key("step")):
             return
-        at, _, stop = self._hear(self._key("step")).partition(" ")
+        at, _, stop = self._wait_for(self._key("step")).partition(" ")
         if not at:
             return
-        self._hurry |= stop == "1"
+        self._stop_pending |= stop == "1"
         agreed = self._agree_to(int(at))
-        self._board.set(self._key(str(self._rank)), "yes" if agreed else "late")
-        self._settle(go=self._hear(self._key("word")) == "go")
+        self._store.set(self._key(str(self._rank)), "yes" if agreed else "late")
+        self._conclude(go=self._wait_for(self._key("decision")) == "go")
 
     def _agree_to(self, step: int) -> bool:
-        """The main thread will wait after ``step``; unless it is past it already."""
-        with self._news:
+        """The main thread will wait after ``step``, unless it has done it already. Whether it will."""
+        with self._changed:
             if self._done >= step:
                 return False
             self._at, self._go = step, False
             return True
 
-    def _settle(self, *, go: bool) -> None:
-        with self._news:
+    def _conclude(self, *, go: bool) -> None:
+        with self._changed:
             self._go = go
             if not go:
                 self._at = _NEVER
-            self._news.notify_all()
-        self._number += 1
+            self._changed.notify_all()
+        self._round += 1
 
-    def _hear(self, key: str) -> str:
-        """What is posted under ``key``, once it is; "" if this rank is closing."""
-        while not self._board.is_set(key):
+    def _wait_for(self, key: str) -> str:
+        """The value of ``key``, once it is set; "" if this rank is closing."""
+        while not self._store.is_set(key):
             if self._closing.wait(_POLL_QUICKLY_S):
                 return ""
-        return self._board.get(key, _READ_S)
+        return self._store.get(key, _READ_S)
 
     def _key(self, what: str) -> str:
-        return f"{self._number}/{what}"
+        return f"{self._round}/{what}"

@@ -26,8 +26,8 @@ from lockstep.launch_contract import EXIT_INTERRUPTED
 from lockstep.world import job_ends_at
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-# A step costs a look at a file no more often than this.
-_LOOK_EVERY_S = 0.2
+# A step asks for the file no more often than this.
+_CHECK_EVERY_S = 0.2
 #: How long a process that is to stop now may stay where it is, such as in a collective whose peers are gone.
 _STOP_NOW_S = 2.0
 #: Taken for the time of a save before there was one.
@@ -53,7 +53,7 @@ class JobDeadline:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> JobDeadline:
-        """The end that the launcher was told of, or that newer versions of Slurm tell every process.
+        """The end that the launcher knows, or that newer versions of Slurm give to every process.
 
         Raises:
             SettingError: if the variable holds no number.
@@ -84,41 +84,41 @@ class JobDeadline:
 
 
 class StopRequests:
-    """What this process has been asked for. A wish once seen stays."""
+    """What this process has been asked for. A request once seen stays."""
 
     def __init__(self, stop_file: Path, end: JobDeadline, now: Callable[[], float] = time.monotonic) -> None:
         self._stop_file: Final = stop_file
         self._end: Final = end
         self._now: Final = now
-        self._next_look_s = now()
+        self._next_check_s = now()
         self._reason: str | None = None
         self._before: dict[int, object] = {}
-        self._ear: _SignalThread | None = None
+        self._signal_thread: _SignalThread | None = None
 
     def listen(self) -> None:
         """From here on a signal asks for a stop. In the main thread."""
         for number in _SIGNALS:
             self._before[number] = signal.signal(number, self._note)
-        self._ear = _SignalThread.open()
+        self._signal_thread = _SignalThread.open()
 
     def unlisten(self) -> None:
         """Signals do again what they did before."""
-        if self._ear is not None:
-            self._ear.close()
-            self._ear = None
+        if self._signal_thread is not None:
+            self._signal_thread.close()
+            self._signal_thread = None
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._before = {}
 
     def reason(self) -> str | None:
         """Why to stop, or None. Cheap enough for every step; from any thread."""
-        if self._reason is None and self._now() >= self._next_look_s:
-            self._next_look_s = self._now() + _LOOK_EVERY_S
+        if self._reason is None and self._now() >= self._next_check_s:
+            self._next_check_s = self._now() + _CHECK_EVERY_S
             self._reason = f"the file {self._stop_file}" if self._stop_file.exists() else self._end.reason()
         return self._reason
 
     def acknowledge(self) -> None:
-        """The file was heeded: it must not stop the next run too. The leader."""
+        """The request is met: the file must not stop the next run, too. For the leader."""
         with contextlib.suppress(OSError):
             self._stop_file.unlink(missing_ok=True)
 
@@ -130,42 +130,42 @@ class StopRequests:
 
 
 class _SignalThread:
-    """Hears signals in a thread of its own, also while the main thread is stuck in a call that runs no handler."""
+    """Notices signals in its own thread, also while the main thread is stuck in a call that runs no handler."""
 
-    def __init__(self, hears: int, told: int) -> None:
-        self._hears, self._told = hears, told
-        self._thread = threading.Thread(target=self._hear, name="lockstep signals", daemon=True)
+    def __init__(self, read_end: int, write_end: int) -> None:
+        self._read_end, self._write_end = read_end, write_end
+        self._thread = threading.Thread(target=self._listen, name="lockstep signals", daemon=True)
 
     @classmethod
     def open(cls) -> _SignalThread | None:
-        """None where somebody else hears them so already, such as an event loop."""
-        hears, told = os.pipe()
-        os.set_blocking(told, False)
-        other = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        """None where somebody else does it already, such as an event loop."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        other = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         if other != -1:
             signal.set_wakeup_fd(other)
-            os.close(hears)
-            os.close(told)
+            os.close(read_end)
+            os.close(write_end)
             return None
-        ear = cls(hears, told)
-        ear._thread.start()
-        _told.add(told)
-        return ear
+        thread = cls(read_end, write_end)
+        thread._thread.start()
+        _wakeup_fds.add(write_end)
+        return thread
 
     def close(self) -> None:
         signal.set_wakeup_fd(-1)
-        _told.discard(self._told)
-        os.write(self._told, b"\0")
+        _wakeup_fds.discard(self._write_end)
+        os.write(self._write_end, b"\0")
         self._thread.join()
-        os.close(self._told)
-        os.close(self._hears)
+        os.close(self._write_end)
+        os.close(self._read_end)
 
-    def _hear(self) -> None:
+    def _listen(self) -> None:
         asked = insists = 0
-        while heard := os.read(self._hears, 1)[0]:
-            insists += asked > 0 and heard == signal.SIGINT
-            asked += heard in _SIGNALS
-            if insists == 1 and heard == signal.SIGINT:
+        while number := os.read(self._read_end, 1)[0]:
+            insists += asked > 0 and number == signal.SIGINT
+            asked += number in _SIGNALS
+            if insists == 1 and number == signal.SIGINT:
                 # Most often the main thread is gone before this is over.
                 last = threading.Timer(_STOP_NOW_S, os._exit, (EXIT_INTERRUPTED,))
                 last.daemon = True
@@ -174,14 +174,14 @@ class _SignalThread:
                 os._exit(EXIT_INTERRUPTED)
 
 
-_told: set[int] = set()  #: where this process hears its own signals, if it does
+_wakeup_fds: set[int] = set()  #: where this process notes its own signals, if it does
 
 
-def _be_deaf() -> None:
-    # Else a signal that a loader process gets would be heard by its rank, as if it had got one more.
-    if _told:
-        _told.clear()
+def _forget_signals() -> None:
+    # Else a signal that a loader process gets would reach its rank, as if it had got one more.
+    if _wakeup_fds:
+        _wakeup_fds.clear()
         signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=_be_deaf)
+os.register_at_fork(after_in_child=_forget_signals)

@@ -4,46 +4,43 @@ micro-batch 0 .. n-1   backward                    gradients are folded along th
                        buffers                     once every optimizer had its loss, or the body is over
 micro-batch n          backward, reduction         .grad holds the sum over all ranks' micro-batches
                        [division by the counts]
-                       unscale, clip, update       each optimizer, once every one had its loss, or the body is over
+                       unscale, [agree], clip      fp16: by the loss scale; an overflow on one rank counts on all
+                       before_optimizer_step       the strategy drops gradients whose optimizer state is on another rank
+                       optimizer.step              each optimizer, once every one had its loss, or the body is over
                        buffers, schedulers         once all optimizers have stepped: the step is done
                        the rest of the body        such as an average of the weights; then the step ends, and is saved
 
 Optimizers step together, at the end: were a GAN's discriminator updated before the generator's loss is computed, the
-losses of each rank's last micro-batch would see other parameters than those before it, and the sum would tell how many
-ranks there are.
+losses of each rank's last micro-batch would see other parameters than those before it, and the sum would depend on the
+number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.collectives import Group
-from lockstep.errors import MismatchError, UsageError
-from lockstep.heartbeat import progress_marker
-from lockstep.run.divergence import checksum
+from lockstep.errors import UsageError
 from lockstep.run.loop_checks import LoopChecks
 from lockstep.run.nonfinite import NonFiniteChecks
-from lockstep.run.precision import Precision
-from lockstep.run.state import State
+from lockstep.run.parameter_sets import Optimizers, ParameterSets
+from lockstep.run.setup import RunContext
 from lockstep.strategies import (
     ComputesLoss,
     HasServerRanks,
     LossCall,
     ParameterSet,
-    Strategy,
+    before_optimizer_step,
     begin_micro_batch,
     can_update_trainable,
     is_loss,
-    parameters_of,
-    update_trainable,
 )
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Count = int | torch.Tensor | None
 Loss = torch.Tensor | Callable[..., torch.Tensor]
 Known = list[tuple[torch.Tensor, int | torch.Tensor]]
@@ -69,59 +66,60 @@ class CurrentMicroBatch:
         return self.finished and self.position.last and not self.failed
 
 
+@dataclass(slots=True)
+class _StepLosses:
+    """The losses of the step so far."""
+
+    has_counts: dict[ParameterSet, bool] = field(
+        default_factory=dict
+    )  # of sets with a loss: whether it came with a count
+    counts: dict[ParameterSet, int | torch.Tensor] = field(default_factory=dict)  # the sums of these
+    items: dict[int, int | torch.Tensor] = field(default_factory=dict)  # of micro-batches whose loss is not known yet
+
+
 class TrainStep:
     """Turns losses into updates, for every optimizer of a run."""
 
-    def __init__(
-        self,
-        group: Group,
-        strategy: Strategy,
-        precision: Precision,
-        state: State,
-        clip_norm: float | None,
-        finite: NonFiniteChecks,
-    ) -> None:
+    def __init__(self, context: RunContext, finite: NonFiniteChecks) -> None:
+        group, strategy, state = context.group, context.strategy, context.state
         self._group: Final = group
         self._strategy: Final = strategy
-        self._precision: Final = precision
+        self._precision: Final = context.precision
         self._state: Final = state
-        self._clip_norm: Final = clip_norm
+        self._clip_norm: Final = context.settings.clip_norm
         self._finite: Final = finite
         self.checks: Final = LoopChecks(state, whole=lambda: can_update_trainable(strategy))
-        self._marker: Final = progress_marker()
-        self._targets: Final[dict[tuple[int, ...], ParameterSet]] = {}
-        self._counts: Final[dict[ParameterSet, int | torch.Tensor]] = {}
-        self._begun: Final[dict[ParameterSet, bool]] = {}  # targets with a loss in this step, and whether it has counts
-        self._suspect: set[tuple[int, ...]] = set()  # targets to be made anew, by their keys
-        self._items: Final[dict[int, int | torch.Tensor]] = {}  # of micro-batches whose loss is not known yet
+        self._marker: Final = context.marker
+        self._sets: Final = ParameterSets(group, strategy, state)
+        self._losses = _StepLosses()
         self._weights: Final[dict[tuple[float, torch.dtype, torch.device], torch.Tensor]] = {}
         # Like the weights of losses that are not known yet; rounded later, they are what the others are.
         self._widest: Final = torch.empty((), dtype=torch.float64, device=group.device)
         self._step = 0
-        self.work: CurrentMicroBatch | None = None
+        self.current: CurrentMicroBatch | None = None
 
     def begin(self, position: MicroBatchPosition, step: int, *, compare: bool) -> CurrentMicroBatch:
         """The micro-batch at ``position`` is handed to the user, after ``step`` steps.
 
         With ``compare``, checks are made that cost more, too.
         """
-        self.work = work = CurrentMicroBatch(position)
+        self.current = current = CurrentMicroBatch(position)
         self._step = step
-        begin_micro_batch(self._strategy, work.position)
-        self.checks.body_begins(compare=compare)
+        begin_micro_batch(self._strategy, current.position)
+        self.checks.begin_body(compare=compare)
         self.checks.run_steps = False
-        return work
+        return current
 
     def backward(self, loss: Loss, data: tuple[Any, ...], count: Count, optimizer: Optimizers) -> Known:
         """See `Run.backward`. The losses that have become known by it."""
-        work = self._at_work("backward")
-        position = work.position
-        target = self._target(optimizer)
-        if work.finished or any(not target.places.keys().isdisjoint(other.places) for other in work.reached):
+        current = self._in_loop("backward")
+        position = current.position
+        target = self._sets.current(self._sets.named(optimizer), self._losses.has_counts, self._step)
+        if current.finished or any(not target.places.keys().isdisjoint(other.places) for other in current.reached):
             raise UsageError(
                 "a second run.step(loss) for the same parameters in one micro-batch: add the losses up and call it once"
             )
-        self._check_first(target, work, counts=count is not None)
+        self._check_first(target, current, counts=count is not None)
         task = self._task(loss, data, target) if callable(loss) else None
         pipelines = self._strategy if task is not None and isinstance(self._strategy, ComputesLoss) else None
         if task is not None and pipelines is None:
@@ -129,130 +127,146 @@ class TrainStep:
                 loss = task()
         if pipelines is None and not is_loss(loss):
             raise UsageError(
-                f"step({_told(loss)}): the loss must be a tensor of no dimension that depends on the model's "
+                f"step({_description(loss)}): the loss must be a tensor of no dimension that depends on the model's "
                 "parameters; reduce it with .mean(), and do not detach it"
             )
         if isinstance(loss, torch.Tensor) and not self._precision.scales and not position.is_padding:
             self._finite.loss(loss, self._step, position.index, position.of)
-        work.reached.add(target)
-        self._marker.set_phase("reduction" if work.position.last and self._group.size > 1 else "backward")
+        current.reached.add(target)
+        self._marker.set_phase("reduction" if current.position.last and self._group.size > 1 else "backward")
         if count is not None and not position.is_padding:
-            self._counts[target] = self._counts.get(target, 0) + count
+            self._losses.counts[target] = self._losses.counts.get(target, 0) + count
         # The loss is a mean over the micro-batch's items, the gradient one over the step's: each weighs what it holds.
         items = position.samples if count is None else count
         share = (items.double() if isinstance(items, torch.Tensor) else items) / position.step_samples
         weighs = count is not None or position.of > 1
         if pipelines is not None and task is not None:
-            self._items[position.index] = items
+            self._losses.items[position.index] = items
             weight = self._weight(share, self._widest) if weighs else None
-            losses = pipelines.compute(task, weight, target, work.position)
+            losses = pipelines.compute(task, weight, target, current.position)
             for index, value in () if self._precision.scales else losses:
                 self._finite.loss(value, self._step, index, position.of)
-            known = [(value, self._items[m]) for m, value in losses]
+            known = [(value, self._losses.items[m]) for m, value in losses]
         else:
             assert isinstance(loss, torch.Tensor)
             with self._precision.backward():
                 scaled = self._precision.scale(loss)
                 weight = self._weight(share, scaled) if weighs else None
-                self._strategy.backward(scaled, weight, target, work.position)
+                self._strategy.backward(scaled, weight, target, current.position)
             known = [] if position.is_padding else [(loss, items)]
-        if work.position.last:
-            self._items.clear()
-            if self._begun[target]:
+        if current.position.last:
+            self._losses.items.clear()
+            if self._losses.has_counts[target]:
                 self._divide_by_counts(target, position.step_samples)
         return [(value.detach(), items) for value, items in known]
 
-    def serve(self, work: CurrentMicroBatch) -> bool:
+    def serve(self, current: CurrentMicroBatch) -> bool:
         """The whole step of the ranks that this one serves; whether there was one, see `HasServerRanks.serve`."""
-        everything = tuple(self._state.optimizers) or None
-        target = self._target(everything)
+        optimizers = self._sets.named(tuple(self._state.optimizers) or None)
+        target = self._sets.current(optimizers, self._losses.has_counts, self._step)
         self._marker.set_phase("reduction")
         assert isinstance(self._strategy, HasServerRanks)
-        served = self._strategy.serve(target, work.position)
+        served = self._strategy.serve(target, current.position)
         if served:
-            work.reached.add(target)
-            work.due[target] = self._named(everything)
+            current.reached.add(target)
+            current.due[target] = optimizers
         return served
 
-    def part(self, *, whole: bool) -> bool:
-        """End the loop over micro-batches; ranks that serve learn how it ended, see `HasServerRanks.end_loop`."""
+    def end_loop(self, *, whole: bool) -> bool:
+        """The loop over micro-batches is over; serving ranks learn how, see `HasServerRanks.end_loop`."""
         return self._strategy.end_loop(complete=whole) if isinstance(self._strategy, HasServerRanks) else whole
 
     def update(self, optimizer: Optimizers) -> bool:
         """See `Run.update`. Whether the step is done by it."""
-        work = self._at_work("update")
-        if work.finished:
+        current = self._in_loop("update")
+        if current.finished:
             raise UsageError("a second run.update() in one micro-batch: call it once for each run.backward(loss)")
-        if not work.reached:
+        if not current.reached:
             raise UsageError("run.update() before run.backward(loss): there is no gradient yet")
-        optimizers = self._named(optimizer)
-        target = self._targets.get(tuple(map(id, optimizers)))
-        work.due[self._target(optimizer) if target not in self._begun else target] = optimizers
-        due = {id(optimizer) for optimizers in work.due.values() for optimizer in optimizers}
+        optimizers = self._sets.named(optimizer)
+        target = self._sets.known(optimizers)
+        if target is None or target not in self._losses.has_counts:
+            target = self._sets.current(optimizers, self._losses.has_counts, self._step)
+        current.due[target] = optimizers
+        due = {id(optimizer) for optimizers in current.due.values() for optimizer in optimizers}
         if len(due) == len(self._state.optimizers):
-            self._finish(work)
-        return work.complete
+            self._finish(current)
+        return current.complete
 
-    def end(self, work: CurrentMicroBatch) -> bool:
+    def end(self, current: CurrentMicroBatch) -> bool:
         """The user is done with the micro-batch. Whether a step was done with it."""
-        work.ended = True
-        if not work.finished:
-            if not work.reached:
+        current.ended = True
+        if not current.finished:
+            if not current.reached:
                 raise UsageError(
                     "a micro-batch went by without run.step(loss), which takes the place of loss.backward(), "
                     "optimizer.step() and optimizer.zero_grad(); call it once for each, also where there is nothing to "
                     "learn (a loss of zero times the model's output will do)"
                 )
-            if not work.due and work.position.last:
+            if not current.due and current.position.last:
                 raise UsageError("a step ended without run.update(): call it where run.backward(loss) returned True")
-            self._finish(work)
-        self.checks.buffers_stayed()
-        if not work.position.last:
-            self.checks.body_ended(work.position.index, work.position.of)
-        return work.complete
+            self._finish(current)
+        self.checks.require_buffers_unchanged()
+        if not current.position.last:
+            self.checks.end_body(current.position.index, current.position.of)
+        return current.complete
 
-    def _finish(self, work: CurrentMicroBatch) -> None:
+    def _finish(self, current: CurrentMicroBatch) -> None:
         """All losses of the micro-batch are there; after the last one of a step, so is the step."""
-        work.finished = work.failed = True
-        self.checks.parameters_stayed(work.position.index, work.position.of)
-        if work.position.last:
-            self._complete(work)
+        current.finished = current.failed = True
+        self.checks.require_parameters_unchanged(current.position.index, current.position.of)
+        if current.position.last:
+            self._complete(current)
         else:
-            self._strategy.end_micro_batch(work.position)
-        self.checks.forward_is_over()
-        work.failed = False
+            self._strategy.end_micro_batch(current.position)
+        self.checks.note_buffers()
+        current.failed = False
 
-    def _complete(self, work: CurrentMicroBatch) -> None:
-        if work.due.keys() != work.reached:
-            _refuse_forgotten(work)
+    def _complete(self, current: CurrentMicroBatch) -> None:
+        if current.due.keys() != current.reached:
+            _refuse_forgotten(current)
         self._marker.set_phase("update")
         self.checks.run_steps = True
-        for target in () if self._precision.scales else work.due:  # all of them, before one takes a step
+        for target in () if self._precision.scales else current.due:  # all of them, before one takes a step
             self._finite.gradients(target.parameters, self._state.name_of, self._step)
-        for target, optimizers in work.due.items():
-            self._precision.step(optimizers, target, self._strategy, self._clip_norm)
-            for parameter in target.parameters:
-                parameter.grad = None
-        self._strategy.end_micro_batch(work.position)
-        if not self._precision.stepped():
+        for target, optimizers in current.due.items():
+            self._step_optimizers(optimizers, target)
+        self._strategy.end_micro_batch(current.position)
+        if not self._precision.update_scale():
             self._finite.loss_scale(self._precision.loss_scale, self._step)
         else:
-            stepped = {id(optimizer) for optimizers in work.due.values() for optimizer in optimizers}
+            stepped = {id(optimizer) for optimizers in current.due.values() for optimizer in optimizers}
             for scheduler in self._state.schedulers:
                 if id(scheduler.optimizer) in stepped:
                     scheduler.step()
         self.checks.run_steps = False
-        self.checks.step_is_due()
-        self._begun.clear()
+        self.checks.allow_changes()
+        self._losses = _StepLosses()
+
+    def _step_optimizers(self, optimizers: tuple[torch.optim.Optimizer, ...], target: ParameterSet) -> None:
+        layout = self._strategy.state_layout
+        for optimizer in optimizers:
+            self._precision.unscale(optimizer, layout.any)
+        if self._clip_norm is not None:
+            norm = layout.norm(target.parameters)
+            nn.utils.clip_grads_with_norm_(target.parameters, self._clip_norm, norm)
+        before_optimizer_step(self._strategy, target)
+        for optimizer in optimizers:
+            self._precision.step(optimizer)
+        for parameter in target.parameters:
+            parameter.grad = None
+
+    def close(self) -> None:
+        """The run ends: optimizers may step at any time again."""
+        self.current = None
+        self.checks.close()
 
     def leave(self) -> None:
-        """The loop over micro-batches is left; a step that is not done is forgotten."""
-        work, self.work = self.work, None
+        """The loop over micro-batches is left; a step that is not done is discarded."""
+        current, self.current = self.current, None
         self.checks.run_steps = True
-        if work is not None and not work.complete:
-            self._counts.clear()
-            self._items.clear()
-            self._begun.clear()
+        if current is not None and not current.complete:
+            self._losses = _StepLosses()
             self._strategy.discard_step()
             for model in self._state.models:
                 model.zero_grad(set_to_none=True)
@@ -267,125 +281,33 @@ class TrainStep:
             self._weights[key] = loss.new_tensor(share)
         return self._weights[key]
 
-    def _at_work(self, what: str) -> CurrentMicroBatch:
-        if self.work is None:
+    def _in_loop(self, what: str) -> CurrentMicroBatch:
+        if self.current is None:
             raise UsageError(f"run.{what}(...) outside of `for batch in run.train(loader)`: there is no micro-batch")
-        if self.work.ended:
+        if self.current.ended:
             raise UsageError(f"run.{what}(...) after the step was done: call run.step(loss) once for each micro-batch")
-        return self.work
-
-    def _named(self, optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-        known = self._state.optimizers
-        if optimizer is None:
-            if len(known) != 1:
-                raise UsageError(
-                    f"the run has {len(known)} optimizers; "
-                    + ("say run.step(loss, optimizer=...)" if known else "call run.optimizer(optimizer) first")
-                )
-            return (known[0],)
-        named = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
-        if not all(any(o is k for k in known) for o in named):
-            raise UsageError("step(optimizer=...): give what run.optimizer(...) returned")
-        return named
+        return self.current
 
     def new_pass(self) -> None:
         """Before the first micro-batch: modules may have been replaced or added since the last one."""
-        if can_update_trainable(self._strategy):
-            self._state.rescan()
-            self._suspect = set(self._targets)
+        self._sets.new_pass()
 
-    def _target(self, optimizer: Optimizers) -> ParameterSet:
-        """The parameters that ``optimizer`` holds and that learn now."""
-        optimizers = self._named(optimizer)
-        key = tuple(map(id, optimizers))
-        target = self._targets.get(key)
-        if target is not None and key not in self._suspect and _is_current(target, optimizers):
-            return target
-        self._suspect.discard(key)
-        found = self._make_target(optimizers)
-        before = self._state.learning if target is None else frozenset(target.parameters)
-        if before.intersection(found.candidates) != set(found.parameters):
-            if target in self._begun:
-                raise UsageError(
-                    "which parameters learn has changed between two micro-batches of a step, so ranks would differ: "
-                    "freeze, unfreeze and add parameters alike in each micro-batch of a step, or where run.step(loss) "
-                    "has returned True"
-                )
-            self._take_up(found, before)
-        self._targets[key] = found
-        return found
-
-    def _take_up(self, now: ParameterSet, before: frozenset[nn.Parameter]) -> None:
-        """Other parameters learn from this step on than did ``before``. All ranks, at the same step."""
-        if not can_update_trainable(self._strategy):
-            update_trainable(
-                self._strategy, now
-            )  # refuses it, on this rank by itself: others may serve, and have no body
-        mine = [
-            (self._state.name_of(p), tuple(p.shape), None if p in before else int(checksum(p))) for p in now.parameters
-        ]
-        for rank, theirs in enumerate(self._group.gather_objects(mine, "which parameters learn")):
-            odd = sorted({name for name, *_ in set(mine) ^ set(theirs)})
-            if odd:
-                raise MismatchError(
-                    f"from step {self._step + 1} on other parameters learn, and not the same on all ranks: {odd[0]}"
-                    f"{f' and {len(odd) - 1} more' if len(odd) > 1 else ''} is another one on rank {rank} than on rank "
-                    f"{self._group.rank}. Freeze, unfreeze and add alike on all ranks, and make new parameters outside "
-                    "of the loop over micro-batches, where all ranks draw the same random numbers"
-                )
-        update_trainable(self._strategy, now)
-
-    def _make_target(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> ParameterSet:
-        """What ``optimizers`` may learn, and of that what learns now."""
-        held = [p for optimizer in optimizers for p in parameters_of(optimizer)]
-        everything = len(optimizers) == len(self._state.optimizers)
-        if can_update_trainable(self._strategy) and not self._state.known_parameters.issuperset(held):
-            self._state.rescan()
-        models = self._state.parameters
-        strangers = [p for p in held if p.requires_grad and p not in self._state.known_parameters]
-        if strangers:
-            raise UsageError(
-                f"{len(strangers)} of {len(held)} parameters that are to learn belong to no model of this run, the "
-                f"first of shape {tuple(strangers[0].shape)}: make them part of what run.model(...) was given"
-            )
-        inside = dict.fromkeys(p for parameters in models for p in parameters)
-        candidates = [*inside] if everything else [p for p in held if p in inside]
-        if not everything:
-            mine = set(held)
-            for model, parameters in zip(self._state.models, models, strict=True):
-                its = [p in mine for p in parameters if p.requires_grad]
-                if any(its) and not all(its):
-                    raise UsageError(
-                        f"{type(model).__name__} is shared by optimizers that step apart; give each a model of its "
-                        "own, or let them share the backward pass: run.step(loss, optimizer=[first, second])"
-                    )
-        learn = [p.requires_grad for p in candidates]
-        learning = tuple(p for p, learns in zip(candidates, learn, strict=True) if learns)
-        return ParameterSet(
-            learning,
-            everything=everything,
-            sparse=frozenset(p for p in learning if p in self._state.sparse),
-            candidates=tuple(candidates),
-            learn=learn,
-            held=len(held),
-        )
-
-    def _check_first(self, target: ParameterSet, work: CurrentMicroBatch, *, counts: bool) -> None:
+    def _check_first(self, target: ParameterSet, current: CurrentMicroBatch, *, counts: bool) -> None:
         """Before a backward pass for ``target``."""
-        if not self._begun:
-            self.checks.first_backward()
+        if not self._losses.has_counts:
+            self.checks.note_options()
         else:
-            self.checks.same_options(self._step)
-        if target not in self._begun:
-            there = [self._state.name_of(p) for p in target.parameters if p.grad is not None]
-            if there:
+            self.checks.require_same_options(self._step)
+        if target not in self._losses.has_counts:
+            names = [self._state.name_of(p) for p in target.parameters if p.grad is not None]
+            if names:
                 raise UsageError(
-                    f"{len(there)} parameters had a gradient before the step's first run.step(loss), such as "
-                    f"{', '.join(there[:3])}: run.step(loss) takes the place of loss.backward(); clear what was there "
+                    f"{len(names)} parameters had a gradient before the step's first run.step(loss), such as "
+                    f"{', '.join(names[:3])}: run.step(loss) takes the place of loss.backward(); clear what was there "
                     "before training with optimizer.zero_grad()"
                 )
-            self._begun[target] = counts
-        elif self._begun[target] != counts and not work.position.is_padding:
+            self._losses.has_counts[target] = counts
+        elif self._losses.has_counts[target] != counts and not current.position.is_padding:
             raise UsageError(
                 "run.step(loss, count=...) for some micro-batches of a step and run.step(loss) for others, so there is "
                 "no one mean: give the count for each, a 0 where a micro-batch holds no item"
@@ -393,7 +315,7 @@ class TrainStep:
 
     def _divide_by_counts(self, target: ParameterSet, step_samples: int) -> None:
         """From the sum over the items per sample to the mean over all items of the step."""
-        counted = float(self._counts.pop(target, 0))
+        counted = float(self._losses.counts.pop(target, 0))
         if not counted.is_integer():
             raise UsageError(
                 f"step(count=...): the counts of this rank's micro-batches add up to {counted:g}; give whole numbers "
@@ -420,22 +342,16 @@ class TrainStep:
         return LossCall(models[0], loss, inputs, targets, self._precision.scale)
 
 
-def _is_current(target: ParameterSet, optimizers: tuple[torch.optim.Optimizer, ...]) -> bool:
-    """Whether ``target`` is what ``optimizers`` hold and what of it learns now."""
-    held = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
-    return held == target.held and target.learn == [p.requires_grad for p in target.candidates]
-
-
-def _told(loss: object) -> str:
+def _description(loss: object) -> str:
     if isinstance(loss, torch.Tensor):
         return f"tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
     return f"{loss!r:.60}"
 
 
-def _refuse_forgotten(work: CurrentMicroBatch) -> None:
+def _refuse_forgotten(current: CurrentMicroBatch) -> None:
     """A gradient that stayed would be counted again in the next step, once for each rank."""
-    stepped = {id(p) for target in work.due for p in target.parameters}
-    if not all(any(id(p) in stepped for p in target.parameters) for target in work.reached):
+    stepped = {id(p) for target in current.due for p in target.parameters}
+    if not all(any(id(p) in stepped for p in target.parameters) for target in current.reached):
         raise UsageError(
             "run.backward(loss, optimizer=...) without run.update(...) in the same step: call both in the steps where "
             "the optimizer is to step, and neither in the others; for more samples per step raise global_batch"

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, fields
 from typing import Any, TypeVar
 
 from lockstep.errors import SettingError
+from lockstep.settings import reader_of
 
 T = TypeVar("T")
-
-_TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-_READ: dict[str, tuple[Callable[[str], Any], str]] = {
-    "int": (int, "a whole number"),
-    "float": (float, "a number"),
-    "bool": (lambda text: _TRUTHS[text.lower()], "true or false"),
-    "str": (str, "a word"),
-}
 
 
 def split(spec: str) -> tuple[str, dict[str, str]]:
@@ -49,11 +42,9 @@ def options_of(kind: type[T], name: str, words: Mapping[str, str]) -> T:
             near = difflib.get_close_matches(option, known, n=1)
             there = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
             raise SettingError(f"strategy {name} has no option {option}; {there}")
-        kind_of = known[option].type  # a word, where annotations are not evaluated
-        type_name = (kind_of.__name__ if isinstance(kind_of, type) else str(kind_of)).removesuffix(" | None")
-        read, what = _READ.get(type_name, _READ["str"])
+        reader = reader_of(known[option])
         try:
-            values[option] = read(text)
+            values[option] = reader.read(text)
         except (ValueError, KeyError):
-            raise SettingError(f"strategy {name}: {option}={text!r}; give {what}") from None
+            raise SettingError(f"strategy {name}: {option}={text!r}; give {reader.wants}") from None
     return kind(**values)

@@ -1,0 +1,230 @@
+"""Set-up of a run, before the script registers anything: device, threads, process group, strategy, checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lockstep.batch import BatchPlan
+from lockstep.checkpoint import Checkpoints
+from lockstep.collectives import Group, open_group
+from lockstep.cpu_affinity import allotted_cpus
+from lockstep.errors import SettingError
+from lockstep.heartbeat import ProgressMarker, progress_marker
+from lockstep.launch_contract import RESUME, STOP_FILE
+from lockstep.run.carried_state import CarriedState
+from lockstep.run.identity import RunIdentity
+from lockstep.run.metrics import PassMetrics
+from lockstep.run.oom_advice import free_bytes
+from lockstep.run.position import RunPosition
+from lockstep.run.precision import Precision
+from lockstep.run.progress_reporter import ProgressReporter
+from lockstep.run.run_checkpoints import DirectoryCheckpointer, NoCheckpointer, RunCheckpointer
+from lockstep.run.save_stop import SaveStopController
+from lockstep.run.state import State
+from lockstep.run.stop_requests import JobDeadline, StopRequests
+from lockstep.settings import ResolvedSettings, Settings
+from lockstep.strategies import ReplicaAssignment, Strategy, StrategyContext, open_strategy
+from lockstep.world import World
+
+
+class TrainingPlan:
+    """How the steps are divided, from the first `Run.train` on; what the strategy asks while it reduces."""
+
+    def __init__(self) -> None:
+        self.plan: BatchPlan | None = None
+
+    def micro_batches_of(self, rank: int, micro_batches: int) -> range:
+        """The micro-batches that ``rank`` computes in a step of ``micro_batches``."""
+        assert self.plan is not None  # the strategy reduces nothing outside of `train`
+        return self.plan.run(rank, micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What the parts of a run share, from its beginning to its end."""
+
+    resolved: ResolvedSettings
+    world: World
+    device: torch.device
+    threads: int  #: CPU threads of this rank
+    marker: ProgressMarker
+    deadline: JobDeadline
+    reporter: ProgressReporter
+    group: Group
+    precision: Precision
+    plan: TrainingPlan
+    strategy: Strategy
+    share: ReplicaAssignment
+    directory: str | None  #: of the run or of its checkpoints; None: the run has neither
+    checkpointer: RunCheckpointer
+    stop_requests: StopRequests
+    save_stop: SaveStopController
+    identity: RunIdentity
+    state: State
+    position: RunPosition
+    metrics: PassMetrics
+    carried: CarriedState
+
+    @property
+    def settings(self) -> Settings:
+        """The values, without where they came from."""
+        return self.resolved.values
+
+
+def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunContext:
+    """Find out who this process is, choose the device, connect to the other ranks. Collective.
+
+    ``env`` gets the rank variables that every launcher's scripts know.
+
+    Raises:
+        SettingError: for a value that cannot be used here.
+        WorldError: if the environment describes no world, or the ranks do not meet.
+        MismatchError: if the ranks have different settings.
+    """
+    settings = resolved.values
+    marker = progress_marker()
+    marker.set_phase("start")
+    world = World.from_env(env)
+    device = _choose_device(world, settings.rehearse)
+    threads = _choose_threads(settings, device)
+    torch.set_num_threads(threads)
+    if device.type == "cuda" and settings.reduction == "exact":
+        _pin_kernels()
+    deadline = JobDeadline.from_env(env)
+    reporter = ProgressReporter(world, env, deadline)
+    env.update(world.rank_variables())
+    shares_gpu = _share_gpus(world, settings.rehearse)
+    group = open_group(world, device, settings.peer_timeout_s, shares_gpu=shares_gpu)
+    group.check_equal("what Run(...) was given", sorted(resolved.as_dict().items()))
+    precision, plan = Precision(settings.precision, device), TrainingPlan()
+    context = StrategyContext(
+        group=group,
+        runs=plan.micro_batches_of,
+        exact=settings.reduction == "exact",
+        bucket_mb=settings.bucket_mb,
+        dtype=precision.dtype,
+        rehearse=settings.rehearse,
+        free_bytes=lambda: free_bytes(device, world.local_size),
+        say=reporter.say,
+    )
+    strategy = _open_strategy(settings.strategy, context)
+    share = strategy.assignment
+    directory = world.run_dir or settings.checkpoint
+    checkpointer = _open_checkpointer(settings, world, group, strategy, reporter, deadline)
+    stop_requests = StopRequests(Path(directory or ".", STOP_FILE), deadline)
+    return RunContext(
+        resolved=resolved,
+        world=world,
+        device=device,
+        threads=threads,
+        marker=marker,
+        deadline=deadline,
+        reporter=reporter,
+        group=group,
+        precision=precision,
+        plan=plan,
+        strategy=strategy,
+        share=share,
+        directory=directory,
+        checkpointer=checkpointer,
+        stop_requests=stop_requests,
+        save_stop=SaveStopController(
+            group, settings.save_every, stop_requests.reason, deadline, peer_timeout_s=settings.peer_timeout_s
+        ),
+        identity=RunIdentity(settings, threads, device),
+        state=State(),
+        position=RunPosition(settings.seed),
+        metrics=PassMetrics(counts=share.counts),
+        carried=CarriedState(group, plan.micro_batches_of, has_server_ranks=share.replicas != group.size),
+    )
+
+
+def cpus_of_this_rank() -> int:
+    """This rank's part of the CPUs that the job may keep busy on this node."""
+    cpu_max = Path("/sys/fs/cgroup/cpu.max")
+    return allotted_cpus(
+        os.environ,
+        affinity=len(os.sched_getaffinity(0)),
+        cpu_max=cpu_max.read_text() if cpu_max.exists() else "max",
+    )
+
+
+def _open_strategy(spec: str, context: StrategyContext) -> Strategy:
+    try:
+        return open_strategy(spec, context)
+    except SettingError:
+        context.group.close()  # the process may open a run with another strategy
+        raise
+
+
+def _open_checkpointer(
+    settings: Settings,
+    world: World,
+    group: Group,
+    strategy: Strategy,
+    reporter: ProgressReporter,
+    deadline: JobDeadline,
+) -> RunCheckpointer:
+    root = settings.checkpoint or (world.run_dir and Path(world.run_dir, "checkpoints"))
+    if root:
+        checkpoints = Checkpoints(
+            Path(root), group, keep=settings.keep, say=reporter.say, peer_timeout_s=settings.peer_timeout_s
+        )
+        try:
+            # A run directory names a launcher's job: only one launcher at a time works in it.
+            checkpoints.claim(world.run_dir or "", world.generation)
+        except SettingError:
+            strategy.close()
+            group.close()  # the process may open a run in another directory
+            raise
+        return DirectoryCheckpointer(checkpoints, reporter.say, deadline)
+    if os.environ.get(RESUME) == "1" or settings.save_every is not None:
+        raise SettingError(
+            "there is no directory for checkpoints to save to or to resume from; "
+            "give Run(checkpoint=...), or start the script with lockstep run"
+        )
+    return NoCheckpointer()
+
+
+def _choose_threads(settings: Settings, device: torch.device) -> int:
+    if settings.threads is not None:
+        return settings.threads
+    # On a CPU the bits depend on the threads of a rank, so their number must not depend on the number of ranks.
+    if device.type == "cpu" and settings.reduction == "exact":
+        return 1
+    return cpus_of_this_rank()
+
+
+def _share_gpus(world: World, rehearse: bool) -> bool:
+    """Whether ranks share GPUs, on purpose."""
+    return rehearse and torch.cuda.is_available() and world.local_size > torch.cuda.device_count()
+
+
+def _choose_device(world: World, rehearse: bool) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    devices = torch.cuda.device_count()
+    # Where a scheduler shows each task one GPU only, that one is number 0 for all of them.
+    index = 0 if devices == 1 else world.local_rank
+    if _share_gpus(world, rehearse):
+        index %= devices
+    if index >= devices:
+        raise SettingError(
+            f"rank {world.rank} is number {world.local_rank} on this machine, which has {devices} GPUs; "
+            f"start at most {devices} ranks here, share them with --rehearse, or hide them with CUDA_VISIBLE_DEVICES="
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _pin_kernels() -> None:
+    """Kernels that give the same bits each time; torch warns where it knows of none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,0 +1,120 @@
+"""The end of a run: what is not saved yet is saved, everything is closed, and an error says what it can."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import torch
+
+from lockstep.run.end_of_step import EndOfStep
+from lockstep.run.error_file import silence_interrupt, write_torchelastic_error
+from lockstep.run.loaders import Loaders
+from lockstep.run.oom_advice import MemoryPeak, add_advice, staying_bytes, wanted_bytes
+from lockstep.run.run_log import RunLog
+from lockstep.run.setup import RunContext
+from lockstep.run.start import TrainingStart
+from lockstep.run.train_step import TrainStep
+
+
+class Shutdown:
+    """Closes a run, well or after an error."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        loaders: Loaders,
+        start: TrainingStart,
+        train_step: TrainStep,
+        end_of_step: EndOfStep,
+        log: RunLog,
+    ) -> None:
+        self._context: Final = context
+        self._state: Final = context.state
+        self._loaders: Final = loaders
+        self._start: Final = start
+        self._train_step: Final = train_step
+        self._end_of_step: Final = end_of_step
+        self._position: Final = context.position
+        self._log: Final = log
+        self._save_stop: Final = context.save_stop
+
+    def close(self, error: BaseException | None) -> None:
+        """See `Run.__exit__`."""
+        context = self._context
+        self._train_step.close()
+        context.marker.set_phase("exit")
+        # sys.exit() without a complaint is an end like any other.
+        ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
+        try:
+            if ends_well:
+                self._finish()
+            else:
+                context.checkpointer.abandon()
+                self._report(error)
+        finally:
+            self._save_stop.close()
+            context.stop_requests.unlisten()
+            self._loaders.close()
+            context.reporter.close()
+            self._log.close()
+            context.checkpointer.release()
+            # After an error, a GPU may wait for what never comes.
+            if error is None or type(error) is SystemExit or context.device.type == "cpu":
+                try:
+                    context.strategy.close()
+                finally:
+                    context.group.close()
+            context.marker.set_phase("script")
+            context.marker.set_step(-1)
+
+    def warn_left_open(self) -> None:
+        """At the end of the process: the script has not closed the run."""
+        self._context.reporter.say(
+            f"the run was not closed, so what it trained up to step {self._position.progress.step} may not be saved; "
+            "write: with lockstep.Run(...) as run:"
+        )
+
+    def _finish(self) -> None:
+        checkpointer, step = self._context.checkpointer, self._position.progress.step
+        if self._start.done:
+            self._position.is_left = False  # to be gone on with, if the script leaves `epochs` and the run in it
+            self._end_of_step.finish_last()
+        checkpointer.close()
+        missing = self._start.done and not checkpointer.has(step)
+        self._end_of_step.show("unsaved" if missing else "done")
+        self._save_stop.final_barrier()
+        if missing:
+            self._context.reporter.close()  # what is missing is the last line
+            checkpointer.leave_without(step)
+
+    def _report(self, error: BaseException | None) -> None:
+        """Whoever started the run learns why it ends; who interrupted it knows."""
+        if isinstance(error, KeyboardInterrupt):
+            step, saved = self._position.progress.step, self._context.checkpointer.committed_step()
+            self._context.reporter.say(
+                f"interrupted at step {step}; " + ("nothing is saved" if saved is None else f"saved: step {saved}")
+            )
+            silence_interrupt()
+        elif isinstance(error, Exception):
+            if isinstance(error, torch.OutOfMemoryError):
+                self._advise(error)
+            write_torchelastic_error(error, os.environ)
+
+    def _advise(self, error: torch.OutOfMemoryError) -> None:
+        """``error`` says, too, which settings would fit."""
+        plan, device = self._context.plan.plan, self._context.device
+        if plan is None or device.type != "cuda":
+            return
+        parameters = [p for model in self._state.models for p in model.parameters()]
+        states = [v for o in self._state.optimizers for s in o.state.values() for v in s.values()]
+        kept = [*parameters, *(v for v in states if isinstance(v, torch.Tensor))]
+        peak = MemoryPeak(
+            peak=torch.cuda.max_memory_allocated(device) + wanted_bytes(error),
+            stays=staying_bytes(kept, [p for p in parameters if p.requires_grad]),
+            total=torch.cuda.get_device_properties(device).total_memory,
+            micro_batch=plan.micro_batch,
+            global_batch=plan.global_batch,
+            precision=self._context.settings.precision,
+        )
+        add_advice(error, peak)

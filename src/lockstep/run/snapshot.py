@@ -1,0 +1,94 @@
+"""What a checkpoint of a run holds, gathered from its parts and put back into them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lockstep.collectives import as_absent_shards, as_owned_shards
+from lockstep.errors import UsageError
+from lockstep.progress import Progress
+from lockstep.run.divergence import DivergenceCheck
+from lockstep.run.setup import RunContext
+from lockstep.strategies import ComputesLoss, HasServerRanks, load_strategy_state, split, strategy_state
+
+
+class RunSnapshot:
+    """The state of a whole run, the same for any number of ranks."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context: Final = context
+        self._state: Final = context.state
+        self._position: Final = context.position
+        self._metrics: Final = context.metrics
+        self._carried: Final = context.carried
+        self._strategy_name: Final = split(context.settings.strategy)[0]
+        self._divergence: Final = DivergenceCheck(context.group)
+
+    def take(self) -> dict[str, Any]:
+        """What to save; equal on all ranks. Collective.
+
+        Raises:
+            MismatchError: if ranks hold different values.
+        """
+        tree = self._objects() | {
+            "strategy": (self._strategy_name, strategy_state(self._context.strategy)),
+            "progress": self._position.progress.as_dict(),
+            "scaler": self._context.precision.state_dict(),
+            "measures": self._metrics.train.state(self._context.group),
+            "metrics": self._position.metrics,
+            "evaluations": self._position.evaluations,
+            "carry": self._carried.state(),
+            "is_left": self._position.is_left,
+        }
+        self._divergence.compare(tree, self._position.progress.step)
+        return tree
+
+    def compare_ranks(self) -> None:
+        """Nothing, if ranks that should hold the same values do. Collective.
+
+        Raises:
+            MismatchError: if they do not.
+        """
+        if self._context.share.in_step and self._context.group.size > 1:
+            self._divergence.compare(self._objects(), self._position.progress.step)
+
+    def restore(self, tree: Mapping[str, Any]) -> list[str]:
+        """Put back what `take` gave, but for the position; see `State.load`. Collective."""
+        context = self._context
+        changed = self._state.load(tree, context.strategy)
+        saved_by, saved_state = tree.get("strategy", ("", {}))
+        load_strategy_state(context.strategy, saved_state if saved_by == self._strategy_name else {})
+        context.precision.load_state_dict(tree["scaler"])
+        self._metrics.train.load(tree["measures"], context.group)
+        self._carried.load(tree["carry"])
+        self._position.metrics = dict(tree.get("metrics", {}))
+        return changed
+
+    def restore_position(self, tree: Mapping[str, Any]) -> bool:
+        """Put back how far the run was; whether that is within an epoch."""
+        position = self._position
+        position.progress = Progress.from_dict(tree["progress"])
+        within_epoch = position.progress.epoch_step > 0
+        position.evaluations = 0 if within_epoch else tree.get("evaluations", 0)
+        position.is_left = tree["is_left"]
+        return within_epoch
+
+    def _objects(self) -> dict[str, Any]:
+        """The state of models, optimizers, schedulers and of what is kept. Collective."""
+        context = self._context
+        tree = self._state.tree(context.strategy)
+        if isinstance(context.strategy, HasServerRanks) or not context.share.in_step:
+            # On ranks that serve, the script's own objects have not moved; on ranks that step by themselves, each has
+            # moved otherwise. A checkpoint holds the leader's, not a mixture.
+            kept = {name: tree[name] for name in ("kept", "kept_transient", "transient")}
+            outline = context.group.broadcast_object(as_absent_shards(kept), "what is kept")
+            tree |= as_owned_shards(kept) if context.group.leads else outline
+        if isinstance(context.strategy, ComputesLoss):
+            moved = context.group.gather_objects([*tree["transient"][0]], "buffers that are in no state_dict")
+            for name in sorted({name for names in moved for name in names}):
+                raise UsageError(
+                    f"strategy pipeline: forward passes move the buffer {name}, which has persistent=False, and only "
+                    "the ranks of its stage know it; register it with persistent=True"
+                )
+        return tree

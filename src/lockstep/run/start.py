@@ -1,0 +1,95 @@
+"""The start of training: everything is registered by then, so that a checkpoint can be loaded."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, Final
+
+from lockstep.errors import UsageError
+from lockstep.launch_contract import FRESH, RESUME
+from lockstep.run.identity import compare_ranks
+from lockstep.run.run_log import RunLog
+from lockstep.run.setup import RunContext
+from lockstep.run.snapshot import RunSnapshot
+
+
+class TrainingStart:
+    """Compares the ranks' scripts, resumes from a checkpoint, and listens to signals from then on; once."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        snapshot: RunSnapshot,
+        log: RunLog,
+    ) -> None:
+        self._context: Final = context
+        self._state: Final = context.state
+        self._snapshot: Final = snapshot
+        self._position: Final = context.position
+        self._identity: Final = context.identity
+        self._log: Final = log
+        self._save_stop: Final = context.save_stop
+        self._tree_within_epoch: dict[str, Any] | None = None  # of a checkpoint, until the epoch's `train` begins
+        self.done = False
+
+    @property
+    def resumes_within_epoch(self) -> bool:
+        """Whether the script repeats what stands before an epoch's training, of which a part is done already."""
+        return self._tree_within_epoch is not None
+
+    def refuse_late(self, method: str) -> None:
+        """Nothing, before the start.
+
+        Raises:
+            UsageError: after it, where the script calls ``method``.
+        """
+        if self.done:
+            raise UsageError(f"run.{method}(...) after the training began: say it before run.epochs(...)")
+
+    def begin(self) -> None:
+        """Start the training, unless that is done. Collective."""
+        if self.done:
+            return
+        if not self._state.models:
+            raise UsageError("no model yet: call `model = run.model(model)` before the loop")
+        self.done = True
+        self._identity.note_script(self._state.optimizers)
+        compare_ranks(self._context.group, self._identity.script)
+        self._resume()
+        self._log.open(self._position.progress.step)
+        if self._context.directory:
+            # Not before: while there is nothing to save, signals do what they do without Lockstep.
+            if threading.current_thread() is threading.main_thread():
+                self._context.stop_requests.listen()
+            self._save_stop.open()
+
+    def finish_resume(self) -> bool:
+        """The epoch's training begins: what the script has done since the start must not count within an epoch.
+
+        Returns:
+            Whether the epoch's loop had been left by ``break`` when the checkpoint was saved.
+        """
+        tree, self._tree_within_epoch = self._tree_within_epoch, None
+        if tree is None:
+            return False
+        self._snapshot.restore(tree)
+        self._position.evaluations = 0  # those which the epoch began with came before this step
+        return self._position.is_left
+
+    def _resume(self) -> None:
+        checkpointer = self._context.checkpointer
+        restarted = self._context.world.generation > 0
+        tree = checkpointer.resume(
+            asked=restarted or os.environ.get(RESUME) == "1", fresh=os.environ.get(FRESH) == "1" and not restarted
+        )
+        if tree is None:
+            return
+        checkpointer.compare(self._identity.script, mid_epoch=False)
+        if changed := self._snapshot.restore(tree):
+            self._context.reporter.say(
+                f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} "
+                "learned, or did not, when the checkpoint was saved, and the script has it otherwise: the "
+                "checkpoint holds"
+            )
+        self._tree_within_epoch = tree if self._snapshot.restore_position(tree) else None
