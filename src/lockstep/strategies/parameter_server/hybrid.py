@@ -96,7 +96,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """What a worker asks of a table."""
+    """A worker's request for rows of a table."""
 
     table: int  #: its number
     inputs: tuple[Any, ...]  #: of its forward pass, in the memory of the CPU
@@ -107,7 +107,7 @@ class LookupRequest:
 
 @dataclass(frozen=True, slots=True)
 class GradientRequest:
-    """A worker's backward pass is through: its gradients on this server may be folded."""
+    """A worker's backward pass is done: its gradients on this server may be folded."""
 
     worker: int
     context: int  #: of distributed autograd
@@ -117,7 +117,7 @@ class GradientRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A worker has gone through its micro-batches of a step."""
+    """A worker has computed its micro-batches of a step."""
 
     step: int
     micro_batches: int  #: of the step
@@ -129,7 +129,7 @@ Gradients = list[torch.Tensor | None]
 
 
 class EmbeddingTables:
-    """The embeddings of all models that are served: where each lies, and on its server, what it has gathered."""
+    """The embeddings on servers: which server holds each one, and there, the gradients of the step."""
 
     def __init__(self, rank: int) -> None:
         self._rank: Final = rank
@@ -139,27 +139,27 @@ class EmbeddingTables:
         self._folds: Final[dict[int, TreeAccumulator[Gradients]]] = {}  # of this step, by worker
 
     def add(self, table: EmbeddingTable, server: int) -> int:
-        """``table`` lies on ``server``, and other ranks free its memory; its number, the same on all ranks."""
+        """Keep ``table`` on ``server``, and free its memory on other ranks; its number, the same on all ranks."""
         self._tables.append(table)
         self._servers.append(server)
         if server != self._rank:
             weight = table.weight
-            # Its shape is kept, for optimizers and checkpoints; and who reads it past the look-up sees what he did.
+            # Its shape is kept, for optimizers and checkpoints; code that reads it without a look-up sees NaN.
             weight.data = weight.new_full([1] * weight.dim(), torch.nan).expand(weight.shape)
         return len(self._tables) - 1
 
     def server_of(self, number: int) -> int:
-        """Where the table of this number lies."""
+        """The server of the table of this number."""
         return self._servers[number]
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """Of the tables that lie here."""
+        """Of the tables on this server."""
         held = zip(self._tables, self._servers, strict=True)
         return list(dict.fromkeys(table.weight for table, server in held if server == self._rank))
 
     def look_up(self, lookup: LookupRequest) -> torch.Tensor:
-        """The rows, on a server. What they are used for leads back here, where distributed autograd remembers it."""
+        """Look up rows, on a server; distributed autograd will bring their gradients back here."""
         table = self._tables[lookup.table]
         inputs, named = _to_device((lookup.inputs, dict(lookup.named)), table.weight.device)
         if lookup.context is None:
@@ -175,7 +175,7 @@ class EmbeddingTables:
         return rows.cpu()
 
     def accumulate(self, lookup: GradientRequest) -> None:
-        """Fold what a micro-batch's backward pass has left on a server."""
+        """Fold the gradients that a micro-batch's backward pass has left on this server."""
         leaves = self._leaves(lookup.worker, lookup.context)
         found = get_gradients(lookup.context) if leaves else {}
         sums: dict[torch.Tensor, torch.Tensor] = {}
@@ -189,7 +189,7 @@ class EmbeddingTables:
         self._folds[lookup.worker].push((lookup.index, lookup.index + 1), [sums.get(weight) for weight in self.weights])
 
     def write_gradients(self, micro_batches: int) -> None:
-        """On a server ``.grad`` holds the sum over the step, and none for tables that no micro-batch has looked up."""
+        """Set ``.grad`` of this server's tables to the sum over the step; None for tables that were not looked up."""
         folds = [self._folds[worker] for worker in sorted(self._folds)]
         self._folds.clear()
         sums = [gradients for one in folds for gradients in one.sums]
@@ -198,12 +198,12 @@ class EmbeddingTables:
             weight.grad = gradient
 
     def discard_step(self) -> None:
-        """What micro-batches have left here is gone. While no worker computes."""
+        """Drop the gradients of the step; while no worker computes."""
         self._folds.clear()
         self._looked_up.clear()
 
     def _leaves(self, worker: int, context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of the tables that a worker has looked up in a context, in that order; those of its other ones are gone."""
+        """The leaves of a worker's look-ups in a context, in their order; those of its earlier contexts are dropped."""
         known, leaves = self._looked_up.get(worker, (context, []))
         if known != context:
             leaves = []
@@ -376,7 +376,7 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
         self._autograd_context.close()
 
     def _find_tables(self, model: nn.Module) -> dict[str, EmbeddingTable]:
-        """The tables of ``model`` that are to be served, by name."""
+        """The embeddings of ``model`` that servers are to hold, by name."""
         modules = {name: module for name, module in model.named_modules() if not self._names or name in self._names}
         self._missing.difference_update(modules)
         tables = {}
@@ -402,11 +402,11 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
             )
 
     def _holders_of(self, tensor: torch.Tensor) -> Sequence[int]:
-        """A table is on its server, everything else on all workers."""
+        """The ranks that hold ``tensor``: a table's server, or all workers."""
         return (self._server_of_weight[tensor],) if tensor in self._server_of_weight else self._roles.workers
 
     def _dense(self, target: ParameterSet) -> list[FlatBucket]:
-        """What workers reduce among themselves."""
+        """The buckets of the dense part, which workers sum among themselves."""
         if target not in self._buckets:
             if not target.everything:
                 raise UsageError(
@@ -418,11 +418,11 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
         return self._buckets[target]
 
     def _reduce(self, buckets: Sequence[FlatBucket], sums: BucketGradients, micro_batches: int) -> None:
-        """``.grad`` of the dense part is the sum over all workers; none, where no loss had a part in it."""
+        """Set ``.grad`` of the dense part to the sum over all workers; None for what had no part in any loss."""
         with translating_peer_errors("the reduction of gradients"):
             arriving = []
             for number, bucket in enumerate(buckets):
-                # With a one behind it for each parameter that had a part in some loss: their sum tells all workers.
+                # Behind it a 1 for each parameter that had a part in some loss: their sum says so to all workers.
                 used = bucket.tensors[0].new_zeros(len(bucket.tensors))
                 used[sorted(sums.used(number))] = 1
                 partials = [torch.cat([row, used]) for row in sums.rows(number)]
@@ -435,7 +435,7 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
             set_gradients(bucket, out[:elements], out[elements:].nonzero().flatten().tolist())
 
     def _look_up(self, number: int, *inputs: Any, **named: Any) -> torch.Tensor:
-        """In place of the forward pass of a table."""
+        """Look up rows on the server; called in place of the forward pass of a table."""
         if self._closed:
             raise UsageError("an embedding that servers held was looked up after the run was closed; do so within")
         server = self._tables.server_of(number)
@@ -447,7 +447,7 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
         return rows.to(self._group.device)
 
     def _read(self, what: Any) -> Any:
-        """What other ranks ask of this one, beside its main thread."""
+        """Answer other ranks, beside the main thread."""
         answers: dict[type, Callable[[Any], Any]] = {
             LookupRequest: self._tables.look_up,
             GradientRequest: self._tables.accumulate,
@@ -460,11 +460,11 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
 
 
 def _merge(left: Gradients, right: Gradients) -> Gradients:
-    """Sums, dense or sparse; what is missing on one side changes nothing on the other."""
+    """Add gradients, dense or sparse; where one is missing, the other one is the sum."""
     pairs = zip(left, right, strict=True)
     return [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
 
 
 def _to_device(values: Any, device: torch.device) -> Any:
-    """``values``, nested, with their tensors on ``device``."""
+    """Copy ``values``, nested, with all tensors on ``device``."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values)

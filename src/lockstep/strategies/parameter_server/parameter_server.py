@@ -5,17 +5,17 @@ mode=sync       worker 0 ──push──╮                    ╭──pull─
                 worker 2 ──push──╯                    ╰──pull──
 
 mode=async      worker 0 ──push─ step ─pull──  ──push─ step ─pull──
-                worker 1 ────────────push─ step ─pull──                (Hogwild over remote calls: nobody waits)
+                worker 1 ────────────push─ step ─pull──                (Hogwild over remote calls: no rank waits)
 
 ``sync``: the bits are those of ``none`` and ``ddp``. A worker pushes the sums of its nodes of the tree, so the server
 finishes the tree in its fixed order; then the run's own update follows there, with the user's optimizer object.
 
 ``async``: each push is the mean gradient over the worker's own micro-batches of the step, clipped by its own norm, and
 is applied at once, alone. So a step of the run is one push of each worker, and makes as many updates as there are
-workers; workers count their steps each by itself, schedulers on a server step when the slowest worker has done the
-step. What a worker computed its gradient from may be older than what it is applied to: by how many updates is told at
-the end. Buffers move on each worker by itself; evaluations and checkpoints see their mean. Nothing of it can be
-repeated bit by bit. All ranks meet before evaluations and checkpoints, so these see a model that nobody is changing.
+workers; each worker counts its own steps, schedulers on a server step when the slowest worker has done the
+step. The parameters that a worker computed its gradient from may be older than those it is applied to: by how many
+updates is said at the end. Each worker changes its own buffers; evaluations and checkpoints see their mean. None of it
+can be repeated bit by bit. Evaluations and checkpoints begin with a barrier, so that no rank changes what they see.
 
 Traffic, with M bytes of parameters, w workers and N servers: in each step a worker sends k*M and receives M, where k is
 the number of its nodes (1 for an aligned run of micro-batches, and where sums are fast or asynchronous); a server
@@ -84,7 +84,7 @@ class Options:
     staleness: int | None = None  #: of async: by how many steps a worker may be ahead of the slowest; None: any number
 
     def __post_init__(self) -> None:
-        """Bad values are refused.
+        """Check the values.
 
         Raises:
             SettingError: for a value that cannot be used.
@@ -341,7 +341,7 @@ class AsyncParameterServer(
         # Of a worker:
         self._sums: BucketGradients | None = None
         self._unanswered: dict[int, Answer] = {}
-        self._round: Final = SyncRound(self._context.endpoint, roles)  # there is one only where workers part
+        self._round: Final = SyncRound(self._context.endpoint, roles)  # used only at the end of the loop
         self._versions: Final[dict[int, int]] = dict.fromkeys(roles.servers, 0)  # of the parameters here, by owner
         # Of a server:
         self._done: Final = dict.fromkeys(roles.workers, 0)  # how many steps each has pushed
@@ -349,7 +349,7 @@ class AsyncParameterServer(
         self._held_back: list[RpcRequest] = []
         self._ages: Final[list[int]] = []  # how many updates behind each gradient was
         self._optimizers: Final[list[torch.optim.Optimizer]] = []  # that the run steps
-        # A run steps its optimizers once in a step, and there are several pushes: for the others the same ones step.
+        # A run steps its optimizers once in a step, and there are several pushes: they step again for the others.
         self._hook: Final = register_optimizer_step_pre_hook(self._note_optimizer) if self._context.serves else None
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
@@ -459,7 +459,7 @@ class AsyncParameterServer(
         self._versions.update((rank, version) for rank, version in versions.items() if rank in self._versions)
 
     def _next_push(self) -> RpcRequest | None:
-        """The next push that says something is in ``.grad``; None once each worker has pushed this step, or parted."""
+        """Put the next push that has gradients into ``.grad``; None, if each worker has pushed this step or ended."""
         while min(self._done.values()) <= self._step:
             parted = self._round.arrived
             waiting = {rank for rank, steps in self._done.items() if steps <= self._step} - parted
@@ -499,7 +499,7 @@ class AsyncParameterServer(
                     parameter.grad = None
 
     def _answer(self, request: RpcRequest) -> None:
-        """The letter's step is done; those are answered that are not too far ahead of the slowest."""
+        """Count the step of ``request``; answer the workers that are not too far ahead of the slowest."""
         self._done[request.sender] += 1
         slowest = min(self._done.values())
         ready, self._held_back = [*self._held_back, request], []
@@ -516,13 +516,13 @@ class AsyncParameterServer(
             self._optimizers.append(optimizer)
 
     def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """A worker clips what it pushes; a server does not clip it again."""
+        """The norm of what a worker pushes; 0 on a server, so that it does not clip again."""
         if self._context.serves:
             return torch.zeros((), device=self._group.device)
         return ReplicatedLayout().norm(parameters)
 
     def _average_buffers(self) -> None:
-        """Buffers are their mean over the workers, or the greatest, if they are whole numbers. Collective."""
+        """Set buffers to their mean over the workers; those of integers to the greatest value. Collective."""
         if self._context.serves:
             return
         role_group = self._context.role_group
@@ -535,7 +535,7 @@ class AsyncParameterServer(
 
 
 def make_push(server: int, buckets: Sequence[FlatBucket], sums: BucketGradients, step: int, micro_batches: int) -> Push:
-    """What of ``sums`` is for ``server``."""
+    """The push to ``server``: its buckets of ``sums``."""
     numbers = [number for number, bucket in enumerate(buckets) if bucket.owner == server]
     return Push(
         step,

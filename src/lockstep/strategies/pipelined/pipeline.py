@@ -128,15 +128,15 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRun:
-    """Neighbouring micro-batches that go through one schedule."""
+    """A run of one schedule: the micro-batches that go through it, which are neighbours."""
 
     schedule: str
-    first: int  #: the place of its first micro-batch among the rank's
+    first: int  #: the index of its first micro-batch among the rank's
     length: int
 
 
 def schedule_runs(specs: Sequence[object], schedule: str, ranks: int) -> list[ScheduleRun]:
-    """How a rank's micro-batches of a step go through a replica of so many ranks.
+    """How a rank's micro-batches of a step go through a replica of ``ranks`` ranks.
 
     A schedule takes micro-batches of one shape, so a short last one goes by itself. 1F1B needs as many micro-batches
     as ranks; with fewer it would be no other than GPipe. Interleaving goes in rounds of as many as ranks, or in one of
@@ -197,7 +197,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
     # ---- the model ----------------------------------------------------------------------------------------------
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """``model`` wrapped, with rank 0's parameters; those of other ranks' stages hold no memory here. Collective.
+        """Wrap ``model``, with rank 0's values; parameters of other ranks' stages take no memory here. Collective.
 
         Raises:
             SettingError: if it cannot be cut as was asked for.
@@ -264,11 +264,11 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
                 costs = _in_mode(model, True, lambda: partition.measured_times_s(model, graph, [sample]))
         names, costs = partition.merge_repeated_calls(names, costs)
         places = partition.balance(costs, wanted)
-        # Ranks have measured other times.
+        # Ranks have measured different times.
         return self._context.group.broadcast_object([names[place] for place in places], "the cut of the model")
 
     def _evaluate(self, inputs: tuple[Any, ...]) -> Any:
-        """The model's output on every rank of the replica. All its ranks, for the same inputs."""
+        """The model's output, on every rank of the replica. Collective for its ranks, with the same inputs."""
         device = self._context.group.device
         before = random_state(device)
         with torch.no_grad():
@@ -281,7 +281,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """A pipeline makes its forward passes itself.
+        """Refuse: a pipeline makes its forward passes itself.
 
         Raises:
             UsageError: always.
@@ -305,10 +305,10 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         stage_micro_batches, self._queued = self._queued, []
         losses: Losses = []
         for stage in self._stages:
-            stage.running_buffers.restore()  # passes that the user has made without gradients are not the step's
+            stage.running_buffers.restore()  # forward passes without gradients, before the step, are not part of it
         with translating_peer_errors("the work of the pipeline"), self._autocast.backward():
             if position.is_padding:
-                # What counts forward passes is to count one in each step, on all ranks.
+                # Buffers that count forward passes must count one in each step, on all ranks.
                 with torch.no_grad():
                     self._forward_through_stages(task.inputs, stage_micro_batches[0].random, {})
             else:
@@ -342,7 +342,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
     def _schedule(
         self, part: ScheduleRun, like: object, interfaces: Sequence[StageInterface | None], random: torch.Tensor
     ) -> Any:
-        """Torch's schedule for such a pass."""
+        """Torch's schedule for such a run; the last ones are kept."""
         key = (part.schedule, part.length, like)
         if key not in self._schedules:
             while len(self._schedules) >= _KEPT:
@@ -370,23 +370,23 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         return self._schedules[key]
 
     def _find_interfaces(self, micro: StageMicroBatch) -> list[StageInterface]:
-        """What crosses each border for micro-batches like this one, found by one more forward pass of it."""
+        """The interfaces of all stages for micro-batches like this one, found by one more forward pass of it."""
         mine: dict[int, StageInterface] = {}
         with torch.enable_grad():
             self._forward_through_stages(micro.task.inputs, micro.random, mine)
         for stage in self._stages:
             stage.running_buffers.restore()
         found: dict[int, StageInterface] = {}
-        for each in self._replica_group.gather_objects(mine, "borders of stages"):
+        for each in self._replica_group.gather_objects(mine, "interfaces of stages"):
             found |= each
         return [found[number] for number in sorted(found)]
 
     def _forward_through_stages(
         self, inputs: Sequence[Any], random: torch.Tensor, interfaces: dict[int, StageInterface]
     ) -> Any:
-        """``inputs`` forward through the stages, one after the other; the output, on the last stage's rank.
+        """Compute the stages one after the other; the output, on the last stage's rank, else None.
 
-        What goes out of this rank's stages is put into ``interfaces``.
+        The interfaces behind this rank's stages are put into ``interfaces``.
         """
         rank, ranks = self._replica_group.rank, self._replica_group.size
         into: Sequence[torch.Tensor] = ()
@@ -405,7 +405,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         return output
 
     def _reduce(self, target: ParameterSet, position: MicroBatchPosition) -> None:
-        """``.grad`` of this rank's stages holds the sum over the step."""
+        """Set ``.grad`` of this rank's stages to the sum over the step."""
         for stage in self._stages:
             trained = stage.trained
             if not trained:
@@ -427,7 +427,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
     def _sum_over_replicas(
         self, parameters: Sequence[nn.Parameter], sums: Sequence[Tensors], position: MicroBatchPosition
     ) -> Tensors:
-        """The sum over all replicas, of what each has summed for its nodes of the tree."""
+        """Add up, over all replicas, what each has summed for its nodes of the tree."""
         total: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(p.dtype for p in parameters):
             places = [i for i, p in enumerate(parameters) if p.dtype == dtype]
@@ -445,7 +445,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         return [total[place] for place in range(len(parameters))]
 
     def _used_anywhere(self, stage: Stage, used: set[int], position: MicroBatchPosition) -> set[int]:
-        """Places of the parameters that had a part in some loss on any rank."""
+        """The indices of the parameters that had a part in some loss on any rank."""
         if self._find_unused:
             return set().union(*self._stage_group.gather_objects(used, "parameters that had a part in the loss"))
         unused = sorted(set(range(len(stage.trained))) - used)
@@ -498,7 +498,7 @@ class Pipelined(nn.Module):
         self._stages: Final = tuple(stages)  # no submodules: their parameters are the model's
 
     def forward(self, *inputs: Any) -> Any:
-        """The model's output, without gradients, on every rank of the replica. All its ranks, for the same inputs.
+        """The model's output, without gradients, on every rank of the replica; all of them must call it alike.
 
         Raises:
             UsageError: in training.
@@ -508,7 +508,7 @@ class Pipelined(nn.Module):
         return self._evaluate(inputs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Each stage of this rank will be compiled, as by `torch.compile`; what lies between them is not."""
+        """Compile each stage of this rank, as `torch.compile` does; what is sent between them is not compiled."""
         for stage in self._stages:
             stage.in_training.compile(*args, **kwargs)
             stage.in_evaluation.compile(*args, **kwargs)
@@ -522,7 +522,7 @@ _LOSS = torch.empty((), device="meta", requires_grad=True)
 
 
 def _in_mode(model: nn.Module, training: bool, do: Callable[[], T]) -> T:
-    """What ``do`` gives while all of ``model`` is in training mode, or in evaluation mode."""
+    """Call ``do`` while all of ``model`` is in training mode, or in evaluation mode; what it returned."""
     was = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
@@ -537,9 +537,9 @@ def _split_stages(model: nn.Module, cuts: Sequence[str]) -> list[partition.Stage
 
 
 def _keep_own_tensors(model: nn.Module, names: set[str], device: torch.device) -> None:
-    """The parameters and buffers of these names lie on ``device``.
+    """Move the parameters and buffers of these names to ``device``.
 
-    The others keep their shape and hold no memory; tensors that are shared stay so.
+    The others keep their shapes and take no memory; shared tensors stay shared.
     """
     instead: dict[int, torch.Tensor] = {}
     for module_name, module in model.named_modules():

@@ -16,7 +16,7 @@ from lockstep.strategies.protocol import StateDict, StateLayout
 
 
 class DTensorLayout(StateLayout):
-    """A `StateLayout` of tensors that lie divided by rows.
+    """The layout of tensors that are divided by rows.
 
     Such as shape (5, 3) on three ranks: rows 0 and 1, rows 2 and 3, row 4. Where several copies are held, the first one
     is what a checkpoint gets.
