@@ -16,7 +16,9 @@ from lockstep.errors import SettingError
 from lockstep.run import Run
 from lockstep.strategies import LossCall, MicroBatchPosition
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.pipelined.pipeline import Options, Pipelined, schedule_runs
+from lockstep.strategies.pipelined.pipeline import Options
+from lockstep.strategies.pipelined.pipelined_model import Pipelined
+from lockstep.strategies.pipelined.schedule_run import schedule_runs
 from lockstep.strategies.pipelined.stage import AutocastContext, Stage, StageInterface, StageMicroBatch, random_state
 from lockstep.testing import run_each, state_hash
 from worlds import on_world

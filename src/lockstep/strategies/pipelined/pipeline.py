@@ -17,9 +17,9 @@ numbers are those of one device, too: the state of the generators goes from stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -40,6 +40,8 @@ from lockstep.strategies.gradient_accumulation import (
 )
 from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.pipelined import partition
+from lockstep.strategies.pipelined.pipelined_model import USE_RUN_STEP, Pipelined, in_mode, keep_own_tensors
+from lockstep.strategies.pipelined.schedule_run import ScheduleRun, schedule_runs
 from lockstep.strategies.pipelined.stage import (
     AutocastContext,
     Losses,
@@ -60,8 +62,6 @@ from lockstep.strategies.protocol import (
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.state_layout import OwnerLayout
-
-T = TypeVar("T")
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved")
 _SAMPLES = {"float32": torch.float32, "int64": torch.int64}
@@ -126,43 +126,6 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return Pipeline(context, options, stages)
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleRun:
-    """A run of one schedule: the micro-batches that go through it, which are neighbours."""
-
-    schedule: str
-    first: int  #: the index of its first micro-batch among the rank's
-    length: int
-
-
-def schedule_runs(specs: Sequence[object], schedule: str, ranks: int) -> list[ScheduleRun]:
-    """How a rank's micro-batches of a step go through a replica of ``ranks`` ranks.
-
-    A schedule takes micro-batches of one shape, so a short last one goes by itself. 1F1B needs as many micro-batches
-    as ranks; with fewer it would be no other than GPipe. Interleaving goes in rounds of as many as ranks, or in one of
-    fewer.
-
-    Args:
-        specs: one for each micro-batch; equal for equal shapes.
-        schedule: gpipe, 1f1b or interleaved.
-        ranks: of one replica.
-    """
-    made: list[ScheduleRun] = []
-    first = 0
-    while first < len(specs):
-        length = 1
-        while first + length < len(specs) and specs[first + length] == specs[first]:
-            length += 1
-        if schedule == "interleaved":
-            rest = length % ranks
-            runs = ((first, length - rest), (first + length - rest, rest))
-            made += [ScheduleRun(schedule, start, count) for start, count in runs if count]
-        else:
-            made.append(ScheduleRun("gpipe" if length < ranks else schedule, first, length))
-        first += length
-    return made
-
-
 class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
     """The strategy ``pipeline``."""
 
@@ -211,10 +174,10 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         self._find_unused = find_unused_parameters
         sync_module_states(self._context.group, model)
         cuts, ranks, rank = self._cuts(model), self._replica_group.size, self._replica_group.rank
-        modes = tuple(_in_mode(model, training, lambda: _split_stages(model, cuts)) for training in (True, False))
+        modes = tuple(in_mode(model, training, lambda: _split_stages(model, cuts)) for training in (True, False))
         stage_of = partition.stage_of_tensors(model, modes)
         rank_of = {name: stage % ranks for name, stage in stage_of.items()}
-        _keep_own_tensors(model, {name for name, owner in rank_of.items() if owner == rank}, self._context.group.device)
+        keep_own_tensors(model, {name for name, owner in rank_of.items() if owner == rank}, self._context.group.device)
         for number in range(rank, len(cuts) + 1, ranks):
             training, evaluation = (fx.GraphModule(model, mode[number].graph) for mode in modes)
             buffers = Buffers(self._all_reduce, self._stage_group)
@@ -248,7 +211,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
                     f"{wanted - 1} modules"
                 )
             return cuts
-        graph = _in_mode(model, True, lambda: partition.trace(model))
+        graph = in_mode(model, True, lambda: partition.trace(model))
         names = partition.called_modules(graph)
         if len(set(names)) < wanted:
             raise SettingError(
@@ -261,7 +224,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         else:
             sample = torch.zeros(like[0], dtype=like[1], device=self._context.group.device)
             with self._autocast.forward():
-                costs = _in_mode(model, True, lambda: partition.measured_times_s(model, graph, [sample]))
+                costs = in_mode(model, True, lambda: partition.measured_times_s(model, graph, [sample]))
         names, costs = partition.merge_repeated_calls(names, costs)
         places = partition.balance(costs, wanted)
         # Ranks have measured different times.
@@ -286,7 +249,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         Raises:
             UsageError: always.
         """
-        raise UsageError(_USE_RUN_STEP)
+        raise UsageError(USE_RUN_STEP)
 
     def compute(
         self, task: LossCall, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
@@ -485,78 +448,8 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         self._all_reduce.close()
 
 
-class Pipelined(nn.Module):
-    """A model of which each rank holds its stages; what `Run.model` returns.
-
-    Its parameters are the whole model's, in their order; those of other ranks' stages are on the device ``meta``.
-    """
-
-    def __init__(self, model: nn.Module, evaluate: Callable[[tuple[Any, ...]], Any], stages: Sequence[Stage]) -> None:
-        super().__init__()
-        self.module: Final = model
-        self._evaluate: Final = evaluate
-        self._stages: Final = tuple(stages)  # no submodules: their parameters are the model's
-
-    def forward(self, *inputs: Any) -> Any:
-        """The model's output, without gradients, on every rank of the replica; all of them must call it alike.
-
-        Raises:
-            UsageError: in training.
-        """
-        if self.training and torch.is_grad_enabled():
-            raise UsageError(_USE_RUN_STEP)
-        return self._evaluate(inputs)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile each stage of this rank, as `torch.compile` does; what is sent between them is not compiled."""
-        for stage in self._stages:
-            stage.in_training.compile(*args, **kwargs)
-            stage.in_evaluation.compile(*args, **kwargs)
-
-
-_USE_RUN_STEP = (
-    "strategy=pipeline computes the loss itself, where the last stage is: write run.step(loss_function, inputs, "
-    "targets) instead of run.step(loss_function(model(inputs), targets)), and call the model in evaluations only"
-)
 _LOSS = torch.empty((), device="meta", requires_grad=True)
-
-
-def _in_mode(model: nn.Module, training: bool, do: Callable[[], T]) -> T:
-    """Call ``do`` while all of ``model`` is in training mode, or in evaluation mode; what it returned."""
-    was = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        return do()
-    finally:
-        for module, before in was:
-            module.training = before
 
 
 def _split_stages(model: nn.Module, cuts: Sequence[str]) -> list[partition.Stage]:
     return partition.split_stages(partition.trace(model, cuts), cuts)
-
-
-def _keep_own_tensors(model: nn.Module, names: set[str], device: torch.device) -> None:
-    """Move the parameters and buffers of these names to ``device``.
-
-    The others keep their shapes and take no memory; shared tensors stay shared.
-    """
-    instead: dict[int, torch.Tensor] = {}
-    for module_name, module in model.named_modules():
-        prefix = f"{module_name}." if module_name else ""
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if prefix + name in names:
-                parameter.data = parameter.data.to(device)
-                continue
-            if id(parameter) not in instead:
-                instead[id(parameter)] = nn.Parameter(
-                    torch.empty_like(parameter, device="meta"), parameter.requires_grad
-                )
-            module._parameters[name] = instead[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = instead.setdefault(
-                    id(buffer), buffer.to(device) if prefix + name in names else torch.empty_like(buffer, device="meta")
-                )
