@@ -246,7 +246,12 @@ MUTANTS = [
         STRATEGIES,
         BUFFERS,
     ),
-    mutant("strategies/buffers.py", "if self._by_value:\n            quiet", "if False:\n            quiet", BUFFERS),
+    mutant(
+        "strategies/buffers.py",
+        "if self._by_value:\n            unchanged",
+        "if False:\n            unchanged",
+        BUFFERS,
+    ),
     mutant(
         "strategies/buffers.py",
         "return buffer.is_floating_point() or buffer.is_complex()",

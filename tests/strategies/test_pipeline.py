@@ -89,7 +89,7 @@ def test_what_only_passes_through_gathers_no_hooks():
     stage.begin_step([micro], [])
     before, behind = (StageInterface(specs, draws_random=False) for specs in ((like,), (like, like)))
     stage.set_schedule_run([micro], (before, behind))
-    made, passed = stage(received, place=torch.tensor(0))
+    made, passed = stage(received, index=torch.tensor(0))
     assert not received._backward_hooks
     (made.sum() + passed.sum()).backward()
     assert torch.equal(received.grad, torch.ones(2, 3))

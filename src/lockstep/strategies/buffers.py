@@ -160,10 +160,10 @@ class Buffers:
         self._sum_type = torch.float64 if is_wide else torch.float32
         known = {i for i, (module, name) in enumerate(self._owners) if (id(module), name) in moving}
         self._moving = self._agreed = tuple(sorted(known | self._norms))
-        quiet = [b for i, b in enumerate(self._buffers) if i not in self._moving]
+        unchanged = [b for i, b in enumerate(self._buffers) if i not in self._moving]
         self._small = (
-            all(b.device.type == "cpu" for b in quiet)
-            and sum(b.numel() * b.element_size() for b in quiet) <= _SMALL_BYTES
+            all(b.device.type == "cpu" for b in unchanged)
+            and sum(b.numel() * b.element_size() for b in unchanged) <= _SMALL_BYTES
         )
         self._steps = 0
         self._begin()
@@ -201,14 +201,14 @@ class Buffers:
         self._restore_registered()
         changed = {i for i, b in enumerate(self._buffers) if b._version != self._versions[i]}
         if self._by_value:
-            quiet = [i for i in range(len(self._buffers)) if i not in changed and i not in self._moving]
-            silent = {i for i in quiet if not same(self._buffers[i], self._base[i])}
-            if silent and not self._small and self._steps >= _FIRST_STEPS:
+            unchanged = [i for i in range(len(self._buffers)) if i not in changed and i not in self._moving]
+            unversioned = {i for i in unchanged if not same(self._buffers[i], self._base[i])}
+            if unversioned and not self._small and self._steps >= _FIRST_STEPS:
                 raise UsageError(
-                    f"{self._named(silent)} began to change through .data or by a kernel after the first steps, which "
-                    "leaves no trace: change it in place, as in self.mean.mul_(0.9)"
+                    f"{self._named(unversioned)} began to change through .data or by a kernel after the first steps, "
+                    "which leaves no trace: change it in place, as in self.mean.mul_(0.9)"
                 )
-            changed |= silent
+            changed |= unversioned
         if not changed.issubset(self._moving):
             self._add_moving(
                 {
@@ -249,9 +249,9 @@ class Buffers:
     def _agree_on_moving(self) -> None:
         """Agree on which buffers are kept in step. Collective in the first steps, and when a rank has found one."""
         if self._steps < _FIRST_STEPS:
-            mine = self._moving, self._changed_registrations()
+            own = self._moving, self._changed_registrations()
             for moving, changed_registrations in self._group.gather_objects(
-                mine, "which buffers the forward pass changes"
+                own, "which buffers the forward pass changes"
             ):
                 _refuse_changed_registrations(changed_registrations)
                 self._add_moving(moving)

@@ -40,25 +40,25 @@ class RankAverager:
 
     def sums(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The sum of each tensor over all ranks, in new memory; every rank gives tensors of the same shapes."""
-        found = [torch.empty_like(t, requires_grad=False) for t in tensors]
+        results = [torch.empty_like(t, requires_grad=False) for t in tensors]
         for places in by_dtype(tensors):
-            kind, out = [tensors[place] for place in places], [found[place] for place in places]
-            sizes = sizes_of(kind)
-            bytes_all = sum(t.numel() * t.element_size() for t in kind)
+            tensors_of_type, out = [tensors[place] for place in places], [results[place] for place in places]
+            sizes = sizes_of(tensors_of_type)
+            bytes_all = sum(t.numel() * t.element_size() for t in tensors_of_type)
             for ranges in cut(sizes, max(1, -int(-bytes_all // self._bucket_bytes))):
-                flat = gather(kind, ranges, self.group.device)
+                flat = gather(tensors_of_type, ranges, self.group.device)
                 if flat.numel():
                     self.begin(flat)
                     self.finish()
                     scatter(out, ranges, flat)
-        return found
+        return results
 
     def means(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """As `sums`, divided by the number of ranks."""
-        found = self.sums(tensors)
-        if found:
-            torch._foreach_div_(found, self.group.size)
-        return found
+        results = self.sums(tensors)
+        if results:
+            torch._foreach_div_(results, self.group.size)
+        return results
 
     def close(self) -> None:
         """End threads and connections; no sum is begun afterwards."""

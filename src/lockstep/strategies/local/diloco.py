@@ -72,13 +72,13 @@ class Options:
     wire: str = "fp32"  #: format of what is exchanged: fp32 (as the parameters are), bf16 or fp16
 
     def __post_init__(self) -> None:
-        told = f"strategy diloco: period={self.period}, fragments={self.fragments}, overlap={self.overlap}"
+        given = f"strategy diloco: period={self.period}, fragments={self.fragments}, overlap={self.overlap}"
         if self.period < 1 or not 1 <= self.fragments <= self.period:
-            raise SettingError(f"{told}; give a period from 1, and from 1 to {max(self.period, 1)} fragments")
+            raise SettingError(f"{given}; give a period from 1, and from 1 to {max(self.period, 1)} fragments")
         if not 0 <= self.overlap < self.period // self.fragments:
             raise SettingError(
-                f"{told}: an exchange begins every {self.period // self.fragments} steps, and the one before must have "
-                f"been applied by then; give an overlap from 0 to {self.period // self.fragments - 1}"
+                f"{given}: an exchange begins every {self.period // self.fragments} steps, and the one before must "
+                f"have been applied by then; give an overlap from 0 to {self.period // self.fragments - 1}"
             )
         if self.outer_lr <= 0 or not 0 <= self.outer_momentum < 1 or not 0 <= self.mix < 1:
             raise SettingError(

@@ -31,10 +31,10 @@ def cut(sizes: Sequence[int], count: int) -> list[list[FlatRange]]:
     for number in range(count):
         first, end = total * number // count, total * (number + 1) // count
         ranges, before = [], 0
-        for place, size in enumerate(sizes):
+        for index, size in enumerate(sizes):
             a, b = max(first - before, 0), min(end - before, size)
             if a < b:
-                ranges.append(FlatRange(place, a, b))
+                ranges.append(FlatRange(index, a, b))
             before += size
         cuts.append(ranges)
     return cuts
@@ -43,8 +43,8 @@ def cut(sizes: Sequence[int], count: int) -> list[list[FlatRange]]:
 def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """The indices of the tensors of each type; types in the order in which they first occur."""
     found: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        found.setdefault(tensor.dtype, []).append(place)
+    for index, tensor in enumerate(tensors):
+        found.setdefault(tensor.dtype, []).append(index)
     return list(found.values())
 
 

@@ -96,9 +96,9 @@ class LocalSgd(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, 
         self._ranks: Final = group.size
         self._local: Final = LocalSteps(context)
         self._averager: Final = RankAverager(group, context.bucket_mb)
-        here = [rank for rank, node in enumerate(group.nodes) if node == group.nodes[group.rank]]
+        same_node = [rank for rank, node in enumerate(group.nodes) if node == group.nodes[group.rank]]
         self._node_averager: Final = (
-            RankAverager(group.subgroup(here), context.bucket_mb) if options.node_period else None
+            RankAverager(group.subgroup(same_node), context.bucket_mb) if options.node_period else None
         )
         # A single rank needs no other one to step as ddp does.
         self._warmup: Final = options.warmup if group.size > 1 else 0

@@ -117,12 +117,12 @@ class DivergedReplicas:
 
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> StateDict:
         """What ranks hold beside the mean, as `TensorShard` with a row per rank. Collective."""
-        moved = list(self._changed_untrained(self._group)) if self.diverged else []
-        own = [*self.trained, *(self._untrained[place] for place in moved)] if self.diverged else []
+        changed = list(self._changed_untrained(self._group)) if self.diverged else []
+        own = [*self.trained, *(self._untrained[index] for index in changed)] if self.diverged else []
         return {
             "ranks": self._group.size,
             "apart": self.diverged,
-            "moved": moved,
+            "moved": changed,
             "models": [row_of(t, self._group) for t in own],
             "moments_apart": self.optimizers_diverged,
             "optimizers": [AveragedOptimizer(o, self._group).own_state() for o in optimizers]
@@ -137,7 +137,7 @@ class DivergedReplicas:
         if state["ranks"] != self._group.size:
             return
         if state["apart"]:
-            own = [*self.trained, *(self._untrained[place] for place in state["moved"])]
+            own = [*self.trained, *(self._untrained[index] for index in state["moved"])]
             _copy(own, [rows[self._group.rank] for rows in state["models"]])
         if state["moments_apart"]:
             for optimizer, remembered in zip(optimizers, state["optimizers"], strict=True):
@@ -148,12 +148,12 @@ class DivergedReplicas:
         """Which untrained tensors have changed on some rank, by index; of integers the greatest value. Collective."""
         if not self._untrained:
             return {}
-        changed = [place for place, t in enumerate(self._untrained) if t._version != self._versions[place]]
-        mine = {place: None if _has_mean(t := self._untrained[place]) else t.detach().cpu() for place in changed}
-        told = group.gather_objects(mine, "which buffers have changed")
+        changed = [index for index, t in enumerate(self._untrained) if t._version != self._versions[index]]
+        own_changes = {index: None if _has_mean(t := self._untrained[index]) else t.detach().cpu() for index in changed}
+        reported = group.gather_objects(own_changes, "which buffers have changed")
         return {
-            place: elementwise_max([theirs[place] for theirs in told if place in theirs])
-            for place in sorted({place for theirs in told for place in theirs})
+            index: elementwise_max([changes[index] for changes in reported if index in changes])
+            for index in sorted({index for changes in reported for index in changes})
         }
 
     def _mean(
@@ -162,14 +162,14 @@ class DivergedReplicas:
         """Tensors of ``model``, or of all models, and the mean of each. Collective for the ranks of ``averager``."""
         models = self._models if model is None else [model]
         inside = {id(t) for m in models for t in (*m.parameters(), *m.buffers())}
-        moved = {
+        changed = {
             p: most for p, most in self._changed_untrained(averager.group).items() if id(self._untrained[p]) in inside
         }
         real: list[torch.Tensor] = [p for p in self.trained if id(p) in inside] if trained else []
-        real += [self._untrained[place] for place, most in moved.items() if most is None]
-        whole = {place: most for place, most in moved.items() if most is not None}
+        real += [self._untrained[index] for index, most in changed.items() if most is None]
+        integers = {index: most for index, most in changed.items() if most is not None}
         means = averager.means(real)
-        return [*real, *(self._untrained[place] for place in whole)], [*means, *whole.values()]
+        return [*real, *(self._untrained[index] for index in integers)], [*means, *integers.values()]
 
 
 class AveragedLayout(StateLayout):

@@ -34,10 +34,10 @@ class AveragedOptimizer:
         rest = {
             key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in flat.items() if key not in self._moments
         }
-        told = group.gather_objects((shapes, rest), "what the optimizers remember")
-        self._shapes = {key: shape for shapes, _ in told for key, shape in shapes.items()}
-        self._lacking = [[key for key in self._shapes if key not in shapes] for shapes, _ in told]
-        self._rest: list[dict[Key, Any]] = [rest for _, rest in told]
+        gathered = group.gather_objects((shapes, rest), "what the optimizers remember")
+        self._shapes = {key: shape for shapes, _ in gathered for key, shape in shapes.items()}
+        self._lacking = [[key for key in self._shapes if key not in shapes] for shapes, _ in gathered]
+        self._rest: list[dict[Key, Any]] = [rest for _, rest in gathered]
         keys = dict.fromkeys(key for rest in self._rest for key in rest if key not in self._shapes)
         self._common = {key: elementwise_max([rest[key] for rest in self._rest if key in rest]) for key in keys}
 

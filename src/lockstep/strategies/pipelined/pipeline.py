@@ -134,9 +134,9 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
     def __init__(self, context: StrategyContext, options: Options, ranks: int) -> None:
         group = context.group
         shard_groups = ShardGroups(group, ranks)
-        replica, place = divmod(group.rank, ranks)
+        replica, index = divmod(group.rank, ranks)
         # The rank of the last stage alone learns the losses, so what is measured counts there.
-        self.assignment = ReplicaAssignment(replica, shard_groups.copies, counts=place == ranks - 1)
+        self.assignment = ReplicaAssignment(replica, shard_groups.copies, counts=index == ranks - 1)
         self._context: Final = context
         self._options: Final = options
         transport_device = torch.device("cpu") if group.over_cpu else group.device
@@ -226,9 +226,9 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
             with self._autocast.forward():
                 costs = in_mode(model, True, lambda: partition.measured_times_s(model, graph, [sample]))
         names, costs = partition.merge_repeated_calls(names, costs)
-        places = partition.balance(costs, wanted)
+        indices = partition.balance(costs, wanted)
         # Ranks have measured different times.
-        return self._context.group.broadcast_object([names[place] for place in places], "the cut of the model")
+        return self._context.group.broadcast_object([names[index] for index in indices], "the cut of the model")
 
     def _evaluate(self, inputs: tuple[Any, ...]) -> Any:
         """The model's output, on every rank of the replica. Collective for its ranks, with the same inputs."""
@@ -293,9 +293,9 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
                 around = (interfaces[stage.number], interfaces[stage.number + 1])
                 stage.set_schedule_run(stage_micro_batches[part.first : part.first + part.length], around)
             schedule = self._schedule(part, specs[part.first], interfaces, stage_micro_batches[0].random)
-            places = torch.arange(part.length)
+            indices = torch.arange(part.length)
             try:
-                schedule.step(target=places, place=places, return_outputs=False)
+                schedule.step(target=indices, index=indices, return_outputs=False)
             except RuntimeError as error:
                 # Torch wraps what a module or the loss function raised.
                 if isinstance(error.__cause__, Exception):
@@ -328,19 +328,19 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
             if part.schedule == "interleaved":
                 self._schedules[key] = ScheduleInterleaved1F1B(list(stages), part.length, **options)
             else:
-                kind = ScheduleGPipe if part.schedule == "gpipe" else Schedule1F1B
-                self._schedules[key] = kind(stages[0], part.length, **options)
+                schedule_type = ScheduleGPipe if part.schedule == "gpipe" else Schedule1F1B
+                self._schedules[key] = schedule_type(stages[0], part.length, **options)
         return self._schedules[key]
 
     def _find_interfaces(self, micro: StageMicroBatch) -> list[StageInterface]:
         """The interfaces of all stages for micro-batches like this one, found by one more forward pass of it."""
-        mine: dict[int, StageInterface] = {}
+        own_interfaces: dict[int, StageInterface] = {}
         with torch.enable_grad():
-            self._forward_through_stages(micro.task.inputs, micro.random, mine)
+            self._forward_through_stages(micro.task.inputs, micro.random, own_interfaces)
         for stage in self._stages:
             stage.running_buffers.restore()
         found: dict[int, StageInterface] = {}
-        for each in self._replica_group.gather_objects(mine, "interfaces of stages"):
+        for each in self._replica_group.gather_objects(own_interfaces, "interfaces of stages"):
             found |= each
         return [found[number] for number in sorted(found)]
 
@@ -378,14 +378,14 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
                 used = set() if position.is_padding else stage.sums.used
             else:
                 sums = [[negative_zeros_like(p) if p.grad is None else p.grad for p in trained]]
-                used = {place for place, p in enumerate(trained) if p.grad is not None}
+                used = {index for index, p in enumerate(trained) if p.grad is not None}
             if self._stage_group.size > 1:
                 used = self._used_anywhere(stage, used, position)
                 total = self._sum_over_replicas(trained, sums, position)
             else:
                 (total,) = sums
-            for place, (parameter, gradient) in enumerate(zip(trained, total, strict=True)):
-                parameter.grad = gradient if place in used else None
+            for index, (parameter, gradient) in enumerate(zip(trained, total, strict=True)):
+                parameter.grad = gradient if index in used else None
 
     def _sum_over_replicas(
         self, parameters: Sequence[nn.Parameter], sums: Sequence[Tensors], position: MicroBatchPosition
@@ -393,19 +393,19 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         """Add up, over all replicas, what each has summed for its nodes of the tree."""
         total: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(p.dtype for p in parameters):
-            places = [i for i, p in enumerate(parameters) if p.dtype == dtype]
-            lengths = [parameters[i].numel() for i in places]
-            flats = [torch.cat([each[i].reshape(-1) for i in places]) for each in sums]
-            out = flats[-1] if flats else parameters[places[0]].new_empty(sum(lengths))
+            indices = [i for i, p in enumerate(parameters) if p.dtype == dtype]
+            lengths = [parameters[i].numel() for i in indices]
+            flats = [torch.cat([each[i].reshape(-1) for i in indices]) for each in sums]
+            out = flats[-1] if flats else parameters[indices[0]].new_empty(sum(lengths))
             if self._context.exact:
                 self._all_reduce.begin(out, flats, position.of)
                 self._all_reduce.finish()
             else:
                 self._fast.begin(out)
                 self._fast.finish()
-            pieces = zip(places, out.split(lengths), strict=True)
-            total |= {place: piece.view_as(parameters[place]) for place, piece in pieces}
-        return [total[place] for place in range(len(parameters))]
+            pieces = zip(indices, out.split(lengths), strict=True)
+            total |= {index: piece.view_as(parameters[index]) for index, piece in pieces}
+        return [total[index] for index in range(len(parameters))]
 
     def _used_anywhere(self, stage: Stage, used: set[int], position: MicroBatchPosition) -> set[int]:
         """The indices of the parameters that had a part in some loss on any rank."""
@@ -413,7 +413,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
             return set().union(*self._stage_group.gather_objects(used, "parameters that had a part in the loss"))
         unused = sorted(set(range(len(stage.trained))) - used)
         if unused and not position.is_padding:
-            names = [self._names[stage.trained[place]] for place in unused]
+            names = [self._names[stage.trained[index]] for index in unused]
             raise UsageError(
                 f"{len(names)} of {len(stage.trained)} parameters of stage {stage.number} had no part in the loss: "
                 f"{', '.join(names[:5])}. Use them in forward(), freeze them with requires_grad_(False), or say "

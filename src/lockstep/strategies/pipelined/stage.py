@@ -182,9 +182,9 @@ class Stage(nn.Module):
             out = tuple(self._checked_output(value) for value in out)
         return out, random_state(self._autocast.device)
 
-    def forward(self, *received: torch.Tensor, place: torch.Tensor) -> Any:
+    def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
         """The output for a micro-batch; on the last stage the loss, times its weight. Called by the schedule."""
-        micro = self._micro_batches[int(place)]
+        micro = self._micro_batches[int(index)]
         before, behind = self._interfaces
         *into, random = received if before and before.draws_random else (*received, micro.random)
         into = [tensor.to(self._autocast.device) for tensor in into]

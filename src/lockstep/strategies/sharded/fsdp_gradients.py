@@ -165,28 +165,28 @@ class TrackedUse(ParameterUse):
         self._group: Final = group
         self._divided: Final = list(model.parameters())
         self._known: Final[set[int]] = set()  # gathered parameters that have a hook
-        self._found: set[int] = set()  # indices of those that had a part in the loss of this micro-batch
+        self._used_now: set[int] = set()  # indices of those that had a part in the loss of this micro-batch
         self._used: Final[set[int]] = set()  # ... of some micro-batch of this step
 
     def before(self) -> None:
         """Give every parameter a gradient of zeros, and count those to which the backward pass adds."""
-        for place, gathered in enumerate(self._model.parameters()):
+        for index, gathered in enumerate(self._model.parameters()):
             if gathered.requires_grad and not isinstance(gathered, DTensor):
                 if id(gathered) not in self._known:  # torch makes them once
                     self._known.add(id(gathered))
-                    gathered.register_post_accumulate_grad_hook(lambda _, place=place: self._found.add(place))
+                    gathered.register_post_accumulate_grad_hook(lambda _, index=index: self._used_now.add(index))
                 gathered.grad = negative_zeros_like(gathered)
-        self._found.clear()
+        self._used_now.clear()
 
     def after(self, position: MicroBatchPosition) -> None:
         """Note which parameters were used; after the last micro-batch, exchange it with all ranks. Collective then."""
         if not position.is_padding:
-            self._used.update(self._found)
+            self._used.update(self._used_now)
         if position.last:
             used = set().union(*self._group.gather_objects(sorted(self._used), "which parameters are used"))
             self._used.clear()
-            for place, parameter in enumerate(self._divided):
-                if place not in used:
+            for index, parameter in enumerate(self._divided):
+                if index not in used:
                     parameter.grad = None
 
 
@@ -240,30 +240,30 @@ class FsdpBackward(Gradients):
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """Let the units sum the gradients of their blocks. Collective."""
-        mine = [fsdp_model for fsdp_model in self._models if fsdp_model.is_in(target)]
-        others = [fsdp_model for fsdp_model in self._models if not fsdp_model.is_in(target)]
-        for fsdp_model in mine:
+        reached = [fsdp_model for fsdp_model in self._models if fsdp_model.is_in(target)]
+        unreached = [fsdp_model for fsdp_model in self._models if not fsdp_model.is_in(target)]
+        for fsdp_model in reached:
             for unit in fsdp_model.units:
                 unit.expect(position)
             for parameter in fsdp_model.parameters:
                 parameter.grad = None
             fsdp_model.uses.before()
-        for fsdp_model in others:
+        for fsdp_model in unreached:
             for unit in fsdp_model.units:
                 unit.expect(None)
         # The backward pass reaches them, too: torch's hooks are on gathered parameters, which a target does not have.
-        empty = [p for fsdp_model in others for p in fsdp_model.parameters if p.grad is None]
+        empty = [p for fsdp_model in unreached for p in fsdp_model.parameters if p.grad is None]
         with translating_peer_errors("the reduction of gradients"):
             loss.backward(weight)
             for parameter in empty:
                 parameter.grad = None
-            for fsdp_model in mine:
+            for fsdp_model in reached:
                 fsdp_model.check_whole()
                 fsdp_model.uses.after(position)
                 for unit in fsdp_model.units:
                     unit.expect(None)
         if not position.last:
-            for fsdp_model in mine:
+            for fsdp_model in reached:
                 for parameter in fsdp_model.parameters:
                     parameter.grad = None
 
