@@ -247,7 +247,10 @@ MUTANTS = [
         BUFFERS,
     ),
     mutant(
-        "strategies/buffers.py", "if self._compares_values:\n            quiet", "if False:\n            quiet", BUFFERS
+        "strategies/buffers.py",
+        "if self._by_value:\n            unchanged",
+        "if False:\n            unchanged",
+        BUFFERS,
     ),
     mutant(
         "strategies/buffers.py",
@@ -257,14 +260,14 @@ MUTANTS = [
     ),
     mutant(
         "strategies/buffers.py",
-        "torch.where(has_micro_batch, most, bounds.min).amax(0)",
-        "torch.where(has_micro_batch, least, bounds.max).amin(0)",
+        "torch.where(present, most, bounds.min).amax(0)",
+        "torch.where(present, least, bounds.max).amin(0)",
         BUFFERS,
     ),
     mutant(
         "strategies/buffers.py",
-        "i not in self._norms\n                and (self._compares_values",
-        "False\n                and (self._compares_values",
+        "if i not in self._norms and (self._by_value",
+        "if False and (self._by_value",
         BUFFERS,
     ),
     mutant("strategies/buffers.py", "base.masked_fill_(~base.isfinite(), 0)", "pass", BUFFERS),

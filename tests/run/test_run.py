@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.checkpoint import list_checkpoints
+from lockstep.collectives import single_rank_group
 from lockstep.errors import LockstepError, UsageError
 from lockstep.progress import Progress
 from lockstep.run import Run
@@ -153,7 +154,12 @@ def test_leaving_by_exit_without_complaint_saves_as_the_end_does(tmp_path):
 def test_checkpoints_by_seconds():
     clock = [0.0]
     save_stop = SaveStopController(
-        single_rank_group(), Interval.parse("10 s"), lambda: None, JobDeadline(None), peer_timeout_s=1, now=lambda: clock[0]
+        single_rank_group(),
+        Interval.parse("10 s"),
+        lambda: None,
+        JobDeadline(None),
+        peer_timeout_s=1,
+        now=lambda: clock[0],
     )
     save_stop.open()
     saved = []

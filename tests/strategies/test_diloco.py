@@ -52,7 +52,7 @@ def test_each_fragment_begins_once_a_period_and_is_applied_before_the_next_begin
 @given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 9))
 def test_a_cut_covers_each_element_once_in_even_ranges(sizes, ranges):
     cuts = cut(sizes, ranges)
-    covered = [(p.place, i) for pieces in cuts for p in pieces for i in range(p.first, p.end)]
+    covered = [(p.index, i) for pieces in cuts for p in pieces for i in range(p.first, p.end)]
     assert covered == [(place, i) for place, size in enumerate(sizes) for i in range(size)]
     lengths = [sum(p.end - p.first for p in pieces) for pieces in cuts]
     assert len(cuts) == ranges

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lockstep.errors import SettingError, UsageError
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
-from lockstep.strategies.parameter_server.hybrid import LookupRequest
+from lockstep.strategies.parameter_server.embedding_tables import LookupRequest
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint
 from lockstep.testing import run_ranks, state_hash
 from worlds import on_world

@@ -26,8 +26,9 @@ from lockstep.run import Run
 from lockstep.strategies import StrategyContext, open_strategy
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition
 from lockstep.strategies.parameter_server.flat_buckets import BucketGradients, flat_buckets_of
-from lockstep.strategies.parameter_server.parameter_server import Options, Push
+from lockstep.strategies.parameter_server.parameter_server import Options
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles
+from lockstep.strategies.parameter_server.server_context import Push
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.testing import run_each, run_ranks, state_hash
 from lockstep.world import World

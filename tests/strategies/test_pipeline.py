@@ -16,7 +16,9 @@ from lockstep.errors import SettingError
 from lockstep.run import Run
 from lockstep.strategies import LossCall, MicroBatchPosition
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.pipelined.pipeline import Options, Pipelined, schedule_runs
+from lockstep.strategies.pipelined.pipeline import Options
+from lockstep.strategies.pipelined.pipelined_model import Pipelined
+from lockstep.strategies.pipelined.schedule_run import schedule_runs
 from lockstep.strategies.pipelined.stage import AutocastContext, Stage, StageInterface, StageMicroBatch, random_state
 from lockstep.testing import run_each, state_hash
 from worlds import on_world
@@ -87,7 +89,7 @@ def test_what_only_passes_through_gathers_no_hooks():
     stage.begin_step([micro], [])
     before, behind = (StageInterface(specs, draws_random=False) for specs in ((like,), (like, like)))
     stage.set_schedule_run([micro], (before, behind))
-    made, passed = stage(received, place=torch.tensor(0))
+    made, passed = stage(received, index=torch.tensor(0))
     assert not received._backward_hooks
     (made.sum() + passed.sum()).backward()
     assert torch.equal(received.grad, torch.ones(2, 3))

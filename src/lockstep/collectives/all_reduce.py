@@ -209,16 +209,16 @@ class StagedAllReduce(AllReduce):
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
         """Copy the sums to the CPU, and begin there."""
-        here = torch.empty_like(out, device="cpu")
-        self._all_reduce.begin(here, [partial.cpu() for partial in partials], micro_batches)
-        self._begun.append((out, here))
+        on_cpu = torch.empty_like(out, device="cpu")
+        self._all_reduce.begin(on_cpu, [partial.cpu() for partial in partials], micro_batches)
+        self._begun.append((out, on_cpu))
 
     def finish(self) -> None:
         """Wait for every sum that was begun, and copy it to the GPU."""
         begun, self._begun = self._begun, []
         self._all_reduce.finish()
-        for out, here in begun:
-            out.copy_(here)
+        for out, on_cpu in begun:
+            out.copy_(on_cpu)
 
     def close(self) -> None:
         """Close the all-reduce on the CPU."""

@@ -1,9 +1,9 @@
 """All-to-all over gloo that uses both directions of a link at once.
 
 Gloo asks the receiver before it sends a large message, and the answer waits behind what the receiver itself has begun
-Gloo asks the receiver before it sends a large message, and the answer waits behind what the receiver has begun to
-send. Its own all-to-all sends first, so ranks take turns on a link that could carry both ways: at 100 Mbit/s it takes
-receive before anything is sent.
+to send. Its own all-to-all sends first, so ranks take turns on a link that could carry both ways: at 100 Mbit/s it
+takes 1.8 times as long for two ranks, and 1.2 times for four (benchmarks/links.py). Here every rank says what it is
+ready to receive before anything is sent.
 """
 
 from __future__ import annotations

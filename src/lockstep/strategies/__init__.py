@@ -101,9 +101,9 @@ def open_strategy(spec: str, context: StrategyContext) -> Strategy:
     Raises:
         SettingError: if there is no such strategy or option, or it cannot keep these ranks in step.
     """
-    name, words = split(spec)
+    name, options = split(spec)
     if name not in STRATEGIES:
         raise SettingError(f"strategy={name!r}: give one of {', '.join(STRATEGIES)}")
     module = importlib.import_module(f"lockstep.strategies.{STRATEGIES[name]}")
-    strategy: Strategy = module.open_strategy(context, options_of(module.Options, name, words))
+    strategy: Strategy = module.open_strategy(context, options_of(module.Options, name, options))
     return strategy

@@ -98,12 +98,12 @@ class _OverRanks(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, gather: Gather
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         values = _wide(x)
-        here = values.numel() // values.shape[1]
-        if here:
+        values_per_channel = values.numel() // values.shape[1]
+        if values_per_channel:
             variance, mean = torch.var_mean(values, _all_but_channels(x), correction=0)
         else:
             variance = mean = values.new_zeros(values.shape[1])
-        row = torch.cat([mean.double(), variance.double(), torch.tensor([here])])
+        row = torch.cat([mean.double(), variance.double(), torch.tensor([values_per_channel])])
         rows = gather(row, "a batch normalisation over all ranks")
         means, variances, counts = rows.split([values.shape[1], values.shape[1], 1], dim=1)
         count = counts.sum()

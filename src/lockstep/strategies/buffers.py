@@ -10,9 +10,9 @@ Whole numbers, such as the count of batches, take the value after one micro-batc
 decides whether a BatchNorm is called, its count takes the greatest value; any other buffer of whole numbers that
 micro-batches of one step change differently is refused, for no value would be right.
 
-How it is found out which buffers move: by `Tensor._version` after each micro-batch, which costs little, and by value in
-the first steps and now and then. A change through ``.data`` or by a kernel leaves no trace in the version. Where one
-module's buffer moves, those of its name in modules of its class are taken to: the data may choose among experts.
+Which buffers move is found out by `Tensor._version` after each micro-batch, which costs little, and by value in the
+first steps and now and then. A change through ``.data`` or by a kernel does not show in the version. Where one module's
+buffer moves, those of its name in modules of its class are taken to move, too: the data may choose among experts.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _PART = (1 << _BITS) - 1
 
 
 class Buffers:
-    """The buffers of the replicas' models over one step after another.
+    """Keeps the buffers of the replicas' models in step.
 
     Args:
-        exchange: sums what the replicas have.
+        all_reduce: sums over the replicas.
         group: the replicas.
         device: where sums are made, for buffers on several GPUs of a rank; None: where the buffers are.
     """
@@ -77,7 +77,7 @@ class Buffers:
         self._find_buffers()
 
     def resync(self) -> None:
-        """What the buffers hold now is the base of the next step; buffers that are new are kept in step, too."""
+        """Take what the buffers hold now as the base of the next step; new buffers are kept in step, too."""
         if self._changed_registrations():
             self._find_buffers()
         else:
@@ -85,24 +85,24 @@ class Buffers:
             self._begin()
 
     def check_known(self) -> None:
-        """Nothing, if the models have the buffers that they had when the loop over micro-batches began.
+        """Check that the models have the buffers that they had when the loop over micro-batches began.
 
         Raises:
-            UsageError: if not: what the first micro-batch found in a new one is not known any more.
+            UsageError: if not, since what a new one held before the first micro-batch is no longer known.
         """
         _refuse_changed_registrations(self._changed_registrations())
 
     def use_copies(self) -> None:
-        """The next forward pass changes copies, which `settle` brings home.
+        """Let the next forward pass change copies, which `end_micro_batch` copies back.
 
-        For where other forward passes come before its backward pass: autograd keeps what it has seen, and it must stay.
+        For pipelines, where other forward passes come before its backward pass: what autograd has seen must not change.
         """
         for i in self._moving:
             owner, name = self._owners[i]
             owner._buffers[name] = self._buffers[i].clone()
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """After ``position`` the base is back; after the rank's last one, moved by the step's mean. All ranks, then.
+        """Restore the base; after the rank's last micro-batch, move it by the mean over the step. Collective then.
 
         Raises:
             UsageError: for a buffer that has no one value after a step, by name.
@@ -113,7 +113,7 @@ class Buffers:
             self._steps += position.last
             return
         self._find_moving()
-        # Not before the last turn: ranks have different numbers of turns, and others may wait in the reduction.
+        # Not before the last one: ranks have different numbers of micro-batches, and others may wait in the reduction.
         if position.last:
             self._agree_on_moving()
             self._steps += 1
@@ -122,9 +122,9 @@ class Buffers:
         self._restore_base()
 
     def restore(self) -> None:
-        """The base is back, and what was gathered in this step is forgotten."""
+        """Restore the base; what was gathered in this step is forgotten."""
         self._fold = self._counts = None
-        with contextlib.suppress(UsageError):  # who gave the step up was told, or will be at the next one
+        with contextlib.suppress(UsageError):  # the user has got this error, or will at the next step
             self._find_moving()
         self._restore_base()
 
@@ -138,32 +138,32 @@ class Buffers:
                     yield module, name, buffer
 
     def _changed_registrations(self) -> set[str]:
-        """The names of buffers that came or went since the last `_find_buffers`."""
+        """The names of buffers that were added or removed since the last `_find_buffers`."""
         known = {(id(m), name) for m, name in (*self._owners, *self._none)}
         return {name for _, name in known ^ {(id(m), name) for m, name, _ in self._registered()}}
 
     def _find_buffers(self) -> None:
-        """Find all buffers of the models as they are now; those that were known to move still do."""
+        """Find all buffers of the models as they are now; those that moved before are expected to move still."""
         moving = {(id(self._owners[i][0]), self._owners[i][1]) for i in self._agreed}
         registered = list(self._registered())
         self._none = [(module, name) for module, name, buffer in registered if buffer is None]
         there = [(module, name, buffer) for module, name, buffer in registered if buffer is not None]
         self._owners = [(module, name) for module, name, _ in there]
         self._buffers = [buffer for *_, buffer in there]
-        # torch's normalisation kernels change running statistics without a trace in `Tensor._version`.
+        # torch's normalisation kernels change running statistics without changing `Tensor._version`.
         self._norms = {i for i, (module, _) in enumerate(self._owners) if isinstance(module, _NormBase)}
         self._same_class_and_name = {}
         for i, (module, name) in enumerate(self._owners):
             self._same_class_and_name.setdefault((type(module), name), []).append(i)
-        # Of one type whatever moves, for which of them do may be found out within a step, after the first additions.
+        # One type for all sums: which buffers move may be found out within a step, after the first additions.
         is_wide = any(b.dtype in (torch.float64, torch.complex128) for b in self._buffers)
         self._sum_type = torch.float64 if is_wide else torch.float32
         known = {i for i, (module, name) in enumerate(self._owners) if (id(module), name) in moving}
         self._moving = self._agreed = tuple(sorted(known | self._norms))
-        quiet = [b for i, b in enumerate(self._buffers) if i not in self._moving]
+        unchanged = [b for i, b in enumerate(self._buffers) if i not in self._moving]
         self._small = (
-            all(b.device.type == "cpu" for b in quiet)
-            and sum(b.numel() * b.element_size() for b in quiet) <= _SMALL_BYTES
+            all(b.device.type == "cpu" for b in unchanged)
+            and sum(b.numel() * b.element_size() for b in unchanged) <= _SMALL_BYTES
         )
         self._steps = 0
         self._begin()
@@ -175,7 +175,7 @@ class Buffers:
         self._fold = self._counts = None
 
     def _restore_registered(self) -> None:
-        """What was assigned, as by ``self.mean = 0.9 * self.mean + ...``, goes into the tensor that is kept in step."""
+        """Copy what was assigned, as by ``self.mean = 0.9 * self.mean + ...``, into the tensor that is kept in step."""
         for buffer, (owner, name) in zip(self._buffers, self._owners, strict=True):
             held = owner._buffers.get(name)
             if held is None or held is buffer:
@@ -200,15 +200,15 @@ class Buffers:
     def _find_moving(self) -> None:
         self._restore_registered()
         changed = {i for i, b in enumerate(self._buffers) if b._version != self._versions[i]}
-        if self._compares_values:
-            quiet = [i for i in range(len(self._buffers)) if i not in changed and i not in self._moving]
-            silent = {i for i in quiet if not same(self._buffers[i], self._base[i])}
-            if silent and not self._small and self._steps >= _FIRST_STEPS:
+        if self._by_value:
+            unchanged = [i for i in range(len(self._buffers)) if i not in changed and i not in self._moving]
+            unversioned = {i for i in unchanged if not same(self._buffers[i], self._base[i])}
+            if unversioned and not self._small and self._steps >= _FIRST_STEPS:
                 raise UsageError(
-                    f"{self._named(silent)} began to change through .data or by a kernel after the first steps, which "
-                    "leaves no trace: change it in place, as in self.mean.mul_(0.9)"
+                    f"{self._named(unversioned)} began to change through .data or by a kernel after the first steps, "
+                    "which leaves no trace: change it in place, as in self.mean.mul_(0.9)"
                 )
-            changed |= silent
+            changed |= unversioned
         if not changed.issubset(self._moving):
             self._add_moving(
                 {
@@ -219,7 +219,7 @@ class Buffers:
             )
 
     def _add_moving(self, places: Iterable[int]) -> None:
-        """These move, too. In the earlier micro-batches of this step they did not."""
+        """Add ``places`` to those that move; in the earlier micro-batches of this step they did not."""
         before, self._moving = self._moving, tuple(sorted({*places, *self._moving}))
         if self._moving == before or self._fold is None or not self._fold.nodes:
             return
@@ -242,16 +242,16 @@ class Buffers:
         return self._steps < _FIRST_STEPS or self._steps % _EVERY_STEPS == 0
 
     @property
-    def _compares_values(self) -> bool:
+    def _by_value(self) -> bool:
         """Whether buffers are compared by value in this step."""
         return self._small or self._is_checking_step
 
     def _agree_on_moving(self) -> None:
-        """All ranks keep the same buffers in step. All ranks, in the first steps and when one has found another."""
+        """Agree on which buffers are kept in step. Collective in the first steps, and when a rank has found one."""
         if self._steps < _FIRST_STEPS:
-            mine = self._moving, self._changed_registrations()
+            own = self._moving, self._changed_registrations()
             for moving, changed_registrations in self._group.gather_objects(
-                mine, "which buffers the forward pass changes"
+                own, "which buffers the forward pass changes"
             ):
                 _refuse_changed_registrations(changed_registrations)
                 self._add_moving(moving)
@@ -301,7 +301,7 @@ class Buffers:
         return list(torch._foreach_sub(here, base)) if here else []
 
     def _move_base(self, real: Sequence[int], whole: Sequence[int], of: int) -> None:
-        """The base moves by the mean over all ranks' micro-batches; whole numbers by what one of them has added."""
+        """Move the base by the mean over all ranks' micro-batches; integers by what one of them has added."""
         sums = self._fold.sums if self._fold is not None else []
         bases = [self._base[i] for i in real]
         like = self._flatten(bases)
@@ -336,11 +336,7 @@ class Buffers:
         for i, *flats in zip(places, low.split(sizes), high.split(sizes), strict=True):
             base = self._base[i]
             least, most = (flat.view(base.shape).to(base.device) for flat in flats)
-            if (
-                i not in self._norms
-                and (self._compares_values or base.device.type == "cpu")
-                and bool((least != most).any())
-            ):
+            if i not in self._norms and (self._by_value or base.device.type == "cpu") and bool((least != most).any()):
                 raise UsageError(
                     f"{self._named([i])} counts what the data holds: the micro-batches of one step changed it by "
                     f"{least.min()} to {most.max()}, and after a step there is one value for all. Count in "
@@ -353,7 +349,7 @@ class Buffers:
         return f"the buffer{'s' if len(names) > 1 else ''} {', '.join(names[:5])}"
 
     def _flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """In one dimension, complex numbers as two reals, all of the type of sums."""
+        """One tensor of one dimension, complex numbers as two reals, all of the type of sums."""
         flats = [as_real(t).reshape(-1) for t in tensors]
         whole = torch.zeros(0, dtype=self._sum_type, device=self._device)
         return torch.cat([whole, *(flat.to(self._device or flat.device) for flat in flats)])
@@ -375,7 +371,7 @@ class _Counts:
         self.high: torch.Tensor | None = None
 
     def add(self, move: torch.Tensor) -> None:
-        """One micro-batch has moved them so."""
+        """Include the move of one micro-batch."""
         self.low = move if self.low is None else torch.minimum(self.low, move)
         self.high = move if self.high is None else torch.maximum(self.high, move)
 
@@ -391,7 +387,7 @@ class _Counts:
         self.low, self.high = widened(self.low), widened(self.high)
 
     def row(self, numbers: int) -> torch.Tensor:
-        """What this rank tells the others of so many numbers, of one dimension."""
+        """This rank's row for ``numbers`` integers, and zeros for the other ranks' rows; one-dimensional."""
         row = torch.zeros(self._size, 1 + 3 * 2 * numbers)
         if self.low is not None and self.high is not None:
             row = row.to(self.low.device)
@@ -403,13 +399,11 @@ class _Counts:
     def agreed(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the greatest of each over all ranks, from the sum of their rows."""
         table = rows.view(self._size, -1)
-        has_micro_batch = table[:, :1] > 0
+        present = table[:, :1] > 0
         low, middle, high = table[:, 1:].long().view(self._size, 3, -1).unbind(1)
         least, most = (low + (middle << _BITS) + (high << 2 * _BITS)).chunk(2, 1)
         bounds = torch.iinfo(torch.int64)
-        least = torch.where(has_micro_batch, least, bounds.max).amin(0)
-        most = torch.where(has_micro_batch, most, bounds.min).amax(0)
-        return least, most
+        return torch.where(present, least, bounds.max).amin(0), torch.where(present, most, bounds.min).amax(0)
 
 
 def _refuse_changed_registrations(names: set[str]) -> None:
@@ -429,5 +423,5 @@ def _move(buffer: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they hold the same values, and are not a number in the same places. Waits for the GPU."""
+    """Whether both hold the same values, with NaN in the same places. Waits for the GPU."""
     return torch.equal(one, other) or bool(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))

@@ -116,11 +116,11 @@ class TreeGradientAccumulator:
         if not self._tree.nodes:
             return [flat]
         places = [self._places[id(p)] for p in parameters]
-        here = TreeAccumulator[Tensors](self._micro_batches, _add_into_right)
-        here.nodes = list(self._tree.nodes)
-        here.sums = [[as_real(sums[i]) for i in places] for sums in self._tree.sums]
-        here.push((position.index, position.index + 1), gradients)
-        return [*(_laid_out(sums, gradients, flat) for sums in here.sums[:-1]), flat]
+        tree = TreeAccumulator[Tensors](self._micro_batches, _add_into_right)
+        tree.nodes = list(self._tree.nodes)
+        tree.sums = [[as_real(sums[i]) for i in places] for sums in self._tree.sums]
+        tree.push((position.index, position.index + 1), gradients)
+        return [*(_laid_out(sums, gradients, flat) for sums in tree.sums[:-1]), flat]
 
     def rows(self, position: MicroBatchPosition, parameter: nn.Parameter) -> list[torch.Tensor]:
         """This rank's sums for one parameter with sparse gradients; its ``.grad`` is that of the last micro-batch.
@@ -128,12 +128,12 @@ class TreeGradientAccumulator:
         Returns:
             One dense tensor of one dimension for each of the rank's nodes; what `sparse_again` takes, as rows.
         """
-        here = TreeAccumulator[torch.Tensor](self._micro_batches, lambda left, right: left.add_(right))
-        here.nodes = list(self._tree.nodes)
-        here.sums = [sums[self._places[id(parameter)]] for sums in self._tree.sums]
+        tree = TreeAccumulator[torch.Tensor](self._micro_batches, lambda left, right: left.add_(right))
+        tree.nodes = list(self._tree.nodes)
+        tree.sums = [sums[self._places[id(parameter)]] for sums in self._tree.sums]
         if not position.is_padding:
-            here.push((position.index, position.index + 1), rows_of(parameter))
-        return [sums.view(-1) for sums in here.sums]
+            tree.push((position.index, position.index + 1), rows_of(parameter))
+        return [sums.view(-1) for sums in tree.sums]
 
 
 def is_loss(value: object) -> bool:

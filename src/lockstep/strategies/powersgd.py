@@ -78,9 +78,9 @@ class PowerSGD(Compression):
         compressed = [factors for factors in begun if factors.steps >= self._start]
         self._sums.finish()
         if compressed:
-            here = [flat for factors in compressed for flat in flats[factors.number]]
-            if self._may_skip and self._any_not_finite(here):
-                for flat in here:
+            compressed_flats = [flat for factors in compressed for flat in flats[factors.number]]
+            if self._may_skip and self._any_not_finite(compressed_flats):
+                for flat in compressed_flats:
                     flat.fill_(math.nan)  # so that every rank skips the step
             else:
                 self._sum(compressed, gradients)
@@ -118,11 +118,11 @@ class PowerSGD(Compression):
             factors.open()
         vectors = [gradients[id(p)] for factors in models for p in factors.vectors]
         stacks = [stack for factors in models for stack in factors.stacks]
-        mine = [[gradients[id(p)] for p in stack.parameters] for stack in stacks]
+        stack_gradients = [[gradients[id(p)] for p in stack.parameters] for stack in stacks]
 
         ps = []
-        for stack, these in zip(stacks, mine, strict=True):
-            torch._foreach_add_(stack.errors_as(these), these)
+        for stack, own_gradients in zip(stacks, stack_gradients, strict=True):
+            torch._foreach_add_(stack.errors_as(own_gradients), own_gradients)
             ps.append(torch.bmm(stack.q, stack.error.mT))
         message, pieces = _packed([*vectors, *ps])
         self._sums.begin(message)
@@ -141,8 +141,8 @@ class PowerSGD(Compression):
         for stack, p, q in zip(stacks, ps, own, strict=True):
             stack.error.baddbmm_(p.mT, q, alpha=-1)
         self._sums.finish()
-        for stack, these, p, q, summed in zip(stacks, mine, ps, own, pieces, strict=True):
-            _multiply_into(these, p, q.copy_(summed))
+        for stack, own_gradients, p, q, summed in zip(stacks, stack_gradients, ps, own, pieces, strict=True):
+            _multiply_into(own_gradients, p, q.copy_(summed))
             stack.remember(q)
 
 

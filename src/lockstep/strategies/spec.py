@@ -20,16 +20,16 @@ def split(spec: str) -> tuple[str, dict[str, str]]:
         SettingError: if an option is named twice, or there is none between two commas.
     """
     name, _, rest = spec.partition(":")
-    words: dict[str, str] = {}
+    options: dict[str, str] = {}
     for word in rest.split(",") if rest else ():
         option, _, value = word.partition("=")
-        if not option or option in words:
+        if not option or option in options:
             raise SettingError(f"strategy={spec!r}: write NAME:OPTION=VALUE,OPTION=VALUE, each option once")
-        words[option] = value or "true"
-    return name, words
+        options[option] = value or "true"
+    return name, options
 
 
-def options_of(kind: type[T], name: str, words: Mapping[str, str]) -> T:
+def options_of(kind: type[T], name: str, options: Mapping[str, str]) -> T:
     """The options of the strategy ``name``, a frozen dataclass, read by the types of its fields.
 
     Raises:
@@ -37,7 +37,7 @@ def options_of(kind: type[T], name: str, words: Mapping[str, str]) -> T:
     """
     known: dict[str, Field[Any]] = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     values = {}
-    for option, text in words.items():
+    for option, text in options.items():
         if option not in known:
             near = difflib.get_close_matches(option, known, n=1)
             there = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"

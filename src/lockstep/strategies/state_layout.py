@@ -92,40 +92,42 @@ class OwnerLayout(StateLayout):
 
     def __init__(self, group: Group) -> None:
         self._group: Final = group
-        self._models: Final[dict[nn.Module, dict[str, _Place]]] = {}  # of each model's tensors, by their names
-        self._places: Final[dict[int, _Place]] = {}  # of parameters, by their ids
+        self._models: Final[dict[nn.Module, dict[str, _TensorRanks]]] = {}  # of each model's tensors, by their names
+        self._locations: Final[dict[int, _TensorRanks]] = {}  # of parameters, by their ids
         self._states: Final = States(group, self._ranks_of)
 
     def setup_model(self, model: nn.Module, ranks_of: Callable[[str], Sequence[int]]) -> None:
-        """Remember ``model``, of which every tensor still has its shape here. All ranks, with the same answers.
+        """Remember ``model``, of which every tensor still has its shape here. Collective, with the same answers.
 
         Args:
             model: its parameters remain the same objects, whatever memory they give up.
             ranks_of: which ranks will hold the tensor of this name in ``model.state_dict()``, at least one.
         """
-        places: dict[str, _Place] = {}
+        locations: dict[str, _TensorRanks] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor):
-                place = places[name] = _Place(tuple(tensor.shape), tensor.dtype, tuple(ranks_of(name)))
-                before = self._places.get(id(tensor), place)  # has several names, if modules share it
-                self._places[id(tensor)] = replace(place, ranks=tuple(dict.fromkeys(before.ranks + place.ranks)))
-        self._models[model] = places
+                location = locations[name] = _TensorRanks(tuple(tensor.shape), tensor.dtype, tuple(ranks_of(name)))
+                before = self._locations.get(id(tensor), location)  # has several names, if modules share it
+                self._locations[id(tensor)] = replace(
+                    location, ranks=tuple(dict.fromkeys(before.ranks + location.ranks))
+                )
+        self._models[model] = locations
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """The 2-norm of all gradients, from the squares that the owners add up. Collective."""
-        places = [self._places[id(p)] for p in parameters]
-        kind = torch.float64 if any(place.squares == torch.float64 for place in places) else torch.float32
+        locations = [self._locations[id(p)] for p in parameters]
+        kind = torch.float64 if any(location.squares == torch.float64 for location in locations) else torch.float32
         # Of each parameter whether it has a gradient; then the rows. Where others write, zeros: they change no bit.
-        lengths = [len(places), *(place.rows for place in places)]
+        lengths = [len(locations), *(location.rows for location in locations)]
         flat = torch.zeros(sum(lengths), dtype=kind, device=self._group.device)
-        there, *slots = flat.split(lengths)
-        for number, (parameter, place) in enumerate(zip(parameters, places, strict=True)):
-            if place.ranks[0] == self._group.rank and parameter.grad is not None:
-                there[number] = 1
+        flags, *slots = flat.split(lengths)
+        for number, (parameter, location) in enumerate(zip(parameters, locations, strict=True)):
+            if location.ranks[0] == self._group.rank and parameter.grad is not None:
+                flags[number] = 1
                 slots[number].copy_(squared_row_norms(parameter.grad))
-        there, *slots = self._group.sum_tensor(flat, "the norm of the gradients").split(lengths)
-        found = zip(slots, places, there.tolist(), strict=True)
-        return norm_of_rows([slot.to(place.squares) for slot, place, has in found if has], self._group.device)
+        flags, *slots = self._group.sum_tensor(flat, "the norm of the gradients").split(lengths)
+        found = zip(slots, locations, flags.tolist(), strict=True)
+        return norm_of_rows([slot.to(location.squares) for slot, location, has in found if has], self._group.device)
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
         """1.0 if ``found`` is not zero on some rank, else 0.0. Collective."""
@@ -133,9 +135,11 @@ class OwnerLayout(StateLayout):
 
     def model_state(self, model: nn.Module) -> StateDict:
         """The tensors that this rank writes, and absent `TensorShard` for those that others write."""
-        here = model.state_dict()
-        state = OrderedDict((n, place.part_of(here.get(n), self._group)) for n, place in self._models[model].items())
-        return state | {name: value for name, value in here.items() if name not in state}
+        local = model.state_dict()
+        state = OrderedDict(
+            (n, location.part_of(local.get(n), self._group)) for n, location in self._models[model].items()
+        )
+        return state | {name: value for name, value in local.items() if name not in state}
 
     def load_model(self, model: nn.Module, state: StateDict) -> None:
         """Load the tensors that lie on this rank.
@@ -143,13 +147,13 @@ class OwnerLayout(StateLayout):
         Raises:
             ValueError: if it is the state of another model.
         """
-        here = {name: place.shape for name, place in self._models[model].items()}
-        there = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
-        odd = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+        local = {name: location.shape for name, location in self._models[model].items()}
+        flags = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
+        odd = sorted(name for name in local.keys() | flags.keys() if local.get(name) != flags.get(name))
         if odd:
             more = f", and {len(odd) - 1} more do not fit" if len(odd) > 1 else ""
-            raise ValueError(f"{odd[0]} has the shape {there.get(odd[0])} there and {here.get(odd[0])} here{more}")
-        away = {name for name, place in self._models[model].items() if self._group.rank not in place.ranks}
+            raise ValueError(f"{odd[0]} has the shape {flags.get(odd[0])} there and {local.get(odd[0])} here{more}")
+        away = {name for name, location in self._models[model].items() if self._group.rank not in location.ranks}
         model.load_state_dict({name: value for name, value in state.items() if name not in away}, strict=False)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
@@ -161,12 +165,12 @@ class OwnerLayout(StateLayout):
         self._states.load(optimizer, state)
 
     def _ranks_of(self, parameter: nn.Parameter) -> Sequence[int]:
-        return self._places[id(parameter)].ranks
+        return self._locations[id(parameter)].ranks
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor lies."""
+class _TensorRanks:
+    """The ranks that hold a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -202,11 +206,11 @@ class States:
     def __init__(self, group: Group, ranks_of: Callable[[nn.Parameter], Sequence[int]]) -> None:
         self._group: Final = group
         self._ranks_of: Final = ranks_of
-        self._told: Final[dict[torch.optim.Optimizer, str]] = {}  # what this rank said last of its part
-        self._known: Final[dict[torch.optim.Optimizer, dict[int, Any]]] = {}  # what all of them said
+        self._last_description: Final[dict[torch.optim.Optimizer, str]] = {}  # of this rank's states, as last gathered
+        self._gathered_states: Final[dict[torch.optim.Optimizer, dict[int, Any]]] = {}  # of all ranks
 
     def gather(self, optimizer: torch.optim.Optimizer) -> StateDict:
-        """As ``optimizer.state_dict()`` on one rank that steps all parameters, with `Part` for each tensor. Collective.
+        """``optimizer.state_dict()`` as on a rank that steps all parameters; tensors as `TensorShard`. Collective.
 
         What states there are and their plain values are exchanged where they have changed; otherwise this takes 1 ms.
 
@@ -214,24 +218,28 @@ class States:
             UsageError: if the optimizer has come to hold other plain values in its parameter groups on other ranks.
         """
         state, parameters = optimizer.state_dict(), parameters_of(optimizer)
-        mine = {
-            place: values
-            for place, values in state["state"].items()
-            if isinstance(place, int) and self._ranks_of(parameters[place])[0] == self._group.rank
+        own = {
+            index: values
+            for index, values in state["state"].items()
+            if isinstance(index, int) and self._ranks_of(parameters[index])[0] == self._group.rank
         }
-        outlines = {place: as_absent_shards(values) for place, values in mine.items()}
-        told = repr(outlines)
-        if self._changed(optimizer, state["param_groups"], changed=told != self._told.get(optimizer)):
-            everywhere = self._group.gather_objects(outlines, "which states the optimizer has")
-            self._known[optimizer] = {place: said for one in everywhere for place, said in one.items()}
-            self._told[optimizer] = told
-        states = {place: self._known[optimizer][place] for place in sorted(self._known[optimizer])}
-        states |= {place: as_owned_shards(values) for place, values in mine.items()}
+        absent = {index: as_absent_shards(values) for index, values in own.items()}
+        description = repr(absent)
+        if self._changed(
+            optimizer, state["param_groups"], changed=description != self._last_description.get(optimizer)
+        ):
+            everywhere = self._group.gather_objects(absent, "which states the optimizer has")
+            self._gathered_states[optimizer] = {
+                index: gathered for one in everywhere for index, gathered in one.items()
+            }
+            self._last_description[optimizer] = description
+        states = {index: self._gathered_states[optimizer][index] for index in sorted(self._gathered_states[optimizer])}
+        states |= {index: as_owned_shards(values) for index, values in own.items()}
         states |= {key: value for key, value in state["state"].items() if not isinstance(key, int)}
         return state | {"state": states}
 
     def load(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
-        """Put back what `gather` gave, in which every tensor is whole; what others step is left out. Each rank."""
+        """Load what `gather` gave, in which every tensor is whole; states that other ranks hold are left out."""
         parameters = parameters_of(optimizer)
         kept = {
             key: values
@@ -241,14 +249,15 @@ class States:
         optimizer.load_state_dict({**state, "state": kept})
 
     def _changed(self, optimizer: torch.optim.Optimizer, groups: list[StateDict], *, changed: bool) -> bool:
-        """Whether some rank has ``changed``; that the groups are the same everywhere is checked on the way."""
+        """Whether some rank has ``changed``; checks also that parameter groups are equal. Collective."""
         plain = repr([{name: value for name, value in group.items() if name != "params"} for group in groups])
-        said = self._group.gather_objects((changed, plain), "the optimizer's parameter groups")
-        for rank, (_, other) in enumerate(said):
-            if other != said[0][1]:
+        gathered = self._group.gather_objects((changed, plain), "the optimizer's parameter groups")
+        for rank, (_, other) in enumerate(gathered):
+            if other != gathered[0][1]:
                 raise UsageError(
                     f"the parameter groups of {type(optimizer).__name__} differ between ranks: rank 0 has "
-                    f"{said[0][1]:.300}, rank {rank} {other:.300}. If it learns them from all parameters together, use "
+                    f"{gathered[0][1]:.300}, "
+                    f"rank {rank} {other:.300}. If it learns them from all parameters together, use "
                     "--strategy ddp; else set them alike on all ranks"
                 )
-        return any(one for one, _ in said)
+        return any(one for one, _ in gathered)

@@ -1,8 +1,8 @@
-"""Sums and means over ranks of what each of them holds whole, such as its parameters.
+"""Sums and means over ranks of tensors that each of them holds whole, such as its parameters.
 
-Torch has averagers for this (`torch.distributed.algorithms.model_averaging`). They do not serve here: they sum in the
-order of the backend, average the parameters that happen to have a gradient, which may be others on each rank, and leave
-buffers apart.
+Torch has averagers for this (`torch.distributed.algorithms.model_averaging`). They are not used here, because they sum
+in the order of the backend, average the parameters that happen to have a gradient, which may be different ones on each
+rank, and leave out buffers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from lockstep.collectives import Group, RankOrderAllReduce, translating_peer_errors
 from lockstep.strategies.local.flat_ranges import by_dtype, cut, gather, scatter, sizes_of
 
-#: MiB summed at once, if the run does not say: enough for any link, and little beside a model.
+#: MiB that are summed at once by default: enough for any link, and little compared with a model.
 _BUCKET_MB = 25.0
 
 
@@ -28,40 +28,40 @@ class RankAverager:
         self._sums: Final = RankOrderAllReduce(group)
 
     def begin(self, flat: torch.Tensor) -> None:
-        """Begin the sum of each rank's ``flat``, one-dimensional, to arrive in it."""
+        """Begin the sum of every rank's ``flat``, one-dimensional; after `finish` it is in ``flat``."""
         with translating_peer_errors("the exchange of parameters"):
             for chunk in flat.split(self._at_once(flat)):
                 self._sums.begin(chunk)
 
     def finish(self) -> None:
-        """All sums that were begun have arrived."""
+        """Wait for all sums that were begun."""
         with translating_peer_errors("the exchange of parameters"):
             self._sums.finish()
 
     def sums(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The sum of each over all ranks, which give as many of the same shapes; in new memory."""
-        found = [torch.empty_like(t, requires_grad=False) for t in tensors]
+        """The sum of each tensor over all ranks, in new memory; every rank gives tensors of the same shapes."""
+        results = [torch.empty_like(t, requires_grad=False) for t in tensors]
         for places in by_dtype(tensors):
-            kind, out = [tensors[place] for place in places], [found[place] for place in places]
-            sizes = sizes_of(kind)
-            bytes_all = sum(t.numel() * t.element_size() for t in kind)
+            tensors_of_type, out = [tensors[place] for place in places], [results[place] for place in places]
+            sizes = sizes_of(tensors_of_type)
+            bytes_all = sum(t.numel() * t.element_size() for t in tensors_of_type)
             for ranges in cut(sizes, max(1, -int(-bytes_all // self._bucket_bytes))):
-                flat = gather(kind, ranges, self.group.device)
+                flat = gather(tensors_of_type, ranges, self.group.device)
                 if flat.numel():
                     self.begin(flat)
                     self.finish()
                     scatter(out, ranges, flat)
-        return found
+        return results
 
     def means(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """As `sums`, divided by the number of ranks."""
-        found = self.sums(tensors)
-        if found:
-            torch._foreach_div_(found, self.group.size)
-        return found
+        results = self.sums(tensors)
+        if results:
+            torch._foreach_div_(results, self.group.size)
+        return results
 
     def close(self) -> None:
-        """No sum is begun any more."""
+        """End threads and connections; no sum is begun afterwards."""
         self._sums.close()
 
     def _at_once(self, flat: torch.Tensor) -> int:

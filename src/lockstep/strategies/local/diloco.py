@@ -18,8 +18,8 @@ A step is one optimizer step of each rank, on the mean gradient of its own micro
 result depends on how many ranks there are; for the same number it is the same bits.
 
 - The inner optimizer's moments stay each rank's own; nothing of them is averaged or forgotten while training.
-- Running statistics of BatchNorm and other buffers move locally, and are averaged at the end of each period: a short
-  meeting, also with ``overlap``; there is none for models with neither buffers nor frozen parameters.
+- Each rank changes its own running statistics of BatchNorm and other buffers; they are averaged at the end of each
+  period, also with ``overlap``. Models with neither buffers nor frozen parameters need no such average.
 - Evaluations and checkpoints see the mean over ranks of parameters, buffers and moments. A checkpoint also holds the
   outer optimizer and each rank's own, so the same number of ranks goes on exactly, also within a period, and with an
   exchange begun. Another number starts from the mean and keeps the outer optimizer; another strategy, from the mean.
@@ -72,13 +72,13 @@ class Options:
     wire: str = "fp32"  #: format of what is exchanged: fp32 (as the parameters are), bf16 or fp16
 
     def __post_init__(self) -> None:
-        told = f"strategy diloco: period={self.period}, fragments={self.fragments}, overlap={self.overlap}"
+        given = f"strategy diloco: period={self.period}, fragments={self.fragments}, overlap={self.overlap}"
         if self.period < 1 or not 1 <= self.fragments <= self.period:
-            raise SettingError(f"{told}; give a period from 1, and from 1 to {max(self.period, 1)} fragments")
+            raise SettingError(f"{given}; give a period from 1, and from 1 to {max(self.period, 1)} fragments")
         if not 0 <= self.overlap < self.period // self.fragments:
             raise SettingError(
-                f"{told}: an exchange begins every {self.period // self.fragments} steps, and the one before must have "
-                f"been applied by then; give an overlap from 0 to {self.period // self.fragments - 1}"
+                f"{given}: an exchange begins every {self.period // self.fragments} steps, and the one before must "
+                f"have been applied by then; give an overlap from 0 to {self.period // self.fragments - 1}"
             )
         if self.outer_lr <= 0 or not 0 <= self.outer_momentum < 1 or not 0 <= self.mix < 1:
             raise SettingError(
@@ -137,7 +137,7 @@ class OuterOptimizer:
         self._ranges: list[list[list[FlatRange]]] = []  # of each fragment, for each type of numbers
 
     def add_parameters(self, parameters: list[nn.Parameter]) -> None:
-        """These are all ``parameters`` so far, and start from what they hold."""
+        """Let the new ones of ``parameters``, which are all so far, start from what they hold."""
         new = parameters[len(self._parameters) :]
         self._parameters += new
         start = [p.detach().clone(memory_format=torch.contiguous_format) for p in new]
@@ -146,7 +146,7 @@ class OuterOptimizer:
         sizes, of_types = sizes_of(self._parameters), []
         for places in by_dtype(self._parameters):
             cuts = cut([sizes[place] for place in places], self._fragments)
-            of_types.append([[FlatRange(places[p.place], p.first, p.end) for p in ranges] for ranges in cuts])
+            of_types.append([[FlatRange(places[p.index], p.first, p.end) for p in ranges] for ranges in cuts])
         self._ranges = [[cuts[f] for cuts in of_types if cuts[f]] for f in range(self._fragments)]
 
     def pseudo_gradient(self, fragment: int) -> list[torch.Tensor]:
@@ -170,16 +170,16 @@ class OuterOptimizer:
             scatter(self._parameters, ranges, mixed)
 
     def restart(self) -> None:
-        """Start from what the parameters hold, with the momentum of before."""
+        """Start from what the parameters hold; the momentum stays."""
         for parameter, start in zip(self._parameters, self._start, strict=True):
             start.copy_(parameter.detach())
 
     def state_dict(self) -> StateDict:
-        """What `load_state` takes."""
+        """The start of each parameter, and the momentum."""
         return {"start": list(self._start), "velocity": list(self._velocity)}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Put back `state`."""
+        """Load `state_dict`."""
         for tensors, saved in ((self._start, state["start"]), (self._velocity, state["velocity"])):
             for tensor, value in zip(tensors, saved, strict=True):
                 tensor.copy_(value)
@@ -316,7 +316,7 @@ class DiLoCo(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, Ha
             self._averager.begin(flat)
 
     def _finish_exchange(self) -> None:
-        """The mean of the exchange under way, if there is one, has come. Collective."""
+        """Wait for the mean of the exchange that is under way, if there is one. Collective."""
         if self._in_flight:
             self._averager.finish()
             sums = [s if s.is_floating_point() and s.itemsize > 2 else s.float() for s in self._in_flight]

@@ -16,7 +16,7 @@ import torch
 class FlatRange:
     """Elements of one tensor, in the order of its indices."""
 
-    place: int  #: of the tensor among the others
+    index: int  #: of the tensor in the list
     first: int
     end: int
 
@@ -31,38 +31,38 @@ def cut(sizes: Sequence[int], count: int) -> list[list[FlatRange]]:
     for number in range(count):
         first, end = total * number // count, total * (number + 1) // count
         ranges, before = [], 0
-        for place, size in enumerate(sizes):
+        for index, size in enumerate(sizes):
             a, b = max(first - before, 0), min(end - before, size)
             if a < b:
-                ranges.append(FlatRange(place, a, b))
+                ranges.append(FlatRange(index, a, b))
             before += size
         cuts.append(ranges)
     return cuts
 
 
 def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The places of the tensors of each type, the types in the order in which they come."""
+    """The indices of the tensors of each type; types in the order in which they first occur."""
     found: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        found.setdefault(tensor.dtype, []).append(place)
+    for index, tensor in enumerate(tensors):
+        found.setdefault(tensor.dtype, []).append(index)
     return list(found.values())
 
 
 def sizes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How many elements `gather` sees in each: complex numbers are two."""
+    """The number of elements of each tensor for `gather`: a complex number counts as two."""
     return [t.numel() * (2 if t.is_complex() else 1) for t in tensors]
 
 
 def gather(tensors: Sequence[torch.Tensor], ranges: Sequence[FlatRange], device: torch.device) -> torch.Tensor:
-    """The pieces of tensors of one type, end to end in new memory of ``device``."""
-    found = [_flat(tensors[part.place])[part.first : part.end].to(device) for part in ranges]
+    """The ranges of tensors of one type, end to end in new memory of ``device``."""
+    found = [_flat(tensors[part.index])[part.first : part.end].to(device) for part in ranges]
     return torch.cat(found) if found else torch.empty(0, device=device)
 
 
 def scatter(tensors: Sequence[torch.Tensor], ranges: Sequence[FlatRange], values: torch.Tensor) -> None:
     """Put what `gather` gave, or such, into the tensors."""
     for part, value in zip(ranges, values.split([part.end - part.first for part in ranges]), strict=True):
-        tensor = tensors[part.place].detach()
+        tensor = tensors[part.index].detach()
         flat = _flat(tensor)
         with torch.no_grad():
             flat[part.first : part.end].copy_(value)
@@ -72,6 +72,6 @@ def scatter(tensors: Sequence[torch.Tensor], ranges: Sequence[FlatRange], values
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in the order of its indices; a view where they lie so."""
+    """The elements in the order of their indices; a view where they lie in that order."""
     tensor = tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)

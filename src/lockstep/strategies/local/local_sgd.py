@@ -7,11 +7,12 @@
     rank 2   ● step step step step ┘      └ step step ...
 
 A step is one optimizer step of each rank, on the mean gradient of its own micro-batches, clipped by its own norm. With
-``warmup=N`` the first N steps are those of ``ddp`` (post-local SGD). With ``node_period=K`` the ranks of a node meet
-every K steps, and all ranks every ``period``. The result depends on how many ranks there are; for the same number it is
-the same bits. What a mean is of, and why each rank weighs the same: see `lockstep.strategies.local.model_averaging`.
+``warmup=N`` the first N steps are those of ``ddp`` (post-local SGD). With ``node_period=K`` the ranks of a node are
+averaged every K steps, and all ranks every ``period``. The result depends on how many ranks there are; for the same
+number it is the same bits. What a mean is of, and why each rank weighs the same: see
+`lockstep.strategies.local.model_averaging`.
 
-- Running statistics of BatchNorm and other buffers move locally, and are averaged with the parameters.
+- Each rank changes its own running statistics of BatchNorm and other buffers; they are averaged with the parameters.
 - Momentum and the like stay each rank's own (``moments=keep``), which costs nothing, or are averaged with the
   parameters (``moments=average``), as much traffic again for each moment.
 - Evaluations and checkpoints see the mean over ranks of everything, moments included. A checkpoint also holds each
@@ -95,11 +96,11 @@ class LocalSgd(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, 
         self._ranks: Final = group.size
         self._local: Final = LocalSteps(context)
         self._averager: Final = RankAverager(group, context.bucket_mb)
-        here = [rank for rank, node in enumerate(group.nodes) if node == group.nodes[group.rank]]
+        same_node = [rank for rank, node in enumerate(group.nodes) if node == group.nodes[group.rank]]
         self._node_averager: Final = (
-            RankAverager(group.subgroup(here), context.bucket_mb) if options.node_period else None
+            RankAverager(group.subgroup(same_node), context.bucket_mb) if options.node_period else None
         )
-        # One rank alone needs nobody to step as ddp does.
+        # A single rank needs no other one to step as ddp does.
         self._warmup: Final = options.warmup if group.size > 1 else 0
         self._ddp: Final = (
             Ddp(group, context.runs, exact=context.exact, bucket_mb=context.bucket_mb) if self._warmup else None
@@ -211,7 +212,7 @@ class LocalSgd(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, 
         return self._ddp if self._steps < self._warmup else None
 
     def _leave_ddp(self) -> None:
-        """From now on ranks step by themselves."""
+        """Let ranks step by themselves from now on."""
         self._replicas.mark_averaged()
         self._local.resync()
 

@@ -29,9 +29,9 @@ class LocalSteps:
         self._rank: Final = context.group.rank
         self._ranks: Final = context.group.size
         self._runs: Final = context.runs
-        here = single_rank_group(context.group.device)
+        group = single_rank_group(context.group.device)
         self._single_process: Final = SingleProcess(
-            here, lambda _, micro_batches: range(micro_batches), exact=context.exact
+            group, lambda _, micro_batches: range(micro_batches), exact=context.exact
         )
         self._samples = 0  # that this rank has met in the step
 

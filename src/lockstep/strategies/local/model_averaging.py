@@ -1,4 +1,4 @@
-"""Models that move apart, one on each rank, and come together in their mean.
+"""Models that diverge, one on each rank, and are averaged.
 
     rank 0   ●───────╮      ╭───────╮
     rank 1   ●───────┼ mean ┼───────┼ mean
@@ -8,8 +8,8 @@ What the mean is of:
 
 - trained parameters. Each rank weighs the same: all have made equally many steps, and how far an optimizer steps does
   not grow with the samples behind its gradient;
-- whatever else of the model has changed since ranks last held the same, such as BatchNorm's running statistics. Whole
-  numbers, such as its counts of batches, become the greatest of the ranks' instead.
+- whatever else of the model has changed since ranks last held the same, such as BatchNorm's running statistics. Of
+  integers, such as its counts of batches, the greatest value is taken instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lockstep.strategies.state_layout import ReplicatedLayout
 
 
 class DivergedReplicas:
-    """The models of all ranks."""
+    """The models of all ranks, which diverge while each rank steps by itself."""
 
     def __init__(self, averager: RankAverager) -> None:
         self._averager: Final = averager
@@ -43,7 +43,7 @@ class DivergedReplicas:
         self.optimizers_diverged = False  #: whether their optimizers may remember different things
 
     def setup_model(self, model: nn.Module) -> None:
-        """``model`` is on all ranks what it is on rank 0. Collective.
+        """Copy rank 0's values of ``model`` to all ranks. Collective.
 
         Raises:
             MismatchError: if ranks made different models.
@@ -59,39 +59,39 @@ class DivergedReplicas:
         self._models.append(model)
 
     def resync(self) -> None:
-        """What ranks hold now is the same, if it was before: what the script has filled in, it has on all of them."""
+        """Take what ranks hold now as equal, if it was before: what the script has set, it has set on all of them."""
         if not self.diverged:
             self.mark_averaged()
 
     def mark_stepped(self) -> None:
-        """Ranks have stepped by themselves."""
+        """Note that ranks have stepped by themselves."""
         self.diverged = self.optimizers_diverged = self._group.size > 1
 
     def mark_averaged(self) -> None:
-        """Ranks hold the same model."""
+        """Note that ranks hold the same model."""
         self.diverged = False
         self._versions[:] = [t._version for t in self._untrained]
 
     def average(self) -> None:
-        """Every rank holds the mean of all models. Collective."""
+        """Set every rank's model to the mean of all. Collective."""
         if self.diverged:
             _copy(*self._mean(self._averager))
             self.mark_averaged()
 
     def average_within(self, averager: RankAverager) -> None:
-        """Every rank of ``averager`` holds the mean of their models; ranks beyond may hold another. Those ranks."""
+        """Set the models of the ranks of ``averager`` to their mean; every one of them must call it."""
         if self.diverged:
             _copy(*self._mean(averager))
 
     def average_untrained(self) -> None:
-        """As `average`, but for what is trained. Collective."""
+        """Do as `average`, but leave out trained parameters. Collective."""
         if self.diverged:
             _copy(*self._mean(self._averager, trained=False))
             self._versions[:] = [t._version for t in self._untrained]
 
     @contextlib.contextmanager
     def averaged_models(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Inside, every rank holds the mean of all models, or of ``model`` alone; then its own again. Collective."""
+        """A context in which ranks hold the mean of all models, or of ``model``; then their own again. Collective."""
         if not self.diverged:
             yield
             return
@@ -104,25 +104,25 @@ class DivergedReplicas:
             _copy(tensors, own)
 
     def average_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """All that ``optimizers`` remember is the ranks' mean. Collective."""
+        """Set the states of ``optimizers`` to the ranks' mean. Collective."""
         for optimizer in optimizers:
             optimizer.load_state_dict(self.mean_optimizer_state(optimizer))
         self.optimizers_diverged = False
 
     def mean_optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
-        """The state of ``optimizer``, with the ranks' mean of what it remembers. Collective."""
+        """The state of ``optimizer``, with the mean over ranks. Collective."""
         if not self.optimizers_diverged:
             return optimizer.state_dict()
         return AveragedOptimizer(optimizer, self._group).mean(self._averager)
 
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> StateDict:
-        """What this rank's models and optimizers hold beside the mean, a row per rank as `TensorShard`. Collective."""
-        moved = list(self._changed_untrained(self._group)) if self.diverged else []
-        own = [*self.trained, *(self._untrained[place] for place in moved)] if self.diverged else []
+        """What ranks hold beside the mean, as `TensorShard` with a row per rank. Collective."""
+        changed = list(self._changed_untrained(self._group)) if self.diverged else []
+        own = [*self.trained, *(self._untrained[index] for index in changed)] if self.diverged else []
         return {
             "ranks": self._group.size,
             "apart": self.diverged,
-            "moved": moved,
+            "moved": changed,
             "models": [row_of(t, self._group) for t in own],
             "moments_apart": self.optimizers_diverged,
             "optimizers": [AveragedOptimizer(o, self._group).own_state() for o in optimizers]
@@ -131,13 +131,13 @@ class DivergedReplicas:
         }
 
     def load_state_dict(self, state: StateDict, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Put back `state`, if it is of as many ranks, into models and optimizers that hold the mean."""
+        """Load `state_dict`, if it is of as many ranks, into models and optimizers that hold the mean."""
         self.mark_averaged()
         self.optimizers_diverged = False
         if state["ranks"] != self._group.size:
             return
         if state["apart"]:
-            own = [*self.trained, *(self._untrained[place] for place in state["moved"])]
+            own = [*self.trained, *(self._untrained[index] for index in state["moved"])]
             _copy(own, [rows[self._group.rank] for rows in state["models"]])
         if state["moments_apart"]:
             for optimizer, remembered in zip(optimizers, state["optimizers"], strict=True):
@@ -145,43 +145,43 @@ class DivergedReplicas:
         self.diverged, self.optimizers_diverged = state["apart"], state["moments_apart"]
 
     def _changed_untrained(self, group: Group) -> dict[int, torch.Tensor | None]:
-        """Which others have changed on some rank, by place; the greatest of the ranks' whole numbers. Collective."""
+        """Which untrained tensors have changed on some rank, by index; of integers the greatest value. Collective."""
         if not self._untrained:
             return {}
-        changed = [place for place, t in enumerate(self._untrained) if t._version != self._versions[place]]
-        mine = {place: None if _has_mean(t := self._untrained[place]) else t.detach().cpu() for place in changed}
-        told = group.gather_objects(mine, "which buffers have changed")
+        changed = [index for index, t in enumerate(self._untrained) if t._version != self._versions[index]]
+        own_changes = {index: None if _has_mean(t := self._untrained[index]) else t.detach().cpu() for index in changed}
+        reported = group.gather_objects(own_changes, "which buffers have changed")
         return {
-            place: elementwise_max([theirs[place] for theirs in told if place in theirs])
-            for place in sorted({place for theirs in told for place in theirs})
+            index: elementwise_max([changes[index] for changes in reported if index in changes])
+            for index in sorted({index for changes in reported for index in changes})
         }
 
     def _mean(
         self, averager: RankAverager, model: nn.Module | None = None, *, trained: bool = True
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Tensors of ``model``, or of all models, and what each becomes. All ranks of ``averager``."""
+        """Tensors of ``model``, or of all models, and the mean of each. Collective for the ranks of ``averager``."""
         models = self._models if model is None else [model]
         inside = {id(t) for m in models for t in (*m.parameters(), *m.buffers())}
-        moved = {
+        changed = {
             p: most for p, most in self._changed_untrained(averager.group).items() if id(self._untrained[p]) in inside
         }
         real: list[torch.Tensor] = [p for p in self.trained if id(p) in inside] if trained else []
-        real += [self._untrained[place] for place, most in moved.items() if most is None]
-        whole = {place: most for place, most in moved.items() if most is not None}
+        real += [self._untrained[index] for index, most in changed.items() if most is None]
+        integers = {index: most for index, most in changed.items() if most is not None}
         means = averager.means(real)
-        return [*real, *(self._untrained[place] for place in whole)], [*means, *whole.values()]
+        return [*real, *(self._untrained[index] for index in integers)], [*means, *integers.values()]
 
 
 class AveragedLayout(StateLayout):
-    """The `StateLayout` of replicas: checkpoints hold the mean over ranks of models and of what optimizers remember.
+    """The layout of diverged replicas: checkpoints hold the mean over ranks of models and of optimizer states.
 
-    A checkpoint costs the traffic of one meeting, and of one more for each moment of the optimizers.
+    A checkpoint costs the traffic of one average, and of one more for each moment of the optimizers.
     """
 
     def __init__(self, replicas: DivergedReplicas) -> None:
         self._replicas: Final = replicas
         self._whole: Final = ReplicatedLayout()
-        self.optimizers: Final[list[torch.optim.Optimizer]] = []  #: of which a state was asked, in the run's order
+        self.optimizers: Final[list[torch.optim.Optimizer]] = []  #: whose state was asked for, in the run's order
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """The 2-norm of this rank's gradient: each rank clips its own."""
@@ -198,7 +198,7 @@ class AveragedLayout(StateLayout):
             state = self._whole.model_state(model)
             for name, value in state.items():
                 if diverged and isinstance(value, torch.Tensor):
-                    state[name] = value.clone()  # the model will hold its own again
+                    state[name] = value.clone()  # the model will hold this rank's own values again
         return state
 
     def load_model(self, model: nn.Module, state: StateDict) -> None:

@@ -1,10 +1,10 @@
-"""What the optimizers of ranks that step by themselves remember: the mean of it, and each rank's own.
+"""The states of optimizers of ranks that step by themselves: their mean, and what each rank holds beside it.
 
     exp_avg of parameter 7     rank 0: [...]    rank 1: [...]    rank 2: none, it has had no gradient yet
     mean                       over ranks 0 and 1
     rows, shape (3, ...)       rank 0's, rank 1's, zeros; and "rank 2 has none"
 
-Tensors of numbers with fractions are averaged. Counts of steps, and whatever is no such tensor, become the greatest.
+Tensors of floating-point numbers are averaged. Of counts of steps, and of everything else, the greatest value is taken.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.protocol import StateDict
 
 Key = tuple[int | str, str]
-"""One thing that an optimizer remembers: the number of its parameter, and what it is."""
+"""One entry of an optimizer's state: the number of its parameter, and its name."""
 
 
 class AveragedOptimizer:
-    """What the ranks' optimizers remember, as they have told each other. All ranks make one."""
+    """The states of the ranks' optimizers, compared. Collective to make."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Group) -> None:
         self._state: StateDict = optimizer.state_dict()
@@ -34,22 +34,22 @@ class AveragedOptimizer:
         rest = {
             key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in flat.items() if key not in self._moments
         }
-        told = group.gather_objects((shapes, rest), "what the optimizers remember")
-        self._shapes = {key: shape for shapes, _ in told for key, shape in shapes.items()}
-        self._lacking = [[key for key in self._shapes if key not in shapes] for shapes, _ in told]
-        self._rest: list[dict[Key, Any]] = [rest for _, rest in told]
+        gathered = group.gather_objects((shapes, rest), "what the optimizers remember")
+        self._shapes = {key: shape for shapes, _ in gathered for key, shape in shapes.items()}
+        self._lacking = [[key for key in self._shapes if key not in shapes] for shapes, _ in gathered]
+        self._rest: list[dict[Key, Any]] = [rest for _, rest in gathered]
         keys = dict.fromkeys(key for rest in self._rest for key in rest if key not in self._shapes)
         self._common = {key: elementwise_max([rest[key] for rest in self._rest if key in rest]) for key in keys}
 
     def mean(self, averager: RankAverager) -> StateDict:
-        """As the optimizer's ``state_dict()``, with the mean over the ranks. Collective."""
+        """The optimizer's ``state_dict()`` with the mean over the ranks. Collective."""
         sums = dict(zip(self._shapes, averager.sums(list(self._local_position().values())), strict=True))
         for key, total in sums.items():
             total.div_(self._group.size - sum(key in lacking for lacking in self._lacking))
         return self._state | {"state": _by_number({**sums, **self._common})}
 
     def own_state(self) -> StateDict:
-        """What this rank's optimizer holds beside the mean: values, and a `TensorShard` with a row per rank."""
+        """What each rank's optimizer holds beside the mean: values, and `TensorShard` with a row per rank."""
         missing = [
             [*lacking, *(key for key in self._common if key not in rest)]
             for lacking, rest in zip(self._lacking, self._rest, strict=True)
@@ -62,7 +62,7 @@ class AveragedOptimizer:
         }
 
     def _local_position(self) -> dict[Key, torch.Tensor]:
-        """This rank's moments, and zeros for those that only others have; in the same order on all ranks."""
+        """This rank's moments, and zeros for those that only other ranks have; in the same order on all ranks."""
         return {
             key: self._moments[key]
             if key in self._moments
@@ -72,7 +72,7 @@ class AveragedOptimizer:
 
 
 def load_own_state(optimizer: torch.optim.Optimizer, own: StateDict, rank: int) -> None:
-    """Give ``optimizer``, which remembers the mean, what `Remembered.own` said of ``rank``."""
+    """Load what `AveragedOptimizer.own_state` says of ``rank`` into ``optimizer``, which holds the mean."""
     state = optimizer.state_dict()
     flat: dict[Key, Any] = {(n, name): v for n, about in state["state"].items() for name, v in about.items()}
     flat |= {(number, name): rows[rank] for number, name, rows in own["moments"]}
@@ -83,13 +83,13 @@ def load_own_state(optimizer: torch.optim.Optimizer, own: StateDict, rank: int) 
 
 
 def row_of(tensor: torch.Tensor, group: Group) -> TensorShard:
-    """``tensor`` as this rank's row of one that has a row for each rank."""
+    """``tensor`` as this rank's row of a tensor with one row per rank."""
     start = (group.rank,) + (0,) * tensor.dim()
     return TensorShard(tensor.detach()[None], start, (group.size, *tensor.shape), tensor.dtype)
 
 
 def elementwise_max(values: Sequence[Any]) -> Any:
-    """Of numbers and of tensors, element by element; of anything else the first."""
+    """The greatest of numbers, and of tensors element by element; of anything else the first."""
     if all(isinstance(v, torch.Tensor) for v in values):
         return torch.stack(list(values)).amax(0)
     return max(values) if all(isinstance(v, int | float) for v in values) else values[0]

@@ -1,8 +1,8 @@
-"""Tensors that travel as one, and gradients that are summed so.
+"""Tensors that are sent as one, and gradients that are summed so.
 
 parameters      a 2x2     b 3       c 2
 owners          rank 2    rank 3    rank 2
-lots            a a a a c c    to and from rank 2
+buckets         a a a a c c    to and from rank 2
                 b b b          to and from rank 3
 """
 
@@ -22,13 +22,13 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBucket:
-    """Tensors of one owner and one type, which travel as one."""
+    """Tensors of one owner and one type, which are sent as one."""
 
     owner: int
     tensors: tuple[torch.Tensor, ...]
 
     def pack(self, values: Tensors) -> torch.Tensor:
-        """``values``, one for each tensor, end to end in new memory, in the order of their indices."""
+        """Concatenate ``values``, one for each tensor, into a new one-dimensional tensor."""
         return torch.cat([value.detach().reshape(-1) for value in values])
 
     def unpack(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -37,18 +37,18 @@ class FlatBucket:
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, self.tensors, strict=True)]
 
     def values(self) -> torch.Tensor:
-        """What the tensors hold, packed, in the memory of the CPU."""
+        """What the tensors hold, packed, on the CPU."""
         return self.pack(self.tensors).cpu()
 
     @torch.no_grad()
     def fill(self, flat: torch.Tensor) -> None:
-        """The tensors hold what was packed."""
+        """Copy packed values into the tensors."""
         for tensor, value in zip(self.tensors, self.unpack(flat), strict=True):
             tensor.copy_(value)
 
 
 def flat_buckets_of(tensors: Iterable[torch.Tensor], owners: Iterable[int]) -> list[FlatBucket]:
-    """The lots of ``tensors``, in the order in which owners and types first come."""
+    """The buckets of ``tensors``, in the order in which owners and types first occur."""
     found: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
     for tensor, owner in zip(tensors, owners, strict=True):
         found.setdefault((owner, tensor.dtype), []).append(tensor)
@@ -56,7 +56,7 @@ def flat_buckets_of(tensors: Iterable[torch.Tensor], owners: Iterable[int]) -> l
 
 
 class BucketGradients:
-    """A worker's gradients of one step, laid out as they travel, folded along the tree or just added up."""
+    """A worker's gradients of one step, packed as they are sent, folded along the tree or just added up."""
 
     def __init__(self, buckets: Sequence[FlatBucket], micro_batches: int, *, exact: bool) -> None:
         self._buckets: Final = buckets
@@ -88,16 +88,16 @@ class BucketGradients:
                 set_gradients(bucket, rows[0], self._used[number])
 
     def rows(self, number: int) -> list[torch.Tensor]:
-        """What the lot of this number holds: one-dimensional sums, one for each of `nodes`."""
+        """The sums of the bucket of this number: one-dimensional, one for each of `nodes`."""
         return [sums[number] for sums in self._fold.sums]
 
     def used(self, number: int) -> set[int]:
-        """The places in the lot of this number of those parameters that had a part in some loss."""
+        """The indices, in the bucket of this number, of the parameters that had a part in some loss."""
         return self._used[number]
 
     @property
     def nodes(self) -> list[Node]:
-        """Of the tree, in whose sums all is held; where it is just added up, one stands for all."""
+        """The nodes of the tree of which there are sums; where gradients are just added up, a single one."""
         return list(self._fold.nodes)
 
     def _add(self, index: int, flats: list[torch.Tensor]) -> None:

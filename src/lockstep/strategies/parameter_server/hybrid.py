@@ -30,9 +30,8 @@ all-reduce of the dense part. ``ddp`` would all-reduce the whole table.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -40,22 +39,28 @@ import torch
 from torch import nn
 from torch._C._distributed_autograd import backward, get_gradients  # what torch.distributed hands on, with types
 from torch.distributed import autograd as dist_autograd
-from torch.utils import _pytree as pytree
 
-from lockstep.collectives import TreeAccumulator, fold, open_all_reduce, translating_peer_errors
+from lockstep.collectives import open_all_reduce, translating_peer_errors
 from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.size_balancing import owners_of
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts, total_count
+from lockstep.strategies.parameter_server.embedding_tables import (
+    EmbeddingTable,
+    EmbeddingTables,
+    GradientRequest,
+    LookupRequest,
+    to_device,
+)
 from lockstep.strategies.parameter_server.flat_buckets import (
     BucketGradients,
     FlatBucket,
     flat_buckets_of,
     set_gradients,
 )
-from lockstep.strategies.parameter_server.parameter_server import WITHOUT_GRADIENTS
 from lockstep.strategies.parameter_server.parameter_store import LayoutWithHooks, ParameterStore
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles, SyncRound
+from lockstep.strategies.parameter_server.server_context import WITHOUT_GRADIENTS
 from lockstep.strategies.protocol import (
     HasServerRanks,
     PreparesForward,
@@ -68,7 +73,6 @@ from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import sparse_parameters
 from lockstep.strategies.state_layout import OwnerLayout
 
-EmbeddingTable = nn.Embedding | nn.EmbeddingBag
 _LOOK_UP, _BACKWARD = "a look-up of embeddings", "the backward pass"
 
 
@@ -95,120 +99,12 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
 
 
 @dataclass(frozen=True, slots=True)
-class LookupRequest:
-    """What a worker asks of a table."""
-
-    table: int  #: its number
-    inputs: tuple[Any, ...]  #: of its forward pass, in the memory of the CPU
-    named: Mapping[str, Any]  #: likewise
-    worker: int
-    context: int | None  #: of distributed autograd; None: no backward pass follows
-
-
-@dataclass(frozen=True, slots=True)
-class GradientRequest:
-    """A worker's backward pass is through: its gradients on this server may be folded."""
-
-    worker: int
-    context: int  #: of distributed autograd
-    index: int  #: of the micro-batch
-    of: int  #: micro-batches of the step
-
-
-@dataclass(frozen=True, slots=True)
 class StepDone:
-    """A worker has gone through its micro-batches of a step."""
+    """A worker has computed its micro-batches of a step."""
 
     step: int
     micro_batches: int  #: of the step
     counted: int | None = None  #: items of the step over all workers, where they are counted
-
-
-Gradients = list[torch.Tensor | None]
-"""Of the tables of one server, by one worker; None for one that was not looked up."""
-
-
-class EmbeddingTables:
-    """The embeddings of all models that are served: where each lies, and on its server, what it has gathered."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank: Final = rank
-        self._tables: Final[list[EmbeddingTable]] = []
-        self._servers: Final[list[int]] = []
-        self._looked_up: Final[dict[int, tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]]] = {}
-        self._folds: Final[dict[int, TreeAccumulator[Gradients]]] = {}  # of this step, by worker
-
-    def add(self, table: EmbeddingTable, server: int) -> int:
-        """``table`` lies on ``server``, and other ranks free its memory; its number, the same on all ranks."""
-        self._tables.append(table)
-        self._servers.append(server)
-        if server != self._rank:
-            weight = table.weight
-            # Its shape is kept, for optimizers and checkpoints; and who reads it past the look-up sees what he did.
-            weight.data = weight.new_full([1] * weight.dim(), torch.nan).expand(weight.shape)
-        return len(self._tables) - 1
-
-    def server_of(self, number: int) -> int:
-        """Where the table of this number lies."""
-        return self._servers[number]
-
-    @property
-    def weights(self) -> list[torch.Tensor]:
-        """Of the tables that lie here."""
-        held = zip(self._tables, self._servers, strict=True)
-        return list(dict.fromkeys(table.weight for table, server in held if server == self._rank))
-
-    def look_up(self, lookup: LookupRequest) -> torch.Tensor:
-        """The rows, on a server. What they are used for leads back here, where distributed autograd remembers it."""
-        table = self._tables[lookup.table]
-        inputs, named = _to_device((lookup.inputs, dict(lookup.named)), table.weight.device)
-        if lookup.context is None:
-            with torch.no_grad():
-                rows: torch.Tensor = table(*inputs, **named)
-                return rows.cpu()
-        leaf = table.weight.detach().requires_grad_(table.weight.requires_grad)
-        self._leaves(lookup.worker, lookup.context).append((table.weight, leaf))
-        # Other workers may look up at the same time, so it is a copy of the table, not the table, that has the leaf.
-        twin = copy.copy(table)
-        twin._parameters = {"weight": leaf}  # type: ignore[dict-item]
-        rows = twin(*inputs, **named)
-        return rows.cpu()
-
-    def accumulate(self, lookup: GradientRequest) -> None:
-        """Fold what a micro-batch's backward pass has left on a server."""
-        leaves = self._leaves(lookup.worker, lookup.context)
-        found = get_gradients(lookup.context) if leaves else {}
-        sums: dict[torch.Tensor, torch.Tensor] = {}
-        for weight, leaf in reversed(leaves):
-            gradient = found.get(leaf)
-            if gradient is not None:
-                sums[weight] = gradient + sums[weight] if weight in sums else gradient
-        leaves.clear()
-        if lookup.worker not in self._folds:
-            self._folds[lookup.worker] = TreeAccumulator(lookup.of, _merge)
-        self._folds[lookup.worker].push((lookup.index, lookup.index + 1), [sums.get(weight) for weight in self.weights])
-
-    def write_gradients(self, micro_batches: int) -> None:
-        """On a server ``.grad`` holds the sum over the step, and none for tables that no micro-batch has looked up."""
-        folds = [self._folds[worker] for worker in sorted(self._folds)]
-        self._folds.clear()
-        sums = [gradients for one in folds for gradients in one.sums]
-        total = fold(micro_batches, [node for one in folds for node in one.nodes], sums, _merge)
-        for weight, gradient in zip(self.weights, total, strict=True):
-            weight.grad = gradient
-
-    def discard_step(self) -> None:
-        """What micro-batches have left here is gone. While no worker computes."""
-        self._folds.clear()
-        self._looked_up.clear()
-
-    def _leaves(self, worker: int, context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of the tables that a worker has looked up in a context, in that order; those of its other ones are gone."""
-        known, leaves = self._looked_up.get(worker, (context, []))
-        if known != context:
-            leaves = []
-        self._looked_up[worker] = (context, leaves)
-        return leaves
 
 
 class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
@@ -376,7 +272,7 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
         self._autograd_context.close()
 
     def _find_tables(self, model: nn.Module) -> dict[str, EmbeddingTable]:
-        """The tables of ``model`` that are to be served, by name."""
+        """The embeddings of ``model`` that servers are to hold, by name."""
         modules = {name: module for name, module in model.named_modules() if not self._names or name in self._names}
         self._missing.difference_update(modules)
         tables = {}
@@ -402,11 +298,11 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
             )
 
     def _holders_of(self, tensor: torch.Tensor) -> Sequence[int]:
-        """A table is on its server, everything else on all workers."""
+        """The ranks that hold ``tensor``: a table's server, or all workers."""
         return (self._server_of_weight[tensor],) if tensor in self._server_of_weight else self._roles.workers
 
     def _dense(self, target: ParameterSet) -> list[FlatBucket]:
-        """What workers reduce among themselves."""
+        """The buckets of the dense part, which workers sum among themselves."""
         if target not in self._buckets:
             if not target.everything:
                 raise UsageError(
@@ -418,11 +314,11 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
         return self._buckets[target]
 
     def _reduce(self, buckets: Sequence[FlatBucket], sums: BucketGradients, micro_batches: int) -> None:
-        """``.grad`` of the dense part is the sum over all workers; none, where no loss had a part in it."""
+        """Set ``.grad`` of the dense part to the sum over all workers; None for what had no part in any loss."""
         with translating_peer_errors("the reduction of gradients"):
             arriving = []
             for number, bucket in enumerate(buckets):
-                # With a one behind it for each parameter that had a part in some loss: their sum tells all workers.
+                # Behind it a 1 for each parameter that had a part in some loss: their sum says so to all workers.
                 used = bucket.tensors[0].new_zeros(len(bucket.tensors))
                 used[sorted(sums.used(number))] = 1
                 partials = [torch.cat([row, used]) for row in sums.rows(number)]
@@ -435,11 +331,11 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
             set_gradients(bucket, out[:elements], out[elements:].nonzero().flatten().tolist())
 
     def _look_up(self, number: int, *inputs: Any, **named: Any) -> torch.Tensor:
-        """In place of the forward pass of a table."""
+        """Look up rows on the server; called in place of the forward pass of a table."""
         if self._closed:
             raise UsageError("an embedding that servers held was looked up after the run was closed; do so within")
         server = self._tables.server_of(number)
-        inputs, named = _to_device((inputs, named), torch.device("cpu"))
+        inputs, named = to_device((inputs, named), torch.device("cpu"))
         lookup = LookupRequest(
             number, inputs, named, self._group.rank, self._context_id if torch.is_grad_enabled() else None
         )
@@ -447,7 +343,7 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
         return rows.to(self._group.device)
 
     def _read(self, what: Any) -> Any:
-        """What other ranks ask of this one, beside its main thread."""
+        """Answer other ranks, beside the main thread."""
         answers: dict[type, Callable[[Any], Any]] = {
             LookupRequest: self._tables.look_up,
             GradientRequest: self._tables.accumulate,
@@ -457,14 +353,3 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
     def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         self._round.send()
         return self._owner_layout.norm(parameters)
-
-
-def _merge(left: Gradients, right: Gradients) -> Gradients:
-    """Sums, dense or sparse; what is missing on one side changes nothing on the other."""
-    pairs = zip(left, right, strict=True)
-    return [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
-
-
-def _to_device(values: Any, device: torch.device) -> Any:
-    """``values``, nested, with their tensors on ``device``."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values)

@@ -1,4 +1,4 @@
-"""Which rank owns which parameter, and how their values travel in whole loads.
+"""Which rank owns which parameter, and how other ranks get the values.
 
     parameters    a 40   b 30   c 20   d 6   e 4   buffers
     rank 2        a 40              d 6   e 4
@@ -23,16 +23,16 @@ from lockstep.strategies.parameter_server.rpc import RpcEndpoint
 from lockstep.strategies.protocol import StateDict, StateLayout
 from lockstep.strategies.state_layout import OwnerLayout
 
-#: What is being done while parameters come.
+#: The operation during which parameters are received, as errors name it.
 PULL = "the pull of parameters"
 
 
 class ParameterStore:
-    """The models of a run, each parameter on its owner; other ranks hold copies, which may be old.
+    """The models of a run, with each parameter on its owner; other ranks hold copies, which may be old.
 
     Args:
         group: all ranks.
-        line: between them.
+        endpoint: of this rank.
     """
 
     def __init__(self, group: Group, endpoint: RpcEndpoint) -> None:
@@ -44,7 +44,7 @@ class ParameterStore:
         self._buckets: list[FlatBucket] = []
 
     def setup_model(self, model: nn.Module, owner_of: Callable[[torch.Tensor], int]) -> None:
-        """``model`` is on all ranks what it is on rank 0; each of its tensors has an owner. Collective.
+        """Copy rank 0's values of ``model`` to all ranks, and give each of its tensors an owner. Collective.
 
         Raises:
             MismatchError: if ranks made different models.
@@ -62,7 +62,7 @@ class ParameterStore:
         self._group.barrier("first values of a model")
 
     def owner_of(self, tensor: torch.Tensor) -> int:
-        """Whose a parameter or a buffer is."""
+        """The rank that owns a parameter or a buffer."""
         return self._owners[tensor]
 
     def read(self, model: int | None) -> tuple[int, list[torch.Tensor]]:
@@ -73,7 +73,7 @@ class ParameterStore:
         return self.version, [bucket.values() for bucket in flat_buckets_of(tensors, [0] * len(tensors))]
 
     def refresh(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Each of ``ranks`` holds what the owners hold; which version of it, by owner. Collective."""
+        """Copy what the owners hold to each of ``ranks``; the versions that were copied, by owner. Collective."""
         versions: dict[int, int] = {}
         self._group.barrier("values of the owners")  # they have them
         if self._group.rank in ranks:

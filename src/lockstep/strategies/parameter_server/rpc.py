@@ -1,18 +1,18 @@
-"""Ranks that serve others, and the remote calls by which they are asked.
+"""Ranks that serve others, and the remote calls to them.
 
     ranks     0     1     2   |   3     4         parameter-server:servers=2 on five ranks
-              workers         |   servers         (rank 0 works: it leads, and measures what it trains)
+              workers         |   servers         (rank 0 is a worker: it is the leader, and measures)
 
-    send      worker ──► letter ──► a queue, in the order of arrival, which the server's main thread goes through;
-              worker ◄── answer ◄── when it likes
+    send      worker ──► request ──► a queue, in the order of arrival, which the server's main thread empties;
+              worker ◄── answer  ◄── at any later time
     read      any rank ──► what? ──► any rank, on a thread beside its main one
                        ◄── tensors
 
 On `torch.distributed.rpc` over TensorPipe, beside the process group of the run, at the same address. A function of this
-module finds the one line of its process: a remote reference (RRef) to an object on each rank would say the same with
-more messages, which its counting of references costs.
+module finds the one endpoint of its process: a remote reference (RRef) to an object on each rank would do the same
+with more messages, which the counting of references costs.
 
-Tensors travel through the memory of the CPU, whatever the device.
+Tensors are sent from the memory of the CPU, whatever the device.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from lockstep.peer_failure import is_peer_failure
 
 Answer = torch.futures.Future[Any]
 Read = Callable[[Any], Any]
-"""What this rank answers to a `read`, on a thread of its own: from what was asked."""
+"""Computes the answer to a `RpcEndpoint.read` from what was asked; called on a thread of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerRoles:
-    """Which ranks work and which serve."""
+    """Which ranks are workers and which are servers."""
 
     size: int
     server_count: int  #: how many of the ranks, the last ones
@@ -54,7 +54,7 @@ class ServerRoles:
 
     @property
     def workers(self) -> range:
-        """The ranks that go through micro-batches."""
+        """The ranks that compute micro-batches."""
         return range(self.size - self.server_count)
 
     @property
@@ -65,25 +65,25 @@ class ServerRoles:
 
 @dataclass(frozen=True, slots=True)
 class RpcRequest:
-    """What one rank has sent to another, which waits for the answer or will."""
+    """What one rank has sent to another; the sender waits for the answer, or will."""
 
     sender: int
     content: Any
     _answer: Answer
 
     def answer(self, content: object) -> None:
-        """The sender's wait is over."""
+        """Send ``content`` as the answer."""
         self._answer.set_result(content)
 
 
 class RpcEndpoint:
-    """Remote calls between the ranks of a group; one line in a process at a time.
+    """Remote calls between the ranks of a group; one endpoint in a process at a time.
 
-    All ranks make theirs at the same time; about 0.15 s.
+    Collective to make; that takes about 0.15 s.
 
     Args:
         group: who is connected.
-        read: answers what other ranks `read` here, while this rank's main thread does what it does.
+        read: answers what other ranks `read` here, beside this rank's main thread.
 
     Raises:
         WorldError: if the ranks cannot be connected.
@@ -107,31 +107,30 @@ class RpcEndpoint:
         except RuntimeError as error:
             _open.remove(self)
             raise WorldError(
-                f"rank {group.rank} of {group.size} could not open its line for remote calls: "
-                f"{str(error).splitlines()[0]}"
+                f"rank {group.rank} of {group.size} could not connect for remote calls: {str(error).splitlines()[0]}"
             ) from error
 
     def watch(self, ranks: Sequence[int]) -> None:
-        """From now on `take` raises when one of ``ranks`` is gone, though no letter of it is awaited.
+        """Let `take` raise from now on when one of ``ranks`` is gone, also while no request of it is awaited.
 
-        It is a call that each of them leaves unanswered; that the other end has closed ends it.
+        This is a call to each of them that stays unanswered; it ends with an error when the connection closes.
         """
         for rank in ranks:
             call = rpc.rpc_async(_name(rank), _stay_connected, timeout=0)
             call.add_done_callback(lambda ended, rank=rank: self._watched_rank_ended(rank, ended))
 
     def send(self, rank: int, content: object) -> Answer:
-        """Lay ``content`` before ``rank``; it waits there until it is taken. See `wait` for the answer."""
+        """Send ``content`` to the queue of ``rank``; `wait` gives the answer."""
         answer: Answer = rpc.rpc_async(_name(rank), _deliver, args=(self._group.rank, content))
         return answer
 
     def read(self, rank: int, what: object) -> Answer:
-        """What ``rank`` answers to ``what`` at once. See `wait`."""
+        """Ask ``rank`` for ``what``, which it answers at once; `wait` gives the answer."""
         answer: Answer = rpc.rpc_async(_name(rank), _answer, args=(what,))
         return answer
 
     def wait(self, rank: int, answer: Answer, what: str) -> Any:
-        """The answer of ``rank``.
+        """Wait for the answer of ``rank``, and return it.
 
         Raises:
             PeerLost: if it is gone, or does not answer in the group's time.
@@ -140,7 +139,7 @@ class RpcEndpoint:
             return answer.wait()
 
     def take(self, what: str) -> RpcRequest:
-        """The next letter, once it is there.
+        """Wait for the next request, and return it.
 
         Raises:
             PeerLost: if a watched rank is gone, or nothing comes in the group's time.
@@ -158,11 +157,11 @@ class RpcEndpoint:
         return request
 
     def close(self) -> None:
-        """The line is down. All ranks; after an error each by itself."""
+        """Close the connections. Collective; after an error each rank does so alone."""
         if self not in _open:
             return
         error = sys.exception()
-        # Who fails goes down alone; those who wait for it are told by the end of the connection.
+        # A rank that fails closes alone; for those that wait for it, the end of the connection is the message.
         by_agreement = (None, 0, EXIT_NOT_SAVED, EXIT_STOPPED)
         together = error is None or (isinstance(error, SystemExit) and error.code in by_agreement)
         if together:
@@ -170,7 +169,7 @@ class RpcEndpoint:
                 self._closing = True
             for call in self._watched_by:
                 call.set_result(None)
-            # The end waits for all calls, also those that a stop has overtaken.
+            # The shutdown waits for all calls, also for those whose answer was no longer awaited when the run stopped.
             while not self._arrived.empty():
                 if isinstance(request := self._arrived.get(), RpcRequest):
                     request.answer(None)
@@ -199,8 +198,8 @@ class RpcEndpoint:
         try:
             call.value()
         except RuntimeError as error:
-            told = str(error).splitlines()[0]
-            self._arrived.put(PeerLost(f"rank {rank} left or fell silent while this rank served it: {told}"))
+            reason = str(error).splitlines()[0]
+            self._arrived.put(PeerLost(f"rank {rank} left or fell silent while this rank served it: {reason}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,33 +210,33 @@ class EndOfLoop:
 
 
 class SyncRound:
-    """In each step every worker lays one letter before every server, and they are answered together.
+    """In each step every worker sends one request to every server, and a server answers all of them together.
 
-    So it does after the last step of a loop, when it parts:
+    So it is after the last step of a loop, too, when workers send its end:
 
-        worker 0   push  push  parting
-        worker 1   push  push  parting        break after the second step: the servers' loop ends there, too
+        worker 0   push  push  end
+        worker 1   push  push  end            break after the second step: the servers' loop ends there, too
 
     Args:
-        line: between all ranks.
-        staff: who works and who serves.
+        endpoint: of this rank.
+        roles: which ranks are workers and which are servers.
     """
 
     def __init__(self, endpoint: RpcEndpoint, roles: ServerRoles) -> None:
         self._endpoint: Final = endpoint
         self._roles: Final = roles
-        self.unsent: dict[int, Any] = {}  #: of a worker: what each server will be told
+        self.unsent: dict[int, Any] = {}  #: on a worker: what will be sent to each server
         self._unanswered: dict[int, Answer] = {}
-        self._requests: list[RpcRequest] = []  # of a server, not answered yet
+        self._requests: list[RpcRequest] = []  # on a server, not answered yet
 
     def send(self) -> None:
-        """A worker's letters leave, if they have not."""
+        """On a worker: send what was not sent yet."""
         unsent, self.unsent = self.unsent, {}
         for server, content in unsent.items():
             self._unanswered[server] = self._endpoint.send(server, content)
 
     def gather(self, what: str) -> list[Any]:
-        """On a server: what each worker sent, in their order, once all have."""
+        """On a server: wait for a request of each worker, and return their contents in the order of workers."""
         while len(self._requests) < len(self._roles.workers):
             silent = set(self._roles.workers).difference(request.sender for request in self._requests)
             self._requests.append(self._endpoint.take(f"{what} of {format_ranks(silent)}"))
@@ -245,7 +244,7 @@ class SyncRound:
         return [request.content for request in self._requests]
 
     def answer(self, content: Callable[[], object]) -> None:
-        """On a server: all workers are told ``content()``."""
+        """On a server: answer all workers with ``content()``."""
         requests, self._requests = self._requests, []
         if requests:
             answer = content()
@@ -253,19 +252,19 @@ class SyncRound:
                 request.answer(answer)
 
     def keep(self, request: RpcRequest) -> None:
-        """On a server: ``request``, taken already, is its sender's of this round."""
+        """On a server: add ``request``, which was taken already, to this round."""
         self._requests.append(request)
 
     @property
     def arrived(self) -> set[int]:
-        """On a server: whose letters of this round are here."""
+        """On a server: the workers whose requests of this round have arrived."""
         return {request.sender for request in self._requests}
 
     def is_over(self, what: str) -> bool:
-        """On a server, once all letters are here: whether workers part, instead of ``what``.
+        """On a server: wait for all requests; whether they are the end of the loop, instead of ``what``.
 
         Raises:
-            PeerLost: if not all do the same.
+            PeerLost: if some are and some are not.
         """
         ends = [content.complete if isinstance(content, EndOfLoop) else None for content in self.gather(what)]
         if len(set(ends)) > 1:
@@ -274,7 +273,7 @@ class SyncRound:
         return ends[0] is not None
 
     def end_loop(self, *, complete: bool) -> bool:
-        """See `HasServerRanks.end_loop`; before a worker sends anything else it must `rejoin`."""
+        """End the loop, see `HasServerRanks.end_loop`; before a worker sends anything else it must call `rejoin`."""
         if self._endpoint.rank in self._roles.workers:
             for server in self._roles.servers:
                 self._unanswered[server] = self._endpoint.send(server, EndOfLoop(complete))
@@ -291,14 +290,14 @@ class SyncRound:
             pass
 
     def answers(self, what: str) -> Iterator[tuple[int, Any]]:
-        """On a worker: each server, and what it answered."""
+        """On a worker: wait for the answer of each server, and give both."""
         unanswered, self._unanswered = self._unanswered, {}
         for server, answer in unanswered.items():
             yield server, self._endpoint.wait(server, answer, what)
 
 
 def unexpected_end_of_loop(ranks: Iterable[int]) -> PeerLost:
-    """What a server raises when some workers part and some do not."""
+    """What a server raises when some workers end the loop and some do not."""
     return PeerLost(
         f"{format_ranks(ranks)} left the loop over micro-batches before its end, and other workers did not; "
         "leave it on all of them after the same step"
@@ -313,7 +312,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 @contextmanager
 def translating_rpc_errors(rank: int, what: str) -> Iterator[None]:
-    """Errors inside that tell of the other end's loss become `PeerLost`, which names ``rank``."""
+    """Turn errors of a lost connection into `PeerLost`, which names ``rank``."""
     try:
         yield
     except RuntimeError as error:
@@ -324,7 +323,7 @@ def translating_rpc_errors(rank: int, what: str) -> Iterator[None]:
 
 _END: Final = "the end of the loop over micro-batches"
 
-#: The line of this process, if it has one. Remote calls name functions of a module, so the module must know it.
+#: The endpoint of this process, if it has one. Remote calls name functions of a module, so the module must know it.
 _open: Final[list[RpcEndpoint]] = []
 
 

@@ -1,6 +1,8 @@
 """Stages of a model on several ranks: ``pipeline``, on `torch.distributed.pipelining`.
 
-`pipeline`    the strategy
-`cut`         where to cut a model, and the stages that come of it
-`stage`       what one rank computes of a micro-batch
+`pipeline`           the strategy
+`partition`          where to cut a model, and the stages that come of it
+`pipelined_model`    what a model becomes on a rank that holds some of its stages
+`schedule_run`       which micro-batches of a step go through one schedule
+`stage`              what one rank computes of a micro-batch
 """

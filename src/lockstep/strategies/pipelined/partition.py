@@ -1,7 +1,7 @@
 """Where a model is cut into stages, and what goes from one stage to the next.
 
-A model is read by torch.fx: its ``forward`` runs once on placeholders, and leaves behind the calls of its modules in
-their order. A cut lies before one of those calls; a value that is made before a cut and used behind it crosses it::
+torch.fx traces a model: its ``forward`` runs once on placeholders, which record the calls of its modules in their
+order. A cut lies before one of those calls; a value that is made before a cut and used behind it crosses it::
 
     stage 0                    | stage 1                  | stage 2
     x ──► conv ──► relu ─┬──► block1 ──► add ──► pool ──► fc ──►
@@ -9,7 +9,7 @@ their order. A cut lies before one of those calls; a value that is made before a
                                |                          |
       crosses:               relu                       pool
 
-The model's inputs lie on every rank, so they cross nothing.
+The model's inputs are on every rank, so they need not be sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAMED = 12  #: so many names of modules stand in an error
 
 
 def balance(costs: Sequence[float], parts: int) -> list[int]:
-    """Where to cut a row into ``parts`` neighbouring runs, none empty, so that the dearest one is as cheap as can be.
+    """Where to cut a row into ``parts`` neighbouring runs, none empty, so that the greatest cost of a run is least.
 
     Returns:
         The first place of each run but the first. Of equally good cuts the one with the shortest runs in front.
@@ -75,7 +75,7 @@ class Stage:
 def trace(model: nn.Module, within: Sequence[str] = ()) -> fx.Graph:
     """The calls that ``model.forward`` makes in the mode, training or evaluation, in which it is.
 
-    Modules are taken as they are, without a look inside, but for the model itself, `nn.Sequential`, and those in which
+    What modules do inside is not traced, but for the model itself, `nn.Sequential`, and those in which
     a module of ``within`` lies.
 
     Raises:
@@ -132,7 +132,7 @@ def stage_of_tensors(model: nn.Module, graphs: Sequence[Sequence[Stage]]) -> dic
     """The stage in which each parameter and buffer of ``model`` is used, by its name; the first one for those unused.
 
     Args:
-        model: which was read.
+        model: which was traced.
         graphs: its stages, in each mode.
 
     Raises:
@@ -156,7 +156,7 @@ def stage_of_tensors(model: nn.Module, graphs: Sequence[Sequence[Stage]]) -> dic
 
 
 def merge_repeated_calls(names: Sequence[str], costs: Sequence[float]) -> tuple[list[str], list[float]]:
-    """Each module once, where it is called first; later calls of it cost what is called before them more."""
+    """Each module once, where it is called first; the cost of a later call is added to the module before it."""
     once: dict[str, float] = {}
     for name, cost in zip(names, costs, strict=True):
         if name in once:
@@ -202,7 +202,7 @@ class _Tracer(fx.Tracer):
 
 
 class _Timer(fx.Interpreter):
-    """Times each module on its own: its backward pass ends where its inputs come from."""
+    """Measures the time of each module alone: its backward pass ends at its inputs."""
 
     def __init__(
         self, model: nn.Module, graph: fx.Graph, device: torch.device, repeats: int, now: Callable[[], float]
@@ -273,7 +273,7 @@ def _cut_indices(nodes: Sequence[fx.Node], cuts: Sequence[str]) -> list[int]:
 
 
 def _on_every_stage(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """What every stage has or finds by itself: inputs, items of them, shapes, what is computed of these; parameters."""
+    """What every stage has or computes itself: inputs, their items, shapes, what is computed of these; parameters."""
     data: set[fx.Node] = set()
     numbers: set[fx.Node] = set()
     parameters: set[fx.Node] = set()

@@ -17,9 +17,9 @@ numbers are those of one device, too: the state of the generators goes from stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -40,6 +40,8 @@ from lockstep.strategies.gradient_accumulation import (
 )
 from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.pipelined import partition
+from lockstep.strategies.pipelined.pipelined_model import USE_RUN_STEP, Pipelined, in_mode, keep_own_tensors
+from lockstep.strategies.pipelined.schedule_run import ScheduleRun, schedule_runs
 from lockstep.strategies.pipelined.stage import (
     AutocastContext,
     Losses,
@@ -60,8 +62,6 @@ from lockstep.strategies.protocol import (
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.state_layout import OwnerLayout
-
-T = TypeVar("T")
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved")
 _SAMPLES = {"float32": torch.float32, "int64": torch.int64}
@@ -126,43 +126,6 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return Pipeline(context, options, stages)
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleRun:
-    """Neighbouring micro-batches that go through one schedule."""
-
-    schedule: str
-    first: int  #: the place of its first micro-batch among the rank's
-    length: int
-
-
-def schedule_runs(specs: Sequence[object], schedule: str, ranks: int) -> list[ScheduleRun]:
-    """How a rank's micro-batches of a step go through a replica of so many ranks.
-
-    A schedule takes micro-batches of one shape, so a short last one goes by itself. 1F1B needs as many micro-batches
-    as ranks; with fewer it would be no other than GPipe. Interleaving goes in rounds of as many as ranks, or in one of
-    fewer.
-
-    Args:
-        specs: one for each micro-batch; equal for equal shapes.
-        schedule: gpipe, 1f1b or interleaved.
-        ranks: of one replica.
-    """
-    made: list[ScheduleRun] = []
-    first = 0
-    while first < len(specs):
-        length = 1
-        while first + length < len(specs) and specs[first + length] == specs[first]:
-            length += 1
-        if schedule == "interleaved":
-            rest = length % ranks
-            runs = ((first, length - rest), (first + length - rest, rest))
-            made += [ScheduleRun(schedule, start, count) for start, count in runs if count]
-        else:
-            made.append(ScheduleRun("gpipe" if length < ranks else schedule, first, length))
-        first += length
-    return made
-
-
 class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
     """The strategy ``pipeline``."""
 
@@ -171,9 +134,9 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
     def __init__(self, context: StrategyContext, options: Options, ranks: int) -> None:
         group = context.group
         shard_groups = ShardGroups(group, ranks)
-        replica, place = divmod(group.rank, ranks)
+        replica, index = divmod(group.rank, ranks)
         # The rank of the last stage alone learns the losses, so what is measured counts there.
-        self.assignment = ReplicaAssignment(replica, shard_groups.copies, counts=place == ranks - 1)
+        self.assignment = ReplicaAssignment(replica, shard_groups.copies, counts=index == ranks - 1)
         self._context: Final = context
         self._options: Final = options
         transport_device = torch.device("cpu") if group.over_cpu else group.device
@@ -197,7 +160,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
     # ---- the model ----------------------------------------------------------------------------------------------
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """``model`` wrapped, with rank 0's parameters; those of other ranks' stages hold no memory here. Collective.
+        """Wrap ``model``, with rank 0's values; parameters of other ranks' stages take no memory here. Collective.
 
         Raises:
             SettingError: if it cannot be cut as was asked for.
@@ -211,10 +174,10 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         self._find_unused = find_unused_parameters
         sync_module_states(self._context.group, model)
         cuts, ranks, rank = self._cuts(model), self._replica_group.size, self._replica_group.rank
-        modes = tuple(_in_mode(model, training, lambda: _split_stages(model, cuts)) for training in (True, False))
+        modes = tuple(in_mode(model, training, lambda: _split_stages(model, cuts)) for training in (True, False))
         stage_of = partition.stage_of_tensors(model, modes)
         rank_of = {name: stage % ranks for name, stage in stage_of.items()}
-        _keep_own_tensors(model, {name for name, owner in rank_of.items() if owner == rank}, self._context.group.device)
+        keep_own_tensors(model, {name for name, owner in rank_of.items() if owner == rank}, self._context.group.device)
         for number in range(rank, len(cuts) + 1, ranks):
             training, evaluation = (fx.GraphModule(model, mode[number].graph) for mode in modes)
             buffers = Buffers(self._all_reduce, self._stage_group)
@@ -248,7 +211,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
                     f"{wanted - 1} modules"
                 )
             return cuts
-        graph = _in_mode(model, True, lambda: partition.trace(model))
+        graph = in_mode(model, True, lambda: partition.trace(model))
         names = partition.called_modules(graph)
         if len(set(names)) < wanted:
             raise SettingError(
@@ -261,14 +224,14 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         else:
             sample = torch.zeros(like[0], dtype=like[1], device=self._context.group.device)
             with self._autocast.forward():
-                costs = _in_mode(model, True, lambda: partition.measured_times_s(model, graph, [sample]))
+                costs = in_mode(model, True, lambda: partition.measured_times_s(model, graph, [sample]))
         names, costs = partition.merge_repeated_calls(names, costs)
-        places = partition.balance(costs, wanted)
-        # Ranks have measured other times.
-        return self._context.group.broadcast_object([names[place] for place in places], "the cut of the model")
+        indices = partition.balance(costs, wanted)
+        # Ranks have measured different times.
+        return self._context.group.broadcast_object([names[index] for index in indices], "the cut of the model")
 
     def _evaluate(self, inputs: tuple[Any, ...]) -> Any:
-        """The model's output on every rank of the replica. All its ranks, for the same inputs."""
+        """The model's output, on every rank of the replica. Collective for its ranks, with the same inputs."""
         device = self._context.group.device
         before = random_state(device)
         with torch.no_grad():
@@ -281,12 +244,12 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """A pipeline makes its forward passes itself.
+        """Refuse: a pipeline makes its forward passes itself.
 
         Raises:
             UsageError: always.
         """
-        raise UsageError(_USE_RUN_STEP)
+        raise UsageError(USE_RUN_STEP)
 
     def compute(
         self, task: LossCall, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
@@ -305,10 +268,10 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         stage_micro_batches, self._queued = self._queued, []
         losses: Losses = []
         for stage in self._stages:
-            stage.running_buffers.restore()  # passes that the user has made without gradients are not the step's
+            stage.running_buffers.restore()  # forward passes without gradients, before the step, are not part of it
         with translating_peer_errors("the work of the pipeline"), self._autocast.backward():
             if position.is_padding:
-                # What counts forward passes is to count one in each step, on all ranks.
+                # Buffers that count forward passes must count one in each step, on all ranks.
                 with torch.no_grad():
                     self._forward_through_stages(task.inputs, stage_micro_batches[0].random, {})
             else:
@@ -330,9 +293,9 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
                 around = (interfaces[stage.number], interfaces[stage.number + 1])
                 stage.set_schedule_run(stage_micro_batches[part.first : part.first + part.length], around)
             schedule = self._schedule(part, specs[part.first], interfaces, stage_micro_batches[0].random)
-            places = torch.arange(part.length)
+            indices = torch.arange(part.length)
             try:
-                schedule.step(target=places, place=places, return_outputs=False)
+                schedule.step(target=indices, index=indices, return_outputs=False)
             except RuntimeError as error:
                 # Torch wraps what a module or the loss function raised.
                 if isinstance(error.__cause__, Exception):
@@ -342,7 +305,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
     def _schedule(
         self, part: ScheduleRun, like: object, interfaces: Sequence[StageInterface | None], random: torch.Tensor
     ) -> Any:
-        """Torch's schedule for such a pass."""
+        """Torch's schedule for such a run; the last ones are kept."""
         key = (part.schedule, part.length, like)
         if key not in self._schedules:
             while len(self._schedules) >= _KEPT:
@@ -365,28 +328,28 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
             if part.schedule == "interleaved":
                 self._schedules[key] = ScheduleInterleaved1F1B(list(stages), part.length, **options)
             else:
-                kind = ScheduleGPipe if part.schedule == "gpipe" else Schedule1F1B
-                self._schedules[key] = kind(stages[0], part.length, **options)
+                schedule_type = ScheduleGPipe if part.schedule == "gpipe" else Schedule1F1B
+                self._schedules[key] = schedule_type(stages[0], part.length, **options)
         return self._schedules[key]
 
     def _find_interfaces(self, micro: StageMicroBatch) -> list[StageInterface]:
-        """What crosses each border for micro-batches like this one, found by one more forward pass of it."""
-        mine: dict[int, StageInterface] = {}
+        """The interfaces of all stages for micro-batches like this one, found by one more forward pass of it."""
+        own_interfaces: dict[int, StageInterface] = {}
         with torch.enable_grad():
-            self._forward_through_stages(micro.task.inputs, micro.random, mine)
+            self._forward_through_stages(micro.task.inputs, micro.random, own_interfaces)
         for stage in self._stages:
             stage.running_buffers.restore()
         found: dict[int, StageInterface] = {}
-        for each in self._replica_group.gather_objects(mine, "borders of stages"):
+        for each in self._replica_group.gather_objects(own_interfaces, "interfaces of stages"):
             found |= each
         return [found[number] for number in sorted(found)]
 
     def _forward_through_stages(
         self, inputs: Sequence[Any], random: torch.Tensor, interfaces: dict[int, StageInterface]
     ) -> Any:
-        """``inputs`` forward through the stages, one after the other; the output, on the last stage's rank.
+        """Compute the stages one after the other; the output, on the last stage's rank, else None.
 
-        What goes out of this rank's stages is put into ``interfaces``.
+        The interfaces behind this rank's stages are put into ``interfaces``.
         """
         rank, ranks = self._replica_group.rank, self._replica_group.size
         into: Sequence[torch.Tensor] = ()
@@ -405,7 +368,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         return output
 
     def _reduce(self, target: ParameterSet, position: MicroBatchPosition) -> None:
-        """``.grad`` of this rank's stages holds the sum over the step."""
+        """Set ``.grad`` of this rank's stages to the sum over the step."""
         for stage in self._stages:
             trained = stage.trained
             if not trained:
@@ -415,42 +378,42 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
                 used = set() if position.is_padding else stage.sums.used
             else:
                 sums = [[negative_zeros_like(p) if p.grad is None else p.grad for p in trained]]
-                used = {place for place, p in enumerate(trained) if p.grad is not None}
+                used = {index for index, p in enumerate(trained) if p.grad is not None}
             if self._stage_group.size > 1:
                 used = self._used_anywhere(stage, used, position)
                 total = self._sum_over_replicas(trained, sums, position)
             else:
                 (total,) = sums
-            for place, (parameter, gradient) in enumerate(zip(trained, total, strict=True)):
-                parameter.grad = gradient if place in used else None
+            for index, (parameter, gradient) in enumerate(zip(trained, total, strict=True)):
+                parameter.grad = gradient if index in used else None
 
     def _sum_over_replicas(
         self, parameters: Sequence[nn.Parameter], sums: Sequence[Tensors], position: MicroBatchPosition
     ) -> Tensors:
-        """The sum over all replicas, of what each has summed for its nodes of the tree."""
+        """Add up, over all replicas, what each has summed for its nodes of the tree."""
         total: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(p.dtype for p in parameters):
-            places = [i for i, p in enumerate(parameters) if p.dtype == dtype]
-            lengths = [parameters[i].numel() for i in places]
-            flats = [torch.cat([each[i].reshape(-1) for i in places]) for each in sums]
-            out = flats[-1] if flats else parameters[places[0]].new_empty(sum(lengths))
+            indices = [i for i, p in enumerate(parameters) if p.dtype == dtype]
+            lengths = [parameters[i].numel() for i in indices]
+            flats = [torch.cat([each[i].reshape(-1) for i in indices]) for each in sums]
+            out = flats[-1] if flats else parameters[indices[0]].new_empty(sum(lengths))
             if self._context.exact:
                 self._all_reduce.begin(out, flats, position.of)
                 self._all_reduce.finish()
             else:
                 self._fast.begin(out)
                 self._fast.finish()
-            pieces = zip(places, out.split(lengths), strict=True)
-            total |= {place: piece.view_as(parameters[place]) for place, piece in pieces}
-        return [total[place] for place in range(len(parameters))]
+            pieces = zip(indices, out.split(lengths), strict=True)
+            total |= {index: piece.view_as(parameters[index]) for index, piece in pieces}
+        return [total[index] for index in range(len(parameters))]
 
     def _used_anywhere(self, stage: Stage, used: set[int], position: MicroBatchPosition) -> set[int]:
-        """Places of the parameters that had a part in some loss on any rank."""
+        """The indices of the parameters that had a part in some loss on any rank."""
         if self._find_unused:
             return set().union(*self._stage_group.gather_objects(used, "parameters that had a part in the loss"))
         unused = sorted(set(range(len(stage.trained))) - used)
         if unused and not position.is_padding:
-            names = [self._names[stage.trained[place]] for place in unused]
+            names = [self._names[stage.trained[index]] for index in unused]
             raise UsageError(
                 f"{len(names)} of {len(stage.trained)} parameters of stage {stage.number} had no part in the loss: "
                 f"{', '.join(names[:5])}. Use them in forward(), freeze them with requires_grad_(False), or say "
@@ -485,78 +448,8 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         self._all_reduce.close()
 
 
-class Pipelined(nn.Module):
-    """A model of which each rank holds its stages; what `Run.model` returns.
-
-    Its parameters are the whole model's, in their order; those of other ranks' stages are on the device ``meta``.
-    """
-
-    def __init__(self, model: nn.Module, evaluate: Callable[[tuple[Any, ...]], Any], stages: Sequence[Stage]) -> None:
-        super().__init__()
-        self.module: Final = model
-        self._evaluate: Final = evaluate
-        self._stages: Final = tuple(stages)  # no submodules: their parameters are the model's
-
-    def forward(self, *inputs: Any) -> Any:
-        """The model's output, without gradients, on every rank of the replica. All its ranks, for the same inputs.
-
-        Raises:
-            UsageError: in training.
-        """
-        if self.training and torch.is_grad_enabled():
-            raise UsageError(_USE_RUN_STEP)
-        return self._evaluate(inputs)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Each stage of this rank will be compiled, as by `torch.compile`; what lies between them is not."""
-        for stage in self._stages:
-            stage.in_training.compile(*args, **kwargs)
-            stage.in_evaluation.compile(*args, **kwargs)
-
-
-_USE_RUN_STEP = (
-    "strategy=pipeline computes the loss itself, where the last stage is: write run.step(loss_function, inputs, "
-    "targets) instead of run.step(loss_function(model(inputs), targets)), and call the model in evaluations only"
-)
 _LOSS = torch.empty((), device="meta", requires_grad=True)
-
-
-def _in_mode(model: nn.Module, training: bool, do: Callable[[], T]) -> T:
-    """What ``do`` gives while all of ``model`` is in training mode, or in evaluation mode."""
-    was = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        return do()
-    finally:
-        for module, before in was:
-            module.training = before
 
 
 def _split_stages(model: nn.Module, cuts: Sequence[str]) -> list[partition.Stage]:
     return partition.split_stages(partition.trace(model, cuts), cuts)
-
-
-def _keep_own_tensors(model: nn.Module, names: set[str], device: torch.device) -> None:
-    """The parameters and buffers of these names lie on ``device``.
-
-    The others keep their shape and hold no memory; tensors that are shared stay so.
-    """
-    instead: dict[int, torch.Tensor] = {}
-    for module_name, module in model.named_modules():
-        prefix = f"{module_name}." if module_name else ""
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if prefix + name in names:
-                parameter.data = parameter.data.to(device)
-                continue
-            if id(parameter) not in instead:
-                instead[id(parameter)] = nn.Parameter(
-                    torch.empty_like(parameter, device="meta"), parameter.requires_grad
-                )
-            module._parameters[name] = instead[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = instead.setdefault(
-                    id(buffer), buffer.to(device) if prefix + name in names else torch.empty_like(buffer, device="meta")
-                )

@@ -24,12 +24,12 @@ from lockstep.strategies.gradient_accumulation import (
 
 Losses = list[tuple[int, torch.Tensor]]
 TensorSpec = tuple[tuple[int, ...], torch.dtype, bool]
-"""Shape and type of a tensor, and whether a gradient comes back for it."""
+"""Shape and type of a tensor, and whether it needs a gradient."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageMicroBatch:
-    """A micro-batch on its way through the stages."""
+    """What a stage needs to know of a micro-batch."""
 
     task: LossCall
     weight: torch.Tensor | None
@@ -39,36 +39,36 @@ class StageMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StageInterface:
-    """What goes from one stage to the next."""
+    """What one stage sends to the next."""
 
     specs: tuple[TensorSpec, ...]
     draws_random: bool  #: whether a stage so far draws random numbers, so that the generators' state goes along
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], draws_random: bool) -> StageInterface:
-        """The border that ``tensors`` cross."""
+        """The interface of ``tensors``."""
         return cls(tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), draws_random)
 
     def examples(self, random: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Tensors without memory, alike those that cross; ``random`` is any state."""
+        """Tensors without memory like those that are sent; ``random`` is any state of the generators."""
         made = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in self.specs]
         return (*made, random.to("meta")) if self.draws_random else tuple(made)
 
 
 @dataclass(frozen=True, slots=True)
 class AutocastContext:
-    """In which formats, and on which device, stages compute."""
+    """The device and the types in which stages compute."""
 
     device: torch.device
-    transport_device: torch.device  #: whose memory the line to the other stages reads
+    transport_device: torch.device  #: from whose memory tensors are sent to other stages
     dtype: torch.dtype | None  #: of autocast; None: there is none
 
     def forward(self) -> AbstractContextManager[object]:
-        """Around forward passes."""
+        """The context of forward passes."""
         return torch.autocast(self.device.type, dtype=self.dtype) if self.dtype else nullcontext()
 
     def backward(self) -> AbstractContextManager[object]:
-        """Around backward passes."""
+        """The context of backward passes."""
         return torch.autocast(self.device.type, enabled=False) if self.dtype else nullcontext()
 
 
@@ -85,18 +85,18 @@ class StageSums:
         self._next = 0
 
     def begin(self, first: int, micro_batches: int) -> None:
-        """A step of so many begins, of which ``first`` is the first one here."""
+        """Begin a step of ``micro_batches``, of which ``first`` is the first one here."""
         self._fold, self._next = TreeAccumulator[Tensors](micro_batches, add_into_left), first
         self.used = set()
 
     def accumulate_before(self, index: int) -> None:
-        """Fold in what the backward passes of the micro-batches before ``index`` have left; one at most has run."""
+        """Fold in the gradients of the micro-batches before ``index``; at most one has run since the last call."""
         while self._parameters and self._next < index:
             self._fold.push((self._next, self._next + 1), pop_gradients(self._parameters, self.used))
             self._next += 1
 
     def finish(self, index: int) -> list[Tensors]:
-        """The sums of the nodes of the tree, once the micro-batches before ``index`` have run."""
+        """The sums of the nodes of the tree; the micro-batches before ``index`` have run."""
         self.accumulate_before(index)
         sums, self._fold = self._fold.sums, TreeAccumulator[Tensors](0, add_into_left)
         return sums
@@ -138,7 +138,7 @@ class Stage(nn.Module):
         self._training: Final = training
         self._autocast: Final = autocast
         self._exact: Final = exact
-        # Where modules overwrite what they are given, they must not be given what autograd ends at.
+        # Modules that overwrite their inputs must not be given leaves of autograd.
         self._overwrites: Final = any(getattr(m, "inplace", False) for m in self.in_training.modules())
         self._micro_batches: Sequence[StageMicroBatch] = ()
         self._losses: Losses = []
@@ -146,11 +146,11 @@ class Stage(nn.Module):
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is computed here."""
+        """Whether this is the stage that computes the loss."""
         return self.number == self.of - 1
 
     def begin_step(self, stage_micro_batches: Sequence[StageMicroBatch], losses: Losses) -> None:
-        """A step begins; what is computed of its losses goes into ``losses``."""
+        """Begin a step; its losses will be appended to ``losses``."""
         self._losses = losses
         self.sums.begin(stage_micro_batches[0].position.index, stage_micro_batches[0].position.of)
 
@@ -165,12 +165,12 @@ class Stage(nn.Module):
     def forward_once(
         self, inputs: Sequence[Any], into: Sequence[torch.Tensor], random: torch.Tensor
     ) -> tuple[Any, torch.Tensor]:
-        """What goes out for one micro-batch, the model's output on the last stage; and the generators' state then.
+        """The output of the stage for one micro-batch, and the state of the generators after it.
 
         Args:
             inputs: the model's.
-            into: what the stage before hands on.
-            random: the generators' state behind the stage before.
+            into: what the stage before has sent.
+            random: the state of the generators after the stage before.
         """
         if self._overwrites:
             into = [t.clone() if t.requires_grad else t for t in into]
@@ -182,9 +182,9 @@ class Stage(nn.Module):
             out = tuple(self._checked_output(value) for value in out)
         return out, random_state(self._autocast.device)
 
-    def forward(self, *received: torch.Tensor, place: torch.Tensor) -> Any:
-        """Called by the schedule: what goes out for a micro-batch; on the last stage the loss, times its weight."""
-        micro = self._micro_batches[int(place)]
+    def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
+        """The output for a micro-batch; on the last stage the loss, times its weight. Called by the schedule."""
+        micro = self._micro_batches[int(index)]
         before, behind = self._interfaces
         *into, random = received if before and before.draws_random else (*received, micro.random)
         into = [tensor.to(self._autocast.device) for tensor in into]
@@ -207,7 +207,7 @@ class Stage(nn.Module):
             self.running_buffers.end_micro_batch(micro.position)
         if self._exact:
             for tensor in sent:
-                if tensor.requires_grad:  # its gradient is the first thing that this micro-batch's backward pass has
+                if tensor.requires_grad:  # its gradient is the first one of this micro-batch's backward pass
                     tensor.register_hook(lambda _, index=micro.position.index: self.sums.accumulate_before(index))
         return sent if behind else out
 
@@ -230,18 +230,18 @@ class Stage(nn.Module):
                 f"strategy=pipeline: behind stage {self.number} a {type(value).__name__} would go to the next one, and "
                 "only tensors can; name another module with cut=..."
             )
-        # What only passes through is a leaf, of which torch uses the memory again: it must not gather our hooks.
+        # A tensor that only passes through is a leaf, whose memory torch uses again: it must not collect our hooks.
         return value.view_as(value) if value.is_leaf and value.requires_grad else value.contiguous()
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """The state of torch's generators that draw on ``device`` and on the CPU, as bytes on the CPU."""
+    """The state of torch's generators for ``device`` and for the CPU, as bytes on the CPU."""
     state = torch.get_rng_state()
     return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state
 
 
 def set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    """Go on with `random_state`, which may lie anywhere."""
+    """Set the generators to ``state``, of `random_state`, which may be on any device."""
     state = state.cpu()
     length = len(torch.get_rng_state())
     torch.set_rng_state(state[:length])

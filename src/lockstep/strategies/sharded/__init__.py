@@ -3,6 +3,6 @@
 `fully_sharded`     the strategy ``fsdp``
 `hybrid_sharded`    the strategy ``hsdp``: replicas of such groups
 `wrapping`          which modules are gathered together, as blocks, and what else is done to them
-`units`             what a block hands its gradients to, in place of torch's reduce-scatter
-`shards`            where the rows lie: a `StateLayout`
+`fsdp_gradients`    what sums the gradients of a block, in place of torch's reduce-scatter
+`dtensor_layout`    where the rows lie: a `StateLayout`
 """

@@ -16,7 +16,7 @@ from lockstep.strategies.protocol import StateDict, StateLayout
 
 
 class DTensorLayout(StateLayout):
-    """A `StateLayout` of tensors that lie divided by rows.
+    """The layout of tensors that are divided by rows.
 
     Such as shape (5, 3) on three ranks: rows 0 and 1, rows 2 and 3, row 4. Where several copies are held, the first one
     is what a checkpoint gets.
@@ -34,12 +34,12 @@ class DTensorLayout(StateLayout):
         ranks = self._shard_groups.within.size
         rows = [len(g) for g in gradients]
         most = [-(-r // ranks) for r in rows]  # rows of a tensor on one rank
-        mine = [_row_squares(_local(g)) for g in gradients]
-        kind = max((m.dtype for m in mine), key=lambda dtype: dtype.itemsize)
-        padded = [nn.functional.pad(m.to(kind), (0, high - len(m))) for m, high in zip(mine, most, strict=True)]
+        own = [_row_squares(_local(g)) for g in gradients]
+        widest_type = max((m.dtype for m in own), key=lambda dtype: dtype.itemsize)
+        padded = [nn.functional.pad(m.to(widest_type), (0, high - len(m))) for m, high in zip(own, most, strict=True)]
         table = self._shard_groups.gather(torch.cat(padded)).view(ranks, -1)
         squares = [part.reshape(-1)[:r] for part, r in zip(table.split(most, dim=1), rows, strict=True)]
-        return norm_of_rows(squares, mine[0].device)
+        return norm_of_rows(squares, own[0].device)
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
         """1.0 if ``found`` is not zero on some rank, else 0.0. Collective."""
@@ -88,9 +88,9 @@ class DTensorLayout(StateLayout):
         high = -(-len(value) // self._shard_groups.within.size)
         first = min(self._shard_groups.within.rank * high, len(value))
         # New memory, also on the CPU: the optimizer goes on in it, and the whole is to be freed.
-        mine = value[first : first + high].to(like.to_local().device, copy=True)
+        own = value[first : first + high].to(like.to_local().device, copy=True)
         return DTensor.from_local(
-            mine, like.device_mesh, like.placements, run_check=False, shape=value.shape, stride=value.stride()
+            own, like.device_mesh, like.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
 
 

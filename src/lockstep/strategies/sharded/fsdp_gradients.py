@@ -42,7 +42,7 @@ class RunningSum(UnitSums):
 
 
 class FsdpUnit:
-    """What a block hands its gradients to, in place of torch's reduce-scatter.
+    """Sums the gradients of one block of `fully_shard`, in place of torch's reduce-scatter.
 
     Args:
         parameters: of the block and of no block inside it, divided into rows.
@@ -59,7 +59,7 @@ class FsdpUnit:
         fold: Callable[[int], UnitSums],
     ) -> None:
         self.parameters: Final = parameters
-        self.incomplete = False  #: whether a gradient came in parts, or without some of the parameters
+        self.incomplete = False  #: whether a gradient came in parts, or without some parameters
         self._ranks: Final = ranks
         self._reduce_scatter: Final = reduce_scatter
         self._open: Final = fold
@@ -68,17 +68,17 @@ class FsdpUnit:
         self._received = False
 
     def expect(self, position: MicroBatchPosition | None) -> None:
-        """The next backward pass is the one of ``position``; None: it is for others."""
+        """Expect the backward pass of ``position``; None: the next backward pass is not for this block."""
         self._turn, self._received, self.incomplete = position, False, False
 
     def forget(self) -> None:
-        """What this step has gathered."""
+        """Drop the sum of this step."""
         self._sums = None
 
     # What torch calls, with its names.
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the flat gradients."""
+        """Allocate memory for the flat gradients."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -89,7 +89,7 @@ class FsdpUnit:
         op: object = None,
         async_op: bool = False,
     ) -> None:
-        """Take the flat gradient of a micro-batch; after the last one, give this rank's rows of the sum."""
+        """Add the flat gradient of a micro-batch; after the last one, write this rank's rows of the sum."""
         position = self._turn
         if position is None:
             output_tensor.copy_(negative_zeros_like(output_tensor))  # is added to a gradient that may be there already
@@ -109,7 +109,7 @@ class FsdpUnit:
             self._sums = None
 
     def _length(self) -> int:
-        """Of a whole gradient: each parameter's rows are padded to what the ranks hold alike."""
+        """The length of a whole gradient, in which rows are padded so that every rank holds as many."""
         padded = 0
         for parameter in self.parameters:
             if parameter.requires_grad:
@@ -119,7 +119,7 @@ class FsdpUnit:
 
 
 class Gradients(Protocol):
-    """From the loss of one micro-batch after the other to the gradient of the step."""
+    """Computes the gradient of a step, from the losses of its micro-batches."""
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
@@ -151,10 +151,10 @@ class AllUsed(ParameterUse):
     """Every parameter has to have a part in every loss: nothing is tracked."""
 
     def before(self) -> None:
-        """Nothing has to be prepared."""
+        """Do nothing."""
 
     def after(self, position: MicroBatchPosition) -> None:
-        """Nothing has to be found out."""
+        """Do nothing."""
 
 
 class TrackedUse(ParameterUse):
@@ -164,34 +164,34 @@ class TrackedUse(ParameterUse):
         self._model: Final = model
         self._group: Final = group
         self._divided: Final = list(model.parameters())
-        self._known: Final[set[int]] = set()  # gathered parameters that tell of their gradients
-        self._found: set[int] = set()  # places of those that had a part in the loss of this turn
-        self._used: Final[set[int]] = set()  # ... of some turn of this step
+        self._known: Final[set[int]] = set()  # gathered parameters that have a hook
+        self._used_now: set[int] = set()  # indices of those that had a part in the loss of this micro-batch
+        self._used: Final[set[int]] = set()  # ... of some micro-batch of this step
 
     def before(self) -> None:
         """Give every parameter a gradient of zeros, and count those to which the backward pass adds."""
-        for place, gathered in enumerate(self._model.parameters()):
+        for index, gathered in enumerate(self._model.parameters()):
             if gathered.requires_grad and not isinstance(gathered, DTensor):
                 if id(gathered) not in self._known:  # torch makes them once
                     self._known.add(id(gathered))
-                    gathered.register_post_accumulate_grad_hook(lambda _, place=place: self._found.add(place))
+                    gathered.register_post_accumulate_grad_hook(lambda _, index=index: self._used_now.add(index))
                 gathered.grad = negative_zeros_like(gathered)
-        self._found.clear()
+        self._used_now.clear()
 
     def after(self, position: MicroBatchPosition) -> None:
         """Note which parameters were used; after the last micro-batch, exchange it with all ranks. Collective then."""
         if not position.is_padding:
-            self._used.update(self._found)
+            self._used.update(self._used_now)
         if position.last:
             used = set().union(*self._group.gather_objects(sorted(self._used), "which parameters are used"))
             self._used.clear()
-            for place, parameter in enumerate(self._divided):
-                if place not in used:
+            for index, parameter in enumerate(self._divided):
+                if index not in used:
                     parameter.grad = None
 
 
 class FsdpModel:
-    """A model whose blocks hand their gradients to units."""
+    """A model whose gradients are summed block by block, by units."""
 
     def __init__(self, model: nn.Module, units: Sequence[FsdpUnit], uses: ParameterUse) -> None:
         self.parameters: Final = {p: name for name, p in model.named_parameters() if p.requires_grad}  #: with names
@@ -199,11 +199,11 @@ class FsdpModel:
         self.uses: Final = uses
 
     def is_in(self, target: ParameterSet) -> bool:
-        """Whether ``target`` holds its parameters."""
+        """Whether ``target`` has parameters of this model."""
         return any(id(p) in target.places for p in self.parameters)
 
     def check_whole(self) -> None:
-        """Nothing, if all its parameters have got a gradient in one backward pass.
+        """Check that all parameters have got a gradient, in one piece for each block.
 
         Raises:
             UsageError: with the names of those that have not, or of those whose block's came in parts.
@@ -227,43 +227,43 @@ class FsdpModel:
 
 
 class FsdpBackward(Gradients):
-    """`Gradients` of models that `fully_shard` has divided."""
+    """Computes the gradients of models that `fully_shard` has divided."""
 
     def __init__(self) -> None:
         self._models: Final[list[FsdpModel]] = []
 
     def add(self, fsdp_model: FsdpModel) -> None:
-        """Backward passes will reach it."""
+        """Include a model in the backward passes."""
         self._models.append(fsdp_model)
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """Let the units sum the gradients of their blocks. Collective."""
-        mine = [fsdp_model for fsdp_model in self._models if fsdp_model.is_in(target)]
-        others = [fsdp_model for fsdp_model in self._models if not fsdp_model.is_in(target)]
-        for fsdp_model in mine:
+        reached = [fsdp_model for fsdp_model in self._models if fsdp_model.is_in(target)]
+        unreached = [fsdp_model for fsdp_model in self._models if not fsdp_model.is_in(target)]
+        for fsdp_model in reached:
             for unit in fsdp_model.units:
                 unit.expect(position)
             for parameter in fsdp_model.parameters:
                 parameter.grad = None
             fsdp_model.uses.before()
-        for fsdp_model in others:
+        for fsdp_model in unreached:
             for unit in fsdp_model.units:
                 unit.expect(None)
-        # They are reached too, for torch's hooks know the gathered parameters, which a target does not.
-        empty = [p for fsdp_model in others for p in fsdp_model.parameters if p.grad is None]
+        # The backward pass reaches them, too: torch's hooks are on gathered parameters, which a target does not have.
+        empty = [p for fsdp_model in unreached for p in fsdp_model.parameters if p.grad is None]
         with translating_peer_errors("the reduction of gradients"):
             loss.backward(weight)
             for parameter in empty:
                 parameter.grad = None
-            for fsdp_model in mine:
+            for fsdp_model in reached:
                 fsdp_model.check_whole()
                 fsdp_model.uses.after(position)
                 for unit in fsdp_model.units:
                     unit.expect(None)
         if not position.last:
-            for fsdp_model in mine:
+            for fsdp_model in reached:
                 for parameter in fsdp_model.parameters:
                     parameter.grad = None
 

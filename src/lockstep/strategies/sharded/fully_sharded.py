@@ -121,7 +121,7 @@ class FullySharded(Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEv
         )
         self._fold: Final[Callable[[int], UnitSums]] = _tree if context.exact else lambda _: RunningSum()
         self._units: Final = FsdpBackward()
-        # Torch sums nothing over one rank, not even by our hand.
+        # On a single rank torch never calls a custom reduce-scatter.
         self._gradients: Final[Gradients] = (
             self._units if group.size > 1 else SingleProcess(group, context.runs, exact=context.exact)
         )
@@ -129,7 +129,7 @@ class FullySharded(Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEv
         self._buffers: Final = Buffers(self._all_reduce, group)
         # One rank alone has nothing to gather, but bf16 copies of its parameters.
         divides = group.size > 1 or options.mixed != "none"
-        # On a line of its own, so that blocks are gathered while others are scattered.
+        # A process group of its own, so that blocks are gathered while the gradients of others are scattered.
         self._mesh: Final = (
             DeviceMesh.from_group(self._shard_groups.new_process_group(), group.device.type) if divides else None
         )
@@ -270,7 +270,7 @@ class FullySharded(Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEv
         self._call_checksum = zlib.crc32(block.to_bytes(4, "little"), self._call_checksum)
 
     def _compare_calls(self) -> None:
-        """Ranks that called other blocks have got each other's parameters, if those are of one size. Collective.
+        """Check that all ranks called the same blocks; else they may have got each other's parameters. Collective.
 
         Raises:
             MismatchError: if some did.
@@ -315,7 +315,7 @@ def _check_stateless(model: nn.Module) -> None:
 
 
 def _check_one_type(block: nn.Module, model: nn.Module, divided: Container[nn.Parameter]) -> None:
-    """Torch would refuse it in the first forward pass."""
+    """Check what torch would refuse in the first forward pass: parameters of several types in one block."""
     types: dict[torch.dtype, nn.Parameter] = {}
     for parameter in block.parameters():
         if parameter.requires_grad and parameter not in divided:

@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered, computed and dispersed as one: its blocks."""
+"""Which modules of a model are gathered, computed and resharded as one: its blocks."""
 
 from __future__ import annotations
 

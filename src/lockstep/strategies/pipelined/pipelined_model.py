@@ -1,0 +1,87 @@
+"""What a model becomes on a rank that holds some of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.strategies.pipelined.stage import (
+    Stage,
+)
+
+T = TypeVar("T")
+
+USE_RUN_STEP = (
+    "strategy=pipeline computes the loss itself, where the last stage is: write run.step(loss_function, inputs, "
+    "targets) instead of run.step(loss_function(model(inputs), targets)), and call the model in evaluations only"
+)
+
+
+class Pipelined(nn.Module):
+    """A model of which each rank holds its stages; what `Run.model` returns.
+
+    Its parameters are the whole model's, in their order; those of other ranks' stages are on the device ``meta``.
+    """
+
+    def __init__(self, model: nn.Module, evaluate: Callable[[tuple[Any, ...]], Any], stages: Sequence[Stage]) -> None:
+        super().__init__()
+        self.module: Final = model
+        self._evaluate: Final = evaluate
+        self._stages: Final = tuple(stages)  # no submodules: their parameters are the model's
+
+    def forward(self, *inputs: Any) -> Any:
+        """The model's output, without gradients, on every rank of the replica; all of them must call it alike.
+
+        Raises:
+            UsageError: in training.
+        """
+        if self.training and torch.is_grad_enabled():
+            raise UsageError(USE_RUN_STEP)
+        return self._evaluate(inputs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile each stage of this rank, as `torch.compile` does; what is sent between them is not compiled."""
+        for stage in self._stages:
+            stage.in_training.compile(*args, **kwargs)
+            stage.in_evaluation.compile(*args, **kwargs)
+
+
+def in_mode(model: nn.Module, training: bool, do: Callable[[], T]) -> T:
+    """Call ``do`` while all of ``model`` is in training mode, or in evaluation mode; what it returned."""
+    was = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        return do()
+    finally:
+        for module, before in was:
+            module.training = before
+
+
+def keep_own_tensors(model: nn.Module, names: set[str], device: torch.device) -> None:
+    """Move the parameters and buffers of these names to ``device``.
+
+    The others keep their shapes and take no memory; shared tensors stay shared.
+    """
+    instead: dict[int, torch.Tensor] = {}
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if prefix + name in names:
+                parameter.data = parameter.data.to(device)
+                continue
+            if id(parameter) not in instead:
+                instead[id(parameter)] = nn.Parameter(
+                    torch.empty_like(parameter, device="meta"), parameter.requires_grad
+                )
+            module._parameters[name] = instead[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = instead.setdefault(
+                    id(buffer), buffer.to(device) if prefix + name in names else torch.empty_like(buffer, device="meta")
+                )
