@@ -193,12 +193,12 @@ def test_a_host_that_dies_is_named_and_the_job_goes_on_when_it_is_back(cluster, 
     assert cluster.finals() == {expected}
 
 
-def test_the_host_that_holds_the_table_dies_and_the_others_wait_for_it(cluster, expected):
+def test_the_coordinators_host_dies_and_the_others_wait_for_it(cluster, expected):
     for name in ("n1", "n2"):
         cluster.launch(name, "2", "--max-restarts", "1", "--save-every", "5 steps", wait=12)
     cluster.until_steps(0, ranks=2, steps=12)
     cluster.machines["n1"].kill()
-    cluster.until_said("n2", "cut off: nothing heard of the node that decides")
+    cluster.until_said("n2", "cut off: nothing heard of the coordinator")
     cluster.until(lambda: "rank 1" not in cluster.machines["n2"].run("ps", "-eo", "comm"), "n2 kept its rank")
     cluster.machines.boot("n1")
     cluster.go()
@@ -239,7 +239,7 @@ def test_one_to_four_hosts_shrink_when_one_is_cut_off_grow_again_and_train_the_s
         assert cluster.until_steps("*", ranks=3, steps=12) == {"n1", "n2", "n3"}
         assert "3 ranks on 3 of at most 4 nodes: n1 (1), " in cluster.said("n1")
         machines["n3"].cut()
-        cluster.until_said("n3", "cut off: nothing heard of the node that decides")
+        cluster.until_said("n3", "cut off: nothing heard of the coordinator")
         cluster.until(lambda: "rank " not in machines["n3"].run("ps", "-eo", "comm"), "n3 kept its rank")
         cluster.until_said("n1", "lost node n3 (rank ")
         assert cluster.until_steps("*", ranks=2, steps=12) == {"n1", "n2"}

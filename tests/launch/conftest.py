@@ -87,7 +87,7 @@ class Workshop:
                 continue
         return found
 
-    def nursery(self):
+    def fork_server(self):
         """The parent of rank 0."""
         rank = next(pid for pid, name in self.processes().items() if name == "rank 0")
         return int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
