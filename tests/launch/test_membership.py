@@ -26,7 +26,7 @@ TICK_S = 0.25
 
 @dataclass
 class Node:
-    """One machine with its agent: what it does by itself is little, and all else is the plan."""
+    """One machine with its agent, which decides little by itself and follows the plan."""
 
     name: str
     report: NodeReport
@@ -35,8 +35,8 @@ class Node:
     said_s: float = 0.0
     heard_s: float = 0.0
     plan: Plan = field(default_factory=Plan)
-    slow: int = 0  # ticks
-    asked_for: int = 0  # ticks
+    slow: int = 0  # ticks until it reacts
+    asked_for: int = 0  # ticks since its ranks were asked to end
     endings: tuple = ()
     will: int | None = None  # how its ranks end by themselves
 
@@ -181,7 +181,7 @@ events = st.one_of(
 @settings(max_examples=400)
 @given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 2), st.integers(0, 3), st.lists(events, max_size=12))
 def test_whatever_happens_the_laws_hold_and_it_ends_or_runs(least, more, max_restarts, max_changes, happens):
-    here = World(
+    job = World(
         ElasticLimits(
             min_nodes=least,
             max_nodes=least + more,
@@ -190,10 +190,10 @@ def test_whatever_happens_the_laws_hold_and_it_ends_or_runs(least, more, max_res
             join_timeout_s=60.0,
         )
     )
-    here.come()
+    job.come()
     for what, which in happens:
-        node = here.nodes[which % len(here.nodes)]
-        coordinator = node is here.nodes[0]
+        node = job.nodes[which % len(job.nodes)]
+        coordinator = node is job.nodes[0]
         match what:
             case "die" if not coordinator:
                 node.alive = False
@@ -203,9 +203,9 @@ def test_whatever_happens_the_laws_hold_and_it_ends_or_runs(least, more, max_res
             case "mend":
                 node.linked = True
             case "come":
-                here.come()
+                job.come()
             case "finish" | "unsaved":
-                for each in here.nodes:  # ranks that were together until the end
+                for each in job.nodes:  # ranks that were together until the end
                     each.will = {"finish": 0, "unsaved": 74}[what]
             case "fail" | "usage":
                 node.will = {"fail": 1, "usage": 2}[what]
@@ -213,12 +213,12 @@ def test_whatever_happens_the_laws_hold_and_it_ends_or_runs(least, more, max_res
                 node.report = replace(node.report, stops=node.report.stops + 1, stopped_by=signal.SIGTERM)
             case "wait":
                 for _ in range(which * 4):
-                    here.tick()
-        here.tick()
-    here.until(lambda: here.plan.phase == "over" or here.running())
-    if here.plan.phase == "over":
-        here.until(lambda: not any(node.report.running for node in here.nodes if node.alive))
-        assert here.state.notices or here.plan.code in (0, 75), "nothing ends badly without a word"
+                    job.tick()
+        job.tick()
+    job.until(lambda: job.plan.phase == "over" or job.running())
+    if job.plan.phase == "over":
+        job.until(lambda: not any(node.report.running for node in job.nodes if node.alive))
+        assert job.state.notices or job.plan.code in (0, 75), "nothing ends badly without a word"
 
 
 def test_a_job_of_one_node_begins_at_once_and_ends_with_its_ranks():

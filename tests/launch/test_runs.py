@@ -143,21 +143,21 @@ def test_the_last_words_name_the_rank_that_failed_first_and_its_line(workshop, w
 
 
 def test_a_killed_rank_is_restarted_with_all_others_and_the_run_can_be_gone_on_with(workshop):
-    words = ("--nproc-per-node", 2, "--max-restarts", 1, workshop.script(KILLED_AT_FIRST))
-    ended = workshop.run("--run-dir", "r", *words)
+    args = ("--nproc-per-node", 2, "--max-restarts", 1, workshop.script(KILLED_AT_FIRST))
+    ended = workshop.run("--run-dir", "r", *args)
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[-1] == "generation 1 resume 1 None"
     assert "rank 1 of 2 was killed by SIGKILL" in ended.err
     assert "restarting all 2 ranks as generation 1 (restart 1 of 1)" in ended.err
     assert "\n--- generation 1, " in "\n" + (workshop.here / "r/logs/rank-0001.log").read_text()
 
-    refused = workshop.run("--run-dir", "r", *words)
+    refused = workshop.run("--run-dir", "r", *args)
     assert refused.code == 2
     assert refused.err.splitlines()[1:] == [
         "  lockstep run --resume --run-dir r --nproc-per-node 2 --max-restarts 1 train.py",
         "  lockstep run --fresh --run-dir r --nproc-per-node 2 --max-restarts 1 train.py",
     ]
-    light = ("--start", "plain", "--run-dir", "r", *words[:-1], workshop.script(DIES_AT_FIRST, "light.py"))
+    light = ("--start", "plain", "--run-dir", "r", *args[:-1], workshop.script(DIES_AT_FIRST, "light.py"))
     resumed = workshop.run("--resume", *light)
     assert resumed.out.splitlines() == ["generation 2 resume 1 fresh None"]
     fresh = workshop.run("--fresh", *light)

@@ -138,7 +138,7 @@ def _entry_point(program: Program) -> Callable[[], Any]:
 
 
 def _run_file(file: Path) -> None:
-    """Run ``file`` as ``__main__``, which it stays, as exit handlers and pickles expect; `runpy` would take it back."""
+    """Run ``file`` as ``__main__``, and keep it there for exit handlers and pickles; `runpy` would remove it."""
     main = types.ModuleType("__main__")
     main.__file__ = str(file)
     main.__dict__["__builtins__"] = builtins
@@ -153,7 +153,7 @@ def _keep_result(value: object) -> None:
 
 
 def _exit_code(ending: SystemExit) -> int:
-    """As Python reads it: nothing is success, a number is itself, and anything else is printed and means failure."""
+    """The exit code as Python takes it: none is success, a number is itself, and the rest is printed and a failure."""
     if ending.code is None:
         return EXIT_OK
     if isinstance(ending.code, int):
