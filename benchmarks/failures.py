@@ -362,7 +362,7 @@ def measure(case: Case, whole: str) -> dict[str, str]:
 
 def headline(seen: Seen, case: Case) -> tuple[str, str]:
     """The line that says it, and how to find it again."""
-    for pattern in (r"run failed: ", r"ranks? .* for \d+(\.\d+)? s|has not moved|does not get on", r"not saved: ",
+    for pattern in (r"run failed: ", r"ranks? .* for \d+(\.\d+)? s|has not moved|makes no progress", r"not saved: ",
                     r"^stopped by ", r"^stopping now"):  # fmt: skip
         found = seen.first(pattern)
         if found is not None:

@@ -69,8 +69,8 @@ def moves(marker, steps):
     """Where a fault of a rank that goes through ``steps`` steps comes, if one does."""
     for step in range(steps + 1):
         for move in (
-            lambda step=step: marker.reach(step),
-            *(lambda p=p: marker.enter(p) for p in ("forward", "backward", "reduction")),
+            lambda step=step: marker.set_step(step),
+            *(lambda p=p: marker.set_phase(p) for p in ("forward", "backward", "reduction")),
         ):
             try:
                 move()
@@ -114,7 +114,7 @@ def struck(text, directory, seconds):
     FaultPlan.parse(text).arm(Path(directory, "faults.txt"), rank=rank)
     began = time.monotonic()
     for step in range(6):
-        progress_marker().reach(step)
+        progress_marker().set_step(step)
     while time.monotonic() < began + seconds:
         time.sleep(0.01)
     return time.monotonic() - began

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime, time, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import lockstep
 from lockstep.errors import LaunchError, LockstepError, SettingError
@@ -228,12 +228,15 @@ def _top(told: argparse.Namespace, words: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def job_options(scheduler: Literal["slurm", "sge"]) -> argparse.ArgumentParser:
-    """The options of ``lockstep job``: what ``scheduler`` is asked for, and those of ``lockstep run``."""
-    table = f"[{scheduler}]"
+def job_options(name: str) -> argparse.ArgumentParser:
+    """The options of ``lockstep job``: what the scheduler ``name`` is asked for, and those of ``lockstep run``."""
+    # Late, for the other commands do without it.
+    from lockstep.launch import JOB_SCRIPT_SCHEDULERS
+
+    scheduler, table = JOB_SCRIPT_SCHEDULERS[name], f"[{name}]"
     parser = _Parser(
-        prog=f"lockstep job {scheduler}",
-        usage=f"lockstep job {scheduler} [options] script.py [script options]",
+        prog=f"lockstep job {name}",
+        usage=f"lockstep job {name} [options] script.py [script options]",
         description=f"Write a complete job script, to stdout or a file. What is not given here may stand in the table "
         f"{table} of lockstep.toml in the working directory, under the same names; and setup and extra there, lists of "
         "shell lines before the launcher and of more options for the scheduler.",
@@ -242,17 +245,11 @@ def job_options(scheduler: Literal["slurm", "sge"]) -> argparse.ArgumentParser:
         epilog="Options of lockstep run may be given too, before the script.",
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="machines (default: 1)")
-    parser.add_argument("--gpus", metavar="N", help="of each node" + "; also a type, a100:4" * (scheduler == "slurm"))
+    parser.add_argument("--gpus", metavar="N", help=scheduler.gpus_help)
     parser.add_argument("--cpus", type=int, metavar="N", help="of each node")
     parser.add_argument("--time", metavar="TIME", help="12:00:00, 90m, 12h, 2d, 2-12")
-    if scheduler == "slurm":
-        parser.add_argument("--mem", metavar="SIZE", help="of each node, such as 64G")
-        parser.add_argument("--partition", metavar="NAME", help="where it waits")
-    else:
-        parser.add_argument("--mem", metavar="SIZE", help="of each slot, which is a CPU, such as 8G")
-        parser.add_argument("--queue", metavar="NAME", help="where it waits")
-        parser.add_argument("--pe", metavar="NAME", help="parallel environment, for several slots")
-        parser.add_argument("--gpu-resource", metavar="NAME", help="what a GPU is called here (default: gpu)")
+    for option in scheduler.options:
+        parser.add_argument(f"--{option.name.replace('_', '-')}", metavar=option.metavar, help=option.help)
     parser.add_argument("--account", metavar="NAME", help="who pays")
     parser.add_argument("--name", metavar="NAME", help="of the job (default: the script's)")
     parser.add_argument("-o", "--output", metavar="FILE", help="where the script is written (default: stdout)")
@@ -265,35 +262,42 @@ def job_options(scheduler: Literal["slurm", "sge"]) -> argparse.ArgumentParser:
     return parser
 
 
-def _job(scheduler: Literal["slurm", "sge"], told: argparse.Namespace, words: Sequence[str]) -> int:
+def _job(name: str, told: argparse.Namespace, words: Sequence[str]) -> int:
     _settings(told)
     # Late, for what it loads is needed only from here on.
-    from lockstep.launch import Module, Script, check_program, job_script
+    from lockstep.launch import (
+        JOB_SCRIPT_SCHEDULERS,
+        SITE_FILE,
+        JobCommand,
+        JobRequest,
+        Module,
+        Script,
+        check_program,
+        job_script,
+    )
 
     if told.script is None:
-        raise SettingError(f"say what to run: lockstep job {scheduler} --time 12:00:00 --gpus 4 train.py")
+        raise SettingError(f"say what to run: lockstep job {name} --time 12:00:00 --gpus 4 train.py")
     program = (Module if told.module else Script)(told.script, tuple(told.args))
     check_program(program)
-    asked = ("nodes", "gpus", "cpus", "mem", "partition", "queue", "pe", "gpu_resource", "account", "name")
-    values: dict[str, Any] = {name: getattr(told, name, None) for name in asked}
-    wanted = job_script.Wanted(
-        **values,
-        time_s=None if told.time is None else job_script.seconds(told.time),
-    )
-    site = Path(job_script.SITE)
+    scheduler = JOB_SCRIPT_SCHEDULERS[name]
+    asked = ("nodes", "gpus", "cpus", "account", "name", *(option.name for option in scheduler.options))
+    values: dict[str, Any] = {field: getattr(told, field) for field in asked}
+    request = JobRequest(**values, time_s=None if told.time is None else job_script.seconds(told.time))
+    site = Path(SITE_FILE)
     text = site.read_text(encoding="utf-8") if site.exists() else ""
-    wanted = job_script.checked(wanted.over(job_script.site_defaults(scheduler, text)))
+    request = job_script.checked(request.with_defaults(job_script.site_defaults(scheduler, text)))
     run = _given(run_options(), told)
     requeue = [] if "--requeue" in run else ["--requeue"]
     module = ["-m"] * told.module
-    command = job_script.Command(
-        words=(*(sys.executable, "-m", "lockstep", "run", *run, *requeue, *module, told.script, *told.args),),
+    command = JobCommand(
+        argv=(*(sys.executable, "-m", "lockstep", "run", *run, *requeue, *module, told.script, *told.args),),
         directory=str(Path.cwd()),
         stem=program.stem,
-        written_by=shlex.join(["lockstep", "job", scheduler, *words]),
+        written_by=shlex.join(["lockstep", "job", name, *words]),
         version=lockstep.__version__,
     )
-    script = job_script.write(scheduler, wanted, command)
+    script = job_script.write(scheduler, request, command)
     if told.output is None:
         print(script, end="")
         return EXIT_OK
@@ -301,7 +305,7 @@ def _job(scheduler: Literal["slurm", "sge"], told: argparse.Namespace, words: Se
     if file.exists():
         raise SettingError(f"-o {told.output}: there is such a file already; give another name, or remove it")
     file.write_text(script, encoding="utf-8")
-    print(f"{file}: submit it with {'sbatch' if scheduler == 'slurm' else 'qsub'} {file}", file=sys.stderr)
+    print(f"{file}: submit it with {scheduler.submit} {file}", file=sys.stderr)
     return EXIT_OK
 
 

@@ -223,10 +223,10 @@ class _Armed:
         self._left: Final = list(faults)
         self._marker, self._notes, self._rank = marker, notes, rank
         self._main: Final = threading.get_ident()
-        self._moves = marker.moves
+        self._phase_changes = marker.phase_changes
 
     def begin(self) -> None:
-        self._marker.followers = (*self._marker.followers, self._follow)
+        self._marker.listeners = (*self._marker.listeners, self._follow)
         for fault in self._left:
             if fault.after_s is not None:
                 timer = threading.Timer(fault.after_s, self._do, (fault,))
@@ -234,7 +234,7 @@ class _Armed:
                 timer.start()
 
     def _follow(self, marker: ProgressMarker) -> None:
-        entered, self._moves = marker.moves != self._moves, marker.moves
+        entered, self._phase_changes = marker.phase_changes != self._phase_changes, marker.phase_changes
         for fault in [fault for fault in self._left if fault.is_due(marker, entered=entered)]:
             self._left.remove(fault)
             self._do(fault)

@@ -28,7 +28,7 @@ class Heartbeat:
     rank: int
     process: int  #: its process id on its host
     step: int  #: optimizer steps done; -1 while nobody counts them
-    moves: int  #: grows whenever `Run` goes from one phase to the next
+    phase_changes: int  #: grows whenever `Run` goes from one phase to the next
     phase: str  #: one of `PHASES`
     place: SourceLine  #: of the main thread
     call: str  #: what the line at ``place`` has called, such as ``all_reduce`` or ``next(loader)``; "": own code

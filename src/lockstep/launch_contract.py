@@ -4,6 +4,7 @@
 """
 
 import signal
+import zlib
 
 RUN_ID = "LOCKSTEP_RUN_ID"  #: names the run, through all its generations; set for every rank of `lockstep run`
 RUN_DIR = "LOCKSTEP_RUN_DIR"  #: directory of the run's records, logs and checkpoints
@@ -34,3 +35,14 @@ EXIT_TERMINATED = 143  #: SIGTERM, without a checkpoint
 
 #: Asks a process for its stacks. Not one of those by which schedulers and users tell a job something.
 STACKS_SIGNAL: int = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+
+# Below the range from which Linux hands out ports by itself, above those of the usual services.
+_FIRST_PORT, _PORTS = 16384, 16384
+
+
+def job_port(job: str) -> int:
+    """The port at which processes of ``job`` meet that cannot tell each other one: the same for all of them.
+
+    Two jobs on one node most often get different ones.
+    """
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS

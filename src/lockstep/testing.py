@@ -37,10 +37,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from lockstep.checkpoint import LOCAL, list_checkpoints, load_tree
-from lockstep.collectives import is_peer_failure
 from lockstep.faults import FaultPlan
 from lockstep.heartbeat import ProgressMarker, progress_marker
 from lockstep.launch_contract import RESUME
+from lockstep.peer_failure import is_peer_failure
 from lockstep.run import Run
 from lockstep.world import LAUNCHERS, World
 
@@ -641,7 +641,7 @@ def _leaving(run: Run, lesson: _Lesson) -> None:
             raise _Left
         os.kill(os.getpid(), signal.SIGKILL)
 
-    progress_marker().followers += (follow,)
+    progress_marker().listeners += (follow,)
 
 
 def _evaluate(lesson: _Lesson) -> dict[str, float]:

@@ -14,20 +14,16 @@ other way round does not happen. ``RANK`` and ``WORLD_SIZE`` set by hand come la
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
-from lockstep.errors import WorldError
-from lockstep.launch_contract import GENERATION, LAUNCHER, RUN_DIR, RUN_ID
+from lockstep.errors import SettingError, WorldError
+from lockstep.launch_contract import ENDS_AT, GENERATION, LAUNCHER, RUN_DIR, RUN_ID, job_port
+from lockstep.slurm_syntax import FIRST_SPECIAL_STEP, expand_counts, expand_hosts
 
 _HERE = "127.0.0.1"
 _LOOPBACK = frozenset({_HERE, "localhost", "::1"})
-# Below the range from which Linux hands out ports by itself, above those of the usual services.
-_FIRST_PORT, _PORTS = 16384, 16384
-# Slurm counts steps from 0; a batch script, an interactive step and their like get numbers from here on.
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 Environment = Mapping[str, str]
 Names = tuple[str, ...]
@@ -186,7 +182,7 @@ def _in_slurm_step(env: Environment) -> bool:
     """
     step = number_in(env, ("SLURM_STEP_ID",))
     tasks = number_in(env, _SLURM_TASKS)
-    return step is not None and step < _FIRST_SPECIAL_STEP and tasks is not None and tasks > 1
+    return step is not None and step < FIRST_SPECIAL_STEP and tasks is not None and tasks > 1
 
 
 _SLURM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -373,12 +369,10 @@ def _tasks_here(env: Environment, names: Names, node_rank: int) -> int | None:
     name = _first_set(env, names)
     if name is None:
         return None
-    counts: list[int] = []
-    for item in env[name].split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
-        if match is None:
-            raise WorldError(f"{name}={env[name]!r}: it must be a number, or a list such as 2(x3),1")
-        counts += [int(match[1])] * int(match[2] or 1)
+    try:
+        counts = expand_counts(env[name])
+    except ValueError:
+        raise WorldError(f"{name}={env[name]!r}: it must be a number, or a list such as 2(x3),1") from None
     if len(counts) == 1:
         return counts[0]
     if node_rank >= len(counts):
@@ -409,7 +403,7 @@ def _port(env: Environment, launcher: Launcher, size: int) -> int:
         return 0
     if launcher.run_id and (job := _job(env, launcher)):
         # Every rank must come to the same number without asking another, and two jobs on one node to different ones.
-        return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+        return job_port(job)
     raise WorldError(
         f"{launcher.known_by} started {size} ranks but does not say at which port they meet; "
         f"choose a free one for this job: {launcher.set_variable.format('MASTER_PORT', '29500')}"
@@ -417,12 +411,35 @@ def _port(env: Environment, launcher: Launcher, size: int) -> int:
 
 
 def leading_host(hosts: str) -> str:
-    """The first host of a Slurm node list, ``n[01-03,7]`` is ``n01``, or that of a ``tcp://`` address."""
+    """The first host of a Slurm node list, ``n[01-03,7]`` is ``n01``, or that of a ``tcp://`` address.
+
+    Raises:
+        WorldError: if it is neither.
+    """
     _, scheme, rest = hosts.partition("tcp://")
     if scheme:
         return re.split(r"[,:;]", rest)[0]
-    first = re.split(r",(?![^\[]*\])", hosts.strip())[0]
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
+    try:
+        return expand_hosts(hosts)[0]
+    except ValueError as error:
+        raise WorldError(f"the host of rank 0 cannot be read: {error}; set MASTER_ADDR to it on every rank") from None
+
+
+def job_ends_at(env: Environment) -> float | None:
+    """When the job that holds this process ends, in seconds since 1970; None if no variable says so.
+
+    The launcher sets one; newer versions of Slurm set another, for every process.
+
+    Raises:
+        SettingError: if the variable holds no number.
+    """
+    name = _first_set(env, (ENDS_AT, "SLURM_JOB_END_TIME"))
+    if name is None:
+        return None
+    try:
+        return float(env[name])
+    except ValueError:
+        raise SettingError(f"{name}={env[name]!r}: give seconds since 1970, such as from date +%s") from None
 
 
 def _job(env: Environment, launcher: Launcher) -> str:

@@ -4,7 +4,8 @@ import shlex
 
 import pytest
 
-from lockstep.launch.schedulers.allocation import Allocation, Node, starts
+from lockstep.launch.schedulers.grid_engine import GridEngine
+from lockstep.launch.schedulers.scheduler import Allocation, Node
 
 SCRIPT = "job sge --cpus 2 --pe lockstep --time {time} -o train.sh --nproc-per-node 2 --save-every '2 steps' train.py"
 
@@ -84,8 +85,10 @@ def test_a_launcher_on_another_node_gets_the_words_as_they_are_meant(engine, sub
     words = ["sh", "-c", 'pwd > there; printf "%s\\n" "$@" >> there', "run", "a b", "$HOME", "it's", '"', "*"]
     host = engine.must("qconf", "-sel").strip()
     nodes = (Node("first", 2), Node(host, 2))
-    _, there = starts(Allocation("sge", "1", nodes), words, endpoint="h:1", directory=str(bench.here))
-    gone(submit("-pe", "lockstep", "2", "-o", "qrsh.out", "-j", "y", bench.batch(shlex.join(there.words))))
+    scheduler = GridEngine()
+    given = Allocation(scheduler, "1", nodes)
+    _, there = scheduler.start_commands(given, words, endpoint="h:1", directory=str(bench.here))
+    gone(submit("-pe", "lockstep", "2", "-o", "qrsh.out", "-j", "y", bench.batch(shlex.join(there.argv))))
     said = (bench.here / "there").read_text().splitlines() if (bench.here / "there").exists() else bench.out()
     assert said == [
         str(bench.here),

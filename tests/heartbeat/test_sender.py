@@ -9,10 +9,10 @@ import time
 
 import pytest
 from hypothesis import given
-from rank_states import beats
 
 from lockstep.heartbeat import HeartbeatSender, ProgressMarker, open_channel, progress_marker
 from lockstep.heartbeat_message import Heartbeat
+from rank_states import beats
 
 
 @pytest.fixture
@@ -57,12 +57,12 @@ def test_a_heart_tells_phase_step_and_the_users_line(tmp_path, opened):
         heart.beat()
         first = Heartbeat.from_text(line.recv(65536))
         assert (first.rank, first.step, first.phase, first.process) == (3, -1, "script", os.getpid())
-        assert said.enter("forward") == "script"
-        said.reach(412)
+        assert said.set_phase("forward") == "script"
+        said.set_step(412)
         heart.beat()
         second = Heartbeat.from_text(line.recv(65536))
     assert (second.step, second.phase) == (412, "forward")
-    assert second.moves > first.moves
+    assert second.phase_changes > first.phase_changes
     assert second.place.file == __file__
     assert second.place.function == "test_a_heart_tells_phase_step_and_the_users_line"
     assert abs(second.at - time.time()) < 60

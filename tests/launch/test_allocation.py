@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import SettingError
-from lockstep.launch.schedulers.allocation import Allocation, Node, allocation, ends_at, expand, reachable, starts
+from lockstep.launch.schedulers import SCHEDULERS, allocation, job_ends_at
+from lockstep.launch.schedulers.scheduler import Allocation, Node
 
-SLURM = {
+SLURM, SGE, PBS, _ = SCHEDULERS
+SLURM_ENV = {
     "SLURM_JOB_ID": "812",
     "SLURM_JOB_NODELIST": "n[1-2]",
     "SLURM_JOB_CPUS_PER_NODE": "8(x2)",
@@ -19,87 +21,64 @@ SLURM = {
     "SLURM_PROCID": "0",
     "SLURM_NTASKS": "2",
 }
-STEP = {**SLURM, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
-ENGINE = {"JOB_ID": "7", "SGE_ROOT": "/sge", "QUEUE": "all.q", "PE_HOSTFILE": "hosts", "RESTARTED": "1"}
+STEP_ENV = {**SLURM_ENV, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
+SGE_ENV = {"JOB_ID": "7", "SGE_ROOT": "/sge", "QUEUE": "all.q", "PE_HOSTFILE": "hosts", "RESTARTED": "1"}
 
 
 def nothing(path):
     return ""
 
 
-@pytest.mark.parametrize(
-    ("hosts", "names"),
-    [
-        ("n1", "n1"),
-        ("n1,n2", "n1 n2"),
-        ("n[01-03,7]", "n01 n02 n03 n7"),
-        ("gpu[1-2]-ib,login", "gpu1-ib gpu2-ib login"),
-        ("r[1-2]n[09-10]", "r1n09 r1n10 r2n09 r2n10"),
-        ("n[099-101]", "n099 n100 n101"),
-    ],
-)
-def test_a_list_of_hosts_is_expanded(hosts, names):
-    assert expand(hosts) == names.split()
-
-
-@pytest.mark.parametrize("hosts", ["", "n[1", "n1]", "n[a-b]", "n[]", "n1,,n2"])
-def test_what_is_no_list_of_hosts_is_refused(hosts):
-    with pytest.raises(SettingError, match="cannot be read"):
-        expand(hosts)
-
-
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 4))
-def test_a_range_names_each_host_once(first, more, width):
-    names = expand(f"n[{first:0{width}d}-{first + more:0{width}d}]")
-    assert [int(name[1:]) for name in names] == list(range(first, first + more + 1))
-    assert all(len(name) > width for name in names)
+def test_a_list_of_nodes_that_cannot_be_read_is_refused():
+    with pytest.raises(SettingError, match=r"list of hosts cannot be read: 'n\[1'"):
+        allocation({**SLURM_ENV, "SLURM_JOB_NODELIST": "n[1"}, nothing)
 
 
 def test_a_batch_script_on_several_nodes_spreads():
-    found = allocation(SLURM, nothing)
-    assert found == Allocation("slurm", "812", (Node("n1", 8), Node("n2", 8)), gpus_per_node=4)
-    assert found.spreads
-    assert not found.one_of_many
+    found = allocation(SLURM_ENV, nothing)
+    assert found == Allocation(SLURM, "812", (Node("n1", 8), Node("n2", 8)), gpus_per_node=4)
+    assert found.starts_launchers
+    assert not found.has_launcher_per_node
     assert str(found) == "Slurm job 812 (2 nodes: n1, n2)"
 
 
 def test_a_launcher_in_a_step_is_one_of_those_that_were_spread():
-    found = allocation(STEP, nothing)
-    assert found.one_of_many
-    assert not found.spreads
+    found = allocation(STEP_ENV, nothing)
+    assert found.has_launcher_per_node
+    assert not found.starts_launchers
     assert found.node_rank == 1
 
 
 @pytest.mark.parametrize("step", ["4294967291", "4294967290"])
 def test_a_batch_script_and_an_interactive_shell_are_no_steps(step):
-    assert allocation({**STEP, "SLURM_STEP_ID": step}, nothing).spreads
+    assert allocation({**STEP_ENV, "SLURM_STEP_ID": step}, nothing).starts_launchers
 
 
 def test_one_node_starts_its_ranks_itself():
-    one = {**SLURM, "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "8"}
-    assert not allocation(one, nothing).spreads
+    one = {**SLURM_ENV, "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "8"}
+    assert not allocation(one, nothing).starts_launchers
     # A shell that salloc started on a login node is not on the node that it was given.
     del one["SLURMD_NODENAME"]
-    assert allocation(one, nothing).spreads
+    assert allocation(one, nothing).starts_launchers
 
 
 @pytest.mark.parametrize(
     ("says", "gpus"), [({"SLURM_GPUS_PER_NODE": "a100:4"}, 4), ({"SLURM_GPUS_PER_NODE": "a:2,b:1"}, 3), ({}, None)]
 )
 def test_gpus_of_a_node(says, gpus):
-    env = {name: value for name, value in SLURM.items() if name != "SLURM_GPUS_ON_NODE"}
+    env = {name: value for name, value in SLURM_ENV.items() if name != "SLURM_GPUS_ON_NODE"}
     assert allocation({**env, **says}, nothing).gpus_per_node == gpus
 
 
 def test_a_host_that_grid_engine_names_twice_is_one_node():
     files = {"hosts": "n1 4 all.q@n1 UNDEFINED\nn2 2 all.q@n2 UNDEFINED\nn1 2 long.q@n1 <NULL>\n"}
-    found = allocation(ENGINE, files.__getitem__)
-    assert found == Allocation("sge", "7", (Node("n1", 6), Node("n2", 2)), restarts=1)
-    assert found.spreads
+    found = allocation(SGE_ENV, files.__getitem__)
+    assert found == Allocation(SGE, "7", (Node("n1", 6), Node("n2", 2)), restarts=1)
+    assert found.starts_launchers
 
 
 def test_a_task_of_an_array_is_a_job_of_its_own():
-    assert allocation({**ENGINE, "SGE_TASK_ID": "3", "NSLOTS": "2"}, nothing).job == "7.3"
+    assert allocation({**SGE_ENV, "SGE_TASK_ID": "3", "NSLOTS": "2"}, nothing).job == "7.3"
 
 
 def test_pbs_names_a_node_once_for_each_slot():
@@ -112,25 +91,25 @@ def test_outside_of_a_job_there_is_none():
 
 
 def test_the_end_of_a_job_is_asked_for_where_no_variable_tells_it():
-    assert ends_at({**SLURM, "SLURM_JOB_END_TIME": "1700000000"}, pytest.fail) == 1700000000.0
+    assert job_ends_at({**SLURM_ENV, "SLURM_JOB_END_TIME": "1700000000"}, pytest.fail) == 1700000000.0
     said = {"squeue": "2026-01-01T10:00:00 1:00\n", "qstat": "hard resource_list: h_rt=120,s_rt=90\n"}
-    first = ends_at(SLURM, lambda words: said[words[0]])
-    assert first == ends_at(SLURM, lambda words: said[words[0]].replace(":00 ", ":30 ")) - 30
-    assert ends_at(SLURM, lambda words: "") is None
-    assert ends_at(SLURM, lambda words: "NONE\n") is None
-    assert ends_at(SLURM, lambda words: "2027-01-01T10:00:00 UNLIMITED\n") is None
+    first = job_ends_at(SLURM_ENV, lambda words: said[words[0]])
+    assert first == job_ends_at(SLURM_ENV, lambda words: said[words[0]].replace(":00 ", ":30 ")) - 30
+    assert job_ends_at(SLURM_ENV, lambda words: "") is None
+    assert job_ends_at(SLURM_ENV, lambda words: "NONE\n") is None
+    assert job_ends_at(SLURM_ENV, lambda words: "2027-01-01T10:00:00 UNLIMITED\n") is None
     began = "start_time            1:            01/01/2026 09:58:30.250\n"
-    assert ends_at(ENGINE, lambda words: began + said["qstat"]) == first + 0.25
-    assert ends_at(ENGINE, lambda words: "start_time nothing else") is None
-    assert ends_at({}, pytest.fail) is None
+    assert job_ends_at(SGE_ENV, lambda words: began + said["qstat"]) == first + 0.25
+    assert job_ends_at(SGE_ENV, lambda words: "start_time nothing else") is None
+    assert job_ends_at({}, pytest.fail) is None
 
 
 RUN = ["python", "-m", "lockstep", "run", "--run-dir", "r", "train.py", "run", "a b"]
 
 
 def test_slurm_starts_all_launchers_at_once():
-    (start,) = starts(allocation(SLURM, nothing), RUN, endpoint="n1:2", directory="/w")
-    step, launcher = start.words[: start.words.index("python")], start.words[start.words.index("python") :]
+    (start,) = SLURM.start_commands(allocation(SLURM_ENV, nothing), RUN, endpoint="n1:2", directory="/w")
+    step, launcher = start.argv[: start.argv.index("python")], start.argv[start.argv.index("python") :]
     assert step[0] == "srun"
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=8", "--kill-on-bad-exit=0"} <= {*step}
     assert shlex.join(launcher) == (
@@ -140,11 +119,11 @@ def test_slurm_starts_all_launchers_at_once():
 
 def test_grid_engine_starts_each_launcher_where_it_belongs():
     files = {"hosts": "n1 4 q U\nn2 4 q U\n"}
-    here, there = starts(allocation(ENGINE, files.__getitem__), RUN, endpoint="n1:2", directory="/my work")
+    here, there = SGE.start_commands(allocation(SGE_ENV, files.__getitem__), RUN, endpoint="n1:2", directory="/my work")
     assert str(here).startswith("python -m lockstep run --nnodes 2 --rdzv-endpoint n1:2 --rdzv-id 7 --run-dir r")
-    assert there.words[:5] == ("qrsh", "-inherit", "-nostdin", "-V", "n2")
+    assert there.argv[:5] == ("qrsh", "-inherit", "-nostdin", "-V", "n2")
     # qrsh joins its words and gives them to a shell, which gives the last one to another.
-    inner = shlex.split(" ".join(there.words[5:]))
+    inner = shlex.split(" ".join(there.argv[5:]))
     assert inner[:3] == ["exec", "/bin/sh", "-c"]
     assert shlex.split(inner[3])[:4] == ["cd", "/my work", "&&", "exec"]
     assert shlex.split(inner[3])[-1] == "a b"
@@ -152,18 +131,18 @@ def test_grid_engine_starts_each_launcher_where_it_belongs():
 
 def test_launchers_that_nobody_can_spread_are_lines_to_paste():
     nodes = (Node("n1", 1), Node("n2", 1))
-    lines = starts(Allocation("pbs", "5", nodes), RUN, endpoint="n1:2", directory="/w")
-    assert [line.host for line in lines] == ["n1", "n2"]
+    lines = PBS.start_commands(Allocation(PBS, "5", nodes), RUN, endpoint="n1:2", directory="/w")
+    assert [(line.host, line.by_user) for line in lines] == [("n1", False), ("n2", True)]
     assert all(str(line).startswith("python -m lockstep run --nnodes 2") for line in lines)
 
 
 @given(st.text("0123456789.[]_-abc", min_size=1))
 def test_the_port_of_a_job_is_one_that_anybody_may_open(job):
-    assert 16384 <= Allocation("slurm", job).port() < 32768
+    assert 16384 <= Allocation(SLURM, job).port() < 32768
 
 
 def test_a_node_whose_name_is_no_hosts_is_reached_as_slurm_does():
     said = "NodeName=n1 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=vm Version=22.05"
-    assert reachable("n1", lambda host: True, pytest.fail) == "n1"
-    assert reachable("n1", lambda host: False, lambda words: said) == "10.0.0.7"
-    assert reachable("n1", lambda host: False, lambda words: "") == "n1"
+    assert SLURM.node_address("n1", lambda host: True, pytest.fail) == "n1"
+    assert SLURM.node_address("n1", lambda host: False, lambda words: said) == "10.0.0.7"
+    assert SLURM.node_address("n1", lambda host: False, lambda words: "") == "n1"

@@ -6,12 +6,12 @@ import socket
 from lockstep.heartbeat_message import Heartbeat, SourceLine
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
-from lockstep.launch.diagnosis.hang_monitor import Vigil
+from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 
 
 def test_ranks_that_are_ended_for_a_hang_are_not_blamed_for_falling_silent(tmp_path):
     now, said = 100.0, []
-    vigil = Vigil(
+    hang_monitor = HangMonitor(
         HangTimeouts(hang_after_s=2.0),
         None,
         stacks=lambda rank: tmp_path / f"stacks-{rank}",
@@ -20,22 +20,22 @@ def test_ranks_that_are_ended_for_a_hang_are_not_blamed_for_falling_silent(tmp_p
         shown=str,
         now=lambda: now,
     )
-    with vigil, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
-        vigil.begin(range(2))
+    with hang_monitor, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+        hang_monitor.begin(range(2))
         hang = None
         while hang is None:  # rank 0 waits for rank 1
             assert now < 105
             for rank, call in enumerate(("all_reduce", "")):
                 place = SourceLine("train.py", 7, "train")
                 beat = Heartbeat(rank, os.getpid(), -1, 0, "script", place, call, bool(call), 3 + (not rank), 0.0, now)
-                line.sendto(beat.to_text().encode(), vigil.channel)
-            hang = vigil.look()
+                line.sendto(beat.to_text().encode(), hang_monitor.channel)
+            hang = hang_monitor.poll()
             now += 0.5
         while now < 120:  # both are being ended, and say nothing more
-            assert vigil.look() is None
+            assert hang_monitor.poll() is None
             now += 0.5
-        vigil.blame(lambda rank: tmp_path / f"failure-{rank}")
+        hang_monitor.record_hangs(lambda rank: tmp_path / f"failure-{rank}")
     assert len(said) == 1
-    assert hang.stall.culprits == (1,)
+    assert hang.diagnosis.culprits == (1,)
     assert Failure.read(tmp_path / "failure-1") is not None
     assert not (tmp_path / "failure-0").exists()

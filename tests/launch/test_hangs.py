@@ -148,7 +148,7 @@ def test_abort_leaves_no_restart(workshop):
     )
     assert ended.code == 1, ended.err
     assert ended.err.count("hang: no progress") == 1
-    assert "rank 0 does not get on, and nobody waits for another rank" in ended.err
+    assert "rank 0 makes no progress, and nobody waits for another rank" in ended.err
     assert "restart" not in ended.err.partition("hang: ")[2]
 
 

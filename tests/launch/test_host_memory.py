@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.host_memory import ControlGroup, Held, Ledger, held_by_ranks
+from lockstep.launch.diagnosis.host_memory import ControlGroup, MemoryTracker, RankMemory, memory_by_rank
 
 GIB = 1 << 30
 
@@ -21,7 +21,7 @@ def tree(root, files):
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    return ControlGroup.look(root / "cgroup", root / "sys")
+    return ControlGroup.read(root / "cgroup", root / "sys")
 
 
 def test_version_2_the_least_limit_counts_and_the_own_kills(tmp_path):
@@ -60,28 +60,28 @@ def test_in_a_container_the_own_group_is_the_root(tmp_path):
 
 
 def test_what_cannot_be_read_is_no_limit(tmp_path):
-    assert ControlGroup.look(tmp_path / "none", tmp_path) == ControlGroup(None, 0)
+    assert ControlGroup.read(tmp_path / "none", tmp_path) == ControlGroup(None, 0)
 
 
 def test_the_reason_says_the_limit_and_who_held_what():
     now, group = [0.0], [ControlGroup(4 * GIB, 5)]
-    held = [{0: Held(GIB), 1: Held(GIB, 2 * GIB, 2)}]
-    ledger = Ledger(1, lambda: group[0], lambda nursery: held[0], lambda: now[0])
-    ledger.look()
-    held[0] = {0: Held(GIB)}  # rank 1 is gone
+    held = [{0: RankMemory(GIB), 1: RankMemory(GIB, 2 * GIB, 2)}]
+    tracker = MemoryTracker(1, lambda: group[0], lambda nursery: held[0], lambda: now[0])
+    tracker.poll()
+    held[0] = {0: RankMemory(GIB)}  # rank 1 is gone
     now[0] += 2.0
-    ledger.look()
-    assert ledger.reason(1) == "", "kills before the generation are not its own"
+    tracker.poll()
+    assert tracker.reason(1) == "", "kills before the generation are not its own"
     group[0] = ControlGroup(4 * GIB, 6)
-    assert ledger.reason(1).splitlines() == [
+    assert tracker.reason(1).splitlines() == [
         "the kernel killed 1 process of this job: host memory ran out, of which this job may use 4.00 GiB",
         "rank 1 held 1.00 GiB and its 2 workers 2.00 GiB",
         "beside it: rank 0 1.00 GiB",
         "use fewer loader workers (--set workers=1), smaller batches or fewer ranks on this node, "
         "or ask for more memory",
     ]
-    ledger.begin()
-    assert ledger.reason(1) == ""
+    tracker.begin()
+    assert tracker.reason(1) == ""
 
 
 def test_what_ranks_hold_is_seen_in_real_processes():
@@ -100,7 +100,7 @@ def test_what_ranks_hold_is_seen_in_real_processes():
     )
     try:
         assert started.stdout.readline() == b"up\n"
-        held = held_by_ranks(os.getpid())[3]
+        held = memory_by_rank(os.getpid())[3]
         assert held.workers == 1
         assert 40 << 20 <= held.own_bytes < 120 << 20
         assert held.workers_bytes >= 90 << 20

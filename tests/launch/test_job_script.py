@@ -9,17 +9,21 @@ from hypothesis import strategies as st
 
 from lockstep import cli
 from lockstep.errors import SettingError
-from lockstep.launch.schedulers.job_script import Command, Wanted, checked, seconds, site_defaults, write
+from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS
+from lockstep.launch.schedulers.job_script import checked, seconds, site_defaults, write
+from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
 
-COMMAND = Command(
-    words=("/env/bin/python", "-m", "lockstep", "run", "--requeue", "train.py", "--name", "a b"),
+SLURM, SGE = JOB_SCRIPT_SCHEDULERS["slurm"], JOB_SCRIPT_SCHEDULERS["sge"]
+
+COMMAND = JobCommand(
+    argv=("/env/bin/python", "-m", "lockstep", "run", "--requeue", "train.py", "--name", "a b"),
     directory="/home/me/work",
     stem="train",
     written_by="lockstep job ...",
     version="1.2.3",
 )
 
-SLURM = """\
+SLURM_SCRIPT = """\
 #!/bin/bash
 # Written by lockstep 1.2.3, which writes it again with
 #   lockstep job ...
@@ -51,7 +55,7 @@ module load cuda
 exec /env/bin/python -m lockstep run --requeue train.py --name 'a b'
 """
 
-ENGINE = """\
+SGE_SCRIPT = """\
 #!/bin/bash
 # Written by lockstep 1.2.3, which writes it again with
 #   lockstep job ...
@@ -92,24 +96,24 @@ def legible(script):
 
 
 def test_a_script_for_slurm():
-    wanted = Wanted(
+    request = JobRequest(
         nodes=2, gpus="4", cpus=16, time_s=129600, mem="64G", partition="gpu", account="me",
         setup=("module load cuda",), extra=("--constraint=nvlink",),
     )  # fmt: skip
-    assert write("slurm", wanted, COMMAND) == SLURM
-    assert legible(SLURM).returncode == 0
+    assert write(SLURM, request, COMMAND) == SLURM_SCRIPT
+    assert legible(SLURM_SCRIPT).returncode == 0
 
 
 def test_a_script_for_grid_engine():
-    wanted = Wanted(gpus="1", cpus=8, time_s=3600, mem="8G", queue="all.q", account="me", pe="smp")
-    assert write("sge", wanted, COMMAND) == ENGINE
-    assert legible(ENGINE).returncode == 0
+    request = JobRequest(gpus="1", cpus=8, time_s=3600, mem="8G", queue="all.q", account="me", pe="smp")
+    assert write(SGE, request, COMMAND) == SGE_SCRIPT
+    assert legible(SGE_SCRIPT).returncode == 0
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), min_size=1), min_size=1, max_size=3))
 def test_the_shell_reads_the_words_as_they_are_meant(words):
-    command = Command(tuple(words), "/w", "train", "", "")
-    script = write("slurm", Wanted(cpus=1, time_s=60), command)
+    command = JobCommand(tuple(words), "/w", "train", "", "")
+    script = write(SLURM, JobRequest(cpus=1, time_s=60), command)
     _, _, line = script.partition("\nexec ")
     assert shlex.split(line) == words
 
@@ -118,11 +122,11 @@ def test_all_that_is_missing_is_told_at_once():
     with pytest.raises(
         SettingError, match=r"missing: --time 12:00:00; --gpus N or --cpus N.*lockstep\.toml under \[slurm"
     ):
-        write("slurm", Wanted(), COMMAND)
+        write(SLURM, JobRequest(), COMMAND)
     with pytest.raises(SettingError, match=r"missing: --time.*; --pe NAME.* 16 slots"):
-        write("sge", Wanted(cpus=8, nodes=2), COMMAND)
+        write(SGE, JobRequest(cpus=8, nodes=2), COMMAND)
     with pytest.raises(SettingError, match="Grid Engine takes a number"):
-        write("sge", Wanted(gpus="a100:1", time_s=60), COMMAND)
+        write(SGE, JobRequest(gpus="a100:1", time_s=60), COMMAND)
 
 
 @pytest.mark.parametrize(
@@ -152,20 +156,20 @@ def test_what_schedulers_read_differently_is_refused(text):
 )
 def test_what_cannot_stand_in_a_script_is_refused(wrong, says):
     with pytest.raises(SettingError) as refused:
-        checked(Wanted(**wrong))
+        checked(JobRequest(**wrong))
     assert says in str(refused.value)
 
 
 def test_site_defaults_fill_what_is_not_given():
-    site = site_defaults("slurm", '[slurm]\ntime = "2h"\ncpus = 4\ngpus = 2\nsetup = ["module load cuda"]\n')
-    assert site == Wanted(time_s=7200, cpus=4, gpus="2", setup=("module load cuda",))
-    assert Wanted(cpus=8).over(site).cpus == 8
-    assert Wanted(cpus=8).over(site).time_s == 7200
+    site = site_defaults(SLURM, '[slurm]\ntime = "2h"\ncpus = 4\ngpus = 2\nsetup = ["module load cuda"]\n')
+    assert site == JobRequest(time_s=7200, cpus=4, gpus="2", setup=("module load cuda",))
+    assert JobRequest(cpus=8).with_defaults(site).cpus == 8
+    assert JobRequest(cpus=8).with_defaults(site).time_s == 7200
 
 
 def test_wrong_site_defaults_are_told_at_once_with_file_and_key():
     with pytest.raises(SettingError) as refused:
-        site_defaults("slurm", '[slurm]\ntim = "1h"\nqueue = "q"\nnodes = 0\nsetup = "x"\n[slrm]\n')
+        site_defaults(SLURM, '[slurm]\ntim = "1h"\nqueue = "q"\nnodes = 0\nsetup = "x"\n[slrm]\n')
     assert str(refused.value).splitlines() == [
         "lockstep.toml: no table [slrm] is known; did you mean slurm?",
         "  lockstep.toml: [slurm] tim: no such key; did you mean time?",
@@ -175,7 +179,7 @@ def test_wrong_site_defaults_are_told_at_once_with_file_and_key():
         "  lockstep.toml: [slurm] setup: 'x': it must be a list of texts",
     ]
     with pytest.raises(SettingError, match=r"lockstep\.toml: .*line 1"):
-        site_defaults("sge", "[sge\n")
+        site_defaults(SGE, "[sge\n")
 
 
 @pytest.fixture
@@ -226,3 +230,8 @@ def test_what_cannot_be_used_is_refused(here, capsys, words, says):
     assert said.out == ""
     assert says in said.err
     assert len(said.err.splitlines()) == 1
+
+
+def test_each_scheduler_that_scripts_are_written_for_has_its_command():
+    commands = {name.removeprefix("job ") for name in cli._COMMANDS if name.startswith("job ")}
+    assert commands == set(JOB_SCRIPT_SCHEDULERS)

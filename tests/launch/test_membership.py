@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.launch.diagnosis.root_cause import Ending
+from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.rendezvous.membership import (
     ElasticLimits,
     MembershipState,
@@ -72,7 +72,7 @@ class Node:
             self.endings, self.will = (), None
 
     def end(self, status, now_s, *, by_us):
-        self.endings = (Ending(0, status, now_s, ended_by_us=by_us),)
+        self.endings = (RankExit(0, status, now_s, ended_by_us=by_us),)
         self.report = replace(self.report, running=False, failed=not by_us and status not in (0, 74, 75))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.errors import LaunchError, SettingError
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.root_cause import Ending
+from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.host import interface_of
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract, differences
@@ -75,7 +75,7 @@ def test_what_one_node_writes_the_others_read(store):
         assert soon(lambda: other.plan() == plan and other.plan()) == plan
         assert other.silent_s() < 30
 
-        ending = Ending(3, 1, 11.0, failure=RAISED, host="n2")
+        ending = RankExit(3, 1, 11.0, failure=RAISED, host="n2")
         other.report(NodeReport("other", "n2", 2, generation=4, failed=True), [ending])
         node = soon(lambda: next((n for n in coordinator.nodes() if n.endings), None))
         assert node.report.failed
@@ -89,7 +89,7 @@ def test_what_one_node_writes_the_others_read(store):
 
 def test_notices_are_written_once_and_read_by_all_also_by_nodes_that_join_late(store):
     endpoint, _ = store
-    failed = GenerationFailed(4, (Ending(3, 1, 11.0, failure=RAISED, host="n2"),))
+    failed = GenerationFailed(4, (RankExit(3, 1, 11.0, failure=RAISED, host="n2"),))
     with clients(endpoint, "c", "other") as (coordinator, other):
         coordinator.publish(Plan(1, notices=1), [Message("waiting, é")])
         soon(lambda: other.plan().notices == 1)
@@ -194,7 +194,7 @@ def test_an_endpoint_knows_whether_it_is_here():
 def test_the_store_of_one_machine_gives_back_what_it_was_given():
     alone = LocalStore()
     report = NodeReport("local", "n1", 2, generation=0)
-    ending = Ending(0, 0, 1.0)
+    ending = RankExit(0, 0, 1.0)
     alone.report(report, [ending])
     alone.publish(Plan(generation=3, notices=1), [Message("up")])
     assert alone.is_coordinator

@@ -4,8 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.launch.schedulers.allocation import Allocation
-from lockstep.launch.schedulers.requeue import directory, noted, requeue
+from lockstep.launch.schedulers import SCHEDULERS
+from lockstep.launch.schedulers.requeue import directory, noted
+from lockstep.launch.schedulers.scheduler import NO_SCHEDULER, Allocation
+
+SLURM, SGE, PBS, _ = SCHEDULERS
 
 
 class FileSystem:
@@ -29,7 +32,7 @@ def test_each_run_of_a_job_goes_on_in_its_own_directory(tmp_path_factory, comman
     for restart, reached in enumerate([*cuts, len(commands)]):
         # The job got to its ``reached``-th run, and began each time at the first.
         for place, command in enumerate(commands[:reached]):
-            name, on = disk.start(Allocation("slurm", "5", restarts=restart), command, tmp_path)
+            name, on = disk.start(Allocation(SLURM, "5", restarts=restart), command, tmp_path)
             if place < len(first):
                 assert (name, on) == (first[place], True)
             else:
@@ -40,9 +43,9 @@ def test_each_run_of_a_job_goes_on_in_its_own_directory(tmp_path_factory, comman
 
 def test_another_job_begins_anew(tmp_path):
     disk = FileSystem()
-    assert disk.start(Allocation("slurm", "5"), "a", tmp_path) == ("train-job5", False)
-    assert disk.start(Allocation("slurm", "6", restarts=1), "a", tmp_path) == ("train-job6", False)
-    assert disk.start(Allocation("slurm", "5", restarts=1), "a", tmp_path) == ("train-job5", True)
+    assert disk.start(Allocation(SLURM, "5"), "a", tmp_path) == ("train-job5", False)
+    assert disk.start(Allocation(SLURM, "6", restarts=1), "a", tmp_path) == ("train-job6", False)
+    assert disk.start(Allocation(SLURM, "5", restarts=1), "a", tmp_path) == ("train-job5", True)
 
 
 def slurm(**answers):
@@ -57,20 +60,20 @@ def slurm(**answers):
 
 def test_a_slurm_job_is_put_in_the_queue_again():
     asked, ask = slurm(squeue=(0, "RUNNING None\n"))
-    done = requeue(Allocation("slurm", "5"), 75, ask)
+    done = SLURM.requeue(Allocation(SLURM, "5"), 75, ask)
     assert (done.code, asked[-1]) == (75, "scontrol requeue 5")
-    assert "in the queue again" in done.said
+    assert "in the queue again" in done.message
 
 
 def test_a_cancelled_job_is_not():
     asked, ask = slurm(squeue=(0, "COMPLETING None\n"))
-    assert "was cancelled" in requeue(Allocation("slurm", "5"), 75, ask).said
+    assert "was cancelled" in SLURM.requeue(Allocation(SLURM, "5"), 75, ask).message
     assert not any("requeue" in words for words in asked)
 
 
 def test_one_whose_time_is_up_is():
     asked, ask = slurm(squeue=(0, "COMPLETING TimeLimit\n"))
-    requeue(Allocation("slurm", "5"), 75, ask)
+    SLURM.requeue(Allocation(SLURM, "5"), 75, ask)
     assert "scontrol requeue 5" in asked
 
 
@@ -79,20 +82,21 @@ def test_one_whose_time_is_up_is():
 )
 def test_where_it_cannot_be_done_that_is_said(answer, why):
     _, ask = slurm(squeue=(127, ""), scontrol=answer)
-    done = requeue(Allocation("slurm", "5"), 75, ask)
+    done = SLURM.requeue(Allocation(SLURM, "5"), 75, ask)
     assert done.code == 75
-    assert why in done.said
-    assert "from outside: scontrol requeue 5" in done.said
+    assert why in done.message
+    assert "from outside: scontrol requeue 5" in done.message
 
 
 def test_grid_engine_is_told_by_the_exit_code():
     listed = "job-ID prior name user state\n---\n  4 0.5 d root dr 11/21/2026\n  5 0.5 train root {} 11/21/2026\n"
-    assert requeue(Allocation("sge", "5.2"), 75, lambda words: (0, listed.format("r"))).code == 99
-    assert requeue(Allocation("sge", "5.2"), 75, lambda words: (127, "")).code == 99
-    deleted = requeue(Allocation("sge", "5.2"), 75, lambda words: (0, listed.format("dr")))
-    assert (deleted.code, "was deleted" in deleted.said) == (75, True)
+    assert SGE.requeue(Allocation(SGE, "5.2"), 75, lambda words: (0, listed.format("r"))).code == 99
+    assert SGE.requeue(Allocation(SGE, "5.2"), 75, lambda words: (127, "")).code == 99
+    deleted = SGE.requeue(Allocation(SGE, "5.2"), 75, lambda words: (0, listed.format("dr")))
+    assert (deleted.code, "was deleted" in deleted.message) == (75, True)
 
 
-def test_outside_of_a_job_nothing_is_started_again():
-    done = requeue(Allocation(), 75, pytest.fail)
-    assert (done.code, "no Slurm or Grid Engine job" in done.said) == (75, True)
+@pytest.mark.parametrize("scheduler", [PBS, NO_SCHEDULER])
+def test_outside_of_a_job_nothing_is_started_again(scheduler):
+    done = scheduler.requeue(Allocation(scheduler, "5"), 75, pytest.fail)
+    assert (done.code, "no Slurm or Grid Engine job" in done.message) == (75, True)

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import (
-    Ending,
-    block,
-    diagnose,
+    RankExit,
     exit_code,
+    find_root_cause,
+    format_failure,
+    format_not_saved,
+    format_traceback,
     has_failed,
-    not_saved,
-    told_traceback,
 )
 
 
@@ -36,7 +36,7 @@ def said(rank, message, *, kind="ValueError", raised_s=0.0, collateral=False, li
 
 
 def raised(rank, message="bad label", *, at_s=1.0, by_us=False, **more):
-    return Ending(rank, 1, at_s, ended_by_us=by_us, failure=said(rank, message, raised_s=at_s, **more))
+    return RankExit(rank, 1, at_s, ended_by_us=by_us, failure=said(rank, message, raised_s=at_s, **more))
 
 
 def lost(rank, at_s=1.0):
@@ -44,14 +44,14 @@ def lost(rank, at_s=1.0):
 
 
 def left(rank, status, *, at_s=1.0, by_us=False, tail=""):
-    return Ending(rank, status, at_s, ended_by_us=by_us, log_tail=tail)
+    return RankExit(rank, status, at_s, ended_by_us=by_us, log_tail=tail)
 
 
-def told(endings):
-    return block(diagnose(endings), ranks=len(endings), log=lambda rank: f"r{rank}.log", shown=str)
+def told(exits):
+    return format_failure(find_root_cause(exits), ranks=len(exits), log=lambda rank: f"r{rank}.log", shown=str)
 
 
-endings = st.builds(
+exits = st.builds(
     lambda kind, rank, at_s: {
         "ok": left(rank, 0, at_s=at_s),
         "raised": raised(rank, at_s=at_s),
@@ -65,36 +65,36 @@ endings = st.builds(
 )
 
 
-@given(st.lists(endings, max_size=12, unique_by=lambda ending: ending.rank), st.randoms())
+@given(st.lists(exits, max_size=12, unique_by=lambda rank_exit: rank_exit.rank), st.randoms())
 def test_the_cause_is_the_earliest_that_blames_no_peer_in_whatever_order_ranks_fell(some, random):
-    failed = [ending for ending in some if has_failed(ending)]
+    failed = [rank_exit for rank_exit in some if has_failed(rank_exit)]
     if not failed:
         return
-    cause = diagnose(some).cause
-    own = [ending for ending in failed if not ending.collateral]
+    cause = find_root_cause(some).cause
+    own = [rank_exit for rank_exit in failed if not rank_exit.collateral]
     assert cause in (own or failed)
-    assert cause.since_s == min(ending.since_s for ending in own or failed)
+    assert cause.since_s == min(rank_exit.since_s for rank_exit in own or failed)
     shuffled = list(some)
     random.shuffle(shuffled)
-    assert diagnose(shuffled).cause.since_s == cause.since_s
+    assert find_root_cause(shuffled).cause.since_s == cause.since_s
     format_ranks = {
-        *diagnose(some).alike,
-        *diagnose(some).collateral,
-        *(ending.rank for ending in diagnose(some).others),
+        *find_root_cause(some).alike,
+        *find_root_cause(some).collateral,
+        *(rank_exit.rank for rank_exit in find_root_cause(some).others),
     }
-    assert format_ranks == {ending.rank for ending in failed}, "each rank that failed is named once"
+    assert format_ranks == {rank_exit.rank for rank_exit in failed}, "each rank that failed is named once"
 
 
 def test_a_rank_that_raised_first_is_the_cause_though_it_took_longer_to_end():
-    slow = Ending(2, 1, at_s=9.0, failure=said(2, "bad label", raised_s=1.0))
-    odd = Ending(0, 1, at_s=2.0, failure=said(0, "strange", raised_s=1.5))
-    assert diagnose([odd, slow]).cause is slow
+    slow = RankExit(2, 1, at_s=9.0, failure=said(2, "bad label", raised_s=1.0))
+    odd = RankExit(0, 1, at_s=2.0, failure=said(0, "strange", raised_s=1.5))
+    assert find_root_cause([odd, slow]).cause is slow
 
 
 def test_nccls_watchdog_ends_a_rank_collaterally_and_other_aborts_do_not():
     watchdog = left(0, -6, at_s=1.0, tail="[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)\n")
-    assert diagnose([watchdog, left(1, -9, at_s=2.0)]).cause.rank == 1
-    assert diagnose([left(0, -6, at_s=1.0, tail="assertion failed"), left(1, -9, at_s=2.0)]).cause.rank == 0
+    assert find_root_cause([watchdog, left(1, -9, at_s=2.0)]).cause.rank == 1
+    assert find_root_cause([left(0, -6, at_s=1.0, tail="assertion failed"), left(1, -9, at_s=2.0)]).cause.rank == 0
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_exit_codes(some, stopped_by, code):
 
 
 def unsaved(rank, message):
-    return Ending(rank, 74, 1.0, failure=said(rank, message, kind="SystemExit"))
+    return RankExit(rank, 74, 1.0, failure=said(rank, message, kind="SystemExit"))
 
 
 def test_what_is_not_saved_is_told_with_its_reason_and_how_to_go_on():
-    def told(*endings):
-        words = not_saved(endings, ranks=len(endings), log=lambda rank: f"r{rank}.log", again="lockstep run")
+    def told(*exits):
+        words = format_not_saved(exits, ranks=len(exits), log=lambda rank: f"r{rank}.log", again="lockstep run")
         return words.splitlines()
 
     reason = "74\ntrained to step 4, which no checkpoint in x holds: x is full. The last good one is of step 2"
@@ -188,8 +188,8 @@ def test_other_errors_that_are_alike_are_folded():
 
 def test_a_full_gpu_is_told_with_the_peak_of_every_rank_that_could_say():
     full = [
-        replace(ending, failure=replace(ending.failure, gpu=f"peak 7{ending.rank} GiB of 80 GiB on H100"))
-        for ending in (raised(1, "CUDA out of memory", kind="torch.OutOfMemoryError"), lost(0, 2.0))
+        replace(rank_exit, failure=replace(rank_exit.failure, gpu=f"peak 7{rank_exit.rank} GiB of 80 GiB on H100"))
+        for rank_exit in (raised(1, "CUDA out of memory", kind="torch.OutOfMemoryError"), lost(0, 2.0))
     ]
     lines = told(full).splitlines()
     at = lines.index("    rank 0: peak 70 GiB of 80 GiB on H100")
@@ -198,9 +198,9 @@ def test_a_full_gpu_is_told_with_the_peak_of_every_rank_that_could_say():
 
 
 def test_what_the_user_has_to_change_is_told_without_a_traceback():
-    ending = replace(raised(0, "more ranks than micro-batches", kind="lockstep.errors.PlanError"), status=2)
-    assert told_traceback(ending) == ""
-    assert told_traceback(raised(0)) != ""
+    rank_exit = replace(raised(0, "more ranks than micro-batches", kind="lockstep.errors.PlanError"), status=2)
+    assert format_traceback(rank_exit) == ""
+    assert format_traceback(raised(0)) != ""
     assert "most often the kernel when host memory runs out" in told([left(0, -9), lost(1)])
 
 
@@ -219,12 +219,12 @@ def test_long_messages_and_tracebacks_are_cut_in_the_middle():
     assert "<0>" in text
     assert "<99>" in text
     assert "<50>" not in text
-    trace = told_traceback(raised(0, traceback="\n".join(f"<{number}>" for number in range(100))))
+    trace = format_traceback(raised(0, traceback="\n".join(f"<{number}>" for number in range(100))))
     assert len(trace.splitlines()) <= 41
     assert trace.endswith("<99>")
 
 
 def test_paths_are_shown_as_the_user_writes_them():
-    ending = raised(0)
-    text = block(diagnose([ending]), ranks=1, log=str, shown=lambda path: f"./{Path(path)}")
+    rank_exit = raised(0)
+    text = format_failure(find_root_cause([rank_exit]), ranks=1, log=str, shown=lambda path: f"./{Path(path)}")
     assert "    at ./train.py:3\n" in text

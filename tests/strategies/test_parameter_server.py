@@ -452,7 +452,7 @@ def stopped(word):
                 if now.step == 3 and run.rank == run.world_size - 1:
                     os.kill(os.getpid(), signal.SIGSTOP)
 
-            progress_marker().followers += (follow,)
+            progress_marker().listeners += (follow,)
             model = run.model(nn.Linear(1, 1))
             run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
             for (x,) in run.train(run.loader((torch.ones(80, 1),), global_batch=4, micro_batch=1)):

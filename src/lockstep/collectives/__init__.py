@@ -1,7 +1,7 @@
 """The only room that speaks torch.distributed: ranks meet, agree, and add up along one fixed tree."""
 
 from lockstep.collectives.all_reduce import AllReduce, NativeAllReduce, RankOrderAllReduce, open_all_reduce
-from lockstep.collectives.group import Group, KeyValueStore, alone, is_peer_failure, open_group, translating_peer_errors
+from lockstep.collectives.group import Group, KeyValueStore, alone, open_group, translating_peer_errors
 from lockstep.collectives.object_channel import ObjectChannel
 from lockstep.collectives.owner_broadcast import OwnerBroadcast, open_owner_broadcast
 from lockstep.collectives.reduce_scatter import (
@@ -35,7 +35,6 @@ __all__ = [
     "broadcast_from_rank0",
     "elsewhere",
     "fold",
-    "is_peer_failure",
     "nodes_of",
     "open_all_reduce",
     "open_group",

@@ -18,29 +18,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store  # what tor
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep.errors import MismatchError, PeerLost, WorldError
+from lockstep.peer_failure import is_peer_failure
 from lockstep.world import World
 
 T = TypeVar("T")
-
-# What the libraries say when the other end is gone. A rank that reads one of these is a victim, never the cause.
-_PEER_LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "timed out waiting",
-    "socket timeout",
-    "remote process exited",
-    "nccl communicator was aborted",
-    "this error originated at tensorpipe",
-    "rpc ran for more than set timeout",
-)
-
-
-def is_peer_failure(error: BaseException) -> bool:
-    """Whether ``error`` says that another rank is gone or silent, rather than that this one failed."""
-    text = str(error).lower()
-    return isinstance(error, PeerLost | dist.DistNetworkError) or any(words in text for words in _PEER_LOST)
 
 
 @contextlib.contextmanager

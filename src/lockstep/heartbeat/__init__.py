@@ -10,7 +10,7 @@
 It works for every script, also for one that does not use `Run`.
 """
 
-from lockstep.heartbeat.frames import NOWHERE, is_users, look
+from lockstep.heartbeat.frames import NOWHERE, find_user_frame, is_users
 from lockstep.heartbeat.sender import HeartbeatSender, ProgressMarker, open_channel, progress_marker
 from lockstep.heartbeat.stack_dump import NOTHING, Stack, Stacks, is_registered, read_stacks, register_stacks
 
@@ -21,9 +21,9 @@ __all__ = [
     "ProgressMarker",
     "Stack",
     "Stacks",
+    "find_user_frame",
     "is_registered",
     "is_users",
-    "look",
     "open_channel",
     "progress_marker",
     "read_stacks",

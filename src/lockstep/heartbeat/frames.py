@@ -41,7 +41,7 @@ def is_users(file: str) -> bool:
     return not (installed or "/site-packages/" in file or "/dist-packages/" in file)
 
 
-def look(innermost: FrameType) -> tuple[SourceLine, str, bool]:
+def find_user_frame(innermost: FrameType) -> tuple[SourceLine, str, bool]:
     """The user's line in a stack, what it has called, and whether ranks wait for each other in that call.
 
     Where no line of the stack is the user's, as in a program that is installed, the innermost of the others' that is

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from lockstep.heartbeat.frames import NOWHERE, collectives_begun, look
+from lockstep.heartbeat.frames import NOWHERE, collectives_begun, find_user_frame
 from lockstep.heartbeat_message import Heartbeat
 
 BEAT_EVERY_S: Final = 0.5
@@ -29,30 +29,30 @@ _SEND_S = 0.4
 class ProgressMarker:
     """What the main thread is doing. Telling it costs some ten nanoseconds, so that it can be told in every step."""
 
-    __slots__ = ("followers", "moves", "phase", "step")
+    __slots__ = ("listeners", "phase", "phase_changes", "step")
 
     def __init__(self) -> None:
         self.step = -1  #: optimizer steps done; -1 while nobody counts them
         self.phase = "script"  #: one of `PHASES`
-        self.moves = 0
-        self.followers: tuple[
+        self.phase_changes = 0
+        self.listeners: tuple[
             Callable[[ProgressMarker], None], ...
         ] = ()  #: called in the main thread after each word of it
 
-    def enter(self, phase: str) -> str:
+    def set_phase(self, phase: str) -> str:
         """From here on the rank is in ``phase``, one of `PHASES`; returns the one before."""
         before = self.phase
         self.phase = phase
-        self.moves += 1
-        for follow in self.followers:
-            follow(self)
+        self.phase_changes += 1
+        for listener in self.listeners:
+            listener(self)
         return before
 
-    def reach(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """``step`` optimizer steps are done."""
         self.step = step
-        for follow in self.followers:
-            follow(self)
+        for listener in self.listeners:
+            listener(self)
 
 
 _MARKER: Final = ProgressMarker()
@@ -93,13 +93,13 @@ class HeartbeatSender:
     def now(self) -> Heartbeat:
         """Where the main thread is."""
         frame = sys._current_frames().get(self._main)
-        place, call, meets = look(frame) if frame is not None else (NOWHERE, "", False)
+        place, call, meets = find_user_frame(frame) if frame is not None else (NOWHERE, "", False)
         said = self._marker
         return Heartbeat(
             rank=self._rank,
             process=os.getpid(),
             step=said.step,
-            moves=said.moves,
+            phase_changes=said.phase_changes,
             phase=said.phase,
             place=place,
             call=call,

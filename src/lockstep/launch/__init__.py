@@ -12,6 +12,22 @@ for the store where the launchers meet.
 from lockstep.launch.launcher import launch, start
 from lockstep.launch.request import Function, Module, Nodes, Request, Script
 from lockstep.launch.run_directory import check_program
-from lockstep.launch.schedulers import job_script
+from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, job_script
+from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
+from lockstep.launch.schedulers.script_text import SITE_FILE
 
-__all__ = ["Function", "Module", "Nodes", "Request", "Script", "check_program", "job_script", "launch", "start"]
+__all__ = [
+    "JOB_SCRIPT_SCHEDULERS",
+    "SITE_FILE",
+    "Function",
+    "JobCommand",
+    "JobRequest",
+    "Module",
+    "Nodes",
+    "Request",
+    "Script",
+    "check_program",
+    "job_script",
+    "launch",
+    "start",
+]

@@ -23,7 +23,13 @@ from datetime import datetime
 from lockstep.errors import LaunchError
 from lockstep.launch.child_process import STOP_SIGNALS
 from lockstep.launch.console import Screen
-from lockstep.launch.diagnosis.root_cause import block, diagnose, has_failed, not_saved, told_traceback
+from lockstep.launch.diagnosis.root_cause import (
+    find_root_cause,
+    format_failure,
+    format_not_saved,
+    format_traceback,
+    has_failed,
+)
 from lockstep.launch.rendezvous.join import Joined
 from lockstep.launch.rendezvous.membership import (
     MembershipState,
@@ -244,12 +250,12 @@ class Agent:
             return shown(self._job.log(rank))
 
         if not any(map(has_failed, notice.endings)):
-            self._fail(not_saved(notice.endings, ranks=notice.ranks, log=log, again=self._job.to_resume))
+            self._fail(format_not_saved(notice.endings, ranks=notice.ranks, log=log, again=self._job.to_resume))
             return
-        diagnosis = diagnose(notice.endings)
-        if traceback := told_traceback(diagnosis.cause):
+        diagnosis = find_root_cause(notice.endings)
+        if traceback := format_traceback(diagnosis.cause):
             self._screen.say(traceback)
-        self._fail(block(diagnosis, ranks=notice.ranks, log=log, shown=shown))
+        self._fail(format_failure(diagnosis, ranks=notice.ranks, log=log, shown=shown))
 
     def _fail(self, text: str) -> None:
         self._screen.close()

@@ -29,7 +29,7 @@ class Machine:
     cpus: int
 
     @classmethod
-    def look(cls, env: Mapping[str, str]) -> Self:
+    def detect(cls, env: Mapping[str, str]) -> Self:
         """Ask the operating system and the GPU driver; takes a few milliseconds and touches no GPU."""
         try:
             affinity = len(os.sched_getaffinity(0))

@@ -25,24 +25,15 @@ from lockstep.faults import FaultPlan
 from lockstep.launch.agent import Agent, Stops
 from lockstep.launch.console import Screen
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
-from lockstep.launch.diagnosis.hang_monitor import Vigil
+from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.host import Machine
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.join import Joined, host_job, join_alone, join_job
 from lockstep.launch.request import Function, Nodes, OnHang, Request
 from lockstep.launch.run_directory import Job, begin_options, prepare, settle, shown
-from lockstep.launch.schedulers.allocation import (
-    Allocation,
-    allocation,
-    answer,
-    asked,
-    ends_at,
-    reachable,
-    starts,
-    text_of,
-)
-from lockstep.launch.schedulers.remote_start import spread
-from lockstep.launch.schedulers.requeue import WARNED, requeue
+from lockstep.launch.schedulers import allocation, job_ends_at
+from lockstep.launch.schedulers.remote_start import run_start_commands
+from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, text_of
 from lockstep.launch.workers.fork_server import open_fork_server
 from lockstep.launch.workers.rank_environment import common_environment
 from lockstep.launch.workers.worker_group import WorkerGroup
@@ -66,21 +57,21 @@ def start(request: Request) -> int:
     given = allocation(os.environ, text_of)
     request = _on_allocated_nodes(request, given)
     # On a login node nothing says what the allocated nodes have.
-    machine = Machine.look(os.environ) if given.inside else Machine(given.gpus_per_node or 0, given.nodes[0].slots)
+    machine = Machine.detect(os.environ) if given.inside else Machine(given.gpus_per_node or 0, given.nodes[0].slots)
     resumed = False
     if request.nodes is not None:
         code = _run_among_others(request, request.nodes, machine, given)
     else:
         job = prepare(request, machine=machine, env=os.environ, now=datetime.now(), given=given)
-        code = _start_everywhere(job) if request.everywhere and given.spreads else _run_here(job)[0]
+        code = _start_everywhere(job) if request.everywhere and given.starts_launchers else _run_here(job)[0]
         resumed = job.begins == "resume"
     # A run that went on from a checkpoint and was warned before its first step has lost nothing.
     stopped = code == EXIT_STOPPED or (resumed and code in WARNED)
     # Where each node has its launcher, one of them asks for all.
-    if not stopped or not request.requeue or (given.one_of_many and given.node_rank):
+    if not stopped or not request.requeue or (given.has_launcher_per_node and given.node_rank):
         return code
-    again = requeue(given, code, asked)
-    Screen(sys.stdout, sys.stderr, os.environ).say(again.said)
+    again = given.scheduler.requeue(given, code, run_command)
+    Screen(sys.stdout, sys.stderr, os.environ).say(again.message)
     return again.code
 
 
@@ -140,7 +131,7 @@ def launch(
         on_hang=on_hang,
         start_method="fork",
     )
-    job = prepare(request, machine=Machine.look(os.environ), env=os.environ, now=datetime.now())
+    job = prepare(request, machine=Machine.detect(os.environ), env=os.environ, now=datetime.now())
     code, failure = _run_here(job)
     if code == 130:
         raise KeyboardInterrupt
@@ -156,7 +147,7 @@ def _on_allocated_nodes(request: Request, given: Allocation) -> Request:
     hosts = tuple(node.name for node in given.nodes)
     if request.nodes is not None:
         return replace(request, nodes=replace(request.nodes, hosts=hosts))
-    if request.everywhere and given.one_of_many:
+    if request.everywhere and given.has_launcher_per_node:
         # A launcher was started on each node without being told of the others.
         endpoint = f"{_first_host(given)}:{given.port()}"
         return replace(request, nodes=Nodes(len(hosts), len(hosts), endpoint, run_id=given.job, hosts=hosts))
@@ -170,16 +161,21 @@ def _start_everywhere(job: Job) -> int:
     run = replace(job.request, options=options).command_args(*begin_options(job))
     # On the first node of the job a free port can be found; from another host one can only be chosen.
     endpoint = f"{_first_host(given)}:{_free_port() if given.inside else given.port()}"
-    commands = starts(given, [sys.executable, "-m", "lockstep", *run], endpoint=endpoint, directory=str(Path.cwd()))
+    launcher, directory = [sys.executable, "-m", "lockstep", *run], str(Path.cwd())
+    commands = given.scheduler.start_commands(given, launcher, endpoint=endpoint, directory=directory)
     for note in job.notes:
         screen.say(note)
     screen.say(f"{given}: starting a launcher on each node")
-    if given.scheduler == "pbs":
-        for command in commands[1:]:
-            screen.say(f"to be started on {command.host}: cd {shlex.quote(str(Path.cwd()))} && {command}")
-        commands = commands[:1]
+    for command in commands:
+        if command.by_user:
+            screen.say(f"to be started on {command.host}: cd {shlex.quote(directory)} && {command}")
     with stops.listening(), contextlib.closing(screen):
-        return spread(commands, os.environ, lambda: stops.times)
+        return run_start_commands(
+            [command for command in commands if not command.by_user],
+            os.environ,
+            lambda: stops.times,
+            given.scheduler.stop_signals,
+        )
 
 
 def _run_here(job: Job) -> tuple[int, str]:
@@ -221,7 +217,7 @@ def _announce(job: Job, screen: Screen) -> None:
 def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
     """Start the fork server and carry out this node's part of the job; returns as `_run_here` does."""
     job, request = joined.job, joined.job.request
-    vigil = Vigil(
+    hang_monitor = HangMonitor(
         HangTimeouts(request.hang_after_s),
         request.on_hang,
         stacks=job.stacks,
@@ -229,12 +225,12 @@ def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
         say=screen.say,
         shown=shown,
     )
-    with vigil:
+    with hang_monitor:
         env = {**os.environ, **_end_of_job(request, os.environ), **({FAULTS: request.faults} if request.faults else {})}
-        common = common_environment(job, env, vigil.channel)
+        common = common_environment(job, env, hang_monitor.channel)
         fork_server = open_fork_server(request.program, job.start_method, common)
         with contextlib.closing(fork_server), contextlib.closing(screen):
-            agent = Agent(joined, WorkerGroup(job, fork_server, screen, vigil), screen, stops)
+            agent = Agent(joined, WorkerGroup(job, fork_server, screen, hang_monitor), screen, stops)
             code = _with_missed_faults(job, screen, agent.run())
             if code not in (EXIT_OK, EXIT_STOPPED) and (status := StatusFile.read(job.status)) is not None:
                 StatusFile(job.status).write(replace(status, state="unsaved" if code == EXIT_NOT_SAVED else "failed"))
@@ -245,7 +241,7 @@ def _end_of_job(request: Request, env: Mapping[str, str]) -> dict[str, str]:
     """The variable that tells ranks when their job ends."""
     at_s = request.ends_at_s
     if at_s is None and not env.get(ENDS_AT):
-        at_s = ends_at(env, answer)
+        at_s = job_ends_at(env, output_of)
     return {} if at_s is None else {ENDS_AT: f"{at_s:.0f}"}
 
 
@@ -260,7 +256,7 @@ def _with_missed_faults(job: Job, screen: Screen, code: int) -> int:
 
 
 def _first_host(given: Allocation) -> str:
-    return reachable(given.nodes[0].name, _resolves, answer)
+    return given.scheduler.node_address(given.nodes[0].name, _resolves, output_of)
 
 
 def _resolves(host: str) -> bool:

@@ -22,8 +22,8 @@ from lockstep.errors import SettingError
 from lockstep.faults import FaultPlan
 from lockstep.launch.host import Machine
 from lockstep.launch.request import Module, Program, Request, Script, StartMethod
-from lockstep.launch.schedulers.allocation import Allocation
 from lockstep.launch.schedulers.requeue import directory, goes_on, noted
+from lockstep.launch.schedulers.scheduler import Allocation
 from lockstep.world import World
 
 #: The file by which a run directory is recognized.
@@ -107,7 +107,7 @@ def prepare(
         WorldError: if the environment says that this process is itself one of several ranks.
     """
     world = World.from_env(env)
-    if world.size > 1 and not (world.launcher == "slurm" and given.one_of_many):
+    if world.size > 1 and not (world.launcher == "slurm" and given.has_launcher_per_node):
         raise SettingError(
             f"this process is already {world} (started by {world.launcher}), and would start ranks of its own; "
             "start the launcher once, or the script itself under what started this"

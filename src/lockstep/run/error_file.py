@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.collectives import is_peer_failure
+from lockstep.peer_failure import is_peer_failure
 
 # torchrun looks for a failing rank's error here, and tells it as the root cause.
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

@@ -147,7 +147,7 @@ class Run:
         )
         told = self.settings.values
         self._marker: Final = progress_marker()
-        self._marker.enter("start")
+        self._marker.set_phase("start")
         self._world: Final = World.from_env(env)
         self.device: Final = _choose_device(self._world, told.rehearse)
         self._threads: Final = _choose_threads(told, self.device)
@@ -213,7 +213,7 @@ class Run:
         self._record: MetricsFile | None = None
         seed_generators(seed_of(told.seed, "init"))
         atexit.register(self._left_open)
-        self._marker.enter("script")
+        self._marker.set_phase("script")
 
     # ---- who and where -----------------------------------------------------------------------------------------
 
@@ -448,7 +448,7 @@ class Run:
                 model.train()
         told, stepper, progress = self.settings.values, self._stepper, self.progress
         self._where = "train"
-        self._marker.enter("data")
+        self._marker.set_phase("data")
         first = self._steps_here
         try:
             if self._share.replica is None:
@@ -461,14 +461,14 @@ class Run:
                 work = stepper.begin(micro, self.progress.step, compare=compares)
                 self._carry.micro_batch_begins(micro)
                 seed_generators(seed_of(told.seed, "step", self.progress.step, micro.index))
-                self._marker.enter("forward")
+                self._marker.set_phase("forward")
                 with self._precision.forward():
                     yield data
                 if stepper.end(work):
                     self._count_step(work)
                     self._carry.step_is_done()
                     self._end_step(first=first)
-                self._marker.enter("data")
+                self._marker.set_phase("data")
             whole = stepper.part(whole=True)
         except GeneratorExit:
             if stepper.work is not None:  # else the run is closed
@@ -561,7 +561,7 @@ class Run:
             model.eval()
         self._measures["evaluate"] = MetricMeans()
         self._where = "evaluate"
-        self._marker.enter("evaluate")
+        self._marker.set_phase("evaluate")
         self._show("evaluating")
         key = (self.settings.values.seed, "evaluate", self.progress.step, self._evaluations)
         self._evaluations += 1
@@ -575,7 +575,7 @@ class Run:
                 for micro in self._mine(feed.evaluation(padding=padding)):
                     self._samples_here = 0 if micro.is_padding or not self._share.counts else micro.samples
                     seed_generators(seed_of(*key, micro.step, micro.index))
-                    self._marker.enter("evaluate")
+                    self._marker.set_phase("evaluate")
                     with torch.no_grad(), self._precision.forward():
                         yield _moved(micro.data, self.device)
                     buffers.put_back()
@@ -583,7 +583,7 @@ class Run:
                         break
         finally:
             self._where = "outside"
-            self._marker.enter("script")
+            self._marker.set_phase("script")
             for module, training in modes:
                 module.training = training
             self._draw_alike()
@@ -691,7 +691,7 @@ class Run:
         atexit.unregister(self._left_open)
         self._stepper.work = None
         self._stepper.checks.close()
-        self._marker.enter("exit")
+        self._marker.set_phase("exit")
         # sys.exit() without a complaint is an end like any other.
         ends_well = kind is None or (isinstance(error, SystemExit) and not error.code)
         try:
@@ -715,8 +715,8 @@ class Run:
                     self._strategy.close()
                 finally:
                     self._group.close()
-            self._marker.enter("script")
-            self._marker.reach(-1)
+            self._marker.set_phase("script")
+            self._marker.set_step(-1)
 
     def _left_open(self) -> None:
         self.say(
@@ -931,7 +931,7 @@ class Run:
         self._evaluations = 0
         # In what is left of the body ranks stand at different micro-batches, and are to draw alike.
         self._draw_alike("body")
-        self._marker.reach(self.progress.step)
+        self._marker.set_step(self.progress.step)
 
     def _end_step(self, *, first: int | None = None) -> None:
         """The body in which a step was done is over: what belongs to the step's end comes now. Collective.
@@ -961,7 +961,7 @@ class Run:
         be an error on this rank alone, where no other rank would come to meet it.
         """
         work, self._where = self._stepper.work, "outside"
-        self._marker.enter("script")
+        self._marker.set_phase("script")
         try:
             if work is not None and work.complete and not work.ended:
                 self._stepper.end(work)
@@ -997,12 +997,12 @@ class Run:
                     self._wishes.acknowledge()
 
     def _save(self) -> None:
-        before = self._marker.enter("save")
+        before = self._marker.set_phase("save")
         self._finite.settle()
         self._say_warnings()
         self._keeper.save(self._compared_tree, self.progress.step, self._identity())
         self._agenda.saved()
-        self._marker.enter(before)
+        self._marker.set_phase(before)
 
     def _compared_tree(self) -> dict[str, Any]:
         tree = self._tree()

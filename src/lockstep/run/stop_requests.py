@@ -22,8 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from lockstep.errors import SettingError
-from lockstep.launch_contract import ENDS_AT, EXIT_INTERRUPTED
+from lockstep.launch_contract import EXIT_INTERRUPTED
+from lockstep.world import job_ends_at
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 # A step costs a look at a file no more often than this.
@@ -58,15 +58,7 @@ class JobDeadline:
         Raises:
             SettingError: if the variable holds no number.
         """
-        for name in (ENDS_AT, "SLURM_JOB_END_TIME"):
-            if env.get(name):
-                try:
-                    return cls(float(env[name]))
-                except ValueError:
-                    raise SettingError(
-                        f"{name}={env[name]!r}: give seconds since 1970, such as from date +%s"
-                    ) from None
-        return cls(None)
+        return cls(job_ends_at(env))
 
     @property
     def margin_s(self) -> float:

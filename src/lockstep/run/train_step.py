@@ -135,7 +135,7 @@ class TrainStep:
         if isinstance(loss, torch.Tensor) and not self._precision.scales and not micro.is_padding:
             self._finite.loss(loss, self._step, micro.index, micro.of)
         work.reached.add(target)
-        self._marker.enter("reduction" if work.turn.last and self._group.size > 1 else "backward")
+        self._marker.set_phase("reduction" if work.turn.last and self._group.size > 1 else "backward")
         if count is not None and not micro.is_padding:
             self._counts[target] = self._counts.get(target, 0) + count
         # The loss is a mean over the micro-batch's items, the gradient one over the step's: each weighs what it holds.
@@ -166,7 +166,7 @@ class TrainStep:
         """The whole step of the ranks that this one serves; whether there was one, see `HasServerRanks.serve`."""
         everything = tuple(self._state.optimizers) or None
         target = self._target(everything)
-        self._marker.enter("reduction")
+        self._marker.set_phase("reduction")
         assert isinstance(self._strategy, HasServerRanks)
         served = self._strategy.serve(target, work.turn)
         if served:
@@ -225,7 +225,7 @@ class TrainStep:
     def _complete(self, work: CurrentMicroBatch) -> None:
         if work.due.keys() != work.reached:
             _refuse_forgotten(work)
-        self._marker.enter("update")
+        self._marker.set_phase("update")
         self.checks.run_steps = True
         for target in () if self._precision.scales else work.due:  # all of them, before one takes a step
             self._finite.gradients(target.parameters, self._state.name_of, self._step)

@@ -11,22 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from lockstep.errors import PeerLost
 from lockstep.heartbeat import is_users
+from lockstep.peer_failure import is_peer_failure
 
 #: The kind of a failure that the launcher found, not the rank: it does not get on.
 HANG = "hang"
 
-# Exceptions that torch raises in a rank because another one is gone. Only these types: the same words in, say, a
-# ConnectionResetError of the user's own download are a cause.
-_TORCH_ERRORS = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
-_PEER_GONE = re.compile(
-    r"connection (closed|reset|refused)|socket (timeout|closed)|broken pipe|timed out waiting \d+ms|"
-    r"pair closure|connectfullmesh|failed to recv, got 0 bytes|client socket has timed out|"
-    r"nccl.*(watchdog|remote process|abort|system error|remote error)|watchdog caught collective|"
-    r"store.*(timeout|timed out)|(timeout|timed out).*store",
-    re.IGNORECASE | re.DOTALL,
-)
 _WORKER_LOST = re.compile(r"DataLoader worker .*(is killed by signal: Killed|exited unexpectedly)", re.DOTALL)
 _ABORTED_BY_WATCHDOG = re.compile(
     r"watchdog thread terminated with exception|watchdog caught collective operation timeout|"
@@ -55,7 +45,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, *, rank: int, host: str, now_s: float, log_bytes: int, gpu: str = "") -> Self:
         """The record for ``error``."""
-        file, line = blame(error)
+        file, line = user_frame(error)
         return cls(
             rank=rank,
             host=host,
@@ -65,7 +55,7 @@ class Failure:
             line=line,
             source=linecache.getline(file, line).strip() if file else "",
             traceback="".join(traceback.format_exception(error)),
-            collateral=is_collateral(error),
+            collateral=is_peer_failure(error),
             raised_s=now_s,
             log_bytes=log_bytes,
             gpu=gpu,
@@ -92,7 +82,7 @@ class Failure:
             return None
 
 
-def blame(error: BaseException) -> tuple[str, int]:
+def user_frame(error: BaseException) -> tuple[str, int]:
     """File and line of the user's code that led to ``error``: the innermost frame outside installed packages.
 
     Where the user's program is itself installed, the innermost frame of all.
@@ -104,7 +94,7 @@ def blame(error: BaseException) -> tuple[str, int]:
     return (own or frames or [("", 0)])[-1]
 
 
-def without_ours(trace: TracebackType | None) -> TracebackType | None:
+def strip_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """``trace`` from the first line of the program on, without how we got there."""
     start = trace
     while start is not None:
@@ -113,20 +103,6 @@ def without_ours(trace: TracebackType | None) -> TracebackType | None:
             return start
         start = start.tb_next
     return trace
-
-
-def is_collateral(error: BaseException) -> bool:
-    """Whether ``error``, or what it was raised from, only says that another rank is gone."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        if isinstance(link, PeerLost):
-            return True
-        if type(link).__name__ in _TORCH_ERRORS and _PEER_GONE.search(str(link)):
-            return True
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return False
 
 
 def aborted_by_watchdog(log_tail: str) -> bool:

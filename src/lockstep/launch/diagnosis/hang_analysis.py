@@ -1,47 +1,56 @@
-"""Which ranks are late, who keeps the others waiting, and why: decided from heartbeats alone.
+"""Which ranks are overdue, who keeps the others waiting, and why: decided from heartbeats alone.
 
-    heartbeats ─► Watch ─► sights ─► late(...) ─► explain(..., states) ─► Stall ─► report(...)
-                  the listener's     somebody     who waits, who is       what one reads
-                  own clock          is too long  waited for, and why
+    heartbeats ─► HeartbeatTracker ─► RankState, each ─► overdue_ranks ─► diagnose_hang ─► HangDiagnosis ─► hang_report
+                  the listener's                         a rank is too    who waits, who is
+                  own clock                              long anywhere    waited for, and why
 
-                     ┌─ none is heard from ──────────────  stopped, locked, disk: the process state says which
+                     ┌─ no heartbeat comes from it ──────  stopped, gil_held, disk: the process state says which
     a rank that is ──┼─ in a call where ranks meet ──────  it waits
                      └─ somewhere else ──────────────────  it is waited for
 
-All but `HeartbeatTracker` are functions of values: each kind of trouble can be tried without having it.
+All but `HeartbeatTracker` are functions of values, so that each kind of hang can be tested without causing it.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from lockstep.heartbeat import NOTHING, Stack, Stacks
+from lockstep.heartbeat import NOTHING, Stacks
 from lockstep.heartbeat_message import Heartbeat, SourceLine
 
-#: From here on a rank counts as silent: it has missed this many seconds of heartbeats.
+#: A rank from which no heartbeat came for longer than this is silent.
 SILENT_S: Final = 2.0
-#: A pause in the listener's own life from which on it does not blame the ranks for what it has not heard.
+#: After a longer pause of the listener itself, heartbeats that it missed meanwhile do not count against the ranks.
 ABSENT_S: Final = 1.5
 _STEPS_KEPT = 64
-#: Phases of which nobody knows how long they take by right.
+#: Phases that may take long without anything being wrong.
 _LONG = frozenset({"script", "start", "save", "evaluate", "exit"})
-#: CPU time, as a part of the time that went by, below which a thread does not compute.
+#: A thread that uses less than this fraction of the elapsed time as CPU time does not compute.
 _IDLE = 0.05
 
-Kind = Literal["busy", "loader", "left", "apart", "together", "stopped", "disk", "locked"]
+Kind = Literal[
+    "busy",  # a rank does something else, whatever it is, while the others wait or nobody does
+    "loader",  # ... and it waits for the processes of its data loader
+    "exited",  # the process of a rank has ended, and the others wait for it
+    "mismatched",  # all wait, in different collectives
+    "all_waiting",  # all wait, in the same collective
+    "stopped",  # a rank's process is stopped, by SIGSTOP or a debugger
+    "disk",  # it cannot be interrupted: the kernel waits for a disk or a driver
+    "gil_held",  # it runs, but no heartbeat comes: compiled code holds Python's global interpreter lock
+]
 
 
 @dataclass(frozen=True, slots=True)
 class HangTimeouts:
-    """How long a rank may take."""
+    """How long a rank may stay where it is, in seconds."""
 
-    hang_after_s: float | None = None  #: the user's own word, for everything; None: what follows
+    hang_after_s: float | None = None  #: given by the user, for everything; None: the values below
     floor_s: float = 30.0  #: within a step
     long_s: float = 120.0  #: outside of steps, and before the first one is done
-    times: float = 10.0  #: how many usual steps a step may take
+    times: float = 10.0  #: a step may take this many times the median step
 
     def allowed_s(self, phase: str, step_times: Sequence[float]) -> float:
         """Seconds that a rank may stay in ``phase``, where steps have taken ``step_times`` seconds."""
@@ -53,38 +62,38 @@ class HangTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What is known about one rank that has not left."""
+    """What is known about one rank whose process has not ended."""
 
     rank: int
-    beat: Heartbeat | None  #: the last one; None: nothing was ever heard
+    beat: Heartbeat | None  #: the last one; None: none has come yet
     silent_s: float  #: since the last heartbeat
-    same_place_s: float  #: since it was seen anywhere else
+    same_place_s: float  #: since its last heartbeat from another line or phase
     same_phase_s: float  #: since it went to another phase or step, or began a collective
     idle: bool  #: at the same place it has used next to no CPU time
 
     @property
     def is_silent(self) -> bool:
-        """No heartbeat comes any more."""
+        """No heartbeat comes from it."""
         return self.beat is None or self.silent_s > SILENT_S
 
     def late_s(self, allowed_s: float) -> float:
-        """For how long it has been where it should have left by now; 0 if it is not late."""
+        """Seconds that it has been where it is, if that is more than ``allowed_s``; else 0."""
         if self.is_silent or self.beat is None:
             return self.silent_s if self.silent_s > allowed_s else 0.0
         at_a_place = (self.beat.meets or self.idle) and self.same_place_s > allowed_s
-        in_a_phase = self.beat.phase != "script" and self.beat.moves > 0 and self.same_phase_s > allowed_s
+        in_a_phase = self.beat.phase != "script" and self.beat.phase_changes > 0 and self.same_phase_s > allowed_s
         return max(self.same_place_s * at_a_place, self.same_phase_s * in_a_phase)
 
 
 @dataclass(slots=True)
 class _Track:
-    """What `HeartbeatTracker` remembers of one rank; times are of the listener's clock."""
+    """What `HeartbeatTracker` stores about one rank; times are on the listener's clock."""
 
     heard_at: float
     place_since: float
     phase_since: float
     stepped_at: float
-    cpu_s: float = 0.0  # when it came to this place
+    cpu_s: float = 0.0  # CPU time of the main thread when it came to this line
     beat: Heartbeat | None = None
     steps: list[float] = field(default_factory=list)
 
@@ -99,22 +108,22 @@ class HeartbeatTracker:
 
     def __init__(self, ranks: Iterable[int], now: float) -> None:
         self._tracks: Final = {rank: _Track(now, now, now, now) for rank in ranks}
-        self._left: dict[int, int] = {}
+        self._exited: dict[int, int] = {}
         self._looked_at = now
 
     def hear(self, beat: Heartbeat, now: float) -> None:
-        """A heartbeat has come. One of a rank that is not of this generation says nothing."""
+        """Take in a heartbeat that has come. One from a rank that is not in this generation is ignored."""
         track = self._tracks.get(beat.rank)
-        if track is None or beat.rank in self._left:
+        if track is None or beat.rank in self._exited:
             return
         if all(other.beat is None for other in self._tracks.values()):
-            # Ranks come to life together; how long that took says nothing about them.
+            # Ranks start together; how long that took says nothing about them.
             for other in self._tracks.values():
                 other.heard_at = now
         last, track.beat, track.heard_at = track.beat, beat, now
-        if last is None or _spot(last) != _spot(beat):
+        if last is None or _where_it_is(last) != _where_it_is(beat):
             track.place_since, track.cpu_s = now, beat.cpu_s
-        if last is None or _stage(last) != _stage(beat):
+        if last is None or _progress_of(last) != _progress_of(beat):
             track.phase_since = now
         if last is None or beat.step != last.step:
             if last is not None and beat.step > last.step >= 0:
@@ -122,12 +131,12 @@ class HeartbeatTracker:
                 del track.steps[:-_STEPS_KEPT]
             track.stepped_at = now
 
-    def left(self, rank: int, status: int) -> None:
-        """A rank's process has ended."""
-        self._left[rank] = status
+    def rank_exited(self, rank: int, status: int) -> None:
+        """The process of ``rank`` has ended with ``status``."""
+        self._exited[rank] = status
 
-    def look(self, now: float) -> None:
-        """To be called often: a pause between two looks means that the listener was away, not the ranks."""
+    def note_time(self, now: float) -> None:
+        """To be called often: a pause between two calls means that the listener was stopped, not the ranks."""
         gap = now - self._looked_at
         self._looked_at = now
         if gap > ABSENT_S:
@@ -138,17 +147,17 @@ class HeartbeatTracker:
                 track.stepped_at += gap
 
     @property
-    def gone(self) -> dict[int, int]:
+    def exited(self) -> dict[int, int]:
         """Ranks whose process has ended, with its exit status."""
-        return dict(self._left)
+        return dict(self._exited)
 
     @property
     def step_times(self) -> list[float]:
-        """How long the last steps took, of all ranks."""
+        """How long the last steps of all ranks took, in seconds."""
         return [taken for track in self._tracks.values() for taken in track.steps]
 
-    def sights(self, now: float) -> list[RankState]:
-        """Every rank that lives, by rank."""
+    def rank_states(self, now: float) -> list[RankState]:
+        """The state of every rank whose process has not ended, by rank."""
         return [
             RankState(
                 rank,
@@ -160,330 +169,143 @@ class HeartbeatTracker:
                 and track.beat.cpu_s - track.cpu_s <= _IDLE * max(0.0, track.heard_at - track.place_since),
             )
             for rank, track in sorted(self._tracks.items())
-            if rank not in self._left
+            if rank not in self._exited
         ]
 
 
-def with_stacks(stall: HangDiagnosis, stacks: Mapping[int, Stacks]) -> HangDiagnosis:
-    """``stall`` with the places of silent ranks as their stacks tell them: their last heartbeats are old."""
-    return replace(stall, sights=tuple(_informed(s, stacks.get(s.rank, NOTHING).main.own()) for s in stall.sights))
+def with_stacks(diagnosis: HangDiagnosis, stacks: Mapping[int, Stacks]) -> HangDiagnosis:
+    """``diagnosis`` with the line of each silent rank taken from its stack, since its last heartbeat is old."""
+    return replace(
+        diagnosis,
+        rank_states=tuple(_informed(s, stacks.get(s.rank, NOTHING).main.own()) for s in diagnosis.rank_states),
+    )
 
 
-def _informed(sight: RankState, own: Sequence[SourceLine]) -> RankState:
-    if not sight.is_silent or sight.beat is None or not own:
-        return sight
-    return replace(sight, beat=replace(sight.beat, place=own[0], call="", meets=False))
+def _informed(rank_state: RankState, own: Sequence[SourceLine]) -> RankState:
+    if not rank_state.is_silent or rank_state.beat is None or not own:
+        return rank_state
+    return replace(rank_state, beat=replace(rank_state.beat, place=own[0], call="", meets=False))
 
 
-def overdue_ranks(sights: Sequence[RankState], patience: HangTimeouts, step_times: Sequence[float]) -> list[int]:
+def overdue_ranks(rank_states: Sequence[RankState], timeouts: HangTimeouts, step_times: Sequence[float]) -> list[int]:
     """The ranks that have been where they are for too long.
 
-    What one rank does by right, such as a long evaluation, the others may wait for. While no rank was ever heard,
-    none is late: whoever is to start them is not ready yet.
+    The longest time that any rank is allowed holds for all, since the others may wait for a rank that evaluates. Until
+    the first heartbeat of any rank none is overdue: they are still being started.
     """
-    heard = [sight for sight in sights if sight.beat is not None]
+    heard = [rank_state for rank_state in rank_states if rank_state.beat is not None]
     if not heard:
         return []
-    allowed_s = max(patience.allowed_s(_beat(sight).phase, step_times) for sight in heard)
-    unborn_s = max(allowed_s, patience.long_s)
-    return [sight.rank for sight in sights if sight.late_s(allowed_s if sight.beat else unborn_s)]
+    allowed_s = max(timeouts.allowed_s(_beat(rank_state).phase, step_times) for rank_state in heard)
+    not_started_s = max(allowed_s, timeouts.long_s)
+    return [
+        rank_state.rank
+        for rank_state in rank_states
+        if rank_state.late_s(allowed_s if rank_state.beat else not_started_s)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class HangDiagnosis:
-    """A world that does not get on."""
+    """A hang: no rank makes progress. Which kind, and which ranks cause it."""
 
     kind: Kind
-    culprits: tuple[int, ...]  #: who is waited for; all that stand still, if nobody can be told from the others
+    culprits: tuple[int, ...]  #: the ranks that the others wait for; all that make no progress, if none is different
     waiting: tuple[int, ...]
-    sights: tuple[RankState, ...]
-    for_s: float  #: since when nothing has moved
-    gone: Mapping[int, int] = field(default_factory=dict)  #: ranks that had ended, with their exit status
+    rank_states: tuple[RankState, ...]
+    for_s: float  #: how long there has been no progress
+    exited: Mapping[int, int] = field(default_factory=dict)  #: ranks that had ended, with their exit status
 
     @property
     def is_certain(self) -> bool:
-        """It cannot end well by itself: none of the culprits can be doing what the user wants."""
-        return self.kind in ("stopped", "apart", "left") or (self.kind in ("locked", "disk") and bool(self.waiting))
+        """Whether it cannot resolve itself: no culprit can be doing what the user wants."""
+        return self.kind in ("stopped", "mismatched", "exited") or (
+            self.kind in ("gil_held", "disk") and bool(self.waiting)
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """A stalled world moves again."""
-
-    ranks: tuple[int, ...]
-    after_s: float
-
-    def __str__(self) -> str:
-        moves = "moves" if len(self.ranks) == 1 else "move"
-        return f"{format_ranks(self.ranks)} {moves} again, after {self.after_s:.0f} s: the run goes on"
-
-
-def explain(sights: Sequence[RankState], states: Mapping[int, str], gone: Mapping[int, int]) -> HangDiagnosis:
-    """Who keeps whom waiting.
+def diagnose_hang(
+    rank_states: Sequence[RankState], process_states: Mapping[int, str], exited: Mapping[int, int]
+) -> HangDiagnosis:
+    """Which ranks keep the others waiting, and how.
 
     Args:
-        sights: of all ranks that live.
-        states: the letters by which the kernel tells what a process does (``R S D T Z``), by rank; may be incomplete.
-        gone: ranks that have ended, with their exit status.
+        rank_states: of all ranks whose process has not ended.
+        process_states: the kernel's letter for what a process does (``R S D T Z``), by rank; may be incomplete.
+        exited: ranks that have ended, with their exit status.
     """
-    silent = [s for s in sights if s.is_silent or states.get(s.rank, "")[:1] in ("T", "t")]
-    heard = [s for s in sights if s not in silent]
-    waiting = [s for s in heard if _beat(s).meets] or _ahead(heard)
+    silent = [s for s in rank_states if s.is_silent or process_states.get(s.rank, "")[:1] in ("T", "t")]
+    heard = [s for s in rank_states if s not in silent]
+    waiting = [s for s in heard if _beat(s).meets] or _ahead_of_others(heard)
     others = [s for s in heard if s not in waiting]
     kind: Kind
     culprits: Sequence[RankState]
     if silent:
-        kind, culprits = _silence(silent, states), silent
+        kind, culprits = _kind_of_silence(silent, process_states), silent
     elif others:
         kind, culprits = "busy", others
         if not waiting:
-            # Nobody waits, so those that moved last are not to blame for the rest.
+            # Nobody waits, so the ranks that made progress last do not cause the hang.
             longest = max(s.same_phase_s if s.same_place_s < SILENT_S else s.same_place_s for s in others)
             culprits = [s for s in others if max(s.same_place_s, s.same_phase_s) >= longest / 2]
         if all(_beat(s).call == "next(loader)" for s in culprits):
             kind = "loader"
     else:
-        kind, culprits = _meeting(waiting, gone)
+        kind, culprits = _all_wait(waiting, exited)
     blamed = {s.rank for s in culprits}
     idle = [s.same_place_s for s in waiting] or [max(s.silent_s, s.same_place_s) for s in culprits]
     return HangDiagnosis(
         kind=kind,
-        culprits=tuple(sorted(blamed)) if kind != "left" else tuple(sorted(gone)),
-        waiting=tuple(s.rank for s in waiting if s.rank not in blamed or kind == "left"),
-        sights=tuple(sights),
+        culprits=tuple(sorted(blamed)) if kind != "exited" else tuple(sorted(exited)),
+        waiting=tuple(s.rank for s in waiting if s.rank not in blamed or kind == "exited"),
+        rank_states=tuple(rank_states),
         for_s=max(idle, default=0.0),
-        gone=dict(gone),
+        exited=dict(exited),
     )
 
 
-def _silence(silent: Sequence[RankState], states: Mapping[int, str]) -> Kind:
-    letters = {states.get(s.rank, "")[:1] for s in silent}
+def _kind_of_silence(silent: Sequence[RankState], process_states: Mapping[int, str]) -> Kind:
+    letters = {process_states.get(s.rank, "")[:1] for s in silent}
     if letters <= {"T", "t"}:
         return "stopped"
-    return "disk" if letters <= {"D"} else "locked"
+    return "disk" if letters <= {"D"} else "gil_held"
 
 
-def _ahead(heard: Sequence[RankState]) -> list[RankState]:
-    """Those that have begun a collective which others have not, and stay where they are: they wait without a sign."""
+def _ahead_of_others(heard: Sequence[RankState]) -> list[RankState]:
+    """Ranks that have begun a collective which others have not, and do not move: they wait, though no call shows it."""
     counts = {_beat(s).collectives for s in heard}
     if len(counts) < 2:
         return []
     return [s for s in heard if _beat(s).collectives == max(counts) and s.same_place_s > SILENT_S / 2]
 
 
-def _meeting(waiting: Sequence[RankState], gone: Mapping[int, int]) -> tuple[Kind, Sequence[RankState]]:
-    """Every rank that lives waits for the others."""
-    if gone:
-        return "left", waiting
+def _all_wait(waiting: Sequence[RankState], exited: Mapping[int, int]) -> tuple[Kind, Sequence[RankState]]:
+    """The kind and the culprits where every rank waits for the others."""
+    if exited:
+        return "exited", waiting
     calls: dict[object, list[RankState]] = {}
-    for sight in waiting:
-        calls.setdefault(_meeting_of(_beat(sight)), []).append(sight)
+    for rank_state in waiting:
+        calls.setdefault(_collective_of(_beat(rank_state)), []).append(rank_state)
     if len(calls) < 2:
-        return "together", waiting
+        return "all_waiting", waiting
     fewest, most = min(map(len, calls.values())), max(map(len, calls.values()))
-    # One against many is the odd one out; halves are not told apart.
+    # The smallest group is in the wrong collective. If all groups are equally large, nobody can say which is right.
     odd = [s for group in calls.values() if len(group) == fewest for s in group] if fewest < most else waiting
-    return "apart", odd
+    return "mismatched", odd
 
 
-def _meeting_of(beat: Heartbeat) -> object:
+def _collective_of(beat: Heartbeat) -> object:
     return (beat.step, beat.phase, beat.call, beat.place, beat.collectives)
 
 
-def _beat(sight: RankState) -> Heartbeat:
-    assert sight.beat is not None, "a rank that was never heard is silent"
-    return sight.beat
+def _beat(rank_state: RankState) -> Heartbeat:
+    assert rank_state.beat is not None, "a rank that was never heard is silent"
+    return rank_state.beat
 
 
-def _stage(beat: Heartbeat) -> tuple[object, ...]:
-    return (beat.step, beat.moves, beat.phase, beat.collectives)
+def _progress_of(beat: Heartbeat) -> tuple[object, ...]:
+    return (beat.step, beat.phase_changes, beat.phase, beat.collectives)
 
 
-def _spot(beat: Heartbeat) -> tuple[object, ...]:
-    return (*_stage(beat), beat.place, beat.call)
-
-
-# ---- words ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """A process that a rank has started, such as one of a loader."""
-
-    process: int
-    state: str  #: as the kernel says it, such as ``S``
-    stacks: Stacks = NOTHING
-
-
-def headline(stall: HangDiagnosis, shown: Callable[[str], str]) -> str:
-    """Who waits where, in one line.
-
-    Such as ``ranks 0, 1, 3 in the reduction of step 412 (train.py:88); rank 2 in next(loader) for 61 s (data.py:17)``.
-    """
-    waits = [s for s in stall.sights if s.rank in stall.waiting]
-    blamed = [s for s in stall.sights if s.rank in stall.culprits]
-    rest = [s for s in stall.sights if s not in waits and s not in blamed]
-    parts = [*_grouped(waits, shown, since=False), *_grouped(blamed, shown, since=True)]
-    parts += _grouped(rest, shown, since=False)
-    parts += [f"rank {rank} had left with exit code {status}" for rank, status in sorted(stall.gone.items())]
-    return "; ".join(parts)
-
-
-def sentence(stall: HangDiagnosis, shown: Callable[[str], str]) -> str:
-    """What the culprits do, and who waits for them where; for the last block on the screen."""
-    blamed = _grouped([s for s in stall.sights if s.rank in stall.culprits], shown, since=True)
-    waits = _grouped([s for s in stall.sights if s.rank in stall.waiting], shown, since=False)
-    said = "; ".join(blamed) or f"{format_ranks(stall.culprits)} had left"
-    return f"{said}; waiting: {'; '.join(waits)}" if waits else said
-
-
-def why(stall: HangDiagnosis) -> str:
-    """What it means, in one line."""
-    who, one = format_ranks(stall.culprits), len(stall.culprits) == 1
-    match stall.kind:
-        case "stopped":
-            return f"{who} {'is' if one else 'are'} stopped (SIGSTOP, by a debugger, a scheduler or by hand)"
-        case "disk":
-            return f"{who} cannot be interrupted: the kernel waits for a disk, a network file system or a driver"
-        case "locked":
-            return f"{who} {'is' if one else 'are'} in compiled code that holds Python's lock: no heartbeat comes"
-        case "apart" if not stall.waiting:
-            return f"ranks have parted ways: {who} wait in different collectives"
-        case "apart":
-            return f"ranks have parted ways: {who} wait{'s' * one} in another collective than the others"
-        case "left":
-            return f"{who} {'has' if one else 'have'} left, and the others wait for {'it' if one else 'them'}"
-        case "together":
-            return "all ranks wait in the same call for each other: the network between them, or a lost message"
-        case "loader":
-            return f"{who} wait{'s' * one} for the processes of {'its' if one else 'their'} data loader"
-        case "busy" if stall.waiting:
-            return f"{who} keep{'s' * one} the others waiting"
-        case _:
-            return f"{who} {'does' if one else 'do'} not get on, and nobody waits for another rank"
-
-
-def remedy(stall: HangDiagnosis) -> str:
-    """What the user can do."""
-    match stall.kind:
-        case "stopped":
-            pids = " ".join(str(s.beat.process) for s in stall.sights if s.rank in stall.culprits and s.beat)
-            return f"to let it go on: kill -CONT {pids}"
-        case "apart" | "left":
-            return (
-                "every rank must make the same calls in the same order: look for one inside `if rank == 0`, and for "
-                "loops of different length"
-            )
-        case "together":
-            return "look at the links between the machines; lockstep run --hang-after SECONDS waits longer"
-        case "disk":
-            return "look at the file systems that the script reads and writes"
-        case "locked":
-            return "its stack says which call it is; an endless loop in an extension, or a lock taken twice"
-        case "loader":
-            return "look at the dataset's code and its locks; workers=0 loads in the rank itself, where it can be seen"
-        case _:
-            return "if it takes so long by right: lockstep run --hang-after SECONDS waits longer"
-
-
-def report(
-    stall: HangDiagnosis,
-    stacks: Mapping[int, Stacks],
-    workers: Mapping[int, Sequence[Worker]],
-    *,
-    shown: Callable[[str], str],
-    source: Callable[[str, int], str],
-    most: int = 12,
-) -> str:
-    """All of it: who waits where, why, each rank's stack (equal ones once), and what can be done.
-
-    Args:
-        stall: what `explain` has found.
-        stacks: by rank, of those that have answered.
-        workers: the processes of a rank that waits for its data.
-        shown: a file as the user would write it.
-        source: the text of a line of a file, "" if it is not known.
-        most: lines of one stack.
-    """
-    lines = [f"hang: no progress for {stall.for_s:.0f} s", f"  {headline(stall, shown)}", f"  => {why(stall)}"]
-    folded: dict[tuple[SourceLine, ...], list[int]] = {}
-    for sight in sorted(stall.sights, key=lambda s: (s.rank not in stall.culprits, s.rank)):
-        folded.setdefault(_stack(stacks.get(sight.rank, NOTHING).main, sight), []).append(sight.rank)
-    for frames, ranks in folded.items():
-        told = _told(frames, shown, source, most)
-        lines += (
-            [f"  {format_ranks(ranks)}, innermost first:", *told]
-            if told
-            else [f"  {format_ranks(ranks)}: no stack came"]
-        )
-    for rank, children in workers.items():
-        for child in children:
-            state = _STATES.get(child.state[:1], child.state)
-            who = f"  a process that rank {rank} has started ({child.process}, {state})"
-            told = _told(child.stacks.main.own(), shown, source, most)
-            lines += [f"{who}, innermost first:", *told] if told else [f"{who}: no stack came"]
-    return "\n".join([*lines, f"  {remedy(stall)}"])
-
-
-def _stack(stack: Stack, sight: RankState) -> tuple[SourceLine, ...]:
-    """What the rank wrote itself, or else its place when it was last heard."""
-    return stack.own() or ((sight.beat.place,) if sight.beat and sight.beat.place.file else ())
-
-
-def _told(
-    frames: Sequence[SourceLine], shown: Callable[[str], str], source: Callable[[str, int], str], most: int
-) -> list[str]:
-    lines = []
-    for frame in frames[:most]:
-        text = source(frame.file, frame.line)
-        at = f"{shown(frame.file)}:{frame.line} in {frame.function}"
-        lines.append(f"      {at}" + (f"    {text}" if text else ""))
-    if len(frames) > most:
-        lines.append(f"      ... {len(frames) - most} more")
-    return lines
-
-
-def _grouped(sights: Sequence[RankState], shown: Callable[[str], str], *, since: bool) -> list[str]:
-    groups: dict[tuple[str, str], list[RankState]] = {}
-    for sight in sights:
-        groups.setdefault(_where(sight, shown), []).append(sight)
-    told = []
-    for (doing, at), members in groups.items():
-        seconds = max(max(s.silent_s, s.same_place_s, s.same_phase_s) for s in members)
-        told.append(f"{format_ranks([s.rank for s in members])} {doing}" + (f" for {seconds:.0f} s" * since) + at)
-    return told
-
-
-def _where(sight: RankState, shown: Callable[[str], str]) -> tuple[str, str]:
-    """Such as ``in the reduction of step 412`` and `` (train.py:88)``."""
-    beat = sight.beat
-    if beat is None:
-        return "not heard of", ""
-    at = f" ({shown(beat.place.file)}:{beat.place.line})" if beat.place.file else ""
-    of = f" of step {beat.step + 1}" if beat.step >= 0 else ""
-    if sight.is_silent:
-        return "silent" + (f" in step {beat.step + 1}" if beat.step >= 0 else ""), at.replace("(", "(at ", 1)
-    if beat.call == "next(loader)":
-        return "in next(loader)", at
-    if beat.phase in ("reduction", "forward", "backward", "update", "save"):
-        inner = f" in {beat.call}" if beat.meets and beat.phase != "reduction" else ""
-        return f"in the {beat.phase}{of}{inner}", at
-    if beat.call:
-        return f"in {beat.call}{_DURING.get(beat.phase, '')}", at
-    return f"in {beat.place.function or 'Python'}{_DURING.get(beat.phase, '')}", at
-
-
-_DURING = {"evaluate": " of the evaluation", "start": " at the start", "exit": " at its end"}
-_STATES = {"T": "stopped", "D": "waits for a disk", "S": "sleeps", "R": "computes", "Z": "has ended"}
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Such as ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(words)}"
+def _where_it_is(beat: Heartbeat) -> tuple[object, ...]:
+    return (*_progress_of(beat), beat.place, beat.call)

@@ -32,14 +32,11 @@ from lockstep.launch.diagnosis.hang_analysis import (
     HangDiagnosis,
     HangTimeouts,
     HeartbeatTracker,
-    Recovered,
-    Worker,
-    explain,
+    diagnose_hang,
     overdue_ranks,
-    report,
-    sentence,
     with_stacks,
 )
+from lockstep.launch.diagnosis.hang_report import Recovered, Worker, report, sentence
 from lockstep.launch.diagnosis.wait_share import WaitShare
 from lockstep.launch.request import OnHang
 from lockstep.launch_contract import STACKS_SIGNAL
@@ -57,15 +54,15 @@ _BEAT_BYTES = 1 << 16
 class Hang:
     """The generation is to be ended."""
 
-    stall: HangDiagnosis
+    diagnosis: HangDiagnosis
     restart: bool  #: whether another generation may follow
 
 
-class Vigil:
+class HangMonitor:
     """Hears the ranks of one launcher on this host, one generation after the other.
 
     Args:
-        patience: how long ranks may take.
+        timeouts: how long ranks may take.
         on_hang: what to do then; None: end the generation if it cannot end well by itself, or if the user has said
             how long to wait; otherwise only report.
         stacks: where each rank writes its stacks.
@@ -77,7 +74,7 @@ class Vigil:
 
     def __init__(
         self,
-        patience: HangTimeouts,
+        timeouts: HangTimeouts,
         on_hang: OnHang | None,
         *,
         stacks: Callable[[int], Path],
@@ -86,19 +83,19 @@ class Vigil:
         shown: Callable[[Path], str],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._patience, self._on_hang = patience, on_hang
+        self._timeouts, self._on_hang = timeouts, on_hang
         self._stacks, self._hangs, self._say, self._shown, self._now = stacks, hangs, say, shown, now
         # Short: the path of a socket holds about a hundred characters, and a run directory may have more.
         self._home: Final = Path(tempfile.mkdtemp(prefix="lockstep-"))
-        self._line: Final = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._line.bind(str(self._home / "beats"))
-        self._line.setblocking(False)
-        self._watch = HeartbeatTracker((), now())
+        self._socket: Final = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(self._home / "beats"))
+        self._socket.setblocking(False)
+        self._tracker = HeartbeatTracker((), now())
         self._looked_at = 0.0
         #: How much the ranks of this generation wait for each other.
         self.waits = WaitShare()
         #: The hang that was reported and still lasts.
-        self.stall: HangDiagnosis | None = None
+        self.diagnosis: HangDiagnosis | None = None
         self._ends = False  # for that hang; what ranks do while they are ended says nothing about it
 
     @property
@@ -110,59 +107,59 @@ class Vigil:
         """A new generation starts; all ranks of the one before are dead."""
         for _ in self._heard():
             pass
-        self._watch, self.stall, self.waits = HeartbeatTracker(ranks, self._now()), None, WaitShare()
+        self._tracker, self.diagnosis, self.waits = HeartbeatTracker(ranks, self._now()), None, WaitShare()
         self._ends = False
 
-    def left(self, rank: int, status: int) -> None:
+    def rank_exited(self, rank: int, status: int) -> None:
         """A rank's process has ended."""
-        self._watch.left(rank, status)
+        self._tracker.rank_exited(rank, status)
 
-    def look(self) -> Hang | None:
+    def poll(self) -> Hang | None:
         """Hear what came; to be called several times a second. Says what there is to say, and whether to end it all."""
         now = self._now()
-        self._watch.look(now)
+        self._tracker.note_time(now)
         heard = self._heard()
         self.waits.hear(heard, now)
         for beat in heard:
-            self._watch.hear(beat, now)
+            self._tracker.hear(beat, now)
         if self._ends or now < self._looked_at + _LOOK_EVERY_S:
             return None
         self._looked_at = now
-        sights = self._watch.sights(now)
-        ranks = overdue_ranks(sights, self._patience, self._watch.step_times)
+        rank_states = self._tracker.rank_states(now)
+        ranks = overdue_ranks(rank_states, self._timeouts, self._tracker.step_times)
         if not ranks:
-            if self.stall is not None:
-                self._say(str(Recovered(self.stall.culprits, self.stall.for_s)))
-                self.stall = None
+            if self.diagnosis is not None:
+                self._say(str(Recovered(self.diagnosis.culprits, self.diagnosis.for_s)))
+                self.diagnosis = None
             return None
-        states = {s.rank: _state(s.beat.process) for s in sights if s.beat is not None}
-        stall = explain(sights, states, self._watch.gone)
-        is_news = self.stall is None or (stall.is_certain and not self.stall.is_certain)
-        self.stall = stall
+        states = {s.rank: _state(s.beat.process) for s in rank_states if s.beat is not None}
+        diagnosis = diagnose_hang(rank_states, states, self._tracker.exited)
+        is_news = self.diagnosis is None or (diagnosis.is_certain and not self.diagnosis.is_certain)
+        self.diagnosis = diagnosis
         if not is_news:
             return None
         ends = self._on_hang != "wait" and (
-            stall.is_certain or self._on_hang is not None or self._patience.hang_after_s is not None
+            diagnosis.is_certain or self._on_hang is not None or self._timeouts.hang_after_s is not None
         )
-        self.stall, self._ends = self._tell(stall, ends), ends
-        return Hang(self.stall, restart=self._on_hang != "abort") if ends else None
+        self.diagnosis, self._ends = self._tell(diagnosis, ends), ends
+        return Hang(self.diagnosis, restart=self._on_hang != "abort") if ends else None
 
-    def blame(self, failure: Callable[[int], Path]) -> None:
+    def record_hangs(self, failure: Callable[[int], Path]) -> None:
         """Leave the failure record of each rank that hangs where it has not left one itself.
 
-        For when the generation ends because of the hang: by us, or by the other ranks' own patience.
+        For when the generation ends because of the hang: by us, or by the other ranks' own timeouts.
         """
-        if self.stall is None:
+        if self.diagnosis is None:
             return
-        stall, began_s = self.stall, self._now() - self.stall.for_s
-        said = sentence(stall, self._file)
-        for sight in stall.sights:
-            if sight.rank not in stall.culprits or failure(sight.rank).exists():
+        diagnosis, began_s = self.diagnosis, self._now() - self.diagnosis.for_s
+        said = sentence(diagnosis, self._file)
+        for rank_state in diagnosis.rank_states:
+            if rank_state.rank not in diagnosis.culprits or failure(rank_state.rank).exists():
                 continue
             # Where several hang, the line of one of them is not the cause.
-            place = sight.beat.place if sight.beat and len(stall.culprits) == 1 else NOWHERE
+            place = rank_state.beat.place if rank_state.beat and len(diagnosis.culprits) == 1 else NOWHERE
             Failure(
-                rank=sight.rank,
+                rank=rank_state.rank,
                 host=socket.gethostname(),
                 kind=HANG,
                 message=said,
@@ -173,11 +170,11 @@ class Vigil:
                 collateral=False,
                 raised_s=began_s,
                 log_bytes=1 << 62,
-            ).write(failure(sight.rank))
+            ).write(failure(rank_state.rank))
 
     def close(self) -> None:
         """No more is heard."""
-        self._line.close()
+        self._socket.close()
         shutil.rmtree(self._home, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -190,7 +187,7 @@ class Vigil:
         beats: list[Heartbeat] = []
         while True:
             try:
-                text = self._line.recv(_BEAT_BYTES)
+                text = self._socket.recv(_BEAT_BYTES)
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
                     raise
@@ -199,24 +196,24 @@ class Vigil:
             with contextlib.suppress(ValueError):
                 beats.append(Heartbeat.from_text(text))
 
-    def _tell(self, stall: HangDiagnosis, ends: bool) -> HangDiagnosis:
-        """Say and keep all that can be known; returns the stall with what the stacks have added."""
-        processes = {s.rank: s.beat.process for s in stall.sights if s.beat is not None}
+    def _tell(self, diagnosis: HangDiagnosis, ends: bool) -> HangDiagnosis:
+        """Say and keep all that can be known; returns the diagnosis with what the stacks have added."""
+        processes = {s.rank: s.beat.process for s in diagnosis.rank_states if s.beat is not None}
         stacks = self._ask(processes)
-        stall = with_stacks(stall, stacks)
+        diagnosis = with_stacks(diagnosis, stacks)
         children = {
             s.rank: _children(processes[s.rank])[:_WORKERS]
-            for s in stall.sights
-            if s.rank in stall.culprits and s.beat is not None and s.beat.call == "next(loader)"
+            for s in diagnosis.rank_states
+            if s.rank in diagnosis.culprits and s.beat is not None and s.beat.call == "next(loader)"
         }
         workers = {rank: [self._ask_worker(rank, child) for child in found] for rank, found in children.items()}
-        text = report(stall, stacks, workers, shown=self._file, source=_source)
+        text = report(diagnosis, stacks, workers, shown=self._file, source=_source)
         path = self._keep(text, stacks, workers)
         lines = [text, *([f"  all threads of all ranks: {self._shown(path)}"] if path else [])]
         if not ends:
             lines.append("  the run waits; --on-hang abort or --on-hang restart would end it here")
         self._say("\n".join(lines))
-        return stall
+        return diagnosis
 
     def _ask(self, processes: Mapping[int, int]) -> dict[int, Stacks]:
         """The stacks of the ranks with these process ids, as far as they answer."""

@@ -30,7 +30,7 @@ class ControlGroup:
     kills: int = 0  #: processes that were killed in it, since it was made
 
     @classmethod
-    def look(cls, proc: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> Self:
+    def read(cls, proc: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> Self:
         """Read it; what cannot be read counts as no limit and no kills."""
         limits, kills = [], None
         for line in _text(proc).splitlines():
@@ -56,7 +56,7 @@ class ControlGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankMemory:
     """Memory of one rank that it shares with nobody, about."""
 
     own_bytes: int
@@ -71,37 +71,37 @@ class Held:
         return f"{size(self.own_bytes)} and its {self.workers} worker{plural} {size(self.workers_bytes)}"
 
 
-class Ledger:
+class MemoryTracker:
     """Follows what the ranks of one generation hold.
 
     Args:
         nursery: the process whose children the ranks are.
         group: asks the kernel.
-        held: what each rank holds now, by rank.
+        measure: what each rank holds now, by rank.
         now: the clock.
     """
 
     def __init__(
         self,
         nursery: int,
-        group: Callable[[], ControlGroup] = ControlGroup.look,
-        held: Callable[[int], Mapping[int, Held]] | None = None,
+        group: Callable[[], ControlGroup] = ControlGroup.read,
+        measure: Callable[[int], Mapping[int, RankMemory]] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._nursery, self._group, self._held, self._now = nursery, group, held or held_by_ranks, now
+        self._nursery, self._group, self._measure, self._now = nursery, group, measure or memory_by_rank, now
         self.begin()
 
     def begin(self) -> None:
         """A generation begins: what was before does not count."""
         self._kills = self._group().kills
-        self._last: dict[int, Held] = {}
+        self._memory: dict[int, RankMemory] = {}
         self._next_s = self._now()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """To be called often; looks once a second."""
         if self._now() >= self._next_s:
             self._next_s = self._now() + _LOOK_EVERY_S
-            self._last |= self._held(self._nursery)
+            self._memory |= self._measure(self._nursery)
 
     def reason(self, rank: int) -> str:
         """Why ``rank`` or a worker of it was killed, in lines; "" if the kernel killed nothing for want of memory."""
@@ -113,9 +113,9 @@ class Ledger:
         lines = [
             f"the kernel killed {kills} process{'es' * (kills > 1)} of this job: host memory ran out{limit}",
         ]
-        if (own := self._last.get(rank)) is not None:
+        if (own := self._memory.get(rank)) is not None:
             lines.append(f"rank {rank} held {own}")
-        others = [f"rank {other} {held}" for other, held in sorted(self._last.items()) if other != rank]
+        others = [f"rank {other} {held}" for other, held in sorted(self._memory.items()) if other != rank]
         if others:
             lines.append(f"beside it: {'; '.join(others[:_TOLD])}{', ...' * (len(others) > _TOLD)}")
         fewer = f"fewer loader workers (--set workers={own.workers // 2}), " if own and own.workers else ""
@@ -123,15 +123,17 @@ class Ledger:
         return "\n".join(lines)
 
 
-def held_by_ranks(nursery: int) -> dict[int, Held]:
+def memory_by_rank(nursery: int) -> dict[int, RankMemory]:
     """What each rank holds that was started by the process ``nursery``; one that is just ending may be missing."""
-    found: dict[int, Held] = {}
+    found: dict[int, RankMemory] = {}
     for child in _children(nursery):
         name = _text(Path(f"/proc/{child}/comm")).strip()
         if not name.startswith("rank "):
             continue
         workers = _descendants(child)
-        found[int(name.removeprefix("rank "))] = Held(_own_bytes(child), sum(map(_own_bytes, workers)), len(workers))
+        found[int(name.removeprefix("rank "))] = RankMemory(
+            _own_bytes(child), sum(map(_own_bytes, workers)), len(workers)
+        )
     return found
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.launch.diagnosis.error_record import HANG, Failure, aborted_by_watchdog
-from lockstep.launch.diagnosis.hang_analysis import format_ranks
+from lockstep.launch.diagnosis.hang_report import format_ranks
 from lockstep.launch_contract import EXIT_FAILED, EXIT_KILLED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE
 
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -25,7 +25,7 @@ _TAIL_LINES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RankExit:
     """How one rank ended."""
 
     rank: int
@@ -60,7 +60,7 @@ class Ending:
         return self.failure.raised_s if self.failure else self.at_s
 
     @property
-    def likeness(self) -> object:
+    def failure_key(self) -> object:
         """Equal for ranks that failed in the same way."""
         if self.failure is None:
             return self.status
@@ -73,69 +73,69 @@ class Ending:
 class Diagnosis:
     """What to tell about a failed generation."""
 
-    cause: Ending
+    cause: RankExit
     alike: tuple[int, ...]  #: ranks that failed in the same way, the cause's own among them
-    others: tuple[Ending, ...]  #: ranks that failed in another way of their own
+    others: tuple[RankExit, ...]  #: ranks that failed in another way of their own
     collateral: tuple[int, ...]  #: ranks that then lost a peer
     hosts: tuple[str, ...] = ()  #: of the ranks that failed alike, where there are several
-    all_failed: tuple[Ending, ...] = ()  #: by rank
+    all_failed: tuple[RankExit, ...] = ()  #: by rank
 
 
-def has_failed(ending: Ending) -> bool:
-    """Whether this ending, by itself, means that the generation has failed.
+def has_failed(rank_exit: RankExit) -> bool:
+    """Whether this exit, by itself, means that the generation has failed.
 
     A rank that we ended has not, unless it says that something else went wrong on its way out, such as a checkpoint
     that could not be written.
     """
-    if ending.well:
+    if rank_exit.well:
         return False
-    spoke = ending.failure is not None and ending.failure.kind != "SystemExit" and not ending.collateral
-    return spoke or not ending.ended_by_us
+    spoke = rank_exit.failure is not None and rank_exit.failure.kind != "SystemExit" and not rank_exit.collateral
+    return spoke or not rank_exit.ended_by_us
 
 
-def diagnose(endings: Sequence[Ending]) -> Diagnosis:
-    """The cause among ``endings``, at least one of which has failed.
+def find_root_cause(exits: Sequence[RankExit]) -> Diagnosis:
+    """The cause among ``exits``, at least one of which has failed.
 
     The earliest that does not blame a peer; the earliest of all if each does.
     """
-    failed = sorted(filter(has_failed, endings), key=lambda ending: (ending.collateral, ending.since_s))
+    failed = sorted(filter(has_failed, exits), key=lambda rank_exit: (rank_exit.collateral, rank_exit.since_s))
     cause = failed[0]
-    own = [ending for ending in failed if not ending.collateral]
-    alike = {cause.rank} | {ending.rank for ending in own if ending.likeness == cause.likeness}
+    own = [rank_exit for rank_exit in failed if not rank_exit.collateral]
+    alike = {cause.rank} | {rank_exit.rank for rank_exit in own if rank_exit.failure_key == cause.failure_key}
     return Diagnosis(
         cause=cause,
         alike=tuple(sorted(alike)),
-        others=tuple(ending for ending in own if ending.rank not in alike),
+        others=tuple(rank_exit for rank_exit in own if rank_exit.rank not in alike),
         collateral=tuple(sorted(e.rank for e in failed if e.collateral and e.rank not in alike)),
         hosts=tuple(sorted({e.host for e in failed if e.rank in alike and e.host})),
-        all_failed=tuple(sorted(failed, key=lambda ending: ending.rank)),
+        all_failed=tuple(sorted(failed, key=lambda rank_exit: rank_exit.rank)),
     )
 
 
-def exit_code(endings: Sequence[Ending], *, stopped_by: int | None) -> int:
+def exit_code(exits: Sequence[RankExit], *, stopped_by: int | None) -> int:
     """What the launcher says to whoever started it.
 
     Args:
-        endings: of all ranks.
+        exits: of all ranks.
         stopped_by: the first signal that asked the launcher to stop; None if none did.
     """
-    codes = {ending.status for ending in endings}
+    codes = {rank_exit.status for rank_exit in exits}
     if codes == {EXIT_OK}:
         return EXIT_OK
-    if all(ending.well for ending in endings):
+    if all(rank_exit.well for rank_exit in exits):
         return EXIT_NOT_SAVED if EXIT_NOT_SAVED in codes else EXIT_STOPPED
-    failed = [ending for ending in endings if has_failed(ending)]
+    failed = [rank_exit for rank_exit in exits if has_failed(rank_exit)]
     # A scheduler that stops us may send its signal to every process of the job.
-    own = [ending for ending in failed if not ending.collateral and -ending.status not in _ASKED]
+    own = [rank_exit for rank_exit in failed if not rank_exit.collateral and -rank_exit.status not in _ASKED]
     if stopped_by is not None and not own:
         return 128 + stopped_by
-    cause = diagnose(endings).cause
+    cause = find_root_cause(exits).cause
     if cause.status == -signal.SIGKILL and not cause.hung:
         return EXIT_KILLED
-    return EXIT_USAGE if all(ending.status == EXIT_USAGE for ending in failed) else EXIT_FAILED
+    return EXIT_USAGE if all(rank_exit.status == EXIT_USAGE for rank_exit in failed) else EXIT_FAILED
 
 
-def block(diagnosis: Diagnosis, *, ranks: int, log: Callable[[int], str], shown: Callable[[Path], str]) -> str:
+def format_failure(diagnosis: Diagnosis, *, ranks: int, log: Callable[[int], str], shown: Callable[[Path], str]) -> str:
     """The last words on the screen.
 
     Args:
@@ -169,18 +169,18 @@ def block(diagnosis: Diagnosis, *, ranks: int, log: Callable[[int], str], shown:
     return "\n".join(lines)
 
 
-def not_saved(endings: Sequence[Ending], *, ranks: int, log: Callable[[int], str], again: str) -> str:
+def format_not_saved(exits: Sequence[RankExit], *, ranks: int, log: Callable[[int], str], again: str) -> str:
     """The last words on the screen for a run that trained to the end and left with `EXIT_NOT_SAVED`.
 
     Args:
-        endings: of its ranks.
+        exits: of its ranks.
         ranks: of the world.
         log: names a rank's log.
         again: the command that goes on from the last checkpoint.
     """
-    left = sorted((e for e in endings if e.status == EXIT_NOT_SAVED), key=lambda ending: ending.rank)
+    left = sorted((e for e in exits if e.status == EXIT_NOT_SAVED), key=lambda rank_exit: rank_exit.rank)
     # `Run` notes on its SystemExit what is missing; the record of that may be what did not fit on the disk, too.
-    notes = [ending.failure.message.partition("\n")[2] for ending in left if ending.failure]
+    notes = [rank_exit.failure.message.partition("\n")[2] for rank_exit in left if rank_exit.failure]
     why = next((note for note in notes if note), "").splitlines() or left[0].log_tail.splitlines()[-_TAIL_LINES:]
     lines = [
         "not saved: the run is trained to its end, but its last checkpoint is missing",
@@ -191,8 +191,8 @@ def not_saved(endings: Sequence[Ending], *, ranks: int, log: Callable[[int], str
     return "\n".join(lines)
 
 
-def told_traceback(cause: Ending) -> str:
-    """The traceback to show before the block, "" if there is none; the end of a long one."""
+def format_traceback(cause: RankExit) -> str:
+    """The traceback to show before the last block, "" if there is none; the end of a long one."""
     # What is not the program's fault needs no place in it.
     if cause.failure is None or cause.failure.kind == "SystemExit" or cause.status == EXIT_USAGE:
         return ""
@@ -218,29 +218,29 @@ def _who(diagnosis: Diagnosis, ranks: int) -> str:
     return f"rank {cause.rank} of {ranks}{host}"
 
 
-def _what(ending: Ending) -> str:
-    if ending.hung:
+def _what(rank_exit: RankExit) -> str:
+    if rank_exit.hung:
         return "hung"
-    if ending.failure is not None and ending.failure.kind == "SystemExit":
-        return f"left with exit code {ending.status}"
-    if ending.failure is not None:
-        return f"raised {ending.failure.kind}"
-    if ending.status < 0:
-        return f"was killed by {_signal_name(-ending.status)}"
-    return f"left with exit code {ending.status}"
+    if rank_exit.failure is not None and rank_exit.failure.kind == "SystemExit":
+        return f"left with exit code {rank_exit.status}"
+    if rank_exit.failure is not None:
+        return f"raised {rank_exit.failure.kind}"
+    if rank_exit.status < 0:
+        return f"was killed by {_signal_name(-rank_exit.status)}"
+    return f"left with exit code {rank_exit.status}"
 
 
-def _why(ending: Ending) -> list[str]:
-    if ending.failure is not None:
-        if ending.failure.kind == "SystemExit" and ending.failure.message == str(ending.status):
+def _why(rank_exit: RankExit) -> list[str]:
+    if rank_exit.failure is not None:
+        if rank_exit.failure.kind == "SystemExit" and rank_exit.failure.message == str(rank_exit.status):
             return []
-        lines = ending.failure.message.splitlines()
+        lines = rank_exit.failure.message.splitlines()
         if len(lines) > _MESSAGE_LINES:
             lines = [*lines[:2], "...", *lines[3 - _MESSAGE_LINES :]]
         return lines
-    if ending.memory:
+    if rank_exit.memory:
         return []
-    return _REASONS.get(-ending.status, [])
+    return _REASONS.get(-rank_exit.status, [])
 
 
 def _gpus(diagnosis: Diagnosis) -> list[str]:
@@ -251,22 +251,22 @@ def _gpus(diagnosis: Diagnosis) -> list[str]:
     return [f"rank {e.rank}: {e.failure.gpu}" for e in diagnosis.all_failed if e.failure and e.failure.gpu]
 
 
-def _folded(endings: Sequence[Ending]) -> list[list[Ending]]:
+def _folded(exits: Sequence[RankExit]) -> list[list[RankExit]]:
     """Endings that are alike together, in the order of the first of each."""
-    kinds: dict[object, list[Ending]] = {}
-    for ending in endings:
-        kinds.setdefault(ending.likeness, []).append(ending)
+    kinds: dict[object, list[RankExit]] = {}
+    for rank_exit in exits:
+        kinds.setdefault(rank_exit.failure_key, []).append(rank_exit)
     return list(kinds.values())
 
 
-def _times(alike: Sequence[Ending]) -> str:
+def _times(alike: Sequence[RankExit]) -> str:
     return f" (x{len(alike)} ranks)" if len(alike) > 1 else ""
 
 
-def _briefly(ending: Ending) -> str:
-    if ending.failure is None:
+def _briefly(rank_exit: RankExit) -> str:
+    if rank_exit.failure is None:
         return ""
-    first, _, _ = ending.failure.message.partition("\n")
+    first, _, _ = rank_exit.failure.message.partition("\n")
     return f": {first}" if first else ""
 
 

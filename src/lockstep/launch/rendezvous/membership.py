@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Literal, Self
 
-from lockstep.launch.diagnosis.hang_analysis import format_ranks
-from lockstep.launch.diagnosis.root_cause import Ending, exit_code, has_failed
+from lockstep.launch.diagnosis.hang_report import format_ranks
+from lockstep.launch.diagnosis.root_cause import RankExit, exit_code, has_failed
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message, Notice
 from lockstep.launch_contract import EXIT_FAILED, EXIT_KILLED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT
 
@@ -84,7 +84,7 @@ class NodeView:
 
     report: NodeReport
     silent_s: float = 0.0  #: since its last report
-    endings: tuple[Ending, ...] = ()  #: of its ranks of ``report.generation``, once all of them have ended
+    endings: tuple[RankExit, ...] = ()  #: of its ranks of ``report.generation``, once all of them have ended
 
     def gone(self, limits: ElasticLimits) -> bool:
         """Whether it counts as lost."""
@@ -324,7 +324,7 @@ def _newcomers(
 
 
 def _finish_generation(
-    state: MembershipState, endings: Sequence[Ending], nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float
+    state: MembershipState, endings: Sequence[RankExit], nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float
 ) -> MembershipState:
     plan = state.plan
     stopped_by = _first_stop(nodes)

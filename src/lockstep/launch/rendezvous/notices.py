@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.root_cause import Ending, has_failed
+from lockstep.launch.diagnosis.root_cause import RankExit, has_failed
 from lockstep.launch_contract import EXIT_NOT_SAVED
 
 
@@ -31,10 +31,10 @@ class GenerationFailed:
     """
 
     ranks: int  #: of the generation
-    endings: tuple[Ending, ...]  #: of the ranks that failed; if none did, of those that could not save
+    endings: tuple[RankExit, ...]  #: of the ranks that failed; if none did, of those that could not save
 
     @classmethod
-    def of(cls, ranks: int, endings: Sequence[Ending]) -> GenerationFailed:
+    def of(cls, ranks: int, endings: Sequence[RankExit]) -> GenerationFailed:
         """The notice for a generation whose ranks ended as ``endings`` say."""
         failed = tuple(filter(has_failed, endings))
         return cls(ranks, failed or tuple(ending for ending in endings if ending.status == EXIT_NOT_SAVED))
@@ -56,15 +56,15 @@ def notice_from_json(text: str) -> Notice:
     return GenerationFailed(fields["ranks"], tuple(map(_ending, fields["endings"])))
 
 
-def endings_to_json(endings: Sequence[Ending]) -> str:
+def endings_to_json(endings: Sequence[RankExit]) -> str:
     """Endings as text for the store."""
     return json.dumps([asdict(ending) for ending in endings])
 
 
-def endings_from_json(text: str) -> tuple[Ending, ...]:
+def endings_from_json(text: str) -> tuple[RankExit, ...]:
     """The endings that `endings_to_json` turned into ``text``."""
     return tuple(map(_ending, json.loads(text)))
 
 
-def _ending(fields: dict[str, Any]) -> Ending:
-    return Ending(**{**fields, "failure": fields["failure"] and Failure(**fields["failure"])})
+def _ending(fields: dict[str, Any]) -> RankExit:
+    return RankExit(**{**fields, "failure": fields["failure"] and Failure(**fields["failure"])})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from lockstep.launch.diagnosis.root_cause import Ending
+from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.rendezvous.membership import NodeReport, NodeView, Plan
 from lockstep.launch.rendezvous.notices import Notice
 
@@ -23,7 +23,7 @@ class RendezvousStore(Protocol):
         """The id of the node that decides; it changes when a new agent takes the store over."""
         ...
 
-    def report(self, report: NodeReport, endings: Sequence[Ending]) -> None:
+    def report(self, report: NodeReport, endings: Sequence[RankExit]) -> None:
         """Set what this node reports from now on; ``endings`` once all ranks of ``report.generation`` have ended."""
         ...
 
@@ -63,7 +63,7 @@ class LocalStore(RendezvousStore):
         self._plan = Plan()
         self._notices: Sequence[Notice] = ()
 
-    def report(self, report: NodeReport, endings: Sequence[Ending]) -> None:
+    def report(self, report: NodeReport, endings: Sequence[RankExit]) -> None:
         """Keep the report."""
         self._node = NodeView(report, 0.0, tuple(endings))
 

@@ -27,7 +27,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from lockstep.errors import LaunchError
-from lockstep.launch.diagnosis.root_cause import Ending
+from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract
 from lockstep.launch.rendezvous.membership import NodeReport, NodeView, Plan
@@ -87,7 +87,7 @@ class TcpStoreClient(RendezvousStore):
         """The id of the node that decides for all."""
         return self._contract.coordinator
 
-    def report(self, report: NodeReport, endings: Sequence[Ending]) -> None:
+    def report(self, report: NodeReport, endings: Sequence[RankExit]) -> None:
         """Have the thread write the report and the endings soon."""
         with self._lock:
             if report != self._report:
@@ -255,7 +255,7 @@ class _NodeRecord:
     ahead_s: float = float("inf")  #: of our clock before its; too large by how long the quickest record was on its way
     written: tuple[int, ...] = ()  #: generations of which it has written the endings
     endings_of: int = -1  #: the generation of ``endings``
-    endings: tuple[Ending, ...] = ()
+    endings: tuple[RankExit, ...] = ()
 
     def update(self, record: Mapping[str, Any], now_s: float) -> _NodeRecord:
         new = record["beat"] != self.beat
@@ -279,7 +279,7 @@ class _NodeRecord:
 _UNKNOWN: Final = _NodeRecord(NodeReport("", "", 0))
 
 
-def _on_our_clock(ending: Ending, ahead_s: float) -> Ending:
+def _on_our_clock(ending: RankExit, ahead_s: float) -> RankExit:
     failure = ending.failure and replace(ending.failure, raised_s=ending.failure.raised_s + ahead_s)
     return replace(ending, at_s=ending.at_s + ahead_s, failure=failure)
 

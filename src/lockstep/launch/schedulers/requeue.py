@@ -3,64 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import signal
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.schedulers.allocation import Allocation
-
-#: What Grid Engine takes for: start this job again.
-EXIT_RERUN = 99
-#: With which a launcher leaves whose scheduler has warned it, and whose ranks had nothing to save.
-WARNED = tuple(128 + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU))
+from lockstep.launch.schedulers.scheduler import Allocation
 
 About = Callable[[Path], Mapping[str, Any] | None]
 """What a run directory says of itself; None if it is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Requeued:
-    """What came of asking for the job to be started again."""
-
-    code: int  #: to leave with
-    said: str  #: for the user
-
-
-def requeue(given: Allocation, stopped: int, ask: Callable[[Sequence[str]], tuple[int, str]]) -> Requeued:
-    """Have the scheduler start this job again, now that its ranks have stopped with a complete checkpoint.
-
-    A job that its user has cancelled stays so.
-
-    Args:
-        given: the job.
-        stopped: the exit code for a run that stopped and is not started again.
-        ask: carries out a scheduler's command; its exit code, 127 if there is none, and what it said.
-    """
-    match given.scheduler:
-        case "sge":
-            _, queue = ask(("qstat", "-u", "*"))
-            if any("d" in line[4] for line in map(str.split, queue.splitlines()) if line[:1] == [_number(given)]):
-                return Requeued(stopped, f"Grid Engine job {given.job} was deleted, so it does not start again")
-            return Requeued(EXIT_RERUN, f"Grid Engine starts job {given.job} again for exit code {EXIT_RERUN}")
-        case "slurm":
-            # A job that is cancelled and one whose time is up are both COMPLETING; only the second says why.
-            _, state = ask(("squeue", "-h", "-j", given.job, "-o", "%T %r"))
-            if state.split()[:1] in (["COMPLETING"], ["CANCELLED"]) and "TimeLimit" not in state:
-                return Requeued(stopped, f"Slurm job {given.job} was cancelled, so it is not put in the queue again")
-            code, said = ask(("scontrol", "requeue", given.job))
-            if code == 0:
-                return Requeued(stopped, f"Slurm job {given.job} is in the queue again, and will go on by itself")
-            why = "there is no scontrol here, as in a container" if code == 127 else said.strip() or f"exit code {code}"
-            return Requeued(stopped, f"not in the queue again: {why}; from outside: scontrol requeue {given.job}")
-        case _:
-            return Requeued(stopped, "--requeue: no Slurm or Grid Engine job, so nothing starts it again")
-
-
-def _number(given: Allocation) -> str:
-    """As Grid Engine lists it, without the task of an array."""
-    return given.job.partition(".")[0]
 
 
 def directory(given: Allocation, runs: Path, stem: str, subject: str, about: About) -> tuple[Path, bool]:
@@ -85,9 +35,9 @@ def directory(given: Allocation, runs: Path, stem: str, subject: str, about: Abo
     raise AssertionError("counting ends")
 
 
-def goes_on(given: Allocation, subject: str, told: Mapping[str, Any] | None) -> bool:
-    """Whether a run directory, which says ``told``, is this run's from before its job was started again."""
-    last = told["starts"][-1] if told and told["starts"] else {}
+def goes_on(given: Allocation, subject: str, record: Mapping[str, Any] | None) -> bool:
+    """Whether a run directory, which holds ``record``, is this run's from before its job was started again."""
+    last = record["starts"][-1] if record and record["starts"] else {}
     mine = last.get("job") == given.job and last.get("subject") == subject
     return mine and last.get("job_restarts", 0) < given.restarts
 

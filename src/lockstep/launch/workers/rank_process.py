@@ -32,7 +32,7 @@ from lockstep.errors import PlanError, SettingError
 from lockstep.faults import FaultPlan
 from lockstep.heartbeat import HeartbeatSender, open_channel, progress_marker, register_stacks
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
-from lockstep.launch.diagnosis.error_record import Failure, blame, without_ours
+from lockstep.launch.diagnosis.error_record import Failure, strip_own_frames, user_frame
 from lockstep.launch.request import Function, Module, Program, Script
 from lockstep.launch_contract import (
     BIND,
@@ -102,7 +102,7 @@ def run_program(program: Program) -> NoReturn:
     except KeyboardInterrupt as error:
         # The user who interrupts a run knows why it ends.
         code = EXIT_INTERRUPTED
-        file, line = blame(error)
+        file, line = user_frame(error)
         sys.stderr.write(f"interrupted at {Path(file).name}:{line}\n")
     except BaseException as error:  # noqa: BLE001 - whatever it is, it ends here
         # Some settings can be checked only once the script has made its data set, such as the size of the world.
@@ -168,7 +168,7 @@ def _write_record(error: BaseException) -> None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    error.with_traceback(without_ours(error.__traceback__))
+    error.with_traceback(strip_own_frames(error.__traceback__))
     record = Failure.of(
         error,
         rank=int(os.environ.get("RANK", "0")),
@@ -197,12 +197,12 @@ def _gpu() -> str:
 
 
 def _user_error(error: BaseException | None) -> tuple[Any, Any, Any]:
-    trace = without_ours(error.__traceback__) if error else None
+    trace = strip_own_frames(error.__traceback__) if error else None
     return type(error), error, trace
 
 
 def _leave(code: int, *, patient: bool) -> NoReturn:
-    progress_marker().enter("exit")
+    progress_marker().set_phase("exit")
     if not patient:
         last = threading.Timer(_EXIT_HANDLERS_S, os._exit, (code,))
         last.daemon = True

@@ -17,9 +17,9 @@ from pathlib import Path
 from lockstep.errors import LaunchError
 from lockstep.launch.console import Screen, Tail
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.hang_monitor import Vigil
-from lockstep.launch.diagnosis.host_memory import Ledger
-from lockstep.launch.diagnosis.root_cause import Ending
+from lockstep.launch.diagnosis.hang_monitor import HangMonitor
+from lockstep.launch.diagnosis.host_memory import MemoryTracker
+from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.diagnosis.wait_share import Waiting
 from lockstep.launch.rendezvous.membership import NodePlacement, Plan, StopMode
 from lockstep.launch.run_directory import Job
@@ -45,9 +45,9 @@ _PEER_LOST_GRACE_S = 3.0
 class WorkerGroup:
     """This node's ranks."""
 
-    def __init__(self, job: Job, fork_server: ForkServerClient, screen: Screen, vigil: Vigil) -> None:
-        self._job, self._fork_server, self._screen, self._vigil = job, fork_server, screen, vigil
-        self._memory = Ledger(fork_server.pid)
+    def __init__(self, job: Job, fork_server: ForkServerClient, screen: Screen, hang_monitor: HangMonitor) -> None:
+        self._job, self._fork_server, self._screen, self._hang_monitor = job, fork_server, screen, hang_monitor
+        self._memory = MemoryTracker(fork_server.pid)
         self._ranks_file = RanksFile(job.run_dir, 0)
         self._next_ranks_s, self._late = 0.0, ""
         self._generation = -1
@@ -55,10 +55,10 @@ class WorkerGroup:
         self._host = ""
         self._log_starts: dict[int, int] = {}  # by rank: length of its log before this generation
         self._leader_log: Tail | None = None  # where the leader is on this node
-        self._exited: dict[int, Ending] = {}
+        self._exited: dict[int, RankExit] = {}
         self._stop_mode, self._kill_at_s = StopMode.NONE, float("inf")
         #: How all ranks of the generation ended, once they all have.
-        self.endings: tuple[Ending, ...] = ()
+        self.endings: tuple[RankExit, ...] = ()
         #: They hang.
         self.hangs = False
         #: No other generation is to be started after this one.
@@ -95,7 +95,7 @@ class WorkerGroup:
                     log.write(f"--- generation {generation}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n")
         self._log_starts = {rank: job.log(rank).stat().st_size for rank in self._ranks}
         specs = [RankSpec(rank, self._variables(plan, placement, rank), str(job.log(rank))) for rank in self._ranks]
-        self._vigil.begin(self._ranks)
+        self._hang_monitor.begin(self._ranks)
         self._memory.begin()
         self._fork_server.start(specs, placement.listening)
         self._leader_log = Tail(job.log(0), self._log_starts[0]) if first == 0 else None
@@ -109,13 +109,13 @@ class WorkerGroup:
         for event in self._fork_server.events(timeout_s):
             self._handle(event)
         self._echo()
-        self._memory.look()
+        self._memory.poll()
         if (now_s := time.monotonic()) >= self._next_ranks_s:
             self._next_ranks_s = now_s + _RANKS_EVERY_S
-            ranks = [_row(rank) for rank in self._vigil.waits.ranks(now_s)]
+            ranks = [_row(rank) for rank in self._hang_monitor.waits.ranks(now_s)]
             self._late = lateness(ranks)
             self._ranks_file.write(ranks)
-        if self.running and not self.failed and (hang := self._vigil.look()) is not None:
+        if self.running and not self.failed and (hang := self._hang_monitor.poll()) is not None:
             self.hangs, self.final = True, not hang.restart
         if time.monotonic() >= self._kill_at_s:
             self._fork_server.kill()
@@ -154,9 +154,9 @@ class WorkerGroup:
     def _handle(self, event: Event) -> None:
         match event:
             case RankExited(rank, status, at_s):
-                self._vigil.left(rank, status)
+                self._hang_monitor.rank_exited(rank, status)
                 stopped = self._stop_mode is not StopMode.NONE
-                self._exited[rank] = Ending(rank, status, at_s, ended_by_us=stopped, host=self._host)
+                self._exited[rank] = RankExit(rank, status, at_s, ended_by_us=stopped, host=self._host)
             case ForkUnavailable(why):
                 self._screen.say(f"note: ranks start as separate processes, which is slower: {why}")
             case ForkServerDied():
@@ -184,10 +184,10 @@ class WorkerGroup:
         self.close()
         generation = self._generation
         if self.failed:
-            self._vigil.blame(lambda rank: self._job.failure(generation, rank))
+            self._hang_monitor.record_hangs(lambda rank: self._job.failure(generation, rank))
         self.endings = tuple(map(self._with_details, self._exited.values()))
 
-    def _with_details(self, ending: Ending) -> Ending:
+    def _with_details(self, ending: RankExit) -> RankExit:
         log = self._job.log(ending.rank)
         failure = Failure.read(self._job.failure(self._generation, ending.rank))
         killed = ending.status == -signal.SIGKILL or (failure is not None and failure.lost_worker)
@@ -231,16 +231,16 @@ def _end_of(log: Path, start: int) -> str:
         return file.read().decode(errors="replace")
 
 
-def without_repeated_tracebacks(endings: Sequence[Ending]) -> Sequence[Ending]:
+def without_repeated_tracebacks(endings: Sequence[RankExit]) -> Sequence[RankExit]:
     """Endings small enough for a store: of those that failed alike, only the first one keeps its traceback."""
     seen: set[object] = set()
-    small: list[Ending] = []
+    small: list[RankExit] = []
     for ending in sorted(endings, key=lambda ending: ending.since_s):
-        repeated = ending.failure is not None and ending.likeness in seen
-        seen.add(ending.likeness)
+        repeated = ending.failure is not None and ending.failure_key in seen
+        seen.add(ending.failure_key)
         small.append(_without_traceback(ending) if repeated else ending)
     return small
 
 
-def _without_traceback(ending: Ending) -> Ending:
+def _without_traceback(ending: RankExit) -> RankExit:
     return replace(ending, failure=ending.failure and replace(ending.failure, traceback=""))

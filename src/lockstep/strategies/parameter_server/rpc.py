@@ -29,9 +29,10 @@ from typing import Any, Final
 import torch
 from torch.distributed import rpc
 
-from lockstep.collectives import Group, is_peer_failure
+from lockstep.collectives import Group
 from lockstep.errors import PeerLost, SettingError, WorldError
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED
+from lockstep.peer_failure import is_peer_failure
 
 Answer = torch.futures.Future[Any]
 Read = Callable[[Any], Any]

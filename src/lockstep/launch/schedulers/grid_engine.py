@@ -1,0 +1,164 @@
+"""Grid Engine: ``qrsh -inherit`` starts a launcher on each other node; exit code 99 starts a job again.
+
+What it really sends, measured with Grid Engine 8.1.9:
+
+    event             reaches
+    qdel JOB          nobody: KILL at once; submit with -notify
+    qdel JOB, -notify USR2 to shell and launcher; KILL after the queue's notify time. A shell that does not trap it
+                      dies at once, and the job with it: the launcher must take its place (exec)
+    s_rt passed       USR1, likewise
+    h_rt passed       KILL at once; with -notify USR2 before
+    exit 99           the job starts again, with RESTARTED=1 and the same JOB_ID
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from lockstep.errors import SettingError
+from lockstep.launch.schedulers.scheduler import (
+    Allocation,
+    Ask,
+    JobCommand,
+    JobOption,
+    JobRequest,
+    Node,
+    Read,
+    Requeued,
+    RunCommand,
+    StartCommand,
+    WritesJobScripts,
+    launcher_argv,
+    merge_nodes,
+    timestamp,
+    whole_number,
+)
+from lockstep.launch.schedulers.script_text import (
+    SITE_FILE,
+    Directive,
+    Usage,
+    clock,
+    from_site,
+    given,
+    script_text,
+    warning_s,
+)
+
+#: What Grid Engine takes for: start this job again.
+EXIT_RERUN: Final = 99
+_QRSH = ("qrsh", "-inherit", "-nostdin", "-V")
+_USAGE = Usage(submit="qsub", watch="qstat", stop="qdel JOB")
+
+
+class GridEngine(WritesJobScripts):
+    """Jobs of ``qsub``."""
+
+    name = "sge"
+    title = "Grid Engine"
+    stop_signals = (signal.SIGUSR1, signal.SIGTERM)
+    submit = _USAGE.submit
+    gpus_help = "of each node"
+    options = (
+        JobOption("mem", "SIZE", "of each slot, which is a CPU, such as 8G"),
+        JobOption("queue", "NAME", "where it waits"),
+        JobOption("pe", "NAME", "parallel environment, for several slots"),
+        JobOption("gpu_resource", "NAME", "what a GPU is called here (default: gpu)"),
+    )
+
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """By three variables: JOB_ID alone may be the user's own."""
+        return all(env.get(name) for name in ("JOB_ID", "SGE_ROOT", "QUEUE"))
+
+    def allocation(self, env: Mapping[str, str], read: Read) -> Allocation:
+        """The nodes of a parallel job are in a file."""
+        task = env.get("SGE_TASK_ID", "undefined")
+        lines = [line.split() for line in read(env.get("PE_HOSTFILE", "")).splitlines()]
+        nodes = merge_nodes([(fields[0], whole_number(fields[1]) or 0) for fields in lines if len(fields) >= 2])
+        return Allocation(
+            self,
+            env["JOB_ID"] + ("" if task in ("undefined", "") else f".{task}"),
+            nodes or (Node(env.get("HOSTNAME", "here"), whole_number(env.get("NSLOTS")) or 1),),
+            restarts=whole_number(env.get("RESTARTED")) or 0,
+        )
+
+    def job_ends_at(self, env: Mapping[str, str], ask: Ask) -> float | None:
+        """The first of the limits ``s_rt`` and ``h_rt``."""
+        text = ask(("qstat", "-j", env["JOB_ID"]))
+        limits = [int(limit) for limit in re.findall(r"\b[hs]_rt=(\d+)", text)]
+        began = re.search(r"(?m)^start_time\s+\d+:\s+(\S+ \S+)", text)
+        start = timestamp(began[1]) if began else None
+        return start + min(limits) if limits and start is not None else None
+
+    def node_address(self, name: str, resolves: Callable[[str], bool], ask: Ask) -> str:
+        """Nodes are called by their host names."""
+        return name
+
+    def start_commands(
+        self, given: Allocation, launcher: Sequence[str], *, endpoint: str, directory: str
+    ) -> list[StartCommand]:
+        """The first node's launcher starts here, the others by ``qrsh``."""
+        argv = launcher_argv(given, launcher, endpoint)
+        first, *others = given.nodes
+        # It starts a command in the home directory, by a shell.
+        line = shlex.quote(f"cd {shlex.quote(directory)} && exec {shlex.join(argv)}")
+        remote = [StartCommand(node.name, (*_QRSH, node.name, "exec", "/bin/sh", "-c", line)) for node in others]
+        return [StartCommand(first.name, tuple(argv)), *remote]
+
+    def requeue(self, given: Allocation, stopped: int, run: RunCommand) -> Requeued:
+        """By the exit code."""
+        _, queue = run(("qstat", "-u", "*"))
+        number, _, _ = given.job.partition(".")  # as it is listed, without the task of an array
+        if any("d" in line[4] for line in map(str.split, queue.splitlines()) if line[:1] == [number]):
+            return Requeued(stopped, f"Grid Engine job {given.job} was deleted, so it does not start again")
+        return Requeued(EXIT_RERUN, f"Grid Engine starts job {given.job} again for exit code {EXIT_RERUN}")
+
+    def missing(self, request: JobRequest) -> list[str]:
+        """Several slots come from a parallel environment."""
+        slots = _slots(request)
+        if request.pe is not None or slots == 1:
+            return []
+        return [f"--pe NAME, the parallel environment for {slots} slots (qconf -spl lists them)"]
+
+    def job_script(self, request: JobRequest, command: JobCommand) -> str:
+        """With a comment above each directive that needs one: on the same line it would be read as more options."""
+        if request.gpus is not None and not request.gpus.isdigit():
+            raise SettingError(
+                f"--gpus {request.gpus}: Grid Engine takes a number; name the kind with extra in {SITE_FILE}"
+            )
+        name, time_s, slots = request.name or command.stem, request.time_s or 0, _slots(request)
+        directives = given(
+            Directive("-S /bin/bash"),
+            # Grid Engine takes no name that begins with a digit.
+            Directive(f"-N {name if not name[:1].isdigit() else f'j{name}'}"),
+            Directive(f"-wd {_quoted(command.directory)}"),
+            Directive(f"-o {_quoted(name)}-$JOB_ID.out"),
+            Directive("-j y", "errors in the same file"),
+            slots > 1 and Directive(f"-pe {request.pe} {slots}", f"CPUs, {request.nodes or 1} x {request.cpus or 1}"),
+            request.gpus
+            and Directive(f"-l {request.gpu_resource or 'gpu'}={request.gpus}", "of each node; one rank for each"),
+            request.mem and Directive(f"-l h_vmem={request.mem}", "for each slot"),
+            Directive(f"-l h_rt={clock(time_s)}"),
+            Directive(f"-l s_rt={clock(time_s - warning_s(request))}", "from here on: save, and stop (SIGUSR1)"),
+            request.queue and Directive(f"-q {request.queue}"),
+            request.account and Directive(f"-P {request.account}"),
+            Directive("-notify", "SIGUSR2 before the job is killed; without it qdel kills at once"),
+            Directive("-r y", "after which the job starts again and goes on"),
+            *from_site(request),
+        )
+        lines = [
+            line for each in directives for line in (*([f"# {each.why}:"] if each.why else []), f"#$ {each.option}")
+        ]
+        return script_text(lines, request, command, _USAGE)
+
+
+def _slots(request: JobRequest) -> int:
+    return (request.nodes or 1) * (request.cpus or 1)
+
+
+def _quoted(text: str) -> str:
+    """In a directive, where quotes are understood as in a shell."""
+    return text if re.fullmatch(r"[\w./+@:,-]+", text) else f'"{text}"'

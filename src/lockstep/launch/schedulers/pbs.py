@@ -1,0 +1,58 @@
+"""PBS: its nodes are known, and the user starts the launchers of the other nodes.
+
+It was not tried on a real machine, so it does no more than this: no job script, no end of the job, no requeue.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+
+from lockstep.launch.schedulers.scheduler import (
+    Allocation,
+    Ask,
+    Read,
+    Requeued,
+    RunCommand,
+    Scheduler,
+    StartCommand,
+    cannot_requeue,
+    launcher_argv,
+    merge_nodes,
+)
+
+
+class Pbs(Scheduler):
+    """Jobs of PBS' ``qsub``."""
+
+    name = "pbs"
+    title = "PBS"
+    stop_signals = (signal.SIGUSR1, signal.SIGTERM)
+
+    def detect(self, env: Mapping[str, str]) -> bool:
+        """By the job and the file of its nodes."""
+        return bool(env.get("PBS_JOBID") and env.get("PBS_NODEFILE"))
+
+    def allocation(self, env: Mapping[str, str], read: Read) -> Allocation:
+        """The file names a node once for each slot."""
+        hosts = [line.strip() for line in read(env["PBS_NODEFILE"]).splitlines()]
+        return Allocation(self, env["PBS_JOBID"], merge_nodes([(host, 1) for host in hosts if host]))
+
+    def job_ends_at(self, env: Mapping[str, str], ask: Ask) -> float | None:
+        """Not known."""
+        return None
+
+    def node_address(self, name: str, resolves: Callable[[str], bool], ask: Ask) -> str:
+        """Nodes are called by their host names."""
+        return name
+
+    def start_commands(
+        self, given: Allocation, launcher: Sequence[str], *, endpoint: str, directory: str
+    ) -> list[StartCommand]:
+        """The first node's launcher starts here; the others are left to whoever can reach their nodes."""
+        argv = tuple(launcher_argv(given, launcher, endpoint))
+        return [StartCommand(node.name, argv, by_user=number > 0) for number, node in enumerate(given.nodes)]
+
+    def requeue(self, given: Allocation, stopped: int, run: RunCommand) -> Requeued:
+        """Refused."""
+        return cannot_requeue(stopped)
