@@ -1,6 +1,6 @@
 """`lockstep run` on several machines: real hosts as far as network and processes go (see `benchmarks/hosts.py`).
 
-A job is hit when it is seen to have got somewhere, never by a clock, and waits to be hit.
+A fault is injected when the job is seen to have reached a step, never by a clock, and the job waits for it.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Cluster:
         self.launchers, self.before = {}, []
         (here / "train.py").write_text(TRAIN)
 
-    def launch(self, name, nodes, *words, ranks=1, wait=10**6, script="train.py", conf=CONF, endpoint="n1:29400"):
+    def launch(self, name, nodes, *args, ranks=1, wait=10**6, script="train.py", conf=CONF, endpoint="n1:29400"):
         self.before += [self.launchers[name]] if name in self.launchers else []
         out = (self.here / f"{name}.txt").open("a")
         env = {key: value for key, value in os.environ.items() if not key.startswith(("LOCKSTEP_R", "OMP_"))}
         options = ("--nnodes", nodes, "--rdzv-endpoint", endpoint, "--rdzv-conf", conf, "--run-dir", "r")
-        command = (sys.executable, "-m", "lockstep", "run", *options, "--nproc-per-node", ranks, *words)
+        command = (sys.executable, "-m", "lockstep", "run", *options, "--nproc-per-node", ranks, *args)
         self.launchers[name] = self.machines[name].start(
-            [str(word) for word in (*command, script, self.here, wait)],
+            [str(arg) for arg in (*command, script, self.here, wait)],
             cwd=self.here,
             env={**env, "PYTHONPATH": SOURCE, "PYTHONUNBUFFERED": "1"},
             stdout=out,
@@ -92,8 +92,8 @@ class Cluster:
             time.sleep(0.05)
         return seen
 
-    def until_said(self, name, words):
-        self.until(lambda: words in self.said(name), f"{name} never said {words!r}")
+    def until_said(self, name, text):
+        self.until(lambda: text in self.said(name), f"{name} never said {text!r}")
 
     def until_steps(self, generation, *, ranks, steps=1):
         """Wait until a generation (``*``: any) of so many ranks has trained; returns the hosts that it ran on."""
@@ -193,12 +193,12 @@ def test_a_host_that_dies_is_named_and_the_job_goes_on_when_it_is_back(cluster, 
     assert cluster.finals() == {expected}
 
 
-def test_the_host_that_holds_the_table_dies_and_the_others_wait_for_it(cluster, expected):
+def test_the_coordinators_host_dies_and_the_others_wait_for_it(cluster, expected):
     for name in ("n1", "n2"):
         cluster.launch(name, "2", "--max-restarts", "1", "--save-every", "5 steps", wait=12)
     cluster.until_steps(0, ranks=2, steps=12)
     cluster.machines["n1"].kill()
-    cluster.until_said("n2", "cut off: nothing heard of the node that decides")
+    cluster.until_said("n2", "cut off: nothing heard of the coordinator")
     cluster.until(lambda: "rank 1" not in cluster.machines["n2"].run("ps", "-eo", "comm"), "n2 kept its rank")
     cluster.machines.boot("n1")
     cluster.go()
@@ -233,18 +233,18 @@ def test_who_does_not_come_and_who_does_not_fit_is_told(cluster):
 def test_one_to_four_hosts_shrink_when_one_is_cut_off_grow_again_and_train_the_same_bits(tmp_path, expected):
     with hosts(4) as machines:
         cluster = Cluster(machines, tmp_path)
-        words = {"wait": 12, "conf": CONF.replace("last_call_timeout=1", "last_call_timeout=4")}
+        options = {"wait": 12, "conf": CONF.replace("last_call_timeout=1", "last_call_timeout=4")}
         for name in ("n1", "n2", "n3"):
-            cluster.launch(name, "1:4", "--save-every", "5 steps", **words)
+            cluster.launch(name, "1:4", "--save-every", "5 steps", **options)
         assert cluster.until_steps("*", ranks=3, steps=12) == {"n1", "n2", "n3"}
         assert "3 ranks on 3 of at most 4 nodes: n1 (1), " in cluster.said("n1")
         machines["n3"].cut()
-        cluster.until_said("n3", "cut off: nothing heard of the node that decides")
+        cluster.until_said("n3", "cut off: nothing heard of the coordinator")
         cluster.until(lambda: "rank " not in machines["n3"].run("ps", "-eo", "comm"), "n3 kept its rank")
         cluster.until_said("n1", "lost node n3 (rank ")
         assert cluster.until_steps("*", ranks=2, steps=12) == {"n1", "n2"}
         machines["n3"].mend()
-        cluster.launch("n4", "1:4", "--save-every", "5 steps", **words)
+        cluster.launch("n4", "1:4", "--save-every", "5 steps", **options)
         cluster.until_said("n1", " came: stopping at a checkpoint, to go on with more nodes")
         assert cluster.until_steps("*", ranks=4, steps=12) == {"n1", "n2", "n3", "n4"}
         cluster.go()

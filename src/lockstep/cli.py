@@ -193,7 +193,7 @@ def _run(told: argparse.Namespace, words: Sequence[str]) -> int:
             grace_s=told.grace,
             hang_after_s=told.hang_after,
             on_hang=told.on_hang,
-            way=told.start,
+            start_method=told.start,
             nodes=Nodes.of(told.nnodes, told.rdzv_endpoint, told.rdzv_id, told.rdzv_conf),
             faults="; ".join(told.fault),
             ends_at_s=None if told.ends_at is None else _moment(told.ends_at, datetime.now()),

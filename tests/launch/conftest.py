@@ -1,4 +1,4 @@
-"""Real launchers, started as a user would and never left behind."""
+"""Real launchers, started as a user would start them, and none of them left behind."""
 
 import os
 import signal
@@ -49,15 +49,15 @@ class Workshop:
         (self.here / name).write_text(textwrap.dedent(text))
         return name
 
-    def start(self, *words, command=("-m", "lockstep", "run"), **env):
-        ours = ("LOCKSTEP_TEST_SESSION",)
+    def start(self, *args, command=("-m", "lockstep", "run"), **env):
+        kept = ("LOCKSTEP_TEST_SESSION",)
         clean = {
             name: value
             for name, value in os.environ.items()
-            if name in ours or not name.startswith(("LOCKSTEP_", "OMP_", "OPENBLAS_"))
+            if name in kept or not name.startswith(("LOCKSTEP_", "OMP_", "OPENBLAS_"))
         }
         process = subprocess.Popen(
-            [sys.executable, *command, *map(str, words)],
+            [sys.executable, *command, *map(str, args)],
             cwd=self.here,
             env={**clean, "PYTHONPATH": SOURCE, "RES_OPTIONS": "timeout:1 attempts:1", MARK: self.mark, **env},
             stdin=subprocess.DEVNULL,
@@ -72,11 +72,11 @@ class Workshop:
         out, err = process.communicate(timeout=DEADLINE_S)
         return Ended(process.returncode, out, err)
 
-    def run(self, *words, **env):
-        return self.end_of(self.start(*words, **env))
+    def run(self, *args, **env):
+        return self.end_of(self.start(*args, **env))
 
     def processes(self):
-        """Every process that descends from a launcher of ours, as far as it still runs."""
+        """Every process that descends from one of these launchers and still runs: its name by its process id."""
         found = {}
         for directory in Path("/proc").glob("[0-9]*"):
             try:
@@ -87,8 +87,8 @@ class Workshop:
                 continue
         return found
 
-    def nursery(self):
-        """The parent of rank 0."""
+    def fork_server(self):
+        """The process id of the fork server: the parent of rank 0."""
         rank = next(pid for pid, name in self.processes().items() if name == "rank 0")
         return int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
 

@@ -14,7 +14,7 @@ DEADLINE_S = 60
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("args", "says"),
     [
         (["trian.py"], "no such file: trian.py; did you mean train.py?"),
         (["--nproc-per-nodes", "2", "train.py"], "no such option: --nproc-per-nodes; did you mean --nproc-per-node?"),
@@ -25,9 +25,9 @@ DEADLINE_S = 60
         (["--nnodes", "2", "--rdzv-endpoint", "nohost.invalid:29500", "train.py"], "cannot resolve 'nohost.invalid'"),
     ],
 )
-def test_one_line_with_the_way_out(workshop, words, says):
+def test_one_line_with_the_way_out(workshop, args, says):
     workshop.script("open('started', 'w')")
-    ended = workshop.run(*words, CUDA_VISIBLE_DEVICES="")
+    ended = workshop.run(*args, CUDA_VISIBLE_DEVICES="")
     assert ended.code == 2
     (line,) = ended.err.splitlines()
     assert line.startswith("lockstep run: ")

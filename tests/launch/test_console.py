@@ -31,7 +31,7 @@ def test_a_tail_gives_every_line_once_and_whole_however_it_was_written(log, piec
         assert text == "" or text.endswith("\n")
         shown.append(text)
     # A sign of several bytes may be torn between pieces, but never between lines.
-    assert "".join(shown) + tail.begun() == b"".join(pieces).decode(errors="replace")
+    assert "".join(shown) + tail.unfinished() == b"".join(pieces).decode(errors="replace")
     tail.close()
 
 
@@ -49,7 +49,7 @@ def test_in_a_pipe_output_and_talk_go_separate_ways_in_whole_lines():
     out, err = io.StringIO(), io.StringIO()
     screen = Screen(out, err, {})
     screen.leader("loss 1\nloss 2\n")
-    screen.begun("50%")
+    screen.unfinished("50%")
     screen.say("restarting")
     screen.close()
     assert out.getvalue() == "loss 1\nloss 2\n"
@@ -86,7 +86,7 @@ def test_on_a_terminal_an_unfinished_line_is_drawn_over_and_wiped():
     ours, theirs = pty.openpty()
     with open(theirs, "w") as terminal:
         screen = Screen(terminal, terminal, {"LOCKSTEP_VIEW": "lines"})
-        screen.begun("\r10%\r20%\r")
+        screen.unfinished("\r10%\r20%\r")
         screen.leader("done\n")
         screen.close()
         terminal.flush()

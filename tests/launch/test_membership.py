@@ -1,4 +1,4 @@
-"""Laws of what nodes decide together, on nodes that exist only as values: they die, are cut off, fail and come back."""
+"""Laws of what the coordinator decides, on nodes that exist only as values: they die, are cut off, fail, come back."""
 
 import signal
 from dataclasses import dataclass, field, replace
@@ -8,68 +8,79 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.launch.diagnosis.root_cause import RankExit
-from lockstep.launch.rendezvous.membership import How, Line, Minutes, Plan, Rules, Seat, decide, missing, opened
+from lockstep.launch.rendezvous.membership import (
+    ElasticLimits,
+    MembershipState,
+    NodeReport,
+    NodeView,
+    Plan,
+    StopMode,
+    decide,
+    initial_state,
+    missing_hosts,
+)
+from lockstep.launch.rendezvous.notices import GenerationFailed, Message, notice_from_json, notice_to_json
 
 TICK_S = 0.25
 
 
-def tell(endings, ranks):
-    return [("fail", f"{len(endings)} of {ranks} ended badly")]
-
-
 @dataclass
 class Node:
-    """One machine with its agent: what it does by itself is little, and all else is the plan."""
+    """One machine with its agent, which decides little by itself and follows the plan."""
 
     name: str
-    line: Line
+    report: NodeReport
     alive: bool = True
     linked: bool = True
     said_s: float = 0.0
     heard_s: float = 0.0
     plan: Plan = field(default_factory=Plan)
-    slow: int = 0  # ticks
-    asked_for: int = 0  # ticks
+    slow: int = 0  # ticks until it reacts
+    asked_for: int = 0  # ticks since its ranks were asked to end
     endings: tuple = ()
     will: int | None = None  # how its ranks end by themselves
 
     def live(self, now_s, plan):
-        """One tick of an agent; as the real one, it knows of the chair only what arrives."""
+        """One tick of an agent; as the real one, it knows of the coordinator only what arrives."""
         if self.linked:
             self.plan, self.heard_s = plan, now_s
         # Some nodes are slower than others to see something and to end their ranks.
         cut_off = now_s - self.heard_s >= 5.0 + self.slow * TICK_S
-        self.asked_for = self.asked_for + 1 if self.plan.how > How.NOT else 0
-        if self.line.running:
-            if cut_off or self.plan.place(self.line.seat) is None or self.plan.generation != self.line.generation:
+        self.asked_for = self.asked_for + 1 if self.plan.stop_mode > StopMode.NONE else 0
+        if self.report.running:
+            if (
+                cut_off
+                or self.plan.node_rank(self.report.node_id) is None
+                or self.plan.generation != self.report.generation
+            ):
                 self.end(-signal.SIGKILL, now_s, by_us=True)
             elif self.will is not None:
                 self.end(self.will, now_s, by_us=False)
             elif self.asked_for <= self.slow:
                 pass
-            elif self.plan.how is How.GENTLY:
+            elif self.plan.stop_mode is StopMode.GRACEFUL:
                 self.end(75, now_s, by_us=True)
-            elif self.plan.how > How.NOT:
+            elif self.plan.stop_mode > StopMode.NONE:
                 self.end(-signal.SIGTERM, now_s, by_us=True)
         elif (
             not cut_off
             and self.plan.phase == "generation"
-            and self.plan.place(self.line.seat) is not None
-            and self.line.generation != self.plan.generation
+            and self.plan.node_rank(self.report.node_id) is not None
+            and self.report.generation != self.plan.generation
         ):
-            self.line = replace(self.line, generation=self.plan.generation, running=True, trouble=False)
+            self.report = replace(self.report, generation=self.plan.generation, running=True, failed=False)
             self.endings, self.will = (), None
 
     def end(self, status, now_s, *, by_us):
         self.endings = (RankExit(0, status, now_s, ended_by_us=by_us),)
-        self.line = replace(self.line, running=False, trouble=not by_us and status not in (0, 74, 75))
+        self.report = replace(self.report, running=False, failed=not by_us and status not in (0, 74, 75))
 
 
 @dataclass
 class World:
-    rules: Rules
+    limits: ElasticLimits
     now_s: float = 100.0
-    minutes: Minutes = field(default_factory=lambda: opened(0, 100.0))
+    state: MembershipState = field(default_factory=lambda: initial_state(0, 100.0))
     nodes: list = field(default_factory=list)
     began: list = field(default_factory=list)
 
@@ -78,76 +89,81 @@ class World:
         self.nodes.append(
             Node(
                 f"n{number}",
-                Line(f"s{number}", f"n{number}", 2),
+                NodeReport(f"s{number}", f"n{number}", 2),
                 said_s=self.now_s,
                 heard_s=self.now_s,
                 slow=(number + 2) % 3,
             )
         )
 
-    def seats(self):
-        return [Seat(node.line, self.now_s - node.said_s, node.endings) for node in self.nodes]
+    def views(self):
+        return [NodeView(node.report, self.now_s - node.said_s, node.endings) for node in self.nodes]
 
     def tick(self):
         self.now_s += TICK_S
         for node in self.nodes:
             if node.alive:
-                node.live(self.now_s, self.minutes.plan)
+                node.live(self.now_s, self.state.plan)
             if node.alive and node.linked:
                 node.said_s = self.now_s
-        seats, before = self.seats(), self.minutes
-        self.minutes = decide(before, seats, self.rules, self.now_s, tell)
-        assert self.minutes == decide(before, seats, self.rules, self.now_s, tell)
-        self.obey_the_laws(before, self.minutes)
+        views, before = self.views(), self.state
+        self.state = decide(before, views, self.limits, self.now_s)
+        assert self.state == decide(before, views, self.limits, self.now_s)
+        self.obey_the_laws(before, self.state)
 
     def obey_the_laws(self, before, after):
         assert after.plan.number >= before.plan.number
         assert (after.plan == before.plan) == (after.plan.number == before.plan.number)
-        assert after.plan.words[: len(before.plan.words)] == before.plan.words
-        assert after.plan.words[-2:-1] != after.plan.words[-1:] or not after.plan.words, (
-            "nothing is said twice in a row"
-        )
-        assert after.failures <= self.rules.max_restarts
-        assert after.changes <= self.rules.max_changes
+        assert after.notices[: len(before.notices)] == before.notices
+        assert after.plan.notices == len(after.notices)
+        assert after.notices[-2:-1] != after.notices[-1:] or not after.notices, "nothing is said twice in a row"
+        for notice in after.notices[len(before.notices) :]:
+            assert notice_from_json(notice_to_json(notice)) == notice
+        assert after.failures <= self.limits.max_restarts
+        assert after.changes <= self.limits.max_changes
         assert Plan.from_json(after.plan.to_json()) == after.plan
         if before.plan.phase == "over":
             assert after == before
         if after.plan.generation == before.plan.generation and before.plan.phase == "generation":
-            assert after.plan.how >= before.plan.how
+            assert after.plan.stop_mode >= before.plan.stop_mode
             assert after.plan.members == before.plan.members
         if before.plan.phase == "gather" and after.plan.phase == "generation":
             self.began.append(after.plan.generation)
             assert self.began == list(range(len(self.began)))
-            seats = [member.seat for member in after.plan.members]
-            assert len(set(seats)) == len(seats)
-            assert self.rules.least <= len(seats) <= self.rules.most
-            assert not [node.name for node in self.nodes if node.alive and node.line.running], "two worlds at once"
-            assert seats[0] == "s0", "the chair's ranks come first: only they commit"
+            ids = [member.node_id for member in after.plan.members]
+            assert len(set(ids)) == len(ids)
+            assert self.limits.min_nodes <= len(ids) <= self.limits.max_nodes
+            assert not [node.name for node in self.nodes if node.alive and node.report.running], "two worlds at once"
+            assert ids[0] == "s0", "the coordinator's ranks come first: only they commit"
             for node in self.nodes:
-                assert node.line.seat not in seats or self.now_s - node.said_s < self.rules.lost_after_s
+                assert node.report.node_id not in ids or self.now_s - node.said_s < self.limits.lost_after_s
 
     def until(self, done, within_s=500.0):
         end_s = self.now_s + within_s
         while not done():
-            assert self.now_s < end_s, f"stuck in {self.minutes}"
+            assert self.now_s < end_s, f"stuck in {self.state}"
             self.tick()
 
     @property
     def plan(self):
-        return self.minutes.plan
+        return self.state.plan
 
     @property
     def said(self):
-        return "\n".join(text for _, text in self.plan.words)
+        return "\n".join(notice.text for notice in self.state.notices if isinstance(notice, Message))
+
+    @property
+    def failures(self):
+        return [n for n in self.state.notices if isinstance(n, GenerationFailed) or n.failure]
 
     def running(self):
-        members = {member.seat for member in self.plan.members}
-        own = [node for node in self.nodes if node.line.seat in members]
-        return self.plan.phase == "generation" and all(n.line.running and n.alive and n.linked for n in own)
+        members = {member.node_id for member in self.plan.members}
+        own = [node for node in self.nodes if node.report.node_id in members]
+        return self.plan.phase == "generation" and all(n.report.running and n.alive and n.linked for n in own)
 
 
-def world(nodes, least, most=None, **rules):
-    made = World(Rules(least=least, most=most or least, **rules))
+def world(nodes, min_nodes, max_nodes=None, **limits):
+    made = World(ElasticLimits(min_nodes=min_nodes, max_nodes=max_nodes or min_nodes, **limits))
     for _ in range(nodes):
         made.come()
     return made
@@ -165,48 +181,54 @@ events = st.one_of(
 @settings(max_examples=400)
 @given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 2), st.integers(0, 3), st.lists(events, max_size=12))
 def test_whatever_happens_the_laws_hold_and_it_ends_or_runs(least, more, max_restarts, max_changes, happens):
-    here = World(
-        Rules(least=least, most=least + more, max_restarts=max_restarts, max_changes=max_changes, join_timeout_s=60.0)
+    job = World(
+        ElasticLimits(
+            min_nodes=least,
+            max_nodes=least + more,
+            max_restarts=max_restarts,
+            max_changes=max_changes,
+            join_timeout_s=60.0,
+        )
     )
-    here.come()
+    job.come()
     for what, which in happens:
-        node = here.nodes[which % len(here.nodes)]
-        chair = node is here.nodes[0]
+        node = job.nodes[which % len(job.nodes)]
+        coordinator = node is job.nodes[0]
         match what:
-            case "die" if not chair:
+            case "die" if not coordinator:
                 node.alive = False
-                node.line = replace(node.line, running=False)
-            case "cut" if not chair:
+                node.report = replace(node.report, running=False)
+            case "cut" if not coordinator:
                 node.linked = False
             case "mend":
                 node.linked = True
             case "come":
-                here.come()
+                job.come()
             case "finish" | "unsaved":
-                for each in here.nodes:  # ranks that were together until the end
+                for each in job.nodes:  # ranks that were together until the end
                     each.will = {"finish": 0, "unsaved": 74}[what]
             case "fail" | "usage":
                 node.will = {"fail": 1, "usage": 2}[what]
             case "stop" if node.alive:
-                node.line = replace(node.line, stops=node.line.stops + 1, stopped_by=signal.SIGTERM)
+                node.report = replace(node.report, stops=node.report.stops + 1, stopped_by=signal.SIGTERM)
             case "wait":
                 for _ in range(which * 4):
-                    here.tick()
-        here.tick()
-    here.until(lambda: here.plan.phase == "over" or here.running())
-    if here.plan.phase == "over":
-        here.until(lambda: not any(node.line.running for node in here.nodes if node.alive))
-        assert here.plan.words or here.plan.code in (0, 75), "nothing ends badly without a word"
+                    job.tick()
+        job.tick()
+    job.until(lambda: job.plan.phase == "over" or job.running())
+    if job.plan.phase == "over":
+        job.until(lambda: not any(node.report.running for node in job.nodes if node.alive))
+        assert job.state.notices or job.plan.code in (0, 75), "nothing ends badly without a word"
 
 
 def test_a_job_of_one_node_begins_at_once_and_ends_with_its_ranks():
     alone = world(1, 1)
     alone.tick()
-    assert (alone.plan.phase, alone.plan.generation, alone.plan.words) == ("generation", 0, ())
+    assert (alone.plan.phase, alone.plan.generation, alone.state.notices) == ("generation", 0, ())
     alone.tick()
     alone.nodes[0].will = 0
     alone.until(lambda: alone.plan.phase == "over")
-    assert (alone.plan.code, alone.plan.words) == (0, ())
+    assert (alone.plan.code, alone.state.notices) == (0, ())
 
 
 def test_a_failure_is_listened_to_told_and_restarted_within_its_budget():
@@ -216,14 +238,14 @@ def test_a_failure_is_listened_to_told_and_restarted_within_its_budget():
         assert pair.plan.generation == generation
         pair.nodes[1].will = 1
         pair.tick()
-        assert pair.plan.how is How.NOT, "the true cause may still come"
-        pair.until(lambda: pair.plan.how is How.HARD or pair.plan.phase != "generation")
+        assert pair.plan.stop_mode is StopMode.NONE, "the true cause may still come"
+        pair.until(lambda: pair.plan.stop_mode is StopMode.TERMINATE or pair.plan.phase != "generation")
         pair.until(lambda: pair.plan.phase != "generation")
     assert (pair.plan.phase, pair.plan.code) == ("over", 1)
-    assert [manner for manner, _ in pair.plan.words].count("fail") == 2
+    assert [(failure.ranks, failure.endings[0].status) for failure in pair.failures] == [(4, 1)] * 2
     assert "restarting all ranks as generation 1 (restart 1 of 1)" in pair.said
-    assert pair.minutes.failures == 1
-    assert pair.minutes.changes == 0
+    assert pair.state.failures == 1
+    assert pair.state.changes == 0
 
 
 @pytest.mark.parametrize("comes", [False, True])
@@ -232,12 +254,12 @@ def test_a_run_that_could_not_save_its_end_is_told_and_not_restarted(comes):
     pair.until(pair.running)
     if comes:
         pair.come()
-        pair.until(lambda: pair.plan.how is How.GENTLY)  # for the newcomer
+        pair.until(lambda: pair.plan.stop_mode is StopMode.GRACEFUL)  # for the newcomer
     for node in pair.nodes:
         node.will = 74
     pair.until(lambda: pair.plan.phase == "over")
     assert (pair.plan.code, pair.plan.generation) == (74, 0)
-    assert pair.plan.words[-1] == ("fail", "2 of 4 ended badly")
+    assert (pair.state.notices[-1].ranks, [e.status for e in pair.state.notices[-1].endings]) == (4, [74, 74])
 
 
 def test_a_lost_node_is_named_waited_for_and_replaced():
@@ -250,7 +272,7 @@ def test_a_lost_node_is_named_waited_for_and_replaced():
     pair.come()
     pair.until(pair.running, within_s=2)
     assert [member.host for member in pair.plan.members] == ["n0", "n2"]
-    assert (pair.plan.generation, pair.minutes.failures, pair.minutes.changes) == (1, 0, 1)
+    assert (pair.plan.generation, pair.state.failures, pair.state.changes) == (1, 0, 1)
 
 
 def test_a_fixed_job_without_restarts_ends_with_its_first_loss():
@@ -259,8 +281,8 @@ def test_a_fixed_job_without_restarts_ends_with_its_first_loss():
     pair.nodes[1].alive = False
     pair.until(lambda: pair.plan.phase == "over", within_s=7)
     assert pair.plan.code == 1
-    assert pair.plan.words[-1][0] == "fail"
-    assert "lost node n1" in pair.plan.words[-1][1]
+    assert "lost node n1" in pair.state.notices[-1].text
+    assert pair.state.notices[-1].failure
 
 
 def test_a_node_that_is_cut_off_ends_its_ranks_before_the_others_go_on():
@@ -270,7 +292,7 @@ def test_a_node_that_is_cut_off_ends_its_ranks_before_the_others_go_on():
     some.nodes[2].linked = False
     some.until(lambda: some.plan.generation == 1 and some.running())
     assert [member.host for member in some.plan.members] == ["n0", "n1"]
-    assert not some.nodes[2].line.running
+    assert not some.nodes[2].report.running
     some.nodes[2].linked = True
     some.until(lambda: some.plan.generation == 2 and some.running())
     assert [member.host for member in some.plan.members] == ["n0", "n1", "n2"]
@@ -289,8 +311,8 @@ def test_a_spare_does_not_begin_before_the_one_that_was_cut_off_has_ended():
 
 def test_a_node_whose_ranks_still_end_is_not_counted_as_ready():
     pair = world(2, 2)
-    pair.nodes[1].line = replace(pair.nodes[1].line, running=True)
-    assert decide(pair.minutes, pair.seats(), pair.rules, pair.now_s, tell).plan.phase == "gather"
+    pair.nodes[1].report = replace(pair.nodes[1].report, running=True)
+    assert decide(pair.state, pair.views(), pair.limits, pair.now_s).plan.phase == "gather"
 
 
 def test_a_node_that_comes_and_goes_costs_a_bounded_number_of_restarts():
@@ -305,7 +327,7 @@ def test_a_node_that_comes_and_goes_costs_a_bounded_number_of_restarts():
         pair.nodes[1].linked = True
         for _ in range(400):
             pair.tick()
-    assert pair.minutes.changes == 4
+    assert pair.state.changes == 4
     assert len(pair.began) <= 5
 
 
@@ -315,7 +337,7 @@ def test_more_nodes_than_asked_for_wait_as_spares():
     assert [member.host for member in many.plan.members] == ["n0", "n1", "n2"]
     for _ in range(400):
         many.tick()
-    assert many.plan.how is How.NOT, "a spare stops nobody"
+    assert many.plan.stop_mode is StopMode.NONE, "a spare stops nobody"
     many.nodes[1].alive = False
     many.until(lambda: many.plan.generation == 1 and many.running())
     assert [member.host for member in many.plan.members] == ["n0", "n2", "n3"]
@@ -337,18 +359,18 @@ def test_who_does_not_come_is_named_and_given_up_at_the_deadline():
     one.until(lambda: one.plan.phase == "over", within_s=31)
     assert "waiting for 2 of 3 nodes: here n0; still missing: n7, n8.cluster (3 s)" in one.said
     assert one.said.endswith("gave up waiting for 2 of 3 nodes: here n0; still missing: n7, n8.cluster (30 s)")
-    assert (one.plan.code, one.minutes.missing) == (124, True)
-    assert missing(one.seats(), one.rules) == ("n7", "n8.cluster")
+    assert (one.plan.code, one.state.gave_up) == (124, True)
+    assert missing_hosts(one.views(), one.limits) == ("n7", "n8.cluster")
 
 
-@pytest.mark.parametrize(("times", "how"), [(1, How.GENTLY), (2, How.NOW), (3, How.KILL)])
-def test_a_stop_on_any_node_stops_all_and_two_nodes_that_are_asked_once_are_asked_once(times, how):
+@pytest.mark.parametrize(("times", "mode"), [(1, StopMode.GRACEFUL), (2, StopMode.INTERRUPT), (3, StopMode.KILL)])
+def test_a_stop_on_any_node_stops_all_and_two_nodes_that_are_asked_once_are_asked_once(times, mode):
     pair = world(2, 2, max_restarts=5)
     pair.until(pair.running)
     for node in pair.nodes:
-        node.line = replace(node.line, stops=times if node.name == "n1" else 1, stopped_by=signal.SIGTERM)
-    seats = pair.seats()
-    assert decide(pair.minutes, seats, pair.rules, pair.now_s, tell).plan.how is how
+        node.report = replace(node.report, stops=times if node.name == "n1" else 1, stopped_by=signal.SIGTERM)
+    views = pair.views()
+    assert decide(pair.state, views, pair.limits, pair.now_s).plan.stop_mode is mode
     pair.until(lambda: pair.plan.phase == "over")
     assert pair.plan.code == (75 if times == 1 else 143)
 
@@ -360,6 +382,6 @@ def test_a_cause_of_its_own_outweighs_a_loss():
     pair.tick()
     pair.nodes[1].alive = False
     pair.until(lambda: pair.plan.phase != "generation")
-    assert pair.minutes.failures == 1
-    assert pair.minutes.changes == 0
-    assert any(manner == "fail" for manner, _ in pair.plan.words)
+    assert pair.state.failures == 1
+    assert pair.state.changes == 0
+    assert isinstance(pair.failures[0], GenerationFailed)

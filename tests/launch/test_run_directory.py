@@ -10,7 +10,7 @@ from lockstep.errors import LockstepError, SettingError
 from lockstep.launch.host import Machine, visible
 from lockstep.launch.request import Function, Module, Request, Script
 from lockstep.launch.run_directory import note_generation, prepare, settle
-from lockstep.launch.workers.rank_environment import in_common, of_rank
+from lockstep.launch.workers.rank_environment import common_environment, rank_environment
 from lockstep.world import World
 
 NOW = datetime(2026, 11, 21, 10, 15)
@@ -155,15 +155,15 @@ def test_a_run_directory_that_cannot_be_made_is_refused(here):
 def test_a_rank_reads_its_own_place_from_what_it_is_given(here):
     job = ask(nproc_per_node=3, run_dir="r", settings={"precision": "bf16"})
     env = {"HOME": "/h", "RANK": "7", "LOCKSTEP_RESUME": "1", "LOCKSTEP_SETTINGS": '{"seed": 3}'}
-    common = in_common(job, env, "/tmp/beats")
+    common = common_environment(job, env, "/tmp/beats")
     assert common["LOCKSTEP_CHANNEL"] == "/tmp/beats"
-    world = World.from_env({**common, **of_rank(job, World(2, 3, 2, 3, 0, 1, generation=4, port=1234), 0)})
+    world = World.from_env({**common, **rank_environment(job, World(2, 3, 2, 3, 0, 1, generation=4, port=1234), 0)})
     assert (world.rank, world.size, world.local_rank, world.nodes, world.port) == (2, 3, 2, 1, 1234)
     assert (world.generation, world.launcher, world.run_dir) == (4, "lockstep", str(here / "r"))
     assert json.loads(common["LOCKSTEP_SETTINGS"]) == {"seed": 3, "precision": "bf16"}
     assert common["OMP_NUM_THREADS"] == "1"
     assert "LOCKSTEP_RESUME" not in common
-    assert in_common(job, {"OMP_NUM_THREADS": "4"}, "")["OMP_NUM_THREADS"] == "4"
+    assert common_environment(job, {"OMP_NUM_THREADS": "4"}, "")["OMP_NUM_THREADS"] == "4"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_rank_reads_its_own_place_from_what_it_is_given(here):
     [("new", 0, None, None), ("resume", 0, "1", None), ("fresh", 0, None, "1"), ("fresh", 1, "1", None)],
 )
 def test_how_a_generation_begins(here, begins, restart, resume, fresh):
-    variables = of_rank(replace(ask(), begins=begins), World(0, 1, 0, 1, 0, 1, generation=restart), restart)
+    variables = rank_environment(replace(ask(), begins=begins), World(0, 1, 0, 1, 0, 1, generation=restart), restart)
     assert (variables.get("LOCKSTEP_RESUME"), variables.get("LOCKSTEP_FRESH")) == (resume, fresh)
 
 

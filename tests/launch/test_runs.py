@@ -53,9 +53,9 @@ KILLED_AT_FIRST = """
 """
 DIES_AT_FIRST = """
     import os
-    told = os.environ
-    generation = told["LOCKSTEP_GENERATION"]
-    print("generation", generation, "resume", told.get("LOCKSTEP_RESUME"), "fresh", told.get("LOCKSTEP_FRESH"))
+    env = os.environ
+    generation = env["LOCKSTEP_GENERATION"]
+    print("generation", generation, "resume", env.get("LOCKSTEP_RESUME"), "fresh", env.get("LOCKSTEP_FRESH"))
     1 / int(generation)
 """
 WAITS = """
@@ -102,8 +102,8 @@ def test_a_plain_torch_script_runs_unchanged(workshop):
         assert fact["threads"] == 1
         assert fact["stdin"] == ""
         assert not fact["tty"]
-        told = {name: fact["env"][name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-        assert told == {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        variables = {name: fact["env"][name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        assert variables == {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         assert fact["env"]["TORCHELASTIC_RESTART_COUNT"] == "0"
         assert "LOCKSTEP_RESUME" not in fact["env"]
     assert not set(facts[0]["unseeded"]) & set(facts[1]["unseeded"]), "copies must not draw the same random numbers"
@@ -143,21 +143,21 @@ def test_the_last_words_name_the_rank_that_failed_first_and_its_line(workshop, w
 
 
 def test_a_killed_rank_is_restarted_with_all_others_and_the_run_can_be_gone_on_with(workshop):
-    words = ("--nproc-per-node", 2, "--max-restarts", 1, workshop.script(KILLED_AT_FIRST))
-    ended = workshop.run("--run-dir", "r", *words)
+    args = ("--nproc-per-node", 2, "--max-restarts", 1, workshop.script(KILLED_AT_FIRST))
+    ended = workshop.run("--run-dir", "r", *args)
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[-1] == "generation 1 resume 1 None"
     assert "rank 1 of 2 was killed by SIGKILL" in ended.err
     assert "restarting all 2 ranks as generation 1 (restart 1 of 1)" in ended.err
     assert "\n--- generation 1, " in "\n" + (workshop.here / "r/logs/rank-0001.log").read_text()
 
-    refused = workshop.run("--run-dir", "r", *words)
+    refused = workshop.run("--run-dir", "r", *args)
     assert refused.code == 2
     assert refused.err.splitlines()[1:] == [
         "  lockstep run --resume --run-dir r --nproc-per-node 2 --max-restarts 1 train.py",
         "  lockstep run --fresh --run-dir r --nproc-per-node 2 --max-restarts 1 train.py",
     ]
-    light = ("--start", "plain", "--run-dir", "r", *words[:-1], workshop.script(DIES_AT_FIRST, "light.py"))
+    light = ("--start", "plain", "--run-dir", "r", *args[:-1], workshop.script(DIES_AT_FIRST, "light.py"))
     resumed = workshop.run("--resume", *light)
     assert resumed.out.splitlines() == ["generation 2 resume 1 fresh None"]
     fresh = workshop.run("--fresh", *light)
@@ -173,21 +173,21 @@ def test_no_rank_outlives_a_launcher_that_is_killed(workshop, hit):
     for rank in range(2):
         workshop.wait_for_file(f"up-{rank}")
     assert {"rank 0", "rank 1", "sleep", "lockstep store"} <= set(workshop.processes().values())
-    nursery = workshop.nursery()
-    hit(nursery, "SIGTERM")  # as a scheduler might, to every process of a job
-    assert nursery in workshop.processes()
+    fork_server = workshop.fork_server()
+    hit(fork_server, "SIGTERM")  # as a scheduler might, to every process of a job
+    assert fork_server in workshop.processes()
     hit(launcher, "SIGKILL")
     workshop.end_of(launcher)
     # The fixture waits until no process is left.
 
 
-def test_ranks_die_with_their_nursery(workshop, hit):
+def test_ranks_die_with_their_fork_server(workshop, hit):
     launcher = workshop.start("--start", "plain", workshop.script(WAITS))
     workshop.wait_for_file("up-0")
-    hit(workshop.nursery(), "SIGKILL")
+    hit(workshop.fork_server(), "SIGKILL")
     ended = workshop.end_of(launcher)
     assert ended.code == 1
-    assert "the process that starts the ranks is gone" in ended.err
+    assert "the fork server, which starts the ranks, died" in ended.err
 
 
 @pytest.mark.parametrize(

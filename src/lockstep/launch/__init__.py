@@ -1,12 +1,12 @@
 """Starts the ranks of a run on this machine, or its part of them on several, and says why they failed.
 
-    Request ─► prepare ─► Job ─► Agent ═► crew ═► nursery ═► ranks
+    Request ─► prepare ─► Job ─► Agent ═► WorkerGroup ═► fork server ═► ranks
     asked for             checked  │ ║
-                                   │ ╚══ table ══ the agents of other nodes, if there are any; council: what all do
-                                   └─► screen: the leader's lines, its progress, the true cause
+                                   │ ╚══ rendezvous: the agents of other nodes, if there are any, and what all do
+                                   └─► console: the leader's lines, its progress, the true cause
 
-The launcher itself needs no torch: it lives on when whatever torch does goes wrong. Only one of several machines loads
-it, for the store where they meet.
+The launcher itself does not need torch, so it outlives whatever goes wrong in torch. On several machines it loads torch
+for the store where the launchers meet.
 """
 
 from lockstep.launch.launcher import launch, start

@@ -1,6 +1,6 @@
-"""What the launcher starts as processes of their own: ``python -m lockstep.launch fork-server|rank|tcp-store ...``.
+"""The processes that the launcher starts: ``python -m lockstep.launch fork-server|rank|tcp-store ...``.
 
-Not for people; `lockstep run` is.
+Users call `lockstep run` instead.
 """
 
 import sys
@@ -8,5 +8,5 @@ import sys
 from lockstep.launch.workers import fork_server, rank_process, tcp_store
 
 if __name__ == "__main__":
-    role, *words = sys.argv[1:]
-    {"fork-server": fork_server.main, "rank": rank_process.main, "tcp-store": tcp_store.main}[role](words)
+    role, *args = sys.argv[1:]
+    {"fork-server": fork_server.main, "rank": rank_process.main, "tcp-store": tcp_store.main}[role](args)

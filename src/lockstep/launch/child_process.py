@@ -1,4 +1,4 @@
-"""Ties a process's life to its parent's, and says which signals ask a run to stop."""
+"""What the launcher's own processes have in common: command, environment, tie to the parent's life, and signals."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import contextlib
 import ctypes
 import os
 import signal
+import site
 import sys
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-#: Ask the whole run to stop. Schedulers send most of them as a warning before the end of a job, some to each process.
-STOPS = (
+#: Signals that ask the whole run to stop. Schedulers send most of them as a warning before the end of a job, some of
+#: them to each process.
+STOP_SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
@@ -35,22 +39,36 @@ def die_with_parent(parent: int) -> None:
     if sys.platform != "linux":
         return
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the kernel was told.
+    # The parent may have died before this was set.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager
-def stops_held() -> Iterator[None]:
-    """A process that is started meanwhile gets none of `STOPS` until it unblocks them.
+def stop_signals_blocked() -> Iterator[None]:
+    """A process that is started inside this context gets none of `STOP_SIGNALS` until it unblocks them.
 
-    A scheduler may tell every process of a job to stop, also one that has not had the time to say what it does then.
+    A scheduler may signal every process of a job, also one that has not had the time to install its handlers.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def own_python(role: str, args: list[str]) -> list[str]:
+    """The command for one of this package's own processes (see `lockstep.launch.__main__`)."""
+    # -P: the current directory must not lend its random.py to us; the program's own path is set by its ranks.
+    return [sys.executable, "-P", "-m", __package__, role, *args]
+
+
+def with_this_package(env: Mapping[str, str]) -> dict[str, str]:
+    """``env`` under which another Python finds the package that runs here, such as one that is not installed."""
+    source = str(Path(__file__).parents[2])
+    if source in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()):
+        return dict(env)
+    return {**env, "PYTHONPATH": os.pathsep.join(path for path in (env.get("PYTHONPATH"), source) if path)}
 
 
 def name_process(name: str) -> None:

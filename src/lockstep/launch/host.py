@@ -15,6 +15,8 @@ from typing import Self
 
 from lockstep.cpu_affinity import allotted_cpus
 
+#: Variables that name the network interface of torch's CPU backends.
+INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
 _LISTENS = "0A"  # the kernel's number for a listening socket
 

@@ -1,4 +1,9 @@
-"""The two ways in: a function for Python and notebooks, and the one that the command line calls."""
+"""Starts a run and sees it end: `start` for the command line, `launch` for Python and notebooks.
+
+start ─┬─ one machine ─────────────────────►  _run_here ─────────────┬─►  _run_agent: the fork server, its ranks,
+       ├─ several, a launcher on each ─────►  _run_among_others ─────┘    and the agent that looks after them
+       └─ several, this one starts others ─►  _start_everywhere
+"""
 
 from __future__ import annotations
 
@@ -22,16 +27,16 @@ from lockstep.launch.console import Screen
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.host import Machine
-from lockstep.launch.rendezvous.join import Joined, join, preside, single_rank_group
-from lockstep.launch.rendezvous.store import Endpoint
+from lockstep.launch.rendezvous.endpoint import Endpoint
+from lockstep.launch.rendezvous.join import Joined, host_job, join_alone, join_job
 from lockstep.launch.request import Function, Nodes, OnHang, Request
-from lockstep.launch.run_directory import Job, begun, prepare, settle, shown
+from lockstep.launch.run_directory import Job, begin_options, prepare, settle, shown
 from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.remote_start import run_start_commands
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, text_of
-from lockstep.launch.workers.fork_server import open_nursery
-from lockstep.launch.workers.rank_environment import in_common
-from lockstep.launch.workers.worker_group import Crew
+from lockstep.launch.workers.fork_server import open_fork_server
+from lockstep.launch.workers.rank_environment import common_environment
+from lockstep.launch.workers.worker_group import WorkerGroup
 from lockstep.launch_contract import ENDS_AT, EXIT_FAILED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, FAULT_NOTES, FAULTS
 from lockstep.report import StatusFile
 from lockstep.settings import parse
@@ -42,83 +47,32 @@ T = TypeVar("T")
 def start(request: Request) -> int:
     """Carry out ``request`` on this machine, showing it on the terminal; returns the exit code for the shell.
 
-    No process of the run is left when it returns. To be called in the main thread if signals are to stop the run.
+    No process of the run is left when it returns. Call it in the main thread if signals are to stop the run.
 
     Raises:
-        SettingError: for what cannot be done, before anything is started.
+        SettingError: if the run cannot be started as asked for; nothing has been started then.
         WorldError: if this process is itself one of several ranks.
         LaunchError: if ranks could not be started.
     """
     given = allocation(os.environ, text_of)
-    if request.nodes is None and request.everywhere and given.has_launcher_per_node:
-        request = replace(request, nodes=_as_given(given))
-    elif request.nodes is not None and given.nodes:
-        request = replace(request, nodes=replace(request.nodes, hosts=tuple(node.name for node in given.nodes)))
-    spreads = request.everywhere and given.starts_launchers
-    # On a login node nothing tells what the allotted ones have.
+    request = _on_allocated_nodes(request, given)
+    # On a login node nothing says what the allocated nodes have.
     machine = Machine.detect(os.environ) if given.inside else Machine(given.gpus_per_node or 0, given.nodes[0].slots)
-    went_on = False
+    resumed = False
     if request.nodes is not None:
-        code = _among_others(request, request.nodes, machine, given)
+        code = _run_among_others(request, request.nodes, machine, given)
     else:
         job = prepare(request, machine=machine, env=os.environ, now=datetime.now(), given=given)
-        code = _spread_out(job) if spreads else _carry_out(job)[0]
-        went_on = job.begins == "resume"
+        code = _start_everywhere(job) if request.everywhere and given.starts_launchers else _run_here(job)[0]
+        resumed = job.begins == "resume"
     # A run that went on from a checkpoint and was warned before its first step has lost nothing.
-    stopped = code == EXIT_STOPPED or (went_on and code in WARNED)
+    stopped = code == EXIT_STOPPED or (resumed and code in WARNED)
     # Where each node has its launcher, one of them asks for all.
     if not stopped or not request.requeue or (given.has_launcher_per_node and given.node_rank):
         return code
     again = given.scheduler.requeue(given, code, run_command)
     Screen(sys.stdout, sys.stderr, os.environ).say(again.message)
     return again.code
-
-
-def _spread_out(job: Job) -> int:
-    """Start a launcher on every node, and see them end; the exit code for the shell."""
-    given, screen, stops = job.given, Screen(sys.stdout, sys.stderr, os.environ), Stops()
-    options = tuple(option for option in job.request.options if option != "--requeue")
-    run = replace(job.request, options=options).words(*begun(job))
-    # Its own node is the first one, and knows a free port; from elsewhere one can only choose.
-    endpoint = f"{_first_host(given)}:{_free_port() if given.inside else given.port()}"
-    launcher, here = [sys.executable, "-m", "lockstep", *run], str(Path.cwd())
-    commands = given.scheduler.start_commands(given, launcher, endpoint=endpoint, directory=here)
-    for note in job.notes:
-        screen.say(note)
-    screen.say(f"{given}: starting a launcher on each node")
-    for command in commands:
-        if command.by_user:
-            screen.say(f"to be started on {command.host}: cd {shlex.quote(here)} && {command}")
-    with stops.listening(), contextlib.closing(screen):
-        return run_start_commands(
-            [command for command in commands if not command.by_user],
-            os.environ,
-            lambda: stops.times,
-            given.scheduler.stop_signals,
-        )
-
-
-def _as_given(given: Allocation) -> Nodes:
-    """All nodes of the job, on each of which a launcher was started without being told of the others."""
-    names = tuple(node.name for node in given.nodes)
-    return Nodes(len(names), len(names), f"{_first_host(given)}:{given.port()}", run_id=given.job, hosts=names)
-
-
-def _first_host(given: Allocation) -> str:
-    return given.scheduler.node_address(given.nodes[0].name, _resolves, output_of)
-
-
-def _resolves(host: str) -> bool:
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def launch(
@@ -136,26 +90,26 @@ def launch(
 ) -> list[T]:
     """Run ``main()`` on ``ranks`` ranks, such as from a notebook; returns what it returned, in the order of the ranks.
 
-    The ranks are copies of this process, so ``main`` may be any function and use any variable; what it changes it
-    changes in the copies alone. What it returns must be picklable.
+    The ranks are copies of this process, so ``main`` may be any function and use any variable; what it changes
+    changes in the copies only. What it returns must be picklable.
 
     Args:
         main: called without arguments on each rank.
         ranks: a number, ``"gpu"`` or ``"cpu"``; None: one for each GPU, else one.
-        run_dir: where the run leaves its files; None: a new directory under ``runs``.
-        resume: go on from the newest whole checkpoint in ``run_dir``.
-        fresh: set an earlier run in ``run_dir`` aside.
-        max_restarts: how often all ranks are started anew after a failure.
-        settings: over those that ``main`` gives to `Run`.
+        run_dir: where the run writes its files; None: a new directory under ``runs``.
+        resume: go on from the newest complete checkpoint in ``run_dir``.
+        fresh: move an earlier run in ``run_dir`` aside.
+        max_restarts: how often all ranks are restarted after a failure.
+        settings: for `Run`, where they replace those that ``main`` gives.
         grace_s: seconds from asking a rank to end until it is killed.
-        hang_after_s: seconds without progress after which ranks hang; None: by their own pace.
-        on_hang: what is done once a hang is reported: ``"wait"``, ``"abort"`` or ``"restart"``; None: what cannot end
-            well is ended, and restarted while the budget lasts.
+        hang_after_s: seconds without progress after which ranks hang; None: measured on the run.
+        on_hang: what is done once a hang is reported: ``"wait"``, ``"abort"`` or ``"restart"``; None: a
+            generation that cannot go on is ended, and restarted while restarts are left.
 
     Raises:
-        SettingError: for what cannot be done.
-        LaunchError: if a rank failed; the message names the rank and its error. If the run trained to its end and could
-            not save that; the message says why, and the last good step. Also where CUDA is in use already.
+        SettingError: if the run cannot be started as asked for.
+        LaunchError: if a rank failed; the message names the rank and its error. If the run was trained to its end and
+            could not save that; the message says why, and the last good step. If CUDA is in use already.
         KeyboardInterrupt: if the run was interrupted.
     """
     if not hasattr(os, "fork"):
@@ -175,57 +129,93 @@ def launch(
         grace_s=grace_s,
         hang_after_s=hang_after_s,
         on_hang=on_hang,
-        way="fork",
+        start_method="fork",
     )
     job = prepare(request, machine=Machine.detect(os.environ), env=os.environ, now=datetime.now())
-    code, last_words = _carry_out(job)
+    code, failure = _run_here(job)
     if code == 130:
         raise KeyboardInterrupt
     if code != EXIT_OK:
-        raise LaunchError(last_words or f"the run ended with exit code {code}; its logs are in {shown(job.logs)}")
+        raise LaunchError(failure or f"the run ended with exit code {code}; its logs are in {shown(job.logs)}")
     results = [pickle.loads(job.result(rank).read_bytes()) for rank in range(job.ranks)]
     shutil.rmtree(job.result(0).parent)
     return results
 
 
-def _carry_out(job: Job) -> tuple[int, str]:
-    """Carry out ``job`` on this machine; its exit code and the last block that was shown."""
+def _on_allocated_nodes(request: Request, given: Allocation) -> Request:
+    """``request`` with the nodes of the allocation, where this launcher is one of several."""
+    hosts = tuple(node.name for node in given.nodes)
+    if request.nodes is not None:
+        return replace(request, nodes=replace(request.nodes, hosts=hosts))
+    if request.everywhere and given.has_launcher_per_node:
+        # A launcher was started on each node without being told of the others.
+        endpoint = f"{_first_host(given)}:{given.port()}"
+        return replace(request, nodes=Nodes(len(hosts), len(hosts), endpoint, run_id=given.job, hosts=hosts))
+    return request
+
+
+def _start_everywhere(job: Job) -> int:
+    """Start a launcher on every node, and wait until all have ended; returns the exit code for the shell."""
+    given, screen, stops = job.given, Screen(sys.stdout, sys.stderr, os.environ), Stops()
+    options = tuple(option for option in job.request.options if option != "--requeue")
+    run = replace(job.request, options=options).command_args(*begin_options(job))
+    # On the first node of the job a free port can be found; from another host one can only be chosen.
+    endpoint = f"{_first_host(given)}:{_free_port() if given.inside else given.port()}"
+    launcher, directory = [sys.executable, "-m", "lockstep", *run], str(Path.cwd())
+    commands = given.scheduler.start_commands(given, launcher, endpoint=endpoint, directory=directory)
+    for note in job.notes:
+        screen.say(note)
+    screen.say(f"{given}: starting a launcher on each node")
+    for command in commands:
+        if command.by_user:
+            screen.say(f"to be started on {command.host}: cd {shlex.quote(directory)} && {command}")
+    with stops.listening(), contextlib.closing(screen):
+        return run_start_commands(
+            [command for command in commands if not command.by_user],
+            os.environ,
+            lambda: stops.times,
+            given.scheduler.stop_signals,
+        )
+
+
+def _run_here(job: Job) -> tuple[int, str]:
+    """Carry out ``job`` on this machine; returns its exit code and the failure that was shown last."""
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
     with settle(job, now=datetime.now()), stops.listening():
         _announce(job, screen)
-        return _work(single_rank_group(job), screen, stops)
+        return _run_agent(join_alone(job), screen, stops)
 
 
-def _among_others(request: Request, nodes: Nodes, machine: Machine, given: Allocation) -> int:
-    """Carry out this machine's part of a job that others have a part in; its exit code."""
+def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: Allocation) -> int:
+    """Carry out this machine's part of a job on several machines; returns its exit code."""
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
     endpoint = Endpoint(nodes.host, nodes.port)
-    nodes = replace(nodes, hosts=tuple(node.name for node in given.nodes))
     with contextlib.ExitStack() as stack:
         stack.enter_context(stops.listening())
-        if (listening := endpoint.claim()) is not None:
+        listening = endpoint.claim()
+        follows = listening is None
+        job = prepare(request, machine=machine, env=os.environ, now=datetime.now(), given=given, follows=follows)
+        if listening is not None:
             stack.enter_context(listening)
-            job = prepare(request, machine=machine, env=os.environ, now=datetime.now(), given=given)
             stack.enter_context(settle(job, now=datetime.now()))
             _announce(job, screen)
-            joined = preside(job, nodes, endpoint, listening, stack)
+            joined: Joined | None = host_job(job, nodes, endpoint, listening, stack)
         else:
-            job = prepare(request, machine=machine, env=os.environ, now=datetime.now(), given=given, follows=True)
-            found = join(job, nodes, endpoint, say=screen.say, stopped=lambda: stops.times > 0)
-            if found is None:
-                return 128 + (stops.first or 0)
-            joined = found
-        return _work(joined, screen, stops)[0]
+            joined = join_job(job, nodes, endpoint, say=screen.say, stopped=lambda: stops.times > 0)
+        if joined is None:
+            return 128 + (stops.first or 0)
+        return _run_agent(joined, screen, stops)[0]
 
 
 def _announce(job: Job, screen: Screen) -> None:
     for note in job.notes:
         screen.say(note)
-    here = "" if job.request.nodes is None else " on this node"
-    screen.say(f"{job.ranks} rank{'s' * (job.ranks > 1)}{here}; logs: {shown(job.logs)}")
+    where = "" if job.request.nodes is None else " on this node"
+    screen.say(f"{job.ranks} rank{'s' * (job.ranks > 1)}{where}; logs: {shown(job.logs)}")
 
 
-def _work(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
+def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
+    """Start the fork server and carry out this node's part of the job; returns as `_run_here` does."""
     job, request = joined.job, joined.job.request
     hang_monitor = HangMonitor(
         HangTimeouts(request.hang_after_s),
@@ -236,17 +226,18 @@ def _work(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
         shown=shown,
     )
     with hang_monitor:
-        env = {**os.environ, **_ends(request, os.environ), **({FAULTS: request.faults} if request.faults else {})}
-        nursery = open_nursery(request.program, job.way, in_common(job, env, hang_monitor.channel))
-        with contextlib.closing(nursery), contextlib.closing(screen):
-            agent = Agent(joined, Crew(job, nursery, screen, hang_monitor), screen, stops)
-            code = _judged(job, screen, agent.run())
+        env = {**os.environ, **_end_of_job(request, os.environ), **({FAULTS: request.faults} if request.faults else {})}
+        common = common_environment(job, env, hang_monitor.channel)
+        fork_server = open_fork_server(request.program, job.start_method, common)
+        with contextlib.closing(fork_server), contextlib.closing(screen):
+            agent = Agent(joined, WorkerGroup(job, fork_server, screen, hang_monitor), screen, stops)
+            code = _with_missed_faults(job, screen, agent.run())
             if code not in (EXIT_OK, EXIT_STOPPED) and (status := StatusFile.read(job.status)) is not None:
                 StatusFile(job.status).write(replace(status, state="unsaved" if code == EXIT_NOT_SAVED else "failed"))
-            return code, agent.last_words
+            return code, agent.last_failure
 
 
-def _ends(request: Request, env: Mapping[str, str]) -> dict[str, str]:
+def _end_of_job(request: Request, env: Mapping[str, str]) -> dict[str, str]:
     """The variable that tells ranks when their job ends."""
     at_s = request.ends_at_s
     if at_s is None and not env.get(ENDS_AT):
@@ -254,11 +245,28 @@ def _ends(request: Request, env: Mapping[str, str]) -> dict[str, str]:
     return {} if at_s is None else {ENDS_AT: f"{at_s:.0f}"}
 
 
-def _judged(job: Job, screen: Screen, code: int) -> int:
-    """``code``; but a run in which a fault that was asked for never happened has failed."""
+def _with_missed_faults(job: Job, screen: Screen, code: int) -> int:
+    """``code``; or that of a failure, if a fault that was to be injected never happened."""
     plan, notes = FaultPlan.parse(job.request.faults), job.run_dir / FAULT_NOTES
     plan.clean(notes)
     missed = plan.missed(notes)
     for fault in missed:
         screen.say(f"never happened: {fault}")
     return EXIT_FAILED if missed else code
+
+
+def _first_host(given: Allocation) -> str:
+    return given.scheduler.node_address(given.nodes[0].name, _resolves, output_of)
+
+
+def _resolves(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as free:
+        return int(free.getsockname()[1])

@@ -11,13 +11,13 @@ from typing import Any, Literal, Self
 
 from lockstep.errors import SettingError
 
-#: How ranks come to life: as copies of one process that has imported torch, or each as a Python of its own.
-Way = Literal["fork", "plain"]
+#: How ranks are started: as copies of one process that has imported torch, or each as a Python process of its own.
+StartMethod = Literal["fork", "plain"]
 #: What to do once a hang is reported.
 OnHang = Literal["wait", "abort", "restart"]
 #: Where launchers meet if only a host is given; torchrun's too.
 DEFAULT_PORT = 29400
-#: Torchrun's names in ``--rdzv-conf``, as far as they mean something here, and two of ours.
+#: Names in ``--rdzv-conf``: torchrun's, as far as they have a meaning here, and one of ours.
 _CONF = {"join_timeout": "join_timeout_s", "last_call_timeout": "last_call_s", "lost_after": "lost_after_s"}
 
 
@@ -30,7 +30,7 @@ class Script:
 
     @property
     def stem(self) -> str:
-        """What the run is called after."""
+        """The name that the run directory begins with."""
         return Path(self.name).stem
 
 
@@ -43,7 +43,7 @@ class Module:
 
     @property
     def stem(self) -> str:
-        """What the run is called after."""
+        """The name that the run directory begins with."""
         return self.name.removesuffix(".__main__").rpartition(".")[2]
 
 
@@ -60,7 +60,7 @@ class Function:
 
     @property
     def stem(self) -> str:
-        """What the run is called after."""
+        """The name that the run directory begins with."""
         return self.name.strip("<>")
 
 
@@ -69,26 +69,26 @@ Program = Script | Module | Function
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """That a run goes over several machines, each with a launcher of its own, and where those meet."""
+    """The machines of a run on several of them, each with a launcher of its own, and where the launchers meet."""
 
-    least: int
-    most: int
+    min_nodes: int
+    max_nodes: int
     endpoint: str  #: ``host:port``
     run_id: str = ""  #: must be the same for all
-    join_timeout_s: float = 600.0  #: how long missing nodes are waited for
-    last_call_s: float = 3.0  #: how long more than ``least`` are waited for
-    lost_after_s: float = 5.0  #: a node of which nothing is heard for so long is lost
-    max_changes: int = 10  #: restarts after nodes were lost or came
-    hosts: tuple[str, ...] = ()  #: that are expected, where a scheduler says so
+    join_timeout_s: float = 600.0  #: how long ``min_nodes`` are waited for
+    last_call_s: float = 3.0  #: how long ``max_nodes`` are waited for once ``min_nodes`` are there
+    lost_after_s: float = 5.0  #: a node that has reported nothing for so long is lost
+    max_changes: int = 10  #: restarts after nodes were lost or joined
+    hosts: tuple[str, ...] = ()  #: of the allocation, where a scheduler names them
 
     @property
     def host(self) -> str:
-        """Where the launchers meet."""
+        """The host where the launchers meet."""
         return self.endpoint.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
-        """At which port they do."""
+        """The port where the launchers meet."""
         return int(self.endpoint.rpartition(":")[2])
 
     @classmethod
@@ -96,12 +96,10 @@ class Nodes:
         """What torchrun's options say; None for one machine.
 
         Raises:
-            SettingError: if they cannot be meant.
+            SettingError: if one of them has no meaning, or they contradict each other.
         """
-        least, colon, most = nnodes.partition(":")
-        if not (least.isdigit() and (most if colon else least).isdigit() and 0 < int(least) <= int(most or least)):
-            raise SettingError(f"--nnodes {nnodes}: give a number of machines, or MIN:MAX such as 1:4")
-        if int(most or least) == 1:
+        min_nodes, max_nodes = _node_range(nnodes)
+        if max_nodes == 1:
             return None
         if not endpoint:
             raise SettingError(
@@ -111,58 +109,70 @@ class Nodes:
         host, _, port = endpoint.rpartition(":") if re.search(r":\d+$", endpoint) else (endpoint, "", str(DEFAULT_PORT))
         if not host or not 0 < int(port) < 65536:
             raise SettingError(f"--rdzv-endpoint {endpoint}: give HOST:PORT, with a port between 1 and 65535")
-        more: dict[str, Any] = {}
-        for word in filter(None, (conf or "").split(",")):
-            name, _, value = word.partition("=")
-            if name not in _CONF:
-                raise SettingError(f"--rdzv-conf {name}: there are {', '.join(f'{one}=SECONDS' for one in _CONF)}")
-            try:
-                more[_CONF[name]] = float(value)
-            except ValueError:
-                raise SettingError(f"--rdzv-conf {word}: give {name}=SECONDS") from None
-            if not more[_CONF[name]] > 0:
-                raise SettingError(f"--rdzv-conf {word}: it must be more than 0 seconds")
-        return cls(int(least), int(most or least), f"{host}:{port}", run_id or "", **more)
+        return cls(min_nodes, max_nodes, f"{host}:{port}", run_id or "", **_rdzv_conf(conf or ""))
+
+
+def _node_range(nnodes: str) -> tuple[int, int]:
+    least, colon, most = nnodes.partition(":")
+    most = most if colon else least
+    if not (least.isdigit() and most.isdigit() and 0 < int(least) <= int(most)):
+        raise SettingError(f"--nnodes {nnodes}: give a number of machines, or MIN:MAX such as 1:4")
+    return int(least), int(most)
+
+
+def _rdzv_conf(conf: str) -> dict[str, Any]:
+    values: dict[str, float] = {}
+    for entry in filter(None, conf.split(",")):
+        name, _, value = entry.partition("=")
+        if name not in _CONF:
+            raise SettingError(f"--rdzv-conf {name}: there are {', '.join(f'{known}=SECONDS' for known in _CONF)}")
+        try:
+            values[_CONF[name]] = float(value)
+        except ValueError:
+            raise SettingError(f"--rdzv-conf {entry}: give {name}=SECONDS") from None
+        if not values[_CONF[name]] > 0:
+            raise SettingError(f"--rdzv-conf {entry}: it must be more than 0 seconds")
+    return values
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """All that a user may say about one run; nothing is checked yet (see `lockstep.launch.run_directory.prepare`)."""
+    """All that a user may say about one run; unchecked (see `lockstep.launch.run_directory.prepare`)."""
 
     program: Program
     nproc_per_node: int | str | None = None  #: a number, "gpu", "cpu", "auto"; None: one for each GPU, else one
     run_dir: str | None = None  #: None: a new directory under ``runs``
     resume: bool = False  #: from the newest whole checkpoint
-    fresh: bool = False  #: set an earlier run in ``run_dir`` aside
+    fresh: bool = False  #: move an earlier run in ``run_dir`` aside
     max_restarts: int = 0  #: generations beyond the first that may be started after failures
-    settings: Mapping[str, str] = field(default_factory=dict)  #: handed to `Run`, over what the script says
-    bind: bool = False  #: each rank keeps to CPUs of its own
+    settings: Mapping[str, str] = field(default_factory=dict)  #: for `Run`, where they replace what the script says
+    bind: bool = False  #: each rank runs on CPUs of its own only
     grace_s: float = 10.0  #: seconds from asking a rank to end until it is killed
-    hang_after_s: float | None = None  #: seconds without progress after which ranks hang; None: by their own pace
-    on_hang: OnHang | None = None  #: None: end a generation that cannot end well by itself
-    faults: str = ""  #: what is to go wrong on purpose, as `lockstep.heartbeat.FaultPlan` reads it
-    ends_at_s: float | None = None  #: when the job that holds the run ends, in seconds since 1970; None: found out
-    way: Way | None = None  #: None: what suits the machine
-    nodes: Nodes | None = None  #: None: this machine alone
+    hang_after_s: float | None = None  #: seconds without progress after which ranks hang; None: measured on the run
+    on_hang: OnHang | None = None  #: None: end a generation that cannot go on by itself
+    faults: str = ""  #: faults to inject, as `lockstep.faults.FaultPlan` parses them
+    ends_at_s: float | None = None  #: when the scheduler ends the job, in seconds since 1970; None: ask it
+    start_method: StartMethod | None = None  #: None: what suits the machine
+    nodes: Nodes | None = None  #: None: this machine only
     requeue: bool = False  #: have the scheduler start the job again after a stop with a checkpoint
     everywhere: bool = True  #: in an allocation of several nodes, on all of them
-    options: tuple[str, ...] = ()  #: all of this but the run directory and how to begin, as on a command line
+    options: tuple[str, ...] = ()  #: all of this as on a command line, without the run directory and how to begin
 
     @property
     def subject(self) -> str:
-        """What is run with which settings, in words, wherever and however it is started."""
+        """What is run with which settings, as text; equal for every way to start it."""
         args = () if isinstance(self.program, Function) else self.program.args
         settings = [f"{name}={value}" for name, value in sorted(self.settings.items())]
         return shlex.join([*settings, self.program.name, *args])
 
     def command(self, *more: str) -> str:
-        """This request on a command line, with ``more`` options; what to type next is said with it."""
+        """This request as a command line, with ``more`` options; messages tell the user with it what to type next."""
         if isinstance(self.program, Function):
             return f"lockstep.launch({self.program.name}, ...) {shlex.join(more)}".rstrip()
-        return shlex.join(["lockstep", *self.words(*more)])
+        return shlex.join(["lockstep", *self.command_args(*more)])
 
-    def words(self, *more: str) -> list[str]:
-        """What follows ``lockstep`` on that command line. Not for a function."""
+    def command_args(self, *more: str) -> list[str]:
+        """The arguments that follow ``lockstep`` on that command line. Not for a function."""
         module = ["-m"] if isinstance(self.program, Module) else []
         args = () if isinstance(self.program, Function) else self.program.args
         return ["run", *more, *self.options, *module, self.program.name, *args]

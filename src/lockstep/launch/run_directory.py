@@ -1,4 +1,4 @@
-"""From what a user asked for to what will be done: all checks, then all preparations, before any rank starts."""
+"""The run directory, and what is checked and prepared in it before any rank starts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ import lockstep
 from lockstep.errors import SettingError
 from lockstep.faults import FaultPlan
 from lockstep.launch.host import Machine
-from lockstep.launch.request import Module, Program, Request, Script, Way
+from lockstep.launch.request import Module, Program, Request, Script, StartMethod
 from lockstep.launch.schedulers.requeue import directory, goes_on, noted
 from lockstep.launch.schedulers.scheduler import Allocation
 from lockstep.world import World
 
-#: What makes a directory a run's.
+#: The file by which a run directory is recognized.
 MARK = "run.json"
 _LOCK = ".lock"
 _RUNS = Path("runs")
@@ -35,21 +35,21 @@ _NO_SCHEDULER = Allocation()
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run, checked: what `lockstep.launch.agent` carries out."""
+    """One run, checked: what `lockstep.launch.agent` carries out, and where its files are."""
 
     request: Request
     ranks: int
     run_dir: Path  #: absolute
     begins: Literal["new", "resume", "fresh"]
     aside: Path | None  #: where an earlier run in ``run_dir`` is moved
-    generation: int  #: number of the first one
-    way: Way
-    notes: tuple[str, ...] = ()  #: what the user should know before it starts
+    generation: int  #: the first one
+    start_method: StartMethod
+    notes: tuple[str, ...] = ()  #: for the user, before it starts
     given: Allocation = _NO_SCHEDULER  #: by a scheduler
 
     @property
     def run_id(self) -> str:
-        """Names the run in the ranks' environment."""
+        """The name of the run in the ranks' environment."""
         return self.run_dir.name
 
     @property
@@ -59,20 +59,20 @@ class Job:
 
     @property
     def status(self) -> Path:
-        """Where the leader says how far it is."""
+        """Where the leader writes how far the run is."""
         return self.run_dir / "status.json"
 
     @property
     def to_resume(self) -> str:
-        """What to type to go on with this run."""
+        """The command that resumes this run."""
         return self.request.command("--resume", "--run-dir", shown(self.run_dir))
 
     def log(self, rank: int) -> Path:
-        """All that a rank wrote, through all generations."""
+        """Where all output of a rank is, of all generations."""
         return self.logs / f"rank-{rank:04d}.log"
 
     def failure(self, generation: int, rank: int) -> Path:
-        """Where a rank that fails says why."""
+        """Where a rank that fails writes why."""
         return self.run_dir / "failures" / f"generation-{generation}" / f"rank-{rank:04d}.json"
 
     def stacks(self, rank: int) -> Path:
@@ -85,7 +85,7 @@ class Job:
         return self.run_dir / "hangs"
 
     def result(self, rank: int) -> Path:
-        """Where a rank leaves what its function returned."""
+        """Where a rank writes what its function returned."""
         return self.run_dir / "results" / f"rank-{rank:04d}.pickle"
 
 
@@ -100,7 +100,7 @@ def prepare(
 ) -> Job:
     """Check ``request`` against this machine, what a scheduler has ``given``, and its files; changes nothing.
 
-    With ``follows`` another node has the run directory, and says how the run begins.
+    With ``follows`` another node, the coordinator, decides on the run directory and on how the run begins.
 
     Raises:
         SettingError: for what cannot be done, with what can.
@@ -124,7 +124,7 @@ def prepare(
     if request.nodes is None:
         plan.check(ranks=ranks, nodes=1)
     if follows:
-        return Job(request, ranks, Path(), "new", None, 0, _way(request), notes, given)
+        return Job(request, ranks, Path(), "new", None, 0, _start_method(request), notes, given)
     run_dir, begins, more = _run_dir(request, given, now)
     aside = None
     if begins == "fresh" and run_dir.exists() and _about(run_dir) is not None:
@@ -137,25 +137,25 @@ def prepare(
         begins=begins,
         aside=aside,
         generation=len(_generations(run_dir)) if begins == "resume" else 0,
-        way=_way(request),
+        start_method=_start_method(request),
         notes=(*notes, *more),
         given=given,
     )
 
 
-def _way(request: Request) -> Way:
-    return request.way or ("fork" if sys.platform == "linux" else "plain")
+def _start_method(request: Request) -> StartMethod:
+    return request.start_method or ("fork" if sys.platform == "linux" else "plain")
 
 
 def settle(job: Job, *, now: datetime) -> Any:
-    """Make the run directory ready and this process its only launcher, for as long as it keeps what is returned.
+    """Make the run directory ready, and lock it for this launcher for as long as the returned lock is open.
 
     Raises:
-        SettingError: if another launcher works in the directory, or it cannot be written.
+        SettingError: if another launcher uses the directory, or it cannot be written.
     """
     try:
         if job.aside is not None:
-            with _claimed(job.run_dir):
+            with _locked(job.run_dir):
                 job.run_dir.rename(job.aside)
         job.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -163,10 +163,10 @@ def settle(job: Job, *, now: datetime) -> Any:
             f"the run directory {shown(job.run_dir)} cannot be made ready: {error.strerror}; "
             "give another with --run-dir"
         ) from error
-    claim = _claimed(job.run_dir)
+    lock = _locked(job.run_dir)
     job.status.unlink(missing_ok=True)
     start = {
-        "command": job.request.command(*begun(job)),
+        "command": job.request.command(*begin_options(job)),
         "time": now.astimezone().isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "cwd": str(Path.cwd()),
@@ -179,11 +179,11 @@ def settle(job: Job, *, now: datetime) -> Any:
     about = _about(job.run_dir) or {"format": 1, "starts": [], "generations": []}
     about["starts"].append(start)
     _write(job.run_dir, about)
-    return claim
+    return lock
 
 
 def note_generation(job: Job, generation: int, *, ranks: int, hosts: Sequence[str], now: datetime) -> None:
-    """Write down that ``generation`` starts, so that a later launcher counts on from it."""
+    """Record that ``generation`` starts, so that a later launcher continues to count from it."""
     about = _about(job.run_dir) or {"format": 1, "starts": [], "generations": []}
     about["generations"].append(
         {
@@ -196,24 +196,24 @@ def note_generation(job: Job, generation: int, *, ranks: int, hosts: Sequence[st
     _write(job.run_dir, about)
 
 
-def begun(job: Job) -> list[str]:
-    """The options that say where and how ``job`` begins, as it was decided."""
+def begin_options(job: Job) -> list[str]:
+    """The options that say in which directory and how ``job`` begins, as it was decided."""
     begins = {"new": [], "resume": ["--resume"], "fresh": ["--fresh"]}[job.begins]
     return [*begins, "--run-dir", shown(job.run_dir)]
 
 
 def shown(path: Path) -> str:
-    """``path`` as short as it can be said here."""
+    """``path``, relative to the current directory where that is possible."""
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
 
 
 def check_program(program: Program) -> None:
-    """See that what is to be run is there.
+    """Check that the program exists.
 
     Raises:
-        SettingError: if it is not, with what is near.
+        SettingError: if it does not, with the nearest name that does.
     """
     if isinstance(program, Script):
         path = Path(program.name)
@@ -236,7 +236,7 @@ def _nearest(name: str, names: list[str], otherwise: str) -> str:
 
 
 def _ranks(asked: int | str | None, machine: Machine, env: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
-    """How many ranks there will be, never fewer than asked for; and what to say about it."""
+    """How many ranks there will be, never fewer than asked for; and notes for the user."""
     if asked is None:
         if machine.gpus:
             return machine.gpus, ()
@@ -275,7 +275,7 @@ def _by(env: Mapping[str, str]) -> str:
 def _run_dir(
     request: Request, given: Allocation, now: datetime
 ) -> tuple[Path, Literal["new", "resume", "fresh"], tuple[str, ...]]:
-    """The run directory, how the run begins in it, and what to say about it."""
+    """The run directory, how the run begins in it, and notes for the user."""
     if request.resume and request.fresh:
         raise SettingError("--resume and --fresh contradict each other; give one of them")
     again = f"{given} was started again (restart {given.restarts}), so its run goes on"
@@ -303,7 +303,7 @@ def _run_dir(
         )
     if request.resume:
         return run_dir, "resume", ()
-    # Before --fresh: a job that began anew is not to do so each time it is started again.
+    # Before --fresh: a job that began with it is not to begin anew each time the scheduler starts it again.
     if goes_on(given, request.subject, _about(run_dir)):
         return run_dir, "resume", (again,)
     if request.fresh:
@@ -347,8 +347,8 @@ def _write(run_dir: Path, about: dict[str, Any]) -> None:
     scratch.replace(run_dir / MARK)
 
 
-def _claimed(run_dir: Path) -> Any:
-    """A lock on ``run_dir`` that the kernel takes back when this process ends, however it ends."""
+def _locked(run_dir: Path) -> Any:
+    """A lock on ``run_dir`` that the kernel releases when this process ends, in whatever way."""
     lock = (run_dir / _LOCK).open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -358,13 +358,13 @@ def _claimed(run_dir: Path) -> Any:
             f"another lockstep run works in {shown(run_dir)}; wait for it, stop it, or give another --run-dir"
         ) from None
     except OSError:
-        # A file system without locks: then there is none.
+        # The file system has no locks.
         pass
     return lock
 
 
 def versions() -> dict[str, str | None]:
-    """Of what a run's bits depend on."""
+    """The versions of what the bits of a run depend on."""
     return {
         "lockstep": lockstep.__version__,
         "python": platform.python_version(),

@@ -1,107 +1,115 @@
-"""What the nodes of a job do next, decided from what each of them last said.
+"""What the nodes of a job do next, decided by one of them from what each of them reported last.
 
-    each node:   its line  ──►  table  ──►  its seat                          the chair, one of the nodes:
-                 the plan  ◄──  table  ◄──  decide(minutes, seats, now)  ──►  minutes, whose plan all follow
+    each node:   its report  ──►  store  ──►  node views                       the coordinator, one of the nodes:
+                 the plan    ◄──  store  ◄──  decide(state, nodes, now)  ──►  state, whose plan all nodes follow
 
-                  enough came                  all have ended
+                  enough joined                all ranks have ended
         gather  ──────────────►  generation  ──────────────────►  over: the same exit code on every node
-           ▲                      │  how its ranks are to end: not yet, gently, hard, kill
-           └──────────────────────┘  budget left
+           ▲                      │  stop mode: how its ranks are to end
+           └──────────────────────┘  restarts or changes are left
 
-No clock, no socket, no process: all of it is a function of values. One machine is a council of one.
+There is no clock, socket or process in here: all of it is a function of values. One machine is a job of one node.
 """
 
 from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterable, Sequence
+import socket
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Literal, Self
 
 from lockstep.launch.diagnosis.hang_report import format_ranks
 from lockstep.launch.diagnosis.root_cause import RankExit, exit_code, has_failed
+from lockstep.launch.rendezvous.notices import GenerationFailed, Message, Notice
 from lockstep.launch_contract import EXIT_FAILED, EXIT_KILLED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT
 
-_FIRST_WORD_S = 3.0  #: of waiting, until it is said who is waited for; then at twice the time, and so on
-_BACK_OFF_S = (1.0, 60.0)  #: pause after the first change of nodes, doubled with each up to the second
-_SETTLED_S = 10.0  #: how long a generation runs undisturbed before it is stopped for newcomers
+_FIRST_WAIT_NOTICE_S = 3.0  #: of waiting, until missing nodes are announced; then again after twice the time, and so on
+_BACK_OFF_S = (1.0, 60.0)  #: pause after the first change of nodes, doubled with each change up to the second value
+_SETTLED_S = 10.0  #: how long a generation runs undisturbed before it is stopped for new nodes
 
 Phase = Literal["gather", "generation", "over"]
-Manner = Literal["say", "fail"]
-Word = tuple[Manner, str]
-"""What every agent shows: by the way, or as the last block of a generation that failed."""
-Tell = Callable[[Sequence[RankExit], int], Sequence[Word]]
-"""What to show of a generation with these endings that failed or could not save, and of so many ranks."""
 
 
-class How(IntEnum):
+class StopMode(IntEnum):
     """How ranks are to end; it only ever grows within a generation."""
 
-    NOT = 0
-    GENTLY = 1  #: TERM, and all the time they need to save
-    NOW = 2  #: INT, and KILL after the grace: the user has no time for a checkpoint
-    HARD = 3  #: TERM, and KILL after the grace: they have failed
-    BROKEN = 4  #: as HARD with little grace: what they wait for is gone
+    NONE = 0
+    GRACEFUL = 1  #: SIGTERM, and all the time that they need to save
+    INTERRUPT = 2  #: SIGINT, and SIGKILL after the grace: the user has no time for a checkpoint
+    TERMINATE = 3  #: SIGTERM, and SIGKILL after the grace: the generation has failed
+    PEER_LOST = 4  #: as TERMINATE with a short grace: the peers that they wait for are gone
     KILL = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """What was asked for."""
+class ElasticLimits:
+    """Which numbers of nodes, restarts and seconds the user allows."""
 
-    least: int = 1  #: nodes without which nothing runs
-    most: int = 1
+    min_nodes: int = 1  #: nothing runs with fewer
+    max_nodes: int = 1
     max_restarts: int = 0  #: generations that may be started after failures
-    max_changes: int = 0  #: generations that may be started after nodes were lost or came
-    join_timeout_s: float = 600.0  #: how long ``least`` nodes are waited for
-    lost_after_s: float = 5.0  #: a node that has said nothing for so long is lost
-    last_call_s: float = 3.0  #: how long ``most`` nodes are waited for once ``least`` are there
-    listen_s: float = 0.5  #: how long ranks may fall by themselves after the first, for the cause to be among them
-    expected: tuple[str, ...] = ()  #: hosts, where an allocation tells them
+    max_changes: int = 0  #: generations that may be started after nodes were lost or joined
+    join_timeout_s: float = 600.0  #: how long ``min_nodes`` are waited for
+    lost_after_s: float = 5.0  #: a node that has reported nothing for so long is lost
+    last_call_s: float = 3.0  #: how long ``max_nodes`` are waited for once ``min_nodes`` are there
+    listen_s: float = 0.5  #: how long other ranks may fail after the first, so that the cause is among them
+    expected: tuple[str, ...] = ()  #: hosts of the allocation, where a scheduler names them
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """What one node says of itself."""
+class NodeReport:
+    """What one node reports of itself."""
 
-    seat: str  #: unique, one for each agent
+    node_id: str  #: unique, one for each agent
     host: str
     ranks: int  #: that it can start
     address: str = ""  #: by which other nodes can reach it
-    generation: int = -1  #: that its ranks are of, or were
+    generation: int = -1  #: of its ranks, living or ended
     running: bool = False  #: some of its ranks live
-    trouble: bool = False  #: a rank of this generation fell badly
-    hangs: bool = False  #: its ranks do not get on, and are to be ended
+    failed: bool = False  #: a rank of this generation has failed
+    hangs: bool = False  #: its ranks hang and are to be ended
     final: bool = False  #: nothing is to be started after this generation
     stops: int = 0  #: how often it was asked to stop
-    stopped_by: int = 0  #: the first signal that did
+    stopped_by: int = 0  #: the first signal that asked
     leaving: bool = False
-    heeded: int = 0  #: number of the last plan it has seen
+    plan_seen: int = 0  #: number of the last plan that it has read
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """A node, as the chair sees it."""
+class NodeView:
+    """A node, as the coordinator sees it."""
 
-    line: Line
-    silent_s: float = 0.0  #: since it last said anything
-    endings: tuple[RankExit, ...] = ()  #: of its ranks of ``line.generation``, once they have all ended
+    report: NodeReport
+    silent_s: float = 0.0  #: since its last report
+    endings: tuple[RankExit, ...] = ()  #: of its ranks of ``report.generation``, once all of them have ended
 
-    def gone(self, rules: Rules) -> bool:
+    def gone(self, limits: ElasticLimits) -> bool:
         """Whether it counts as lost."""
-        return self.line.leaving or self.silent_s >= rules.lost_after_s
+        return self.report.leaving or self.silent_s >= limits.lost_after_s
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
     """A node of one generation."""
 
-    seat: str
+    node_id: str
     host: str
     ranks: int
     address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlacement:
+    """Which node of a generation this one is, and how its ranks reach the others."""
+
+    node_rank: int
+    address: str  #: of the store where the ranks meet
+    listening: socket.socket | None  #: the socket of that store, on the node that has it
+    host: str = ""  #: this node's name, where there are several
+    interface: str = ""  #: of this host, which leads to the others; "": the ranks find it out
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,302 +120,315 @@ class Plan:
     phase: Phase = "gather"
     generation: int = 0  #: the one that runs, or the next
     restart: int = 0  #: generations of this job before it, since it was started
-    how: How = How.NOT
+    stop_mode: StopMode = StopMode.NONE
     members: tuple[Member, ...] = ()  #: in the order of their ranks
-    port: int = 0  #: where the ranks meet
-    code: int = 0  #: of all agents, once it is over
-    words: tuple[Word, ...] = ()  #: all that was to be said so far
+    port: int = 0  #: of the store where the ranks meet
+    code: int = 0  #: exit code of all agents, once the job is over
+    notices: int = 0  #: how many were announced so far
 
     @property
     def ranks(self) -> int:
-        """Of all members."""
+        """The number of ranks of all members."""
         return sum(member.ranks for member in self.members)
 
-    def place(self, seat: str) -> int | None:
-        """The node rank of ``seat``; None if it has none in this generation."""
-        return next((place for place, member in enumerate(self.members) if member.seat == seat), None)
+    def node_rank(self, node_id: str) -> int | None:
+        """The node rank of ``node_id``; None if it is no member of this generation."""
+        return next((rank for rank, member in enumerate(self.members) if member.node_id == node_id), None)
 
-    def first_rank(self, place: int) -> int:
-        """Of the node at ``place``."""
-        return sum(member.ranks for member in self.members[:place])
+    def first_rank(self, node_rank: int) -> int:
+        """The first rank on the node with this ``node_rank``."""
+        return sum(member.ranks for member in self.members[:node_rank])
 
     def to_json(self) -> str:
-        """For a table."""
+        """The plan as text for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What `to_json` gave."""
-        told = json.loads(text)
-        members = tuple(Member(**member) for member in told["members"])
-        words = tuple((manner, text) for manner, text in told["words"])
-        return cls(**{**told, "how": How(told["how"]), "members": members, "words": words})
+        """The plan that `to_json` turned into ``text``."""
+        fields = json.loads(text)
+        members = tuple(Member(**member) for member in fields["members"])
+        return cls(**{**fields, "stop_mode": StopMode(fields["stop_mode"]), "members": members})
 
 
 @dataclass(frozen=True, slots=True)
-class Minutes:
-    """What the chair remembers: the plan, and why it is so."""
+class MembershipState:
+    """What the coordinator remembers: the plan, and what led to it."""
 
     plan: Plan = field(default_factory=Plan)
+    notices: tuple[Notice, ...] = ()  #: all that were announced so far
     since_s: float = 0.0  #: when this phase began
-    enough_since_s: float | None = None  #: when the last call began
-    not_before_s: float = 0.0  #: back-off
-    waited_words: int = 0  #: how often it was said who is waited for
-    trouble_since_s: float | None = None
-    growing: bool = False  #: the generation is stopped for newcomers
-    lost: tuple[str, ...] = ()  #: seats of members that were lost
+    enough_since_s: float | None = None  #: since when ``min_nodes`` are there
+    not_before_s: float = 0.0  #: the next generation does not start earlier: back-off
+    wait_notices: int = 0  #: how often missing nodes were announced
+    failed_since_s: float | None = None  #: when the first rank of the generation was seen to have failed
+    growing: bool = False  #: the generation is stopped for new nodes
+    lost: tuple[str, ...] = ()  #: ids of members that were lost
     failures: int = 0  #: restarts that failures have cost
     changes: int = 0  #: restarts that changes of nodes have cost
-    missing: bool = False  #: it is over because too few nodes came
+    gave_up: bool = False  #: the job is over because too few nodes joined
 
 
-def opened(generation: int, now_s: float) -> Minutes:
-    """Before anything was decided; ``generation`` will be the first."""
-    return Minutes(Plan(generation=generation), since_s=now_s)
+def initial_state(generation: int, now_s: float) -> MembershipState:
+    """The state before anything was decided; ``generation`` will be the first."""
+    return MembershipState(Plan(generation=generation), since_s=now_s)
 
 
-def decide(minutes: Minutes, seats: Sequence[Seat], rules: Rules, now_s: float, tell: Tell) -> Minutes:
+def decide(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float) -> MembershipState:
     """What is to be done now.
 
     Args:
-        minutes: what this function returned last; `opened` at the beginning.
-        seats: all nodes that ever came, in the order of their coming; the chair is the first.
-        rules: what was asked for.
-        now_s: on the chair's clock.
-        tell: puts a failure into words.
+        state: what this function returned last; `initial_state` at the beginning.
+        nodes: all nodes that ever joined, in the order of their joining; the coordinator is the first.
+        limits: what the user allows.
+        now_s: on the coordinator's clock.
     """
-    match minutes.plan.phase:
+    match state.plan.phase:
         case "gather":
-            return _gather(minutes, seats, rules, now_s)
+            return _gather(state, nodes, limits, now_s)
         case "generation":
-            return _see_it_through(minutes, seats, rules, now_s, tell)
+            return _supervise(state, nodes, limits, now_s)
         case "over":
-            return minutes
+            return state
 
 
-def abandon(minutes: Minutes, why: str) -> Minutes:
-    """It is over, for a reason outside of the council."""
-    return _over(_say(minutes, ("fail", f"run failed: {why}")), EXIT_FAILED)
+def announce(state: MembershipState, *notices: Notice) -> MembershipState:
+    """The state with further notices, which every agent shows once."""
+    plan, announced = state.plan, (*state.notices, *notices)
+    return replace(state, notices=announced, plan=replace(plan, number=plan.number + 1, notices=len(announced)))
 
 
-def _gather(minutes: Minutes, seats: Sequence[Seat], rules: Rules, now_s: float) -> Minutes:
-    if (asked := _first_stop(seats)) is not None:
-        return _over(minutes, 128 + asked, f"stopped by {_signal_name(asked)} while waiting for nodes")
-    here = [seat for seat in seats if not seat.gone(rules) and not seat.line.running]
-    if len(here) >= rules.least:
-        enough = now_s if minutes.enough_since_s is None else minutes.enough_since_s
-        ready_s = enough if len(here) >= rules.most else enough + rules.last_call_s
-        if now_s >= max(ready_s, minutes.not_before_s):
-            return _begin(minutes, here[: rules.most], rules, now_s)
-        return replace(minutes, enough_since_s=enough)
-    minutes = replace(minutes, enough_since_s=None)
-    waited_s = now_s - minutes.since_s
-    if waited_s >= rules.join_timeout_s:
-        return replace(_over(minutes, EXIT_TIMEOUT, _waiting(here, rules, waited_s, "gave up waiting")), missing=True)
-    if waited_s >= _FIRST_WORD_S * 2**minutes.waited_words:
-        minutes = replace(minutes, waited_words=minutes.waited_words + 1)
-        return _say(minutes, ("say", _waiting(here, rules, waited_s, "waiting")))
-    return minutes
+def abandon(state: MembershipState, why: str) -> MembershipState:
+    """The state of a job that is over for a reason that no node has reported."""
+    return _end_job(announce(state, Message(f"run failed: {why}", failure=True)), EXIT_FAILED)
 
 
-def missing(seats: Iterable[Seat], rules: Rules) -> tuple[str, ...]:
+def missing_hosts(nodes: Iterable[NodeView], limits: ElasticLimits) -> tuple[str, ...]:
     """Hosts that are expected and not there."""
-    here = {_short(seat.line.host) for seat in seats if not seat.gone(rules)}
-    return tuple(host for host in rules.expected if _short(host) not in here)
+    present = {_short(node.report.host) for node in nodes if not node.gone(limits)}
+    return tuple(host for host in limits.expected if _short(host) not in present)
 
 
-def _waiting(here: Sequence[Seat], rules: Rules, waited_s: float, does: str) -> str:
-    wanted = rules.least - len(here)
-    hosts = ", ".join(seat.line.host for seat in here)
-    away = missing(here, rules)
-    named_away = f"; still missing: {', '.join(away)}" if away else ""
-    of = f"{rules.least} node{'s' * (rules.least > 1)}"
-    return f"{does} for {wanted} of {of}: here {hosts}{named_away} ({waited_s:.0f} s)"
+def _gather(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float) -> MembershipState:
+    if (stopped_by := _first_stop(nodes)) is not None:
+        return _end_job(state, 128 + stopped_by, f"stopped by {_signal_name(stopped_by)} while waiting for nodes")
+    ready = [node for node in nodes if not node.gone(limits) and not node.report.running]
+    if len(ready) >= limits.min_nodes:
+        enough_s = now_s if state.enough_since_s is None else state.enough_since_s
+        start_s = enough_s if len(ready) >= limits.max_nodes else enough_s + limits.last_call_s
+        if now_s >= max(start_s, state.not_before_s):
+            return _start_generation(state, ready[: limits.max_nodes], limits, now_s)
+        return replace(state, enough_since_s=enough_s)
+    state = replace(state, enough_since_s=None)
+    waited_s = now_s - state.since_s
+    if waited_s >= limits.join_timeout_s:
+        return replace(
+            _end_job(state, EXIT_TIMEOUT, _waiting(ready, limits, waited_s, "gave up waiting")), gave_up=True
+        )
+    if waited_s >= _FIRST_WAIT_NOTICE_S * 2**state.wait_notices:
+        state = replace(state, wait_notices=state.wait_notices + 1)
+        return announce(state, Message(_waiting(ready, limits, waited_s, "waiting")))
+    return state
 
 
-def _begin(minutes: Minutes, here: Sequence[Seat], rules: Rules, now_s: float) -> Minutes:
-    members = tuple(Member(s.line.seat, s.line.host, s.line.ranks, s.line.address) for s in here)
-    plan = replace(
-        minutes.plan, number=minutes.plan.number + 1, phase="generation", members=members, how=How.NOT, port=0
-    )
-    minutes = replace(minutes, plan=plan, since_s=now_s, trouble_since_s=None, growing=False, lost=())
-    if rules.most == 1:
-        return minutes
-    fewer = f" of at most {rules.most}" if len(members) < rules.most else ""
+def _waiting(ready: Sequence[NodeView], limits: ElasticLimits, waited_s: float, verb: str) -> str:
+    wanted = limits.min_nodes - len(ready)
+    hosts = ", ".join(node.report.host for node in ready)
+    absent = missing_hosts(ready, limits)
+    absentees = f"; still missing: {', '.join(absent)}" if absent else ""
+    total = f"{limits.min_nodes} node{'s' * (limits.min_nodes > 1)}"
+    return f"{verb} for {wanted} of {total}: here {hosts}{absentees} ({waited_s:.0f} s)"
+
+
+def _start_generation(
+    state: MembershipState, ready: Sequence[NodeView], limits: ElasticLimits, now_s: float
+) -> MembershipState:
+    reports = [node.report for node in ready]
+    members = tuple(Member(report.node_id, report.host, report.ranks, report.address) for report in reports)
+    number = state.plan.number + 1
+    plan = replace(state.plan, number=number, phase="generation", members=members, stop_mode=StopMode.NONE, port=0)
+    state = replace(state, plan=plan, since_s=now_s, failed_since_s=None, growing=False, lost=())
+    if limits.max_nodes == 1:
+        return state
+    fewer = f" of at most {limits.max_nodes}" if len(members) < limits.max_nodes else ""
     hosts = ", ".join(f"{member.host} ({member.ranks})" for member in members)
-    words = f"generation {plan.generation}: {plan.ranks} ranks on {len(members)}{fewer} nodes: {hosts}"
-    return _say(minutes, ("say", words))
+    text = f"generation {plan.generation}: {plan.ranks} ranks on {len(members)}{fewer} nodes: {hosts}"
+    return announce(state, Message(text))
 
 
-def _see_it_through(minutes: Minutes, seats: Sequence[Seat], rules: Rules, now_s: float, tell: Tell) -> Minutes:
-    plan = minutes.plan
-    by_name = {seat.line.seat: seat for seat in seats}
-    own = [by_name[member.seat] for member in plan.members if member.seat in by_name]
-    gone = {member.seat for member in plan.members if member.seat not in by_name}
-    done = {seat.line.seat for seat in own if seat.line.generation == plan.generation and seat.endings}
-    if plan.how is How.NOT:
-        # A node that ended its ranks unasked was cut off, for a moment that was just short enough not to be seen here.
-        gone |= {s.line.seat for s in own if s.line.seat in done and any(e.ended_by_us for e in s.endings)}
-    # What has ended and told so is not missed any more.
-    gone |= {seat.line.seat for seat in own if seat.gone(rules) and seat.line.seat not in done}
-    if new := sorted(gone - set(minutes.lost)):
-        minutes = replace(minutes, lost=(*minutes.lost, *new))
-    if {member.seat for member in plan.members} <= done | set(minutes.lost):
-        endings = [ending for seat in own if seat.line.seat in done for ending in seat.endings]
-        return _judge(minutes, endings, seats, rules, now_s, tell)
-    if minutes.trouble_since_s is None and any(s.line.trouble and s.line.generation == plan.generation for s in own):
-        minutes = replace(minutes, trouble_since_s=now_s)
-    stops = max((seat.line.stops for seat in seats if not seat.gone(rules)), default=0)
+def _supervise(
+    state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float
+) -> MembershipState:
+    plan = state.plan
+    ids = {member.node_id for member in plan.members}
+    members = [node for node in nodes if node.report.node_id in ids]
+    done = {node.report.node_id for node in members if node.report.generation == plan.generation and node.endings}
+    if lost := sorted(_lost_members(state, members, done, limits) - set(state.lost)):
+        state = replace(state, lost=(*state.lost, *lost))
+    if ids <= done | set(state.lost):
+        endings = [ending for node in members if node.report.node_id in done for ending in node.endings]
+        return _finish_generation(state, endings, nodes, limits, now_s)
+    current = [node.report for node in members if node.report.generation == plan.generation]
+    if state.failed_since_s is None and any(report.failed for report in current):
+        state = replace(state, failed_since_s=now_s)
+    stops = max((node.report.stops for node in nodes if not node.gone(limits)), default=0)
     if stops > 2:
-        return _end(minutes, How.KILL, "killing all ranks")
-    if any(seat.line.hangs and seat.line.generation == plan.generation for seat in own):
-        # Nobody who is asked would hear it: they wait for each other.
-        return _end(minutes, How.KILL)
-    if minutes.lost:
-        return _end(
-            minutes, How.BROKEN, f"{_lost(minutes)}: nothing heard for {rules.lost_after_s:g} s; ending all ranks"
-        )
-    if minutes.trouble_since_s is not None and now_s >= minutes.trouble_since_s + rules.listen_s:
-        return _end(minutes, How.HARD)
+        return _stop(state, StopMode.KILL, "killing all ranks")
+    if any(report.hangs for report in current):
+        # No rank would react to a request: they wait for each other.
+        return _stop(state, StopMode.KILL)
+    if state.lost:
+        text = f"{_lost_nodes(state)}: nothing heard for {limits.lost_after_s:g} s; ending all ranks"
+        return _stop(state, StopMode.PEER_LOST, text)
+    if state.failed_since_s is not None and now_s >= state.failed_since_s + limits.listen_s:
+        return _stop(state, StopMode.TERMINATE)
     if stops > 1:
-        return _end(minutes, How.NOW, "stopping now, without another checkpoint; Ctrl-C once more kills all ranks")
+        text = "stopping now, without another checkpoint; Ctrl-C once more kills all ranks"
+        return _stop(state, StopMode.INTERRUPT, text)
     if stops:
-        return _end(
-            minutes, How.GENTLY, "stopping: waiting for the ranks to save and leave; Ctrl-C now: without saving"
-        )
-    if newcomers := _newcomers(minutes, seats, rules, now_s):
-        minutes = replace(minutes, growing=True)
-        hosts = ", ".join(seat.line.host for seat in newcomers)
-        return _end(minutes, How.GENTLY, f"{hosts} came: stopping at a checkpoint, to go on with more nodes")
-    return minutes
+        text = "stopping: waiting for the ranks to save and leave; Ctrl-C now: without saving"
+        return _stop(state, StopMode.GRACEFUL, text)
+    if newcomers := _newcomers(state, nodes, limits, now_s):
+        hosts = ", ".join(node.report.host for node in newcomers)
+        text = f"{hosts} came: stopping at a checkpoint, to go on with more nodes"
+        return _stop(replace(state, growing=True), StopMode.GRACEFUL, text)
+    return state
 
 
-def _newcomers(minutes: Minutes, seats: Sequence[Seat], rules: Rules, now_s: float) -> list[Seat]:
-    """Nodes for whom the generation should be stopped now."""
-    room = rules.most - len(minutes.plan.members)
-    if not room or minutes.changes >= rules.max_changes or minutes.plan.how is not How.NOT:
+def _lost_members(
+    state: MembershipState, members: Sequence[NodeView], done: set[str], limits: ElasticLimits
+) -> set[str]:
+    """Ids of members that are lost; ``done`` are those that have reported how their ranks ended."""
+    known = {node.report.node_id for node in members}
+    lost = {member.node_id for member in state.plan.members} - known
+    if state.plan.stop_mode is StopMode.NONE:
+        # A node that ended its ranks unasked was cut off, for a moment that was just too short to be seen here.
+        stopped_itself = [node for node in members if any(ending.ended_by_us for ending in node.endings)]
+        lost |= {node.report.node_id for node in stopped_itself} & done
+    # A node that has reported how its ranks ended is not needed any more.
+    return lost | ({node.report.node_id for node in members if node.gone(limits)} - done)
+
+
+def _newcomers(
+    state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float
+) -> list[NodeView]:
+    """Nodes for which the generation should be stopped now."""
+    room = limits.max_nodes - len(state.plan.members)
+    if not room or state.changes >= limits.max_changes or state.plan.stop_mode is not StopMode.NONE:
         return []
-    if now_s < minutes.since_s + max(_SETTLED_S, _back_off_s(minutes.changes)):
+    if now_s < state.since_s + max(_SETTLED_S, _back_off_s(state.changes)):
         return []
-    members = {member.seat for member in minutes.plan.members}
-    return [s for s in seats if s.line.seat not in members and not s.gone(rules) and not s.line.running][:room]
+    ids = {member.node_id for member in state.plan.members}
+    others = [node for node in nodes if node.report.node_id not in ids]
+    return [node for node in others if not node.gone(limits) and not node.report.running][:room]
 
 
-def _judge(
-    minutes: Minutes, endings: Sequence[RankExit], seats: Sequence[Seat], rules: Rules, now_s: float, tell: Tell
-) -> Minutes:
-    plan = minutes.plan
-    asked = _first_stop(seats)
+def _finish_generation(
+    state: MembershipState, endings: Sequence[RankExit], nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float
+) -> MembershipState:
+    plan = state.plan
+    stopped_by = _first_stop(nodes)
     failed = [ending for ending in endings if has_failed(ending)]
-    if minutes.lost and not any(not ending.collateral for ending in failed):
-        return _after_a_loss(minutes, asked, rules, now_s)
+    if state.lost and all(ending.collateral for ending in failed):
+        return _after_node_loss(state, stopped_by, limits, now_s)
     at_its_end = {ending.status for ending in endings} <= {EXIT_OK, EXIT_NOT_SAVED}
-    if minutes.growing and asked is None and not failed and not at_its_end:
-        return _again(minutes, rules, now_s, changes=1)
-    code = exit_code(endings, stopped_by=asked)
-    ends_badly = failed and code not in (EXIT_OK, EXIT_STOPPED) and (asked is None or code != 128 + asked)
+    if state.growing and stopped_by is None and not failed and not at_its_end:
+        return _next_generation(state, now_s, changes=1)
+    code = exit_code(endings, stopped_by=stopped_by)
+    ends_badly = failed and code not in (EXIT_OK, EXIT_STOPPED) and (stopped_by is None or code != 128 + stopped_by)
     if ends_badly or code == EXIT_NOT_SAVED:
-        minutes = _say(minutes, *tell(endings, plan.ranks))
-    # A usage error is the same again the next time.
-    spent = minutes.failures >= rules.max_restarts or any(seat.line.final for seat in seats)
-    if code not in (EXIT_FAILED, EXIT_KILLED) or asked is not None or spent:
-        return _over(minutes, code)
-    ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
-    who = f"all {ranks}" if rules.most == 1 else "all ranks"
-    return _again(
-        minutes,
-        rules,
-        now_s,
-        f"restarting {who} as generation {plan.generation + 1} (restart {minutes.failures + 1} of "
-        f"{rules.max_restarts}), from the newest checkpoint if there is one",
-        failures=1,
+        state = announce(state, GenerationFailed.of(plan.ranks, endings))
+    # A usage error would be the same the next time.
+    spent = state.failures >= limits.max_restarts or any(node.report.final for node in nodes)
+    if code not in (EXIT_FAILED, EXIT_KILLED) or stopped_by is not None or spent:
+        return _end_job(state, code)
+    ranks = f"all {plan.ranks} rank{'s' * (plan.ranks > 1)}" if limits.max_nodes == 1 else "all ranks"
+    text = (
+        f"restarting {ranks} as generation {plan.generation + 1} (restart {state.failures + 1} of "
+        f"{limits.max_restarts}), from the newest checkpoint if there is one"
     )
+    return _next_generation(state, now_s, text, failures=1)
 
 
-def _after_a_loss(minutes: Minutes, asked: int | None, rules: Rules, now_s: float) -> Minutes:
-    plan = minutes.plan
-    said = f"{_lost(minutes)}: it died, or the network does not carry its word any more"
-    if asked is not None:
-        return _over(minutes, 128 + asked, said)
-    if minutes.changes < rules.max_changes:
-        return _again(
-            minutes,
-            rules,
-            now_s,
-            f"{_lost(minutes)}; going on as generation {plan.generation + 1} with {_how_many(rules)} "
-            f"(change {minutes.changes + 1} of at most {rules.max_changes})",
-            changes=1,
+def _after_node_loss(
+    state: MembershipState, stopped_by: int | None, limits: ElasticLimits, now_s: float
+) -> MembershipState:
+    lost = f"{_lost_nodes(state)}: it died, or the network does not reach it any more"
+    if stopped_by is not None:
+        return _end_job(state, 128 + stopped_by, lost)
+    if state.changes < limits.max_changes:
+        text = (
+            f"{_lost_nodes(state)}; going on as generation {state.plan.generation + 1} with {_node_range(limits)} "
+            f"(change {state.changes + 1} of at most {limits.max_changes})"
         )
+        return _next_generation(state, now_s, text, changes=1)
     spent = (
-        f"{rules.max_changes} changes of nodes are spent"
-        if rules.max_changes
+        f"{limits.max_changes} changes of nodes are spent"
+        if limits.max_changes
         else "a job of a fixed number of nodes goes on without --max-restarts only with all of them"
     )
-    return _over(_say(minutes, ("fail", f"run failed: {said}\n    {spent}")), EXIT_FAILED)
+    return _end_job(announce(state, Message(f"run failed: {lost}\n    {spent}", failure=True)), EXIT_FAILED)
 
 
-def _lost(minutes: Minutes) -> str:
-    plan = minutes.plan
-    words = []
-    for place, member in enumerate(plan.members):
-        if member.seat in minutes.lost:
-            first = plan.first_rank(place)
-            words.append(f"{member.host} ({format_ranks(range(first, first + member.ranks))} of {plan.ranks})")
-    return f"lost node{'s' * (len(words) > 1)} {', '.join(words)}"
+def _lost_nodes(state: MembershipState) -> str:
+    plan = state.plan
+    nodes = []
+    for node_rank, member in enumerate(plan.members):
+        if member.node_id in state.lost:
+            first = plan.first_rank(node_rank)
+            nodes.append(f"{member.host} ({format_ranks(range(first, first + member.ranks))} of {plan.ranks})")
+    return f"lost node{'s' * (len(nodes) > 1)} {', '.join(nodes)}"
 
 
-def _how_many(rules: Rules) -> str:
-    return f"{rules.least} nodes" if rules.least == rules.most else f"{rules.least} to {rules.most} nodes"
+def _node_range(limits: ElasticLimits) -> str:
+    if limits.min_nodes == limits.max_nodes:
+        return f"{limits.min_nodes} nodes"
+    return f"{limits.min_nodes} to {limits.max_nodes} nodes"
 
 
-def _again(
-    minutes: Minutes, rules: Rules, now_s: float, words: str = "", *, failures: int = 0, changes: int = 0
-) -> Minutes:
-    """Gather for the next generation."""
-    plan = minutes.plan
-    # Not only against a node that comes and goes: one that was cut off may need a moment to end its ranks.
-    pause_s = _back_off_s(minutes.changes) if changes or minutes.lost else 0.0
-    said = _say(minutes, ("say", words)) if words else minutes
+def _next_generation(
+    state: MembershipState, now_s: float, text: str = "", *, failures: int = 0, changes: int = 0
+) -> MembershipState:
+    """Gather nodes for the next generation; ``failures`` and ``changes`` are what it costs of the limits."""
+    # The pause serves against a node that comes and goes, and gives one that was cut off time to end its ranks.
+    pause_s = _back_off_s(state.changes) if changes or state.lost else 0.0
+    state = announce(state, Message(text)) if text else state
+    plan = replace(
+        state.plan,
+        number=state.plan.number + 1,
+        phase="gather",
+        generation=state.plan.generation + 1,
+        restart=state.plan.restart + 1,
+        members=(),
+        stop_mode=StopMode.NONE,
+    )
     return replace(
-        said,
-        plan=replace(
-            said.plan,
-            number=plan.number + 1,
-            phase="gather",
-            generation=plan.generation + 1,
-            restart=plan.restart + 1,
-            members=(),
-            how=How.NOT,
-        ),
+        state,
+        plan=plan,
         since_s=now_s,
         enough_since_s=None,
         not_before_s=now_s + pause_s,
-        waited_words=0,
-        failures=minutes.failures + failures,
-        changes=minutes.changes + changes,
+        wait_notices=0,
+        failures=state.failures + failures,
+        changes=state.changes + changes,
     )
 
 
-def _over(minutes: Minutes, code: int, words: str = "") -> Minutes:
-    said = _say(minutes, ("say", words)) if words else minutes
-    return replace(said, plan=replace(said.plan, number=said.plan.number + 1, phase="over", code=code))
+def _end_job(state: MembershipState, code: int, text: str = "") -> MembershipState:
+    state = announce(state, Message(text)) if text else state
+    return replace(state, plan=replace(state.plan, number=state.plan.number + 1, phase="over", code=code))
 
 
-def _end(minutes: Minutes, how: How, words: str = "") -> Minutes:
-    plan = minutes.plan
-    if how <= plan.how:
-        return minutes
-    said = _say(minutes, ("say", words)) if words else minutes
-    return replace(said, plan=replace(said.plan, number=plan.number + 1, how=how))
+def _stop(state: MembershipState, mode: StopMode, text: str = "") -> MembershipState:
+    """End the ranks of this generation; nothing changes if they are asked already."""
+    if mode <= state.plan.stop_mode:
+        return state
+    state = announce(state, Message(text)) if text else state
+    return replace(state, plan=replace(state.plan, number=state.plan.number + 1, stop_mode=mode))
 
 
-def _say(minutes: Minutes, *words: Word) -> Minutes:
-    plan = minutes.plan
-    return replace(minutes, plan=replace(plan, number=plan.number + 1, words=(*plan.words, *words)))
-
-
-def _first_stop(seats: Iterable[Seat]) -> int | None:
-    return next((seat.line.stopped_by for seat in seats if seat.line.stops), None)
+def _first_stop(nodes: Iterable[NodeView]) -> int | None:
+    return next((node.report.stopped_by for node in nodes if node.report.stops), None)
 
 
 def _back_off_s(changes: int) -> float:

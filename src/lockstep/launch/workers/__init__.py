@@ -1,1 +1,1 @@
-"""The ranks of this node: started, listened to and ended."""
+"""The ranks of this node: how they are started, watched and ended."""

@@ -1,15 +1,16 @@
-"""The process that brings ranks to life, and the launcher's line to it.
+"""The fork server, which imports torch once and starts each rank as a copy of itself, and the launcher's client of it.
 
-    launcher                 nursery                     rank 0 ... rank n-1      store
-    no torch      socket     imports torch once     ─►   copies of it, each       a copy too
-    Nursery     ═════════►   serve()                     with a group and a log of its own
+    launcher                 fork server             rank 0 ... rank n-1      store
+    no torch      socket     imports torch once ─►   copies of it, each       a copy too
+    ForkServerClient ═════►  ForkServer              with a process group
+                                                     and a log of its own
 
-A rank costs a fork instead of a second or more of imports, at every start and every restart. When the launcher dies,
-however it dies, its end of the socket closes, and the nursery kills the groups of all ranks. When the nursery dies,
-the kernel kills the ranks. So nothing is left over in any case.
+A rank costs a fork instead of a second or more of imports, at every start and every restart. When the launcher ends,
+in whatever way, its end of the socket closes, and the fork server kills the process groups of all ranks. When the fork
+server dies, the kernel kills the ranks. So no process is left over in any case.
 
-The nursery must not have threads when it forks, as locks that other threads hold would stay locked in the copies. It
-counts them, and where there are any it starts ranks as Python processes of their own.
+The fork server must not have threads when it forks, since locks that other threads hold would stay locked in the
+copies. It counts its threads, and where there are others it starts ranks as separate Python processes.
 """
 
 from __future__ import annotations
@@ -23,11 +24,9 @@ import multiprocessing
 import os
 import select
 import signal
-import site
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -37,28 +36,28 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.errors import LaunchError
-from lockstep.launch.child_process import STOPS, stops_held
-from lockstep.launch.request import Function, Program, Way
-from lockstep.launch.workers.rank_process import program_from, run_program, take_place, words_of
-from lockstep.launch.workers.tcp_store import keep_store
+from lockstep.launch.child_process import STOP_SIGNALS, own_python, stop_signals_blocked, with_this_package
+from lockstep.launch.request import Function, Program, StartMethod
+from lockstep.launch.workers.rank_process import become_rank, program_from, program_to_args, run_program
+from lockstep.launch.workers.tcp_store import serve_store
 from lockstep.launch_contract import CHANNEL
 
 # What every training script needs; the last one is loaded by the first optimizer.
 _IMPORTED_ONCE = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch._dynamo")
-_LINE_BYTES = 1 << 16
+_CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class RankSpec:
     """One rank to start."""
 
     rank: int
-    env: Mapping[str, str]  #: what differs from the nursery's own environment
+    env: Mapping[str, str]  #: what differs from the fork server's own environment
     log: str
 
 
 @dataclass(frozen=True, slots=True)
-class Fell:
+class RankExited:
     """A rank's process has ended."""
 
     rank: int
@@ -67,65 +66,65 @@ class Fell:
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """The nursery will start ranks as processes of their own, though it was to copy itself."""
+class ForkUnavailable:
+    """The fork server will start ranks as separate Python processes, though it was to fork them."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """The nursery itself is gone, and its ranks with it."""
+class ForkServerDied:
+    """The fork server has ended, and its ranks with it."""
 
 
-Event = Fell | Plain | Lost
-_EVENTS = {"fell": Fell, "plain": Plain}
+Event = RankExited | ForkUnavailable | ForkServerDied
+_EVENTS = {"rank-exited": RankExited, "fork-unavailable": ForkUnavailable}
 
 
-class Nursery:
-    """The launcher's line to its nursery: start, signal and hear of ranks. One generation at a time."""
+class ForkServerClient:
+    """The launcher's side: starts and signals ranks, and reads what happens to them. One generation at a time."""
 
-    def __init__(self, line: socket.socket, process: subprocess.Popen[bytes] | Any) -> None:
-        self._line, self._process = line, process
-        self._heard = b""
+    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes] | Any) -> None:
+        self._connection, self._process = connection, process
+        self._unread = b""
 
     @property
     def pid(self) -> int:
         """The process whose children the ranks are."""
         return int(self._process.pid)
 
-    def start(self, births: Iterable[Birth], meeting: socket.socket | None) -> None:
-        """Start these ranks, and the store at which they meet on the listening socket ``meeting``.
+    def start(self, ranks: Iterable[RankSpec], listening: socket.socket | None) -> None:
+        """Start these ranks, and the store where they meet behind the socket ``listening``.
 
-        None: the store is on another node. Returns at once: ranks come to life when the nursery is ready.
+        None: the store is on another node. Returns at once: the ranks start when the fork server is ready.
         """
-        port = meeting.getsockname()[1] if meeting else 0
-        order = _line(do="start", births=[asdict(birth) for birth in births], port=port)
-        sent = socket.send_fds(self._line, [order], [meeting.fileno()]) if meeting else 0
-        self._line.sendall(order[sent:])
+        port = listening.getsockname()[1] if listening else 0
+        order = _message(order="start", ranks=[asdict(spec) for spec in ranks], port=port)
+        sent = socket.send_fds(self._connection, [order], [listening.fileno()]) if listening else 0
+        self._connection.sendall(order[sent:])
 
     def signal(self, signum: int) -> None:
-        """Send ``signum`` to every rank that lives, though not to what ranks have started themselves."""
-        self._tell(do="signal", signum=signum)
+        """Send ``signum`` to every rank that lives, though not to processes that ranks have started themselves."""
+        self._send(order="signal", signum=signum)
 
     def kill(self) -> None:
-        """Kill every rank that lives, together with all that it has started."""
-        self._tell(do="kill")
+        """Kill every rank that lives, together with all processes that it has started."""
+        self._send(order="kill")
 
     def events(self, timeout_s: float) -> list[Event]:
         """What happened since the last call, waiting up to ``timeout_s`` for something to happen."""
-        if not select.select([self._line], [], [], timeout_s)[0]:
+        if not select.select([self._connection], [], [], timeout_s)[0]:
             return []
         chunk = self._receive()
         if not chunk:
-            return [Lost()]
-        *lines, self._heard = (self._heard + chunk).split(b"\n")
-        return [_event(json.loads(line)) for line in lines]
+            return [ForkServerDied()]
+        *messages, self._unread = (self._unread + chunk).split(b"\n")
+        return [_event(json.loads(message)) for message in messages]
 
     def close(self) -> None:
-        """Kill what still lives and end the nursery; returns when all of it is gone."""
-        self._line.shutdown(socket.SHUT_RDWR)
-        self._line.close()
+        """Kill the ranks that still live and end the fork server; returns when all of them are gone."""
+        self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
         if isinstance(self._process, subprocess.Popen):
             self._process.wait()
         else:
@@ -133,20 +132,20 @@ class Nursery:
 
     def _receive(self) -> bytes:
         try:
-            return self._line.recv(_LINE_BYTES)
+            return self._connection.recv(_CHUNK_BYTES)
         except ConnectionError:
             return b""
 
-    def _tell(self, **order: object) -> None:
-        # A nursery that is gone is heard of as `Lost`.
+    def _send(self, **fields: object) -> None:
+        # That the fork server is gone is read as `ForkServerDied`.
         with contextlib.suppress(ConnectionError):
-            self._line.sendall(_line(**order))
+            self._connection.sendall(_message(**fields))
 
 
-def open_nursery(program: Program, way: Way, env: Mapping[str, str]) -> Nursery:
-    """Start the nursery for ``program``'s ranks; ``env`` is what its ranks have in common.
+def open_fork_server(program: Program, method: StartMethod, env: Mapping[str, str]) -> ForkServerClient:
+    """Start the fork server for the ranks of ``program``; ``env`` is what they have in common.
 
-    For a `Function` the nursery is a copy of this process.
+    For a `Function` the fork server is a copy of this process.
 
     Raises:
         LaunchError: if this process cannot be copied because CUDA is in use.
@@ -162,105 +161,109 @@ def open_nursery(program: Program, way: Way, env: Mapping[str, str]) -> Nursery:
                 "and call launch before anything touches a GPU"
             )
         copied = multiprocessing.get_context("fork").Process(
-            target=_serve_copied, args=(theirs, ours, program, dict(env)), name="lockstep nursery"
+            target=_serve_copied, args=(theirs, ours, program, dict(env)), name="lockstep fork server"
         )
         with warnings.catch_warnings():
             # Python warns of other threads, such as a notebook's own: the copy uses none of them.
             warnings.simplefilter("ignore", DeprecationWarning)
             copied.start()
         theirs.close()
-        return Nursery(ours, copied)
-    words = [str(theirs.fileno()), way, *words_of(program)]
-    with stops_held():
+        return ForkServerClient(ours, copied)
+    args = [str(theirs.fileno()), method, *program_to_args(program)]
+    with stop_signals_blocked():
         process = subprocess.Popen(
-            own_python("fork-server", words),
+            own_python("fork-server", args),
             env=with_this_package(env),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
     theirs.close()
-    return Nursery(ours, process)
+    return ForkServerClient(ours, process)
 
 
-def serve(line: socket.socket, way: Way, program: Program) -> NoReturn:
-    """Be the nursery until the launcher's end of ``line`` closes; never returns."""
-    # A scheduler may tell every process of a job to stop. This one stops when the launcher does.
-    for signum in STOPS:
-        signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-    if way == "fork":
-        way = _import_once(line)
-    nest = _Nest(line, way, program)
-    wake, waker = os.pipe()
-    for descriptor in (wake, waker):
-        os.set_blocking(descriptor, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    nest.private = (wake, waker)
-    heard = b""
-    passed: list[int] = []
-    while True:
-        ready, _, _ = select.select([line.fileno(), wake], [], [])
-        if wake in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(wake, _LINE_BYTES)
-            nest.reap()
-        if line.fileno() in ready:
-            try:
-                chunk, descriptors, _, _ = socket.recv_fds(line, _LINE_BYTES, 16)
-            except ConnectionError:
-                chunk, descriptors = b"", []
-            if not chunk:
-                nest.kill()
-                nest.bury()
-                # A launcher that was killed could not take away what it had in the file system.
-                with contextlib.suppress(OSError, KeyError):
-                    Path(os.environ[CHANNEL]).unlink()
-                    Path(os.environ[CHANNEL]).parent.rmdir()
-                os._exit(0)
-            passed += descriptors
-            *orders, heard = (heard + chunk).split(b"\n")
-            for order in map(json.loads, orders):
-                match order.pop("do"):
-                    case "start":
-                        births = [Birth(**birth) for birth in order["births"]]
-                        nest.start(births, passed.pop(0) if order["port"] else None, order["port"])
-                    case "signal":
-                        nest.signal(order["signum"])
-                    case "kill":
-                        nest.kill()
+class ForkServer:
+    """The process whose children the ranks are: it carries out the launcher's orders and reports ranks that ended."""
 
-
-class _Nest:
-    """The nursery's own view of its ranks."""
-
-    def __init__(self, line: socket.socket, way: Way, program: Program) -> None:
-        self._line, self._way, self._program = line, way, program
+    def __init__(self, connection: socket.socket, method: StartMethod, program: Program) -> None:
+        # A scheduler may tell every process of a job to stop. This one stops when the launcher does.
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self._connection, self._program = connection, program
+        self._method = _import_torch_once(connection) if method == "fork" else method
         self._ranks: dict[int, int] = {}  # process id: rank
-        self._store = 0
-        self.private: tuple[int, ...] = ()  # descriptors that ranks must not keep
+        self._store = 0  # process id; 0: none
+        self._listening: list[int] = []  # descriptors that the launcher has passed
+        # A child that ends wakes the loop through this pipe.
+        self._wakeup = os.pipe()
+        for descriptor in self._wakeup:
+            os.set_blocking(descriptor, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
 
-    def start(self, births: list[Birth], meeting: int | None, port: int) -> None:
-        me = os.getpid()
+    def serve(self) -> NoReturn:
+        """Serve until the launcher's end of the connection closes; never returns."""
+        wakeup, _ = self._wakeup
+        unread = b""
+        while True:
+            ready, _, _ = select.select([self._connection.fileno(), wakeup], [], [])
+            if wakeup in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wakeup, _CHUNK_BYTES)
+                self._reap()
+            if self._connection.fileno() in ready:
+                chunk = self._receive()
+                if not chunk:
+                    self._exit()
+                *orders, unread = (unread + chunk).split(b"\n")
+                for order in map(json.loads, orders):
+                    self._carry_out(order)
+
+    def _receive(self) -> bytes:
+        try:
+            chunk, descriptors, _, _ = socket.recv_fds(self._connection, _CHUNK_BYTES, 16)
+        except ConnectionError:
+            return b""
+        self._listening += descriptors
+        return chunk
+
+    def _carry_out(self, order: Mapping[str, Any]) -> None:
+        match order["order"]:
+            case "start":
+                listening = self._listening.pop(0) if order["port"] else None
+                self._start([RankSpec(**fields) for fields in order["ranks"]], listening, order["port"])
+            case "signal":
+                for process in self._ranks:
+                    os.kill(process, order["signum"])
+            case "kill":
+                self._kill()
+
+    def _exit(self) -> NoReturn:
+        self._kill()
+        self._wait_all()
+        # A launcher that was killed could not remove what it had in the file system.
+        with contextlib.suppress(OSError, KeyError):
+            Path(os.environ[CHANNEL]).unlink()
+            Path(os.environ[CHANNEL]).parent.rmdir()
+        os._exit(0)
+
+    def _start(self, ranks: list[RankSpec], listening: int | None, port: int) -> None:
+        own_pid = os.getpid()
         if self._store:
             os.kill(self._store, signal.SIGKILL)
             os.waitpid(self._store, 0)
-        self._store = 0 if meeting is None else self._begin_store(meeting, port, me)
-        for birth in births:
-            self._ranks[self._begin_rank(birth, meeting, me)] = birth.rank
-        if meeting is not None:
-            os.close(meeting)
+        self._store = 0 if listening is None else self._start_store(listening, port, own_pid)
+        for spec in ranks:
+            self._ranks[self._start_rank(spec, listening, own_pid)] = spec.rank
+        if listening is not None:
+            os.close(listening)
 
-    def signal(self, signum: int) -> None:
-        for process in self._ranks:
-            os.kill(process, signum)
-
-    def kill(self) -> None:
+    def _kill(self) -> None:
         for process in self._ranks:
             _kill_group(process)
 
-    def bury(self) -> None:
+    def _wait_all(self) -> None:
         """Wait until every rank that was killed is gone, and end the store."""
         if self._store:
             os.kill(self._store, signal.SIGKILL)
@@ -270,8 +273,8 @@ class _Nest:
             except ChildProcessError:
                 return
 
-    def reap(self) -> None:
-        """Tell of each rank that has ended, and kill what it left behind."""
+    def _reap(self) -> None:
+        """Report each rank that has ended, and kill the processes that it left."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -281,56 +284,58 @@ class _Nest:
                 return
             at_s = time.monotonic()
             if ended.si_pid in self._ranks:
-                # Before it is waited for, as long as nobody else can have been given its number.
+                # Before it is waited for: until then no other process can have been given its number.
                 _kill_group(ended.si_pid)
             _, status = os.waitpid(ended.si_pid, 0)
             if ended.si_pid == self._store:
                 self._store = 0
             elif (rank := self._ranks.pop(ended.si_pid, None)) is not None:
-                told = _line(event="fell", rank=rank, status=os.waitstatus_to_exitcode(status), at_s=at_s)
-                # A launcher that is gone is noticed by its closed line.
+                event = _message(event="rank-exited", rank=rank, status=os.waitstatus_to_exitcode(status), at_s=at_s)
+                # That the launcher is gone is noticed by the closed connection.
                 with contextlib.suppress(ConnectionError):
-                    self._line.sendall(told)
+                    self._connection.sendall(event)
 
-    def _begin_store(self, meeting: int, port: int, me: int) -> int:
-        if self._way == "plain":
-            os.set_inheritable(meeting, True)
-            store = _spawn(own_python("tcp-store", [str(meeting), str(port), str(me)]), {})
-            os.set_inheritable(meeting, False)
+    def _start_store(self, listening: int, port: int, own_pid: int) -> int:
+        if self._method == "plain":
+            os.set_inheritable(listening, True)
+            store = _spawn(own_python("tcp-store", [str(listening), str(port), str(own_pid)]), {})
+            os.set_inheritable(listening, False)
             return store
-        child = _copy()
+        child = _fork()
         if child == 0:
-            with _last_resort():
-                self._forget_launcher()
-                keep_store(meeting, port, me)
+            with _exit_always():
+                self._close_connections()
+                serve_store(listening, port, own_pid)
         return child
 
-    def _begin_rank(self, birth: Birth, meeting: int | None, me: int) -> int:
-        if self._way == "plain":
+    def _start_rank(self, spec: RankSpec, listening: int | None, own_pid: int) -> int:
+        if self._method == "plain":
             assert not isinstance(self._program, Function), "functions are run by copies"
-            return _spawn(own_python("rank", [str(me), birth.log, *words_of(self._program)]), birth.env)
-        child = _copy()
+            return _spawn(own_python("rank", [str(own_pid), spec.log, *program_to_args(self._program)]), spec.env)
+        child = _fork()
         if child == 0:
-            with _last_resort():
-                self._forget_launcher()
-                if meeting is not None:
-                    os.close(meeting)
-                take_place({**os.environ, **birth.env}, birth.log, me)
+            with _exit_always():
+                self._close_connections()
+                if listening is not None:
+                    os.close(listening)
+                become_rank({**os.environ, **spec.env}, spec.log, own_pid)
                 run_program(self._program)
         return child
 
-    def _forget_launcher(self) -> None:
+    def _close_connections(self) -> None:
+        """In a copy: close what only the fork server uses."""
         signal.set_wakeup_fd(-1)
-        self._line.close()
-        for descriptor in self.private:
+        self._connection.close()
+        for descriptor in self._wakeup:
             os.close(descriptor)
 
 
-def _import_once(line: socket.socket) -> Way:
+def _import_torch_once(connection: socket.socket) -> StartMethod:
+    """Import what all ranks need; returns how they can be started afterwards."""
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)
     if sys.platform == "linux" and (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
-        line.sendall(_line(event="plain", why=f"importing torch started {threads - 1} threads"))
+        connection.sendall(_message(event="fork-unavailable", why=f"importing torch started {threads - 1} threads"))
         return "plain"
     # What lives now is shared by all copies and will not become garbage.
     gc.collect()
@@ -338,10 +343,12 @@ def _import_once(line: socket.socket) -> Way:
     return "fork"
 
 
-def _serve_copied(line: socket.socket, launchers_end: socket.socket, program: Function, env: dict[str, str]) -> None:
-    """Be the nursery, as a copy of a process that is used for something else as well, such as a notebook."""
+def _serve_copied(
+    connection: socket.socket, launchers_end: socket.socket, program: Function, env: dict[str, str]
+) -> None:
+    """Be the fork server, as a copy of a process that is used for something else as well, such as a notebook."""
     launchers_end.close()
-    # What that process wanted done at its own end, such as saving a history, is not for its copies to do.
+    # What that process registered for its own end, such as saving a history, is not for its copies to do.
     atexit._clear()
     atexit.register(util._exit_function)  # type: ignore[attr-defined]
     os.setsid()
@@ -349,31 +356,25 @@ def _serve_copied(line: socket.socket, launchers_end: socket.socket, program: Fu
     os.environ.update(env)
     # A pool of threads is not copied along, and OpenMP would wait for it for ever.
     importlib.import_module("torch").set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
-    serve(line, "fork", program)
+    ForkServer(connection, "fork", program).serve()
 
 
-def own_python(role: str, words: list[str]) -> list[str]:
-    """The command for one of this package's own processes (see `lockstep.launch.__main__`)."""
-    # -P: the current directory must not lend its random.py to us; the program's own path is set by its ranks.
-    return [sys.executable, "-P", "-m", "lockstep.launch", role, *words]
-
-
-def _copy() -> int:
-    """As `os.fork`, with all signals held back in the copy until it is ready for them."""
-    held = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+def _fork() -> int:
+    """As `os.fork`, with all signals blocked in the copy until it is ready for them."""
+    before = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
     child = os.fork()
     if child:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return child
 
 
 def _spawn(command: list[str], env: Mapping[str, str]) -> int:
-    return os.posix_spawn(command[0], command, {**os.environ, **env}, setsigdef=STOPS)
+    return os.posix_spawn(command[0], command, {**os.environ, **env}, setsigdef=STOP_SIGNALS)
 
 
 @contextlib.contextmanager
-def _last_resort() -> Any:
-    """Keep a copy from ever going on as a second nursery."""
+def _exit_always() -> Any:
+    """Keep a copy from ever going on as a second fork server."""
     try:
         yield
     finally:
@@ -383,29 +384,22 @@ def _last_resort() -> Any:
 
 
 def _kill_group(process: int) -> None:
-    # A rank that was born this very moment has no group of its own yet.
+    # A rank that was started this very moment has no group of its own yet.
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(process, signal.SIGKILL)
 
 
-def with_this_package(env: Mapping[str, str]) -> dict[str, str]:
-    """``env`` under which another Python finds the package that runs here, such as one that is not installed."""
-    home = str(Path(__file__).parents[3])
-    if home in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()):
-        return dict(env)
-    return {**env, "PYTHONPATH": os.pathsep.join(path for path in (env.get("PYTHONPATH"), home) if path)}
+def _message(**fields: object) -> bytes:
+    return json.dumps(fields).encode() + b"\n"
 
 
-def _line(**words: object) -> bytes:
-    return json.dumps(words).encode() + b"\n"
-
-
-def _event(words: dict[str, Any]) -> Event:
-    return _EVENTS[words.pop("event")](**words)  # type: ignore[no-any-return]
+def _event(fields: dict[str, Any]) -> Event:
+    return _EVENTS[fields.pop("event")](**fields)  # type: ignore[no-any-return]
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Be the nursery: ``LINE fork|plain script|module NAME ARGS...``, the line being an open socket's descriptor."""
-    line, way, *words = argv
-    serve(socket.socket(fileno=int(line)), "fork" if way == "fork" else "plain", program_from(words))
+    """Be the fork server: ``CONNECTION fork|plain script|module NAME ARGS...``, the first an open descriptor."""
+    descriptor, method, *args = argv
+    connection = socket.socket(fileno=int(descriptor))
+    ForkServer(connection, "fork" if method == "fork" else "plain", program_from(args)).serve()

@@ -1,4 +1,4 @@
-"""What ranks find in their environment: torchrun's vocabulary, so that any script runs unchanged, and our own."""
+"""The environment variables of ranks: torchrun's, so that any script runs unchanged, and our own."""
 
 from __future__ import annotations
 
@@ -6,32 +6,30 @@ import json
 import sys
 from collections.abc import Mapping
 
+from lockstep.launch.host import INTERFACES
 from lockstep.launch.run_directory import Job
 from lockstep.launch.workers.rank_process import RESULT
 from lockstep.launch_contract import BIND, CHANNEL, FAILURE, FRESH, GENERATION, RESUME, RUN_DIR, RUN_ID, STACKS, STATUS
 from lockstep.settings import OPTIONS_VARIABLE
 from lockstep.world import World
 
-#: The interface of the network that torch's CPU backends use.
-INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
-
-def in_common(job: Job, env: Mapping[str, str], channel: str) -> dict[str, str]:
-    """What all ranks of all generations have in common, and their nursery too, on top of the launcher's ``env``.
+def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[str, str]:
+    """The environment of the fork server and of all ranks of all generations, made from the launcher's ``env``.
 
     ``channel`` is where their heartbeats go.
     """
     # Ranks that each use all CPUs slow each other down many times; a script or `Run` may choose otherwise.
     threads = {"OMP_NUM_THREADS": "1"}
     # On one machine ranks talk over its loopback: a host name that resolves slowly, or to an address that a firewall
-    # closes, is then nobody's trouble.
-    single_rank_group = sys.platform == "linux" and job.request.nodes is None
-    local = dict.fromkeys(INTERFACES, "lo") if single_rank_group else {}
+    # closes, then does no harm.
+    loopback = sys.platform == "linux" and job.request.nodes is None
+    local = dict.fromkeys(INTERFACES, "lo") if loopback else {}
     kept = {name: value for name, value in env.items() if name not in (RESUME, FRESH)}
     return {
         **threads,
-        # Numpy's threads, started by its import, would forbid to copy the process; OMP_NUM_THREADS does not bind them
-        # where the user has set it.
+        # With the threads that NumPy's import starts, the process could not be forked; where the user has set
+        # OMP_NUM_THREADS, that does not prevent them.
         "OPENBLAS_NUM_THREADS": "1",
         **local,
         **kept,
@@ -39,25 +37,25 @@ def in_common(job: Job, env: Mapping[str, str], channel: str) -> dict[str, str]:
         RUN_DIR: str(job.run_dir),
         STATUS: str(job.status),
         CHANNEL: channel,
-        # Over those of whoever started this launcher, such as a benchmark.
+        # Over the settings of a program that started this launcher, such as a benchmark.
         OPTIONS_VARIABLE: json.dumps({**json.loads(env.get(OPTIONS_VARIABLE, "{}")), **job.request.settings}),
         **({BIND: "1"} if job.request.bind else {}),
         "TORCHELASTIC_RUN_ID": job.run_id,
         "TORCHELASTIC_MAX_RESTARTS": str(job.request.max_restarts),
-        # The ranks find a store that is there already; none of them is to open one.
+        # The ranks find a store that exists already; none of them is to open one.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
 
 
-def of_rank(job: Job, world: World, restart: int, interface: str = "") -> dict[str, str]:
-    """What only one rank of one generation has.
+def rank_environment(job: Job, world: World, restart: int, interface: str = "") -> dict[str, str]:
+    """The variables of one rank of one generation, on top of `common_environment`.
 
     Args:
         job: what is carried out.
-        world: the rank's place.
+        world: the rank and its world.
         restart: generations of this launcher before this one.
-        interface: of the network, to the other nodes; "": the rank finds it out.
+        interface: the network interface that leads to the other nodes; "": the rank finds it out.
     """
     # A restart goes on from what the generation before it has saved, also where the run itself began anew.
     begins = "resume" if restart else job.begins

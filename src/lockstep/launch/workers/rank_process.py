@@ -1,8 +1,8 @@
-"""What one rank does from its first breath to its last: become a program's process, run it, and say why it failed.
+"""What one rank's process does from start to end: set itself up, run the user's program, and record why it failed.
 
-copy of the nursery ──┐
-                      ├─►  take_place  ─►  run_program  ─►  os._exit
-python -m ...rank  ───┘    log, signals     the user's code
+copy of the fork server ──┐
+                          ├─►  become_rank  ─►  run_program  ─►  os._exit
+python -m ... rank  ──────┘    log, signals     the user's code
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lockstep.cpu_affinity import own_cpus
 from lockstep.errors import PlanError, SettingError
 from lockstep.faults import FaultPlan
 from lockstep.heartbeat import HeartbeatSender, open_channel, progress_marker, register_stacks
-from lockstep.launch.child_process import STOPS, die_with_parent, name_process
+from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
 from lockstep.launch.diagnosis.error_record import Failure, strip_own_frames, user_frame
 from lockstep.launch.request import Function, Module, Program, Script
 from lockstep.launch_contract import (
@@ -54,16 +54,16 @@ from lockstep.report import size
 #: The environment variable that says where a rank of a `Function` leaves what the function returned.
 RESULT = "LOCKSTEP_RESULT"
 #: How long the exit handlers of a rank that failed may take: they may wait for ranks that are gone.
-_LAST_WORDS_S = 5.0
+_EXIT_HANDLERS_S = 5.0
 
 
-def take_place(env: Mapping[str, str], log: str, parent: int) -> None:
+def become_rank(env: Mapping[str, str], log: str, parent: int) -> None:
     """Make this process the rank that ``env`` describes, tied to its parent's life and writing to its own log."""
     die_with_parent(parent)
-    for signum in (*STOPS, signal.SIGCHLD):
+    for signum in (*STOP_SIGNALS, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # What came meanwhile is delivered now.
+    # Signals that came meanwhile are delivered now.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # A group of its own, so that the rank can be killed together with all that it starts.
     with contextlib.suppress(OSError):
@@ -73,8 +73,8 @@ def take_place(env: Mapping[str, str], log: str, parent: int) -> None:
     if env.get(BIND) == "1" and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, own_cpus(os.sched_getaffinity(0), env))
     name_process(f"rank {env['RANK']}")
-    _write_to(log)
-    _differ_from_the_copied()
+    _redirect_to(log)
+    _reseed()
     if STACKS in env:
         # A full disk must not keep the rank from working.
         with contextlib.suppress(OSError):
@@ -85,42 +85,42 @@ def take_place(env: Mapping[str, str], log: str, parent: int) -> None:
 def run_program(program: Program) -> NoReturn:
     """Run ``program`` as Python would and leave with its exit code; never returns.
 
-    Leaves by `os._exit`: threads of gloo and NCCL otherwise abort the process while it is torn down, and SIGABRT would
-    hide the cause. Before that the program's own exit handlers run, and all that was written is flushed; after a
-    failure for at most 5 s.
+    It leaves by `os._exit`, since threads of gloo and NCCL otherwise abort the process while the interpreter shuts
+    down, and SIGABRT would hide the cause. Before that the program's own exit handlers run, and all that was written is
+    flushed; after a failure for at most 5 s.
     """
     code, failed = EXIT_OK, True
     try:
-        _arm(os.environ)
-        _deed(program)()
+        _inject_faults(os.environ)
+        _entry_point(program)()
         failed = False
     except SystemExit as ending:
         code = _exit_code(ending)
         failed = code not in (EXIT_OK, EXIT_NOT_SAVED, EXIT_STOPPED)
         if failed or code == EXIT_NOT_SAVED:
-            _leave_record(ending)
+            _write_record(ending)
     except KeyboardInterrupt as error:
-        # Whoever interrupts a run does not ask why it ends.
+        # The user who interrupts a run knows why it ends.
         code = EXIT_INTERRUPTED
         file, line = user_frame(error)
         sys.stderr.write(f"interrupted at {Path(file).name}:{line}\n")
-    except BaseException as error:  # noqa: BLE001 - the end of the line for whatever it is
-        # What can only be told when the script has made its data set, such as a world larger than its micro-batches.
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it ends here
+        # Some settings can be checked only once the script has made its data set, such as the size of the world.
         code = EXIT_USAGE if isinstance(error, SettingError | PlanError) else EXIT_FAILED
-        _leave_record(error)
+        _write_record(error)
         # The user's own hook, if it was replaced, as Python would call it.
-        sys.excepthook(*_told(error))
+        sys.excepthook(*_user_error(error))
     _leave(code, patient=not failed)
 
 
-def _arm(env: Mapping[str, str]) -> None:
+def _inject_faults(env: Mapping[str, str]) -> None:
     if FAULTS in env:
         local, node = int(env["LOCAL_RANK"]), int(env["GROUP_RANK"])
         notes = Path(env[RUN_DIR], FAULT_NOTES)
         FaultPlan.parse(env[FAULTS]).arm(notes, rank=int(env["RANK"]), node_rank=node, local_rank=local)
 
 
-def _deed(program: Program) -> Callable[[], Any]:
+def _entry_point(program: Program) -> Callable[[], Any]:
     match program:
         case Script(name, args):
             sys.argv = [name, *args]
@@ -138,7 +138,7 @@ def _deed(program: Program) -> Callable[[], Any]:
 
 
 def _run_file(file: Path) -> None:
-    """Run ``file`` as ``__main__``, which it stays, as exit handlers and pickles expect; `runpy` would take it back."""
+    """Run ``file`` as ``__main__``, and keep it there for exit handlers and pickles; `runpy` would remove it."""
     main = types.ModuleType("__main__")
     main.__file__ = str(file)
     main.__dict__["__builtins__"] = builtins
@@ -153,7 +153,7 @@ def _keep_result(value: object) -> None:
 
 
 def _exit_code(ending: SystemExit) -> int:
-    """As Python reads it: nothing is success, a number is itself, and anything else is printed and means failure."""
+    """The exit code as Python takes it: none is success, a number is itself, and the rest is printed and a failure."""
     if ending.code is None:
         return EXIT_OK
     if isinstance(ending.code, int):
@@ -162,8 +162,8 @@ def _exit_code(ending: SystemExit) -> int:
     return EXIT_FAILED
 
 
-def _leave_record(error: BaseException) -> None:
-    """Write the failure record before the traceback, so that whoever reads the log knows where that begins."""
+def _write_record(error: BaseException) -> None:
+    """Write the failure record before the traceback, so that its reader knows where in the log that begins."""
     if FAILURE not in os.environ:
         return
     sys.stdout.flush()
@@ -183,7 +183,7 @@ def _leave_record(error: BaseException) -> None:
 
 
 def _gpu() -> str:
-    """How far the memory of this rank's GPU went, if the program has used one."""
+    """How much memory of its GPU this rank has used; "" if the program has used none."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return ""
@@ -196,7 +196,7 @@ def _gpu() -> str:
     return ""
 
 
-def _told(error: BaseException | None) -> tuple[Any, Any, Any]:
+def _user_error(error: BaseException | None) -> tuple[Any, Any, Any]:
     trace = strip_own_frames(error.__traceback__) if error else None
     return type(error), error, trace
 
@@ -204,7 +204,7 @@ def _told(error: BaseException | None) -> tuple[Any, Any, Any]:
 def _leave(code: int, *, patient: bool) -> NoReturn:
     progress_marker().set_phase("exit")
     if not patient:
-        last = threading.Timer(_LAST_WORDS_S, os._exit, (code,))
+        last = threading.Timer(_EXIT_HANDLERS_S, os._exit, (code,))
         last.daemon = True
         last.start()
     try:
@@ -221,14 +221,14 @@ def _leave(code: int, *, patient: bool) -> NoReturn:
         os._exit(code)
 
 
-def _write_to(log: str) -> None:
+def _redirect_to(log: str) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    for here, there in ((nothing, 0), (file, 1), (file, 2)):
-        os.dup2(here, there)
+    for descriptor, standard in ((nothing, 0), (file, 1), (file, 2)):
+        os.dup2(descriptor, standard)
     for descriptor in {nothing, file} - {0, 1, 2}:
         os.close(descriptor)
-    # Line by line, for someone may be reading along; the objects of a copied process may not be files at all.
+    # Line by line, since somebody may be reading the log; the objects of a copied process may not be files at all.
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, "r", closefd=False))  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _text_to(1, "strict")  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _text_to(2, "backslashreplace")  # type: ignore[misc]
@@ -241,29 +241,29 @@ def _text_to(descriptor: int, errors: str) -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors=errors, line_buffering=True)
 
 
-def _differ_from_the_copied() -> None:
+def _reseed() -> None:
     """Let unseeded generators differ between ranks, as they would between processes.
 
-    Python's own does by itself; torch's starts from the same number in each process anyhow.
+    Python's own generator does so by itself; torch's starts from the same number in each process anyway.
     """
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
 
 
-def program_from(words: list[str]) -> Program:
-    """The program that `words_of` turned into words."""
-    kind, name, *args = words
+def program_from(argv: list[str]) -> Program:
+    """The program that `program_to_args` turned into arguments."""
+    kind, name, *args = argv
     return (Module if kind == "module" else Script)(name, tuple(args))
 
 
-def words_of(program: Script | Module) -> list[str]:
-    """``program`` as words of a command line; a list of processes then shows what is run."""
+def program_to_args(program: Script | Module) -> list[str]:
+    """``program`` as arguments of a command; a list of processes then shows what is run."""
     return ["script" if isinstance(program, Script) else "module", program.name, *program.args]
 
 
 def main(argv: list[str]) -> NoReturn:
     """Be the rank that the environment describes: ``PARENT LOG script|module NAME ARGS...``."""
-    parent, log, *words = argv
-    take_place(dict(os.environ), log, int(parent))
-    run_program(program_from(words))
+    parent, log, *args = argv
+    become_rank(dict(os.environ), log, int(parent))
+    run_program(program_from(args))

@@ -1,7 +1,7 @@
-"""Where the ranks of one generation meet: torch's key-value store, in a small process of its own.
+"""The store where the ranks of one generation meet, torch's TCPStore, in a small process of its own.
 
-Not in a rank, so that it outlives each of them; not in the nursery, since the store is a thread, and a process with
-threads must not be copied.
+It is not in a rank, so that it outlives each of them. It is not in the fork server, since the store is a thread, and a
+process with threads must not be forked.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import signal
 from typing import NoReturn
 
-from lockstep.launch.child_process import STOPS, die_with_parent, name_process
+from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
 
 
-def keep_store(listening: int, port: int, parent: int) -> NoReturn:
+def serve_store(listening: int, port: int, parent: int) -> NoReturn:
     """Serve the store on the socket ``listening``, already bound to ``port``, until killed; never returns."""
     die_with_parent(parent)
     name_process("lockstep store")
     # Ranks that save a last checkpoint still need it.
-    for signum in STOPS:
+    for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # Late, since the launcher's own process imports this module too and must stay free of torch.
+    # Imported late: the launcher's own process imports this module too, and must stay free of torch.
     from torch._C._distributed_c10d import TCPStore  # as torch.distributed hands it on, with types
 
     store = TCPStore(
@@ -28,10 +28,10 @@ def keep_store(listening: int, port: int, parent: int) -> NoReturn:
     )
     while store is not None:
         signal.pause()
-    raise AssertionError("a store is kept until it is killed")
+    raise AssertionError("a store is served until it is killed")
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Be the store: ``LISTENING PORT PARENT``, the first being an open socket's descriptor."""
+    """Serve a store: ``LISTENING PORT PARENT``, the first being the descriptor of a listening socket."""
     listening, port, parent = map(int, argv)
-    keep_store(listening, port, parent)
+    serve_store(listening, port, parent)

@@ -1,0 +1,73 @@
+"""The host and port where the nodes of a job meet."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.errors import SettingError
+from lockstep.launch.host import holder_of
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the store of a job listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def addresses(self) -> list[tuple[Any, ...]]:
+        """The addresses of its host, as `socket.getaddrinfo` gives them.
+
+        Raises:
+            SettingError: if the name cannot be resolved here.
+        """
+        try:
+            return socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise SettingError(
+                f"cannot resolve '{self.host}' from node {socket.gethostname()} ({error.strerror}); give "
+                "--rdzv-endpoint a name or an address that every node knows"
+            ) from error
+
+    def claim(self) -> socket.socket | None:
+        """A socket that listens at the endpoint; None if it is on another host, or another launcher listens already.
+
+        Raises:
+            SettingError: if a program that is not a launcher is seen to use the port.
+        """
+        for family, kind, _, _, address in self.addresses():
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((address[0], 0))
+                except OSError:
+                    continue  # an address of another host
+            # A name may stand for the loopback here and for the network elsewhere.
+            local = self.host in ("localhost", "127.0.0.1", "::1")
+            try:
+                return socket.create_server((address[0] if local else "", self.port), family=family, backlog=1024)
+            except OSError as error:
+                holder = holder_of(self.port) if error.errno == errno.EADDRINUSE else None
+                if holder is not None and "lockstep" not in holder[1]:
+                    raise SettingError(
+                        f"port {self.port} of this machine is used by process {holder[0]} ({holder[1]:.60}); "
+                        f"give another one to all nodes: --rdzv-endpoint {self.host}:PORT"
+                    ) from error
+                return None
+        return None
+
+    def local_address(self) -> str:
+        """This host's own address on the route to the endpoint; "" if there is no route."""
+        with contextlib.suppress(OSError, SettingError):
+            family, _, _, _, address = self.addresses()[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        return ""

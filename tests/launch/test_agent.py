@@ -1,0 +1,65 @@
+"""How an agent shows what the coordinator announces."""
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.launch.agent import Agent, Stops
+from lockstep.launch.console import Screen
+from lockstep.launch.diagnosis.error_record import Failure
+from lockstep.launch.diagnosis.root_cause import RankExit
+from lockstep.launch.rendezvous.membership import ElasticLimits, NodeReport
+from lockstep.launch.rendezvous.notices import GenerationFailed, Message
+
+RAISED = Failure(1, "n2", "ValueError", "bad label", "train.py", 5, "x", "Traceback...", False, 10.0, 7)
+FAILED = GenerationFailed.of(2, [RankExit(0, 0, 9.0), RankExit(1, 1, 11.0, failure=RAISED, host="n2")])
+
+
+@pytest.fixture
+def err():
+    return io.StringIO()
+
+
+def agent(err, *, is_coordinator):
+    job = SimpleNamespace(generation=0, log=lambda rank: Path(f"r/{rank}.log"), to_resume="lockstep run --resume")
+    store = SimpleNamespace(is_coordinator=is_coordinator, coordinator="c")
+    joined = SimpleNamespace(
+        job=job, store=store, limits=ElasticLimits(), report=NodeReport("n", "n1", 2), place=None, probe=None
+    )
+    return Agent(joined, SimpleNamespace(), Screen(io.StringIO(), err, {}), Stops())
+
+
+@pytest.mark.parametrize(("is_coordinator", "old"), [(True, ["older"]), (False, [])])
+def test_each_notice_is_shown_once_and_none_from_before_a_node_joined(err, is_coordinator, old):
+    node, notices = agent(err, is_coordinator=is_coordinator), [Message("older")]
+    for text in ("", "first", "second"):
+        notices += [Message(text)] * bool(text)
+        node._show(notices)
+        node._show(notices)
+    assert err.getvalue().splitlines() == [*old, "first", "second"]
+
+
+def test_a_failed_generation_is_worded_by_the_agent_with_the_traceback_first(err):
+    node = agent(err, is_coordinator=True)
+    node._show([FAILED, Message("restarting")])
+    lines = err.getvalue().splitlines()
+    assert lines[0] == "Traceback..."
+    assert lines[1].endswith("run failed: rank 1 of 2 (host n2) raised ValueError")
+    assert lines[-2:] == ["  full log: r/1.log; the other ranks beside it", "restarting"]
+    assert node.last_failure.startswith("run failed: rank 1 of 2")
+
+
+def test_a_generation_that_could_not_save_says_how_to_go_on(err):
+    notes = Failure(0, "n1", "SystemExit", "74\nno space", "", 0, "", "", False, 10.0, 7)
+    node = agent(err, is_coordinator=False)
+    node._shown = 0
+    node._show([GenerationFailed.of(2, [RankExit(0, 74, 9.0, failure=notes), RankExit(1, 0, 9.0)])])
+    assert node.last_failure.splitlines()[1:3] == ["    no space", "  to go on: lockstep run --resume"]
+
+
+def test_a_message_that_is_a_failure_is_the_last_failure(err):
+    node = agent(err, is_coordinator=True)
+    node._show([Message("run failed: lost node n2", failure=True), Message("more")])
+    assert node.last_failure == "run failed: lost node n2"
