@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store  # what torch.distributed hands on, with types
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store  # what torch.distributed exports, with types
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep.errors import MismatchError, PeerLost, WorldError

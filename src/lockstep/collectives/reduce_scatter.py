@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore  # what torch.distributed hands on, with types
+from torch._C._distributed_c10d import HashStore  # what torch.distributed exports, with types
 
 from lockstep.collectives.all_reduce import open_all_reduce, wait_all
 from lockstep.collectives.all_to_all import all_to_all

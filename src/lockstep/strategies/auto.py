@@ -4,8 +4,8 @@
     fits without Adam's moments    zero     the moments divided
     else                           fsdp     everything divided, at half as much traffic again
 
-All three give the same bits, so the choice changes how long a step takes and nothing else. What would be faster but
-compute something else, on a slow link, is only said.
+All three give the same bits, so the choice changes how long a step takes and nothing else. What would be faster on
+a slow link, but compute something else, is only mentioned.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SLOW = 250e6 / 8
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The strategy ``auto`` has none."""
+    """The options of ``auto``: it has none."""
 
 
 def open_strategy(context: StrategyContext, options: Options) -> Auto:
@@ -106,7 +106,7 @@ def choose(parameter_bytes: int, free_bytes: int, ranks: int, link: Link | None)
 
 
 def measure(group: Group, clock: Callable[[], float] = time.perf_counter) -> Link:
-    """The link between the ranks of ``group``, by a few sums. All ranks; the same on each. Below a second."""
+    """Measure the link between the ranks of ``group`` by a few sums, in less than a second. Collective."""
     took = {}
     for size in (_SMALL, _LARGE):
         tensor = torch.zeros(size // 4)

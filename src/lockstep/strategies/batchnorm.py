@@ -1,11 +1,11 @@
 """BatchNorm over the micro-batches that all ranks compute at the same time.
 
-On GPUs this is torch's own SyncBatchNorm. On CPUs torch has none; here, each rank tells the others
+On GPUs this is torch's own SyncBatchNorm. On CPUs torch has none; here, each rank sends the others
 
     forward     how many values it holds of each channel, their mean, and their squares around it
     backward    the sums of dy and of dy * (x - mean) of each channel
 
-and goes on as if it held the batch of all ranks. What is told is summed in the order of ranks, so a world of the same
+and goes on as if it held the batch of all ranks. These numbers are summed in the order of ranks, so a world of the same
 size gives the same bits again.
 """
 
@@ -29,8 +29,8 @@ Gather = Callable[[torch.Tensor, str], torch.Tensor]
 def synchronize_batchnorm(model: nn.Module, group: Group) -> nn.Module:
     """``model`` with each BatchNorm normalising over all ranks of ``group`` while it trains.
 
-    Parameters and buffers stay the same objects, and keep their names. All ranks call each forward and each backward
-    pass equally often, with batches of any sizes.
+    Parameters and buffers stay the same objects, and keep their names. Every rank must make
+    equally many forward and backward passes, with batches of any sizes.
     """
     if group.device.type == "cuda":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group.process_group)
@@ -64,7 +64,7 @@ class AcrossRanks(_BatchNorm):
     gather: Gather
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``input``, of shape (samples, channels, ...), normalised per channel. All ranks, while it trains."""
+        """``input``, of shape (samples, channels, ...), normalised per channel. Collective while it trains."""
         if not self.training:
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)

@@ -1,4 +1,4 @@
-"""Gradients that are made smaller before ranks send them, and summed over ranks.
+"""Gradients that are compressed before ranks send them, and summed over ranks.
 
 A rank first adds up its own micro-batches as they are; only what it sends is changed. So the result depends on how
 many ranks there are, and is the same, bit for bit, each time as many train.
@@ -20,23 +20,23 @@ class Compression(Protocol):
     """How the gradients of each step are summed over ranks, bucket by bucket."""
 
     def setup_model(self, model: nn.Module) -> None:
-        """Gradients of ``model`` will be summed. All ranks, with equal models in the same order."""
+        """Prepare for the gradients of ``model``. Collective, with equal models in the same order."""
         ...
 
     def begin(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """This rank's gradients of some parameters are there.
+        """Begin the sum of this rank's gradients of some parameters.
 
         Args:
             flat: one-dimensional, the same length on every rank; the sum will arrive in it.
             parameters: all of one model.
             gradients: theirs, views of ``flat``.
 
-        All ranks, for the same parameters in the same order.
+        Collective, for the same parameters in the same order.
         """
         ...
 
     def finish(self) -> None:
-        """Every sum begun is there, the same bits on all ranks; of each model all gradients were begun. Collective."""
+        """Wait for every sum that was begun: all gradients of each model, the same bits on all ranks. Collective."""
         ...
 
     def state_dict(self) -> StateDict:
@@ -44,16 +44,16 @@ class Compression(Protocol):
         ...
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Put back `state`, in which every tensor is whole; empty: begin anew. Collective."""
+        """Load `state_dict`, in which every tensor is whole; empty: begin anew. Collective."""
         ...
 
     def close(self) -> None:
-        """No sum is begun any more."""
+        """End threads and connections; no sum is begun afterwards."""
         ...
 
 
 class Uncompressed(Compression):
-    """Gradients travel as they are, through torch's own all-reduce."""
+    """Gradients are sent as they are, through torch's own all-reduce."""
 
     def __init__(self, group: Group) -> None:
         self._sums: Final = NativeAllReduce(group)

@@ -7,8 +7,8 @@ goes on::
     buckets           [g3 g2][g1 g0]
     exchange          [  bucket 0  ][  bucket 1  ]
 
-The user calls the model itself: of DDP only the hooks on gradients are used, and they are told by `backward` when to
-work. So the model is what it is on one rank, and DDP can be made anew when other parameters learn.
+The user calls the model itself: of DDP only the hooks on gradients are used, and `backward` enables them.
+So the model is what it is on one rank, and DDP can be made anew when other parameters are trained.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import GradBucket  # what torch.distributed hands on, with types
+from torch._C._distributed_c10d import GradBucket  # what torch.distributed exports, with types
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.collectives import Group, NativeAllReduce, Runs, open_all_reduce, translating_peer_errors
@@ -72,7 +72,7 @@ _BUFFERS_ARE_OURS: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ``ddp`` may be told."""
+    """The options of ``ddp``."""
 
     compress: str = "none"  #: what ranks send: ``fp16``, ``bf16`` or ``powersgd``; the bits depend on their number then
     rank: int = 1  #: of PowerSGD's approximations: more are nearer to the gradient, and more to send
@@ -119,7 +119,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
 
 @dataclass(slots=True, eq=False)
 class _Model:
-    """A model, and what reduces the gradients of that part of it which learns now."""
+    """A model, and what sums the gradients of its trained parameters."""
 
     module: nn.Module
     find_unused_parameters: bool
@@ -391,8 +391,8 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, HasState):
             arriving.append((parameter, table))
         return arriving
 
-    # DDP is told at once that each bucket is done. Its buckets are the memory of `.grad`, so that the sums need not be
-    # handed back to it: they only have to be there when `backward` returns.
+    # The hook reports each bucket as done at once. Buckets are the memory of `.grad`, so that the sums need not be
+    # returned to DDP: they only have to be there when `backward` returns.
 
     def _start_bucket(self, model: int, bucket: GradBucket) -> Sum:
         """DDP's communication hook: start the sum of ``bucket``, of the model of that number."""

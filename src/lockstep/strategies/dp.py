@@ -27,7 +27,7 @@ from lockstep.strategies.single_process import SingleProcess
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ``dp`` may be told."""
+    """The options of ``dp``."""
 
     devices: int = 0  #: among how many a micro-batch is divided; 0: all GPUs, or two threads
 

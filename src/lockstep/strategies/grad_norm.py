@@ -3,7 +3,7 @@
 The squares of a row are summed by halves, and so are then the rows of all parameters::
 
     a b c d e        (5)
-    a+d b+e c        (3)      the second half is laid onto the first one, element by element
+    a+d b+e c        (3)      the second half is added to the first one, element by element
     a+d+c b+e        (2)
     ...
 

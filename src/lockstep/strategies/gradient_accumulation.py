@@ -20,7 +20,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossCall:
-    """A micro-batch's loss, to be computed: for strategies that do so themselves, such as pipelines."""
+    """What computes the loss of a micro-batch: for strategies that do it themselves, such as pipelines."""
 
     model: nn.Module
     loss: Callable[..., torch.Tensor]  #: of the model's outputs and the targets
@@ -35,7 +35,7 @@ class LossCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterSet:
-    """The parameters that one backward pass is for, in a fixed order."""
+    """The parameters whose gradients one backward pass computes, in a fixed order."""
 
     parameters: tuple[nn.Parameter, ...]
     everything: bool  #: whether these are all that any backward pass is for
@@ -59,7 +59,7 @@ class ParameterSet:
 
 
 class TreeGradientAccumulator:
-    """What a target's parameters have gathered so far in this step, micro-batch by micro-batch.
+    """The gradients of a target's parameters in this step, summed micro-batch by micro-batch.
 
     Adding into ``.grad`` as autograd does would fold from the left, and the bits of the sum would tell how many
     micro-batches this rank computes. So each gradient is taken out of ``.grad`` and folded along the tree.
@@ -90,7 +90,7 @@ class TreeGradientAccumulator:
                 parameter.grad = sparse_again(gradient, parameter) if parameter in self._sparse else gradient
 
     def fill_missing(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Before the last turn: those which had a part in an earlier turn have a gradient, if only of nothing."""
+        """Before the last backward pass: give zeros to parameters that had a part in an earlier micro-batch only."""
         for parameter in parameters:
             if parameter.grad is None and self._places.get(id(parameter)) in self._used:
                 parameter.grad = negative_zeros_like(parameter)
@@ -98,7 +98,7 @@ class TreeGradientAccumulator:
     def partials(
         self, position: MicroBatchPosition, parameters: Sequence[torch.Tensor], gradients: Tensors, flat: torch.Tensor
     ) -> list[torch.Tensor]:
-        """This rank's sums for some of its parameters, once the gradients of its last turn are there.
+        """This rank's sums for some of its parameters, once the gradients of its last micro-batch are there.
 
         Args:
             position: of this rank's last micro-batch.
@@ -204,7 +204,7 @@ def divide_by_counts(target: ParameterSet, samples: int, counted: int) -> None:
 
 
 def total_count(group: Group, counted: int) -> int:
-    """The sum of each rank's count of items. All ranks of ``group``; about 0.3 ms.
+    """The sum of every rank's count of items, in about 0.3 ms. Collective.
 
     Raises:
         UsageError: if it is not positive.

@@ -1,4 +1,4 @@
-"""Models that begin alike: every rank makes its own, and rank 0's values count."""
+"""Models that are equal at the start: every rank makes its own, and gets rank 0's values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.collectives import Group, broadcast_from_rank0
 
 
 def verify_module_states(group: Group, model: nn.Module) -> None:
-    """Nothing, if ``model`` has the same tensors on all ranks, by name, shape and type. Collective.
+    """Check that ``model`` has the same tensors on all ranks, by name, shape and type. Collective.
 
     Raises:
         MismatchError: if ranks made different models.
@@ -21,7 +21,7 @@ def verify_module_states(group: Group, model: nn.Module) -> None:
 
 
 def sync_module_states(group: Group, model: nn.Module) -> None:
-    """Every rank's parameters and buffers hold what those of rank 0 do. Collective.
+    """Copy rank 0's parameters and buffers to every rank. Collective.
 
     Raises:
         MismatchError: if ranks made different models.

@@ -16,7 +16,7 @@ def spans_gpus(model: nn.Module) -> bool:
 
 
 def check_reached(model: nn.Module, device: torch.device) -> None:
-    """Nothing, if a part of ``model`` lies on the rank's ``device``, to which its inputs are brought.
+    """Check that a part of ``model`` is on the rank's ``device``, to which its inputs are moved.
 
     Raises:
         UsageError: if none does.

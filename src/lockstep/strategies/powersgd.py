@@ -205,7 +205,7 @@ class _Factors:
         return {"steps": self.steps, "q": qs, "errors": errors}
 
     def load(self, state: StateDict, group: Group) -> None:
-        """Put back `state`, in which errors are whole; whatever it lacks begins anew."""
+        """Load `state`, in which errors are whole; what it lacks begins anew."""
         self.steps = state.get("steps", 0)
         self.stacks = []
         qs, errors = state.get("q", {}), state.get("errors", {})
@@ -238,7 +238,7 @@ def orthonormalize(rows: torch.Tensor) -> None:
             for _ in range(2):
                 row.sub_(torch.bmm(torch.bmm(row[:, None], above.mT), above)[:, 0])
         length = torch.linalg.vector_norm(row, dim=1, keepdim=True)
-        # Rows that are not finite stay so, for whoever looks.
+        # Rows that are not finite stay so, for later checks to see.
         row.mul_(torch.where(length <= smallest * before, 0.0, 1.0 / length))
 
 
@@ -275,5 +275,5 @@ def _first_q(name: str, rank: int, columns: int) -> torch.Tensor:
 
 
 def _share(errors: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's of the errors of all ranks that saved."""
+    """This rank's share of the errors of all ranks that saved."""
     return errors[group.rank] if len(errors) == group.size else errors.sum(0) / group.size

@@ -25,7 +25,7 @@ from lockstep.strategies.state_layout import ReplicatedLayout
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The strategy ``none`` has none."""
+    """The options of ``none``: it has none."""
 
 
 def open_strategy(context: StrategyContext, options: Options) -> SingleProcess:

@@ -1,4 +1,4 @@
-"""Gradients of few rows, such as those of ``nn.Embedding(sparse=True)``: summed as dense tables, handed back sparse.
+"""Gradients of few rows, such as those of ``nn.Embedding(sparse=True)``: summed as dense tables, and then sparse again.
 
     sparse                      dense, with a column that tells which rows are there
     row 1: a b                  0 0 0

@@ -1,4 +1,4 @@
-"""Replicas that divide the optimizer's work and memory: each rank steps its own parameters and hands them on.
+"""Replicas that divide the optimizer's work and memory: each rank steps its own parameters and broadcasts them.
 
 backward, reduction          as with ddp: .grad is the same on all ranks
 the optimizer's step         rank 0: A B      rank 1: C       rank 2: D E       each its own parameters
@@ -36,7 +36,7 @@ from lockstep.strategies.state_layout import ShardedOptimizerLayout
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The strategy ``zero`` has none."""
+    """The options of ``zero``: it has none."""
 
 
 def open_strategy(context: StrategyContext, options: Options) -> Strategy:
@@ -52,7 +52,7 @@ class Zero(Strategy, Delegates, PreparesOptimizerStep, UpdatesTrainable):
 
     The user's own optimizer steps: where a parameter has no gradient, optimizers leave it alone and make no state for
     it. So its groups, hooks and schedulers are what they are on one rank, and so is the state that is saved. An
-    optimizer that makes its states when it is made, such as Adagrad, keeps the useless ones, too.
+    optimizer that makes its states when it is made, such as Adagrad, keeps those of other ranks' parameters, too.
     """
 
     def __init__(self, group: Group, replicas: Ddp, owner_broadcast: OwnerBroadcast) -> None:

@@ -61,7 +61,7 @@ _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ``diloco`` may be told."""
+    """The options of ``diloco``."""
 
     period: int = 100  #: steps between two exchanges of the same parameters
     outer_lr: float = 0.7  #: learning rate of the outer optimizer

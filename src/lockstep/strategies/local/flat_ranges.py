@@ -1,4 +1,4 @@
-"""Tensors laid end to end, cut into even ranges: plans without the tensors, and the copies that follow them.
+"""Tensors end to end, cut into even ranges: plans made of sizes alone, and the copies that follow them.
 
 tensors, of 4, 3 and 5 elements     0 0 0 0 1 1 1 2 2 2 2 2
 cut into three                      0 0 0 0|1 1 1 2|2 2 2 2      [0:4], [0:3] + [0:1], [1:5]

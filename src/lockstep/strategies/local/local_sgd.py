@@ -53,7 +53,7 @@ from lockstep.strategies.protocol import (
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ``local-sgd`` may be told."""
+    """The options of ``local-sgd``."""
 
     period: int = 8  #: steps between two averages over all ranks
     warmup: int = 0  #: steps at the beginning that are those of ddp

@@ -39,7 +39,7 @@ class LocalSteps:
         """Keep the buffers of ``model`` at the mean over each step's micro-batches of this rank.
 
         Raises:
-            SettingError: for layers that normalise over all ranks, which do not meet here.
+            SettingError: for layers that normalise over all ranks, whose forward passes are not collective here.
         """
         if normalises_over_ranks(model):
             raise SettingError(

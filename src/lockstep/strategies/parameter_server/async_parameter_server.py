@@ -181,11 +181,11 @@ class AsyncParameterServer(
     def _next_push(self) -> RpcRequest | None:
         """Put the next push that has gradients into ``.grad``; None, if each worker has pushed this step or ended."""
         while min(self._done.values()) <= self._step:
-            parted = self._round.arrived
-            waiting = {rank for rank, steps in self._done.items() if steps <= self._step} - parted
+            ended = self._round.arrived
+            waiting = {rank for rank, steps in self._done.items() if steps <= self._step} - ended
             if not waiting:
-                if len(parted) < len(self._done) or len(set(self._done.values())) > 1:
-                    raise unexpected_end_of_loop(rank for rank in parted if self._done[rank] <= self._step)
+                if len(ended) < len(self._done) or len(set(self._done.values())) > 1:
+                    raise unexpected_end_of_loop(rank for rank in ended if self._done[rank] <= self._step)
                 return None
             request = self._context.endpoint.take(f"the push of {format_ranks(waiting)}")
             if isinstance(request.content, EndOfLoop):

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch._C._distributed_autograd import get_gradients  # what torch.distributed hands on, with types
+from torch._C._distributed_autograd import get_gradients  # what torch.distributed exports, with types
 from torch.utils import _pytree as pytree
 
 from lockstep.collectives import TreeAccumulator, fold

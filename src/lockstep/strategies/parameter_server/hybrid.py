@@ -37,7 +37,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch._C._distributed_autograd import backward, get_gradients  # what torch.distributed hands on, with types
+from torch._C._distributed_autograd import backward, get_gradients  # what torch.distributed exports, with types
 from torch.distributed import autograd as dist_autograd
 
 from lockstep.collectives import open_all_reduce, translating_peer_errors
@@ -78,7 +78,7 @@ _LOOK_UP, _BACKWARD = "a look-up of embeddings", "the backward pass"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ``hybrid`` may be told."""
+    """The options of ``hybrid``."""
 
     servers: int = 1  #: how many of the ranks serve, the last ones
     served: str = ""  #: names of the embeddings that lie there, joined by '+'; all of them, if there is none
@@ -131,7 +131,7 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
         self._all_reduce: Final = open_all_reduce(self._role_group, context.runs)
         self._buffers: Final = Buffers(self._all_reduce, self._role_group)
         self._autograd_context: Final = contextlib.ExitStack()
-        self._context_id: int | None = None  # within a turn
+        self._context_id: int | None = None  # within a micro-batch
         self._buckets: dict[ParameterSet, list[FlatBucket]] = {}  # of the dense part
         self._sums: BucketGradients | None = None
         self._step = 0
@@ -225,7 +225,7 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
         self._round.unsent = {rank: replace(done, counted=total) for rank, done in self._round.unsent.items()}
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Tell servers that gradients are in place, if they were not told yet."""
+        """Send servers the message that gradients are in place, if it was not sent yet."""
         self._round.send()
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:

@@ -62,7 +62,7 @@ from lockstep.strategies.state_layout import ReplicatedLayout
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ``parameter-server`` may be told."""
+    """The options of ``parameter-server``."""
 
     servers: int = 1  #: how many of the ranks serve, the last ones
     mode: str = "sync"  #: sync: servers wait for all workers; async: they step with each push

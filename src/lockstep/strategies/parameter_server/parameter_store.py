@@ -38,7 +38,7 @@ class ParameterStore:
     def __init__(self, group: Group, endpoint: RpcEndpoint) -> None:
         self._group: Final = group
         self._endpoint: Final = endpoint
-        self.version = 0  #: how often what this rank owns has been updated; whoever updates it counts
+        self.version = 0  #: how often what this rank owns has been updated; the strategy counts
         self._models: Final[list[list[torch.Tensor]]] = []
         self._owners: Final[dict[torch.Tensor, int]] = {}
         self._buckets: list[FlatBucket] = []

@@ -70,7 +70,7 @@ _KEPT = 8  #: schedules; each has memory for what its micro-batches receive
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ``pipeline`` may be told."""
+    """The options of ``pipeline``."""
 
     stages: int = 0  #: ranks that hold one replica of the model; 0: all ranks
     schedule: str = "1f1b"  #: gpipe, 1f1b or interleaved

@@ -18,8 +18,8 @@ from lockstep.strategies.protocol import StateDict, StateLayout
 class DTensorLayout(StateLayout):
     """The layout of tensors that are divided by rows.
 
-    Such as shape (5, 3) on three ranks: rows 0 and 1, rows 2 and 3, row 4. Where several copies are held, the first one
-    is what a checkpoint gets.
+    For example shape (5, 3) on three ranks: rows 0 and 1, rows 2 and 3, row 4. Where ranks hold several copies, a
+    checkpoint gets the first one.
     """
 
     def __init__(self, group: Group, shard_groups: ShardGroups) -> None:

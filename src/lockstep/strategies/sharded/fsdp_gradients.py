@@ -1,6 +1,6 @@
 """Gradients of blocks that `fully_shard` gathers and reshards: folded along the tree, whole, then scattered.
 
-micro-batch 0     backward: block 2, 1, 0     each hands over its gradient, whole and flat: folded, and kept
+micro-batch 0     backward: block 2, 1, 0     each gives its gradient, whole and flat: folded, and kept
 micro-batch 1     backward: block 2, 1, 0     ... folded
 the last one      backward: block 2           ... folded; nodes exchanged; each rank folds its rows: `.grad`
                             block 1, 0        likewise

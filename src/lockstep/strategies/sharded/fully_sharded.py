@@ -12,7 +12,7 @@ another order: give each rank one large micro-batch where memory counts. Autocas
 until the backward pass, so ``mixed=bf16`` or ``checkpoint_activations`` save more than ``precision="bf16"``.
 
 The bits are those of the strategy ``none``, with optimizers that treat each element alike: torch's ``fused=True``
-ones do not on CPUs, where the last few elements of a tensor are computed by other instructions.
+ones do not on CPUs, where other instructions compute the last few elements of a tensor.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _MIXED: Final = {"none": None, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ``fsdp`` may be told."""
+    """The options of ``fsdp``."""
 
     #: Which modules are gathered as one: ``auto`` (members of lists of modules), ``whole`` (the model), a least number
     #: of parameters such as ``1M``, or names of classes such as ``Block+Head``.
@@ -104,7 +104,7 @@ class FullySharded(Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEv
 
     Args:
         context: the conditions.
-        options: what the user says.
+        options: of the strategy.
         ranks: that hold one copy of the model; neighbours, and a divisor of all.
     """
 

@@ -21,7 +21,7 @@ from lockstep.strategies.sharded.fully_sharded import FullySharded
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ``hsdp`` may be told; the same as ``fsdp``, and how many ranks hold a copy."""
+    """The options of ``hsdp``: those of ``fsdp``, and how many ranks hold a copy."""
 
     #: Ranks that hold one copy of the model; 0: those of a node.
     shard: int = 0

@@ -23,7 +23,7 @@ _UNITS: Final = {"K": 10**3, "M": 10**6, "G": 10**9}
 def blocks_of(model: nn.Module, wrap: str) -> list[nn.Module]:
     """The blocks of ``model``, inner ones before those around them; never ``model`` itself.
 
-    A module that shares a parameter with modules outside of it is no block: whoever holds them all gathers it.
+    A module that shares a parameter with modules outside of it is no block: the module that holds them all gathers it.
 
     Args:
         model: of which a block's ``forward`` is called whenever the parameters inside are used.
@@ -49,9 +49,9 @@ def blocks_of(model: nn.Module, wrap: str) -> list[nn.Module]:
 
 
 def recompute(block: nn.Module) -> None:
-    """The forward pass of ``block`` keeps only its inputs from now on, and is made once more in the backward pass.
+    """Let ``block`` keep only its inputs in the forward pass, and compute it once more in the backward pass.
 
-    With the same random numbers; buffers move once.
+    The second time uses the same random numbers, and does not change buffers.
     """
     forward = block.forward
 
@@ -67,7 +67,7 @@ def recompute(block: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _buffers_aside(block: nn.Module) -> Iterator[None]:
-    """What changes buffers inside changes copies of them."""
+    """A context in which copies of buffers are changed instead of the buffers."""
     held = [(m, name, b) for m in block.modules() for name, b in m._buffers.items() if b is not None]
     for module, name, buffer in held:
         module._buffers[name] = buffer.clone()
