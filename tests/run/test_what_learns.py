@@ -492,7 +492,7 @@ def unfrozen_by_the_script(root, strategy, until):
     os.environ["LOCKSTEP_RESUME"] = "1"
     said = []
     with Run(seed=3, checkpoint=root, strategy=strategy) as run:
-        run.say = said.append
+        run._context.reporter.say = said.append
         net = start(CASES["unfrozen at a step"])
         model = run.model(net)
         run.optimizer(sgd(net.parameters()))
