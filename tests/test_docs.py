@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import world
+from lockstep import launch_contract
 from lockstep.report import MetricsFile
 from lockstep.settings import Settings
 
@@ -163,7 +163,7 @@ def test_the_table_of_settings_is_the_code():
 
 def test_the_table_of_exit_codes_is_the_code():
     said = {int(row[0]) for row in rows_below("Exit codes")}
-    assert said == {value for name, value in vars(world).items() if name.startswith("EXIT_")}
+    assert said == {value for name, value in vars(launch_contract).items() if name.startswith("EXIT_")}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

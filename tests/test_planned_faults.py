@@ -23,12 +23,12 @@ moments = st.one_of(
 )
 seconds = st.integers(1, 10**5).map(lambda tenths: tenths / 10)
 places = st.one_of(
-    st.builds(dict, deed=st.sampled_from(["kill", "stop", "raise", "loop"]), rank=whole),
-    st.builds(dict, deed=st.just("delay"), rank=whole, seconds=seconds),
-    st.builds(dict, deed=st.just("fill")),
-    st.builds(dict, deed=st.just("cut"), node=whole),
+    st.builds(dict, kind=st.sampled_from(["kill", "stop", "raise", "loop"]), rank=whole),
+    st.builds(dict, kind=st.just("delay"), rank=whole, seconds=seconds),
+    st.builds(dict, kind=st.just("fill")),
+    st.builds(dict, kind=st.just("cut"), node=whole),
 )
-late = st.builds(dict, deed=st.sampled_from(["kill", "stop", "raise"]), rank=whole, after_s=seconds)
+late = st.builds(dict, kind=st.sampled_from(["kill", "stop", "raise"]), rank=whole, after_s=seconds)
 faults = st.one_of(
     st.builds(lambda place, moment: Fault(**place, **moment), places, moments), late.map(lambda said: Fault(**said))
 )

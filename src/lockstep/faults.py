@@ -1,4 +1,4 @@
-"""Faults on purpose: what is to go wrong, where and when, in words; done in the rank, and seen to have been done.
+"""Fault injection: what is to go wrong, where and when, as text; each rank injects its own faults and records them.
 
     kill rank 2 at step 7                 once 7 steps are done
     stop rank 1 in backward               SIGSTOP, when it first goes to that phase
@@ -10,7 +10,7 @@
     cut the network of node 1 at step 9   inside a network namespace of its own
     kill rank 1 after 5 s                 of its life; for scripts of which no steps are known
 
-A fault happens once: a generation that follows goes on without it. Steps and phases are those that `Run` tells.
+A fault happens once: a later generation goes on without it. Steps and phases are those of `Run`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from lockstep.errors import LockstepError, SettingError
 from lockstep.heartbeat import ProgressMarker, progress_marker
 from lockstep.heartbeat_message import PHASES
 
-Deed = Literal["kill", "stop", "delay", "raise", "loop", "fill", "cut"]
+FaultKind = Literal["kill", "stop", "delay", "raise", "loop", "fill", "cut"]
 
 _WHAT = (
-    r"(?P<deed>kill|stop|raise in|loop in) rank (?P<rank>\d+)|"
+    r"(?P<kind>kill|stop|raise in|loop in) rank (?P<rank>\d+)|"
     r"(?P<delay>delay) rank (?P<late>\d+) by (?P<by>\d+(?:\.\d+)?) ?s|"
     r"(?P<fill>fill) the disk|(?P<cut>cut) the network of node (?P<node>\d+)"
 )
 _WHEN = r"(?: in (?P<phase>[a-z]+))?(?: at step (?P<step>\d+))?(?: after (?P<after>\d+(?:\.\d+)?) ?s)?"
 _FAULT = re.compile(f"(?:{_WHAT}){_WHEN}")
 _EXAMPLES = "such as 'kill rank 1 at step 7', 'stop rank 0 in backward' or 'kill rank 1 after 5 s'"
-#: More than this is nobody's test disk.
+#: A disk with more free space than this is not a test disk.
 _DISK_BYTES = 4 << 30
 _BALLAST = "ballast"
 _BLOCK_BYTES = 1 << 20
@@ -59,7 +59,7 @@ class PlannedFault(LockstepError, RuntimeError):
 class Fault:
     """One thing that is to go wrong, once."""
 
-    deed: Deed
+    kind: FaultKind
     rank: int = 0  #: where; of ``fill`` the leader
     node: int = 0  #: of ``cut``, on which its first rank does it
     seconds: float = 0.0  #: of ``delay``
@@ -69,10 +69,10 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The fault that ``text`` tells.
+        """The fault that ``text`` describes.
 
         Raises:
-            SettingError: if it tells none.
+            SettingError: if it is not one.
         """
         words = " ".join(text.split())
         found = _FAULT.fullmatch(words)
@@ -85,11 +85,11 @@ class Fault:
             raise SettingError(f"--fault {text!r}: say when: at step N, in PHASE, or after N s")
         if said["after"] is not None and (said["phase"] or said["step"]):
             raise SettingError(f"--fault {text!r}: either after so many seconds, or at a step or phase")
-        word = (said["deed"] or said["delay"] or said["fill"] or said["cut"]).split()[0]
+        word = (said["kind"] or said["delay"] or said["fill"] or said["cut"]).split()[0]
         if said["after"] is not None and word in ("delay", "loop"):
             raise SettingError(f"--fault {text!r}: a rank can do that only where it tells where it is: give a step")
         return cls(
-            next(deed for deed in _DEEDS if deed == word),
+            next(kind for kind in _INJECT if kind == word),
             rank=int(said["rank"] or said["late"] or 0),
             node=int(said["node"] or 0),
             seconds=float(said["by"] or 0),
@@ -104,7 +104,7 @@ class Fault:
             "delay": f"delay rank {self.rank} by {self.seconds:g} s",
             "fill": "fill the disk",
             "cut": f"cut the network of node {self.node}",
-        }.get(self.deed, f"{self.deed}{' in' * (self.deed in ('raise', 'loop'))} rank {self.rank}")
+        }.get(self.kind, f"{self.kind}{' in' * (self.kind in ('raise', 'loop'))} rank {self.rank}")
         return (
             what
             + (f" in {self.phase}" if self.phase is not None else "")
@@ -114,7 +114,7 @@ class Fault:
 
     def is_of(self, rank: int, node_rank: int, local_rank: int) -> bool:
         """Whether this rank is to do it."""
-        return (node_rank, local_rank) == (self.node, 0) if self.deed == "cut" else rank == self.rank
+        return (node_rank, local_rank) == (self.node, 0) if self.kind == "cut" else rank == self.rank
 
     def is_due(self, marker: ProgressMarker, *, entered: bool) -> bool:
         """Whether now is the moment: the rank has ``entered`` a phase, or done a step."""
@@ -157,7 +157,7 @@ class FaultPlan:
             SettingError: for a rank or node that there is not.
         """
         for fault in self.faults:
-            if fault.deed == "cut" and fault.node >= nodes:
+            if fault.kind == "cut" and fault.node >= nodes:
                 raise SettingError(f"--fault {str(fault)!r}: the nodes are 0 to {nodes - 1}")
             if fault.rank >= ranks:
                 raise SettingError(f"--fault {str(fault)!r}: the ranks are 0 to {ranks - 1}")
@@ -242,7 +242,7 @@ class _Armed:
     def _do(self, fault: Fault) -> None:
         where = f"rank {self._rank}, process {os.getpid()}, {self._marker.phase}, step {self._marker.step}"
         _note(self._notes, f"{fault}\t{time.time():.3f}\t{where}\n")
-        _DEEDS[fault.deed](fault, self._notes.parent, self._main)
+        _INJECT[fault.kind](fault, self._notes.parent, self._main)
 
 
 def _note(notes: Path, line: str) -> None:
@@ -254,7 +254,7 @@ def _note(notes: Path, line: str) -> None:
         os.close(descriptor)
 
 
-# ---- deeds ----------------------------------------------------------------------------------------------------------
+# ---- what each kind does ---------------------------------------------------------------------------------------------
 
 
 def _kill(fault: Fault, run_dir: Path, main: int) -> None:
@@ -298,7 +298,7 @@ def _cut(fault: Fault, run_dir: Path, main: int) -> None:
         subprocess.run(["ip", "link", "set", link, "down"], check=True)
 
 
-_DEEDS: Mapping[Deed, Callable[[Fault, Path, int], None]] = {
+_INJECT: Mapping[FaultKind, Callable[[Fault, Path, int], None]] = {
     "kill": _kill,
     "stop": _stop,
     "delay": _delay,
@@ -310,14 +310,14 @@ _DEEDS: Mapping[Deed, Callable[[Fault, Path, int], None]] = {
 
 
 def _check_here(fault: Fault, run_dir: Path) -> None:
-    if fault.deed == "fill":
+    if fault.kind == "fill":
         free = shutil.disk_usage(run_dir).free
         if free > _DISK_BYTES:
             raise SettingError(
                 f"--fault {str(fault)!r}: the disk of {run_dir} has {free >> 30} GiB free, and others use it; give a "
                 "--run-dir on a small one, such as from: mount -t tmpfs -o size=64m none DIR"
             )
-    if fault.deed == "cut":
+    if fault.kind == "cut":
         why = _why_not_cut()
         if why:
             raise SettingError(

@@ -1,4 +1,4 @@
-"""What a rank tells its launcher about itself twice a second, as a value and as text."""
+"""The heartbeat: what a rank sends to its launcher twice a second, as a value and as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Self
 
-#: What a rank may be doing. Script: what `Run` does not know about, which in a script without it is everything.
+#: What a rank may be doing. ``script`` is all that `Run` does not know about; in a script without `Run`, everything.
 PHASES = (
     "script", "start", "data", "forward", "backward", "reduction", "update", "save", "evaluate", "exit",
 )  # fmt: skip
@@ -23,7 +23,7 @@ class SourceLine:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a rank tells its launcher twice a second: that it lives, and where it is."""
+    """What a rank sends to its launcher twice a second: that it is alive, and where it is."""
 
     rank: int
     process: int  #: its process id on its host
@@ -43,10 +43,10 @@ class Heartbeat:
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Self:
-        """The heartbeat that ``text`` tells.
+        """The heartbeat in ``text``.
 
         Raises:
-            ValueError: if it tells none.
+            ValueError: if it is not a heartbeat.
         """
         try:
             values = json.loads(text)

@@ -20,7 +20,7 @@ from lockstep.launch.diagnosis.hang_analysis import (
 from lockstep.launch.diagnosis.hang_report import Recovered, Worker, headline, report, sentence, why
 from rank_states import anything, beat, rank_state, waiting, worlds
 
-states = st.dictionaries(st.integers(0, 5), st.sampled_from("RSDTZ"))
+states = st.dictionaries(st.integers(0, 5), st.sampled_from(["running", "sleeping", "disk-sleep", "stopped", "zombie"]))
 
 
 def shown(file):
@@ -79,7 +79,7 @@ def test_the_one_rank_that_is_not_in_the_collective_is_the_culprit(ranks, data):
 def test_a_rank_that_is_stopped_is_the_culprit_wherever_the_others_are(rank_states, data):
     heard = [replace(s, silent_s=0.1) for s in rank_states]
     stopped = data.draw(st.sampled_from(heard)).rank
-    diagnosis = diagnose_hang(heard, {stopped: "T"}, {})
+    diagnosis = diagnose_hang(heard, {stopped: "stopped"}, {})
     assert (diagnosis.culprits, diagnosis.kind) == ((stopped,), "stopped")
     assert diagnosis.is_certain
 
@@ -140,7 +140,7 @@ def test_a_rank_late_in_one_world_is_told_with_each_stack_once():
     stacks[3] = Stacks(
         Stack((SourceLine("/home/ada/data.py", 7, "load"), SourceLine("/home/ada/train.py", 9, "main"))), ""
     )
-    worker = Worker(4711, "D", Stacks(Stack((SourceLine("/home/ada/data.py", 3, "read"),)), ""))
+    worker = Worker(4711, "disk-sleep", Stacks(Stack((SourceLine("/home/ada/data.py", 3, "read"),)), ""))
     rank_states = [*(waiting(r) for r in range(3)), rank_state(3, call="next(loader)")]
     text = told(diagnose_hang(rank_states, {}, {}), stacks, {3: [worker]})
     assert text.splitlines() == [
@@ -194,14 +194,23 @@ def test_a_wait_that_shows_no_sign_is_known_by_the_number_of_collectives():
     assert (diagnosis.culprits, diagnosis.waiting) == ((1,), (0,))
 
 
-@pytest.mark.parametrize(("letter", "kind"), [("R", "gil_held"), ("S", "gil_held"), ("D", "disk"), ("T", "stopped")])
-def test_why_a_rank_is_silent_is_told_by_the_kernel(letter, kind):
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [
+        ("running", "gil_held"),
+        ("sleeping", "gil_held"),
+        ("disk-sleep", "disk"),
+        ("stopped", "stopped"),
+        ("tracing-stop", "stopped"),
+    ],
+)
+def test_why_a_rank_is_silent_is_told_by_the_kernel(state, kind):
     rank_states = [waiting(0), rank_state(1, silent_s=59.0)]
-    diagnosis = diagnose_hang(rank_states, {0: "S", 1: letter}, {})
+    diagnosis = diagnose_hang(rank_states, {0: "sleeping", 1: state}, {})
     assert (diagnosis.kind, diagnosis.culprits, diagnosis.waiting) == (kind, (1,), (0,))
     assert diagnosis.is_certain
-    alone = diagnose_hang([rank_states[1]], {1: letter}, {})
-    assert alone.is_certain == (letter == "T"), "a long call may be meant, while nobody waits for it"
+    alone = diagnose_hang([rank_states[1]], {1: state}, {})
+    assert alone.is_certain == (kind == "stopped"), "a long call may be meant, while nobody waits for it"
 
 
 def test_a_silent_rank_is_where_its_stack_says():

@@ -1,10 +1,10 @@
-"""In a rank: what it is doing, and how the launcher gets to know it.
+"""In a rank: what it is doing, and how the launcher learns of it.
 
     in a rank                                       in the launcher (launch/diagnosis)
 
     ProgressMarker ◄── Run: phase and step
       │
-    HeartbeatSender ═══ heartbeats, on a CPU channel ═══► HeartbeatTracker ─► overdue_ranks ─► explain ─► report
+    HeartbeatSender ═══ heartbeats, on a CPU channel ═══► HeartbeatTracker ─► overdue_ranks ─► diagnose_hang ─► report
     stack dump      ◄══ STACKS_SIGNAL, a file ══════════► read_stacks ────────────────────────────┘
 
 It works for every script, also for one that does not use `Run`.

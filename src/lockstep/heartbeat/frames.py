@@ -1,4 +1,4 @@
-"""Where a thread is, in words that its user knows: a line of their code, and what that line has called.
+"""Where a thread is, as its user knows it: a line of their code, and the function that this line has called.
 
     innermost   all_reduce         torch/distributed/...   ─┐  the call: all_reduce, in which ranks meet
                 wrapper            torch/distributed/...   ─┘
@@ -6,7 +6,7 @@
                 main               train.py:88
     outermost   _run_file          lockstep/launch/...
 
-Reads frames that belong to a running thread; it looks at what is there and changes nothing.
+It reads the frames of a running thread and changes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AROUND = ("/torch/_ops.py", "/torch/distributed/c10d_logger.py")
 
 
 def is_users(file: str) -> bool:
-    """Whether ``file`` is neither Python's, an installed package's nor ours."""
+    """Whether ``file`` is the user's: not part of Python, of an installed package, or of Lockstep."""
     # Python itself calls what dataclasses and the like have made of text <string>. Packages may be installed for
     # another Python, too, whose directories a .pth file or a virtual environment adds.
     installed = file.startswith(("<frozen", "<string>", *_INSTALLED))
@@ -44,8 +44,8 @@ def is_users(file: str) -> bool:
 def find_user_frame(innermost: FrameType) -> tuple[SourceLine, str, bool]:
     """The user's line in a stack, what it has called, and whether ranks wait for each other in that call.
 
-    Where no line of the stack is the user's, as in a program that is installed, the innermost of the others' that is
-    neither Python's nor ours.
+    If no line is the user's, as in a program that is installed, it is the innermost line of an installed package that
+    belongs neither to Python nor to Lockstep.
     """
     above: list[tuple[str, str, str]] = []  # file, function and module of what lies above the user's line
     frame: FrameType | None = innermost
@@ -85,7 +85,7 @@ def _call(above: list[tuple[str, str, str]]) -> tuple[str, bool]:
 def collectives_begun() -> int:
     """How many collectives this process has begun over groups of all ranks; 0 while it has no group.
 
-    Looks at what the script has loaded and imports nothing: a script without torch stays without it.
+    It imports nothing: a script that does not use torch does not load it for this.
     """
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     default = getattr(world, "default_pg", None)

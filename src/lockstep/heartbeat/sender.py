@@ -1,11 +1,11 @@
-"""In a rank: what it is doing, and the thread that tells it.
+"""In a rank: what it is doing, and the thread that reports it.
 
-    main thread     enter("data") ... enter("forward") ... reach(412)       two stores each
+    main thread     set_phase("data") ... set_phase("forward") ... set_step(412)     two stores each
                               │
-    heart           looks twice a second, and sends a heartbeat             works while the main thread waits in C;
-                                                                            not while that holds Python's lock
+    sender thread   reads it twice a second, and sends a heartbeat            works while the main thread waits in C;
+                                                                             not while that holds Python's lock
 
-That no heartbeat comes is thus a sign of its own.
+So it means something, too, when no heartbeat comes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SEND_S = 0.4
 
 
 class ProgressMarker:
-    """What the main thread is doing. Telling it costs some ten nanoseconds, so that it can be told in every step."""
+    """What the main thread is doing. An update costs some ten nanoseconds, so that every step can afford several."""
 
     __slots__ = ("listeners", "phase", "phase_changes", "step")
 
@@ -37,10 +37,10 @@ class ProgressMarker:
         self.phase_changes = 0
         self.listeners: tuple[
             Callable[[ProgressMarker], None], ...
-        ] = ()  #: called in the main thread after each word of it
+        ] = ()  #: called in the main thread after each update
 
     def set_phase(self, phase: str) -> str:
-        """From here on the rank is in ``phase``, one of `PHASES`; returns the one before."""
+        """Say that the rank is in ``phase`` from now on, one of `PHASES`; returns the phase before."""
         before = self.phase
         self.phase = phase
         self.phase_changes += 1
@@ -49,7 +49,7 @@ class ProgressMarker:
         return before
 
     def set_step(self, step: int) -> None:
-        """``step`` optimizer steps are done."""
+        """Say that ``step`` optimizer steps are done; -1 where nobody counts them any more."""
         self.step = step
         for listener in self.listeners:
             listener(self)
@@ -59,17 +59,17 @@ _MARKER: Final = ProgressMarker()
 
 
 def progress_marker() -> ProgressMarker:
-    """The one of this process."""
+    """The progress marker of this process."""
     return _MARKER
 
 
 class HeartbeatSender:
-    """Tells whoever watches over this rank that it lives, and where it is.
+    """Sends heartbeats to the launcher of this rank: that it is alive, and where it is.
 
     Args:
         rank: this rank's number.
-        line: where heartbeats go; None: nobody listens.
-        of: what the main thread says.
+        line: the socket for heartbeats; None: nobody listens.
+        of: what the main thread is doing.
     """
 
     def __init__(self, rank: int, line: socket.socket | None, of: ProgressMarker) -> None:
@@ -79,19 +79,19 @@ class HeartbeatSender:
         self._line: Final = line
 
     def start(self) -> None:
-        """Beat now and from now on, in a thread that ends with the process. No thread where nobody listens."""
+        """Send a heartbeat now and every half second, from a daemon thread. No thread is started if nobody listens."""
         if self._line is not None:
             self.beat()
             threading.Thread(target=self._go_on, name="lockstep heart", daemon=True).start()
 
     def beat(self) -> None:
-        """Send one heartbeat. It is lost if nobody listens, or if the listener does not catch up for a while."""
+        """Send one heartbeat. It is lost if nobody listens, or if the listener is too slow for a while."""
         if self._line is not None:
             with contextlib.suppress(OSError):
                 self._line.send(self.now().to_text().encode())
 
     def now(self) -> Heartbeat:
-        """Where the main thread is."""
+        """The heartbeat for where the main thread is now."""
         frame = sys._current_frames().get(self._main)
         place, call, meets = find_user_frame(frame) if frame is not None else (NOWHERE, "", False)
         said = self._marker
@@ -125,7 +125,7 @@ def open_channel(channel: str) -> socket.socket | None:
     try:
         line.connect(channel if by_path else (host, int(port)))
     except OSError:
-        # Whoever was to listen is gone, and this rank will be, too.
+        # The launcher is gone, so this rank will end, too.
         line.close()
         return None
     line.settimeout(_SEND_S)

@@ -26,18 +26,18 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One thread's, innermost first."""
+    """The frames of one thread, innermost first."""
 
     frames: tuple[SourceLine, ...]
 
     def own(self) -> tuple[SourceLine, ...]:
-        """The lines of the user's code; all, where there are none."""
+        """The frames in the user's code; all frames if there are none."""
         return tuple(frame for frame in self.frames if is_users(frame.file)) or self.frames
 
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """Those of one process."""
+    """The stacks of one process."""
 
     main: Stack
     text: str  #: of all threads, as they were written
@@ -47,9 +47,9 @@ NOTHING: Final = Stacks(Stack(()), "")
 
 
 def register_stacks(path: Path) -> None:
-    """From here on `STACKS_SIGNAL` makes this process add the stacks of all its threads to ``path``.
+    """Have `STACKS_SIGNAL` append the stacks of all threads of this process to ``path``, from now on.
 
-    In the main thread. The file stays open as long as the process lives.
+    To be called in the main thread. The file stays open as long as the process exists.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -64,17 +64,17 @@ def is_registered(status: str) -> bool:
 
 
 def read_stacks(before: str, written: str) -> Stacks:
-    """What a process has written.
+    """The stacks that a process has written.
 
     Args:
         before: the file as it was, whose headers say which thread is the main one.
-        written: what has come since.
+        written: what was appended since.
     """
     parts = _THREAD.split(written)
     threads = dict(zip((int(thread, 16) for thread in parts[1::2]), parts[2::2], strict=True))
     headers = [line for line in before.splitlines() if line.startswith(_HEADER)]
     main = int(headers[-1].removeprefix(_HEADER).split()[0], 16) if headers else 0
-    # Where it is not said, the thread that began last in the list: it is the oldest.
+    # Without a header the last thread in the list, which is the oldest.
     text = threads.get(main) or (list(threads.values())[-1] if threads else "")
     return Stacks(Stack(tuple(_frames(text))), written)
 

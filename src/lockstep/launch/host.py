@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
+import ipaddress
 import os
 import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from lockstep.cpu_affinity import allotted_cpus
+from lockstep.launch.procfs import text_of
 
 #: Variables that name the network interface of torch's CPU backends.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-_SIOCGIFADDR = 0x8915
-_LISTENS = "0A"  # the kernel's number for a listening socket
+_IP = (socket.AF_INET, socket.AF_INET6)
+# One of them is there where NVIDIA's driver is: on Linux, in WSL, and on Jetson boards.
+_DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu", "/dev/nvgpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Machine:
             affinity = len(os.sched_getaffinity(0))
         except AttributeError:  # not on macOS
             affinity = os.cpu_count() or 1
-        cpus = allotted_cpus(env, affinity=affinity, cpu_max=_text(Path("/sys/fs/cgroup/cpu.max")) or "max")
+        cpus = allotted_cpus(env, affinity=affinity, cpu_max=_cpu_quota())
         return cls(gpus=visible(env.get("CUDA_VISIBLE_DEVICES"), _driver_gpus()), cpus=cpus)
 
 
@@ -57,51 +57,53 @@ def visible(allowed: str | None, present: int) -> int:
 
 def _driver_gpus() -> int:
     """GPUs that NVIDIA's driver lets this process use; 0 without one."""
+    if not any(map(os.path.exists, _DRIVER)):
+        return 0
+    # Late: it takes tens of milliseconds, and only machines with a GPU need it.
+    import pynvml
+
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
         return 0
-    if nvml.nvmlInit_v2() != 0:
+    try:
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
         return 0
-    count = ctypes.c_uint(0)
-    found = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
-    nvml.nvmlShutdown()
-    return count.value if found else 0
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def interface_of(address: str) -> str:
     """The name of the network interface that has this IPv4 or IPv6 ``address``; "" if none has."""
-    if ":" in address:
-        spelt = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-        lines = (_text(Path("/proc/net/if_inet6")) or "").splitlines()
-        return next((line.split()[-1] for line in lines if line.split()[0] == spelt), "")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):
-                if socket.inet_ntoa(fcntl.ioctl(asked, _SIOCGIFADDR, request)[20:24]) == address:
-                    return name
+    # Late, for most commands do without it.
+    import psutil
+
+    host = _without_zone(address)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family in _IP and _without_zone(each.address) == host for each in addresses):
+            return str(name)
     return ""
 
 
 def holder_of(port: int) -> tuple[int, str] | None:
     """The process that listens at TCP ``port`` here, with its command; None if it cannot be seen."""
-    sockets = set()
-    for table in ("tcp", "tcp6"):
-        for line in (_text(Path("/proc/net") / table) or "").splitlines()[1:]:
-            words = line.split()
-            if words[3] == _LISTENS and int(words[1].rpartition(":")[2], 16) == port:
-                sockets.add(f"socket:[{words[9]}]")
-    for process in Path("/proc").glob("[0-9]*") if sockets else ():
-        with contextlib.suppress(OSError):
-            if any(os.readlink(descriptor) in sockets for descriptor in (process / "fd").iterdir()):
-                command = (_text(process / "cmdline") or "").replace("\0", " ").strip()
-                return int(process.name), command or (_text(process / "comm") or "").strip()
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            # An address is a pair of host and port, or empty where there is none.
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,) and connection.pid:
+                process = psutil.Process(connection.pid)
+                return process.pid, " ".join(process.cmdline()) or process.name()
     return None
 
 
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
+def _without_zone(address: str) -> str:
+    """``fe80::1%eth0`` as ``fe80::1``, in one spelling."""
+    return str(ipaddress.ip_address(address.partition("%")[0]))
+
+
+def _cpu_quota() -> str:
+    """What the control group of this process may use of the CPUs; psutil does not know of control groups."""
+    return text_of(Path("/sys/fs/cgroup/cpu.max")) or "max"

@@ -14,7 +14,7 @@ from typing import Self
 from lockstep.heartbeat import is_users
 from lockstep.peer_failure import is_peer_failure
 
-#: The kind of a failure that the launcher found, not the rank: it does not get on.
+#: The kind of a failure that the launcher found and not the rank itself: it makes no progress.
 HANG = "hang"
 
 _WORKER_LOST = re.compile(r"DataLoader worker .*(is killed by signal: Killed|exited unexpectedly)", re.DOTALL)
@@ -27,7 +27,7 @@ _ABORTED_BY_WATCHDOG = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why one rank failed, in its own words."""
+    """Why one rank failed, as it recorded itself."""
 
     rank: int
     host: str
@@ -63,11 +63,11 @@ class Failure:
 
     @property
     def lost_worker(self) -> bool:
-        """A process of its loader was killed, or is gone without a word."""
+        """Whether a process of its data loader was killed or ended unexpectedly."""
         return _WORKER_LOST.search(self.message) is not None
 
     def write(self, path: Path) -> None:
-        """Leave the record at ``path``, whole or not at all."""
+        """Write the record to ``path``, completely or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f".{path.name}")
         scratch.write_text(json.dumps(asdict(self)), encoding="ascii")

@@ -30,6 +30,7 @@ _STEPS_KEPT = 64
 _LONG = frozenset({"script", "start", "save", "evaluate", "exit"})
 #: A thread that uses less than this fraction of the elapsed time as CPU time does not compute.
 _IDLE = 0.05
+_STOPPED = frozenset({"stopped", "tracing-stop"})
 
 Kind = Literal[
     "busy",  # a rank does something else, whatever it is, while the others wait or nobody does
@@ -231,10 +232,11 @@ def diagnose_hang(
 
     Args:
         rank_states: of all ranks whose process has not ended.
-        process_states: the kernel's letter for what a process does (``R S D T Z``), by rank; may be incomplete.
+        process_states: what each process does, by rank and in psutil's words (``running``, ``sleeping``,
+            ``disk-sleep``, ``stopped``, ``tracing-stop``, ``zombie``); may be incomplete.
         exited: ranks that have ended, with their exit status.
     """
-    silent = [s for s in rank_states if s.is_silent or process_states.get(s.rank, "")[:1] in ("T", "t")]
+    silent = [s for s in rank_states if s.is_silent or process_states.get(s.rank, "") in _STOPPED]
     heard = [s for s in rank_states if s not in silent]
     waiting = [s for s in heard if _beat(s).meets] or _ahead_of_others(heard)
     others = [s for s in heard if s not in waiting]
@@ -265,10 +267,10 @@ def diagnose_hang(
 
 
 def _kind_of_silence(silent: Sequence[RankState], process_states: Mapping[int, str]) -> Kind:
-    letters = {process_states.get(s.rank, "")[:1] for s in silent}
-    if letters <= {"T", "t"}:
+    found = {process_states.get(s.rank, "") for s in silent}
+    if found <= _STOPPED:
         return "stopped"
-    return "disk" if letters <= {"D"} else "gil_held"
+    return "disk" if found <= {"disk-sleep"} else "gil_held"
 
 
 def _ahead_of_others(heard: Sequence[RankState]) -> list[RankState]:

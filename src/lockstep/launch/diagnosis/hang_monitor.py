@@ -1,8 +1,8 @@
-"""Watches over the ranks of this machine: hears their heartbeats, and when they hang, says who and where.
+"""Monitors the ranks of this machine: receives their heartbeats, and when they hang, reports which ranks and where.
 
-    heartbeats ─► look()  ─── all is well ─────────────────────────────────────────►  None
+    heartbeats ─► poll()  ─── all is well ─────────────────────────────────────────►  None
                      │
-                     └─ somebody is late ─► states from /proc ─► stacks, by signal ─►  the report, on the screen
+                     └─ a rank is overdue ─► process states ─► stacks, by signal ─►  the report, on the screen
                                                                                        and in RUN_DIR/hangs
                                                                                           │
                                                         --on-hang, and how sure it is ────┴─►  Hang, or None
@@ -27,6 +27,7 @@ from typing import Final, Self
 
 from lockstep.heartbeat import NOTHING, NOWHERE, Stacks, is_registered, read_stacks
 from lockstep.heartbeat_message import Heartbeat
+from lockstep.launch import procfs
 from lockstep.launch.diagnosis.error_record import HANG, Failure
 from lockstep.launch.diagnosis.hang_analysis import (
     HangDiagnosis,
@@ -59,7 +60,7 @@ class Hang:
 
 
 class HangMonitor:
-    """Hears the ranks of one launcher on this host, one generation after the other.
+    """Follows the ranks of one launcher on this host, one generation after the other.
 
     Args:
         timeouts: how long ranks may take.
@@ -115,7 +116,10 @@ class HangMonitor:
         self._tracker.rank_exited(rank, status)
 
     def poll(self) -> Hang | None:
-        """Hear what came; to be called several times a second. Says what there is to say, and whether to end it all."""
+        """Take in heartbeats and report a hang; to be called several times a second.
+
+        Returns the hang if the generation is to be ended because of it.
+        """
         now = self._now()
         self._tracker.note_time(now)
         heard = self._heard()
@@ -132,7 +136,7 @@ class HangMonitor:
                 self._say(str(Recovered(self.diagnosis.culprits, self.diagnosis.for_s)))
                 self.diagnosis = None
             return None
-        states = {s.rank: _state(s.beat.process) for s in rank_states if s.beat is not None}
+        states = {s.rank: _process_state(s.beat.process) for s in rank_states if s.beat is not None}
         diagnosis = diagnose_hang(rank_states, states, self._tracker.exited)
         is_news = self.diagnosis is None or (diagnosis.is_certain and not self.diagnosis.is_certain)
         self.diagnosis = diagnosis
@@ -173,7 +177,7 @@ class HangMonitor:
             ).write(failure(rank_state.rank))
 
     def close(self) -> None:
-        """No more is heard."""
+        """Stop listening and remove the socket."""
         self._socket.close()
         shutil.rmtree(self._home, ignore_errors=True)
 
@@ -197,12 +201,12 @@ class HangMonitor:
                 beats.append(Heartbeat.from_text(text))
 
     def _tell(self, diagnosis: HangDiagnosis, ends: bool) -> HangDiagnosis:
-        """Say and keep all that can be known; returns the diagnosis with what the stacks have added."""
+        """Report and store all that can be known; returns the diagnosis with what the stacks have added."""
         processes = {s.rank: s.beat.process for s in diagnosis.rank_states if s.beat is not None}
         stacks = self._ask(processes)
         diagnosis = with_stacks(diagnosis, stacks)
         children = {
-            s.rank: _children(processes[s.rank])[:_WORKERS]
+            s.rank: procfs.children(processes[s.rank])[:_WORKERS]
             for s in diagnosis.rank_states
             if s.rank in diagnosis.culprits and s.beat is not None and s.beat.call == "next(loader)"
         }
@@ -217,21 +221,22 @@ class HangMonitor:
 
     def _ask(self, processes: Mapping[int, int]) -> dict[int, Stacks]:
         """The stacks of the ranks with these process ids, as far as they answer."""
-        before = {rank: _text(self._stacks(rank)) for rank in processes}
-        sizes = {self._stacks(rank): _size(self._stacks(rank)) for rank in processes}
+        files = {rank: self._stacks(rank) for rank in processes}
+        before = {rank: procfs.text_of(file) for rank, file in files.items()}
+        sizes = {file: _size(file) for file in files.values()}
         asked = [rank for rank, process in processes.items() if _ask_process(process)]
-        _settle({self._stacks(rank): sizes[self._stacks(rank)] for rank in asked})
-        return {rank: read_stacks(before[rank], _text(self._stacks(rank))[len(before[rank]) :]) for rank in asked}
+        _settle({files[rank]: sizes[files[rank]] for rank in asked})
+        return {rank: read_stacks(before[rank], procfs.text_of(files[rank])[len(before[rank]) :]) for rank in asked}
 
     def _ask_worker(self, rank: int, process: int) -> Worker:
-        state = _state(process)
+        state = _process_state(process)
         # It writes where its rank does, whose file it has inherited.
         path = self._stacks(rank)
-        before, size = _text(path), _size(path)
+        before, size = procfs.text_of(path), _size(path)
         if not _ask_process(process):
             return Worker(process, state, NOTHING)
         _settle({path: size})
-        return Worker(process, state, read_stacks(before, _text(path)[len(before) :]))
+        return Worker(process, state, read_stacks(before, procfs.text_of(path)[len(before) :]))
 
     def _keep(self, text: str, stacks: Mapping[int, Stacks], workers: Mapping[int, Sequence[Worker]]) -> Path | None:
         parts = [text, ""]
@@ -269,8 +274,10 @@ def _settle(start: Mapping[Path, int]) -> None:
 
 def _ask_process(process: int) -> bool:
     """Ask a process for its stacks; False if it cannot answer now, or would die of the question."""
-    status = _text(Path(f"/proc/{process}/status"))
-    if _state(process)[:1] in ("T", "t", "Z", "X") or (status and not is_registered(status)):
+    if _process_state(process) in ("stopped", "tracing-stop", "zombie", "dead"):
+        return False
+    status = procfs.status(process)
+    if status and not is_registered(status):
         return False
     try:
         os.kill(process, STACKS_SIGNAL)
@@ -279,24 +286,19 @@ def _ask_process(process: int) -> bool:
     return True
 
 
-def _state(process: int) -> str:
-    """The letter by which the kernel tells what a process does, "" where it does not."""
-    return (_text(Path(f"/proc/{process}/stat")).rpartition(")")[2].split() or [""])[0]
+def _process_state(process: int) -> str:
+    """What a process does, in psutil's words, such as ``sleeping``; "" if it cannot be seen."""
+    # Late: nobody needs it while all is well.
+    import psutil
 
-
-def _children(process: int) -> list[int]:
-    return [int(child) for child in _text(Path(f"/proc/{process}/task/{process}/children")).split()]
+    try:
+        return str(psutil.Process(process).status())
+    except psutil.Error:
+        return ""
 
 
 def _source(file: str, line: int) -> str:
     return linecache.getline(file, line).strip()[:80]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _size(path: Path) -> int:

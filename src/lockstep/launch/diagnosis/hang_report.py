@@ -13,7 +13,14 @@ from lockstep.heartbeat_message import SourceLine
 from lockstep.launch.diagnosis.hang_analysis import HangDiagnosis, RankState
 
 _DURING = {"evaluate": " of the evaluation", "start": " at the start", "exit": " at its end"}
-_PROCESS_STATES = {"T": "stopped", "D": "waits for a disk", "S": "sleeps", "R": "computes", "Z": "has ended"}
+_PROCESS_STATES = {
+    "stopped": "stopped",
+    "tracing-stop": "stopped by a debugger",
+    "disk-sleep": "waits for a disk",
+    "sleeping": "sleeps",
+    "running": "computes",
+    "zombie": "has ended",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,7 @@ class Worker:
     """A process that a rank has started, such as one of a loader."""
 
     process: int
-    state: str  #: the kernel's letter for it, such as ``S``
+    state: str  #: what it does, in psutil's words, such as ``sleeping``
     stacks: Stacks = NOTHING
 
 
@@ -146,7 +153,7 @@ def report(
         )
     for rank, children in workers.items():
         for child in children:
-            state = _PROCESS_STATES.get(child.state[:1], child.state)
+            state = _PROCESS_STATES.get(child.state, child.state)
             who = f"  a process that rank {rank} has started ({child.process}, {state})"
             told = _stack_lines(child.stacks.main.own(), shown, source, most)
             lines += [f"{who}, innermost first:", *told] if told else [f"{who}: no stack came"]

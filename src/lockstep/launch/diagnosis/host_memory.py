@@ -1,7 +1,7 @@
 """Host memory: its limit, what each rank of this node holds of it, and whether the kernel killed for want of it.
 
     /proc/self/cgroup ──►  control group: limit, kills         version 1 and 2; only differences of kills mean something
-    children of the nursery ──►  rank 0: 1.2 GiB, 4 workers: 51 GiB            looked at once a second
+    children of the fork_server ──►  rank 0: 1.2 GiB, 4 workers: 51 GiB            looked at once a second
 
 Who is killed can say nothing, so what it held must be known before.
 """
@@ -9,13 +9,13 @@ Who is killed can say nothing, so what it held must be known before.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from lockstep.launch import procfs
 from lockstep.report import size
 
 _LOOK_EVERY_S = 1.0
@@ -33,7 +33,7 @@ class ControlGroup:
     def read(cls, proc: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> Self:
         """Read it; what cannot be read counts as no limit and no kills."""
         limits, kills = [], None
-        for line in _text(proc).splitlines():
+        for line in procfs.text_of(proc).splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
@@ -45,10 +45,10 @@ class ControlGroup:
             # Inside of a container the path is that outside of it, and its own group is mounted as the root.
             groups = [group for group in (own, *own.parents) if group == root or root in group.parents]
             for group in groups:
-                said = _text(group / limit).strip()
+                said = procfs.text_of(group / limit).strip()
                 if said.isdigit() and int(said) < 1 << 60:  # version 1 has no word for no limit
                     limits.append(int(said))
-                for entry in _text(group / events).splitlines():
+                for entry in procfs.text_of(group / events).splitlines():
                     name, _, count = entry.partition(" ")
                     if name == "oom_kill" and count.isdigit() and kills is None:
                         kills = int(count)
@@ -75,7 +75,7 @@ class MemoryTracker:
     """Follows what the ranks of one generation hold.
 
     Args:
-        nursery: the process whose children the ranks are.
+        fork_server: the process whose children the ranks are.
         group: asks the kernel.
         measure: what each rank holds now, by rank.
         now: the clock.
@@ -83,12 +83,12 @@ class MemoryTracker:
 
     def __init__(
         self,
-        nursery: int,
+        fork_server: int,
         group: Callable[[], ControlGroup] = ControlGroup.read,
         measure: Callable[[int], Mapping[int, RankMemory]] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._nursery, self._group, self._measure, self._now = nursery, group, measure or memory_by_rank, now
+        self._fork_server, self._group, self._measure, self._now = fork_server, group, measure or memory_by_rank, now
         self.begin()
 
     def begin(self) -> None:
@@ -101,7 +101,7 @@ class MemoryTracker:
         """To be called often; looks once a second."""
         if self._now() >= self._next_s:
             self._next_s = self._now() + _LOOK_EVERY_S
-            self._memory |= self._measure(self._nursery)
+            self._memory |= self._measure(self._fork_server)
 
     def reason(self, rank: int) -> str:
         """Why ``rank`` or a worker of it was killed, in lines; "" if the kernel killed nothing for want of memory."""
@@ -123,42 +123,27 @@ class MemoryTracker:
         return "\n".join(lines)
 
 
-def memory_by_rank(nursery: int) -> dict[int, RankMemory]:
-    """What each rank holds that was started by the process ``nursery``; one that is just ending may be missing."""
+def memory_by_rank(fork_server: int) -> dict[int, RankMemory]:
+    """What each rank holds that the process ``fork_server`` has started; one that is just ending may be missing."""
+    # Late, for most commands do without it.
+    import psutil
+
     found: dict[int, RankMemory] = {}
-    for child in _children(nursery):
-        name = _text(Path(f"/proc/{child}/comm")).strip()
-        if not name.startswith("rank "):
-            continue
-        workers = _descendants(child)
-        found[int(name.removeprefix("rank "))] = RankMemory(
-            _own_bytes(child), sum(map(_own_bytes, workers)), len(workers)
-        )
+    for child in procfs.children(fork_server):
+        with contextlib.suppress(psutil.Error):
+            name = psutil.Process(child).name()
+            if name.startswith("rank "):
+                workers = procfs.descendants(child)
+                rank = int(name.removeprefix("rank "))
+                found[rank] = RankMemory(_own_bytes(child), sum(map(_own_bytes, workers)), len(workers))
     return found
-
-
-def _descendants(process: int) -> list[int]:
-    found = []
-    for child in _children(process):
-        found += [child, *_descendants(child)]
-    return found
-
-
-def _children(process: int) -> list[int]:
-    children: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{process}/task").iterdir():
-            children += map(int, _text(thread / "children").split())
-    return children
 
 
 def _own_bytes(process: int) -> int:
-    pages = _text(Path(f"/proc/{process}/statm")).split()
-    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE") if len(pages) > 2 else 0
+    """Memory that ``process`` shares with no other, about; 0 if it has ended."""
+    import psutil
 
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
+    with contextlib.suppress(psutil.Error):
+        memory = psutil.Process(process).memory_info()
+        return int(memory.rss - getattr(memory, "shared", 0))
+    return 0

@@ -1,10 +1,10 @@
-"""Why a generation failed: one cause out of all that its ranks said and did, and the block that tells it.
+"""Why a generation failed: the one cause among all that its ranks reported and did, and the text that reports it.
 
-    ranks that fell by themselves ──┬─ say that a peer is gone ─────►  collateral
-                                    └─ the rest, earliest first ────►  the cause, and others of the same kind
-    ranks that the launcher ended ──────────────────────────────────►  not worth a word
+    ranks that failed by themselves ─┬─ report that a peer is gone ─►  collateral
+                                     └─ the rest, earliest first ───►  the cause, and others of the same kind
+    ranks that the launcher ended ──────────────────────────────────►  not reported
 
-All of it is a function of values, so that each kind of trouble can be tried without having it.
+All of it is a function of values, so that each kind of failure can be tested without causing it.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class RankExit:
 
     @property
     def well(self) -> bool:
-        """It was done, saved or not, or stopped with a checkpoint: it did not fail."""
+        """Whether it did not fail: it was done, saved or not, or it stopped with a checkpoint."""
         return self.status in (EXIT_OK, EXIT_NOT_SAVED, EXIT_STOPPED)
 
     @property
     def collateral(self) -> bool:
-        """It ended because another rank was gone."""
+        """Whether it ended because another rank was gone."""
         if self.failure is not None:
             return self.failure.collateral
         return self.status == -signal.SIGABRT and aborted_by_watchdog(self.log_tail)
 
     @property
     def hung(self) -> bool:
-        """It stood still, and was ended for that."""
+        """Whether it made no progress and was ended for that."""
         return self.failure is not None and self.failure.kind == HANG
 
     @property
     def since_s(self) -> float:
-        """When the trouble began: a rank that raised may take a while to end."""
+        """When it failed; a rank that raised an error may take a while to end."""
         return self.failure.raised_s if self.failure else self.at_s
 
     @property
@@ -71,7 +71,7 @@ class RankExit:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What to tell about a failed generation."""
+    """The cause of a failed generation, and what else failed with it."""
 
     cause: RankExit
     alike: tuple[int, ...]  #: ranks that failed in the same way, the cause's own among them
@@ -113,7 +113,7 @@ def find_root_cause(exits: Sequence[RankExit]) -> Diagnosis:
 
 
 def exit_code(exits: Sequence[RankExit], *, stopped_by: int | None) -> int:
-    """What the launcher says to whoever started it.
+    """The exit code of the launcher.
 
     Args:
         exits: of all ranks.
@@ -136,10 +136,10 @@ def exit_code(exits: Sequence[RankExit], *, stopped_by: int | None) -> int:
 
 
 def format_failure(diagnosis: Diagnosis, *, ranks: int, log: Callable[[int], str], shown: Callable[[Path], str]) -> str:
-    """The last words on the screen.
+    """The report of a failed run, which is shown last.
 
     Args:
-        diagnosis: what to tell.
+        diagnosis: of the failed generation.
         ranks: of the world.
         log: names a rank's log.
         shown: a path as the user would write it.
@@ -170,7 +170,7 @@ def format_failure(diagnosis: Diagnosis, *, ranks: int, log: Callable[[int], str
 
 
 def format_not_saved(exits: Sequence[RankExit], *, ranks: int, log: Callable[[int], str], again: str) -> str:
-    """The last words on the screen for a run that trained to the end and left with `EXIT_NOT_SAVED`.
+    """The report of a run, shown last, that trained to the end and left with `EXIT_NOT_SAVED`.
 
     Args:
         exits: of its ranks.

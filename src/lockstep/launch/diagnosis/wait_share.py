@@ -22,22 +22,22 @@ class Waiting:
 
 
 class WaitShare:
-    """What the last heartbeats of each rank say. A rank that all wait for waits least itself."""
+    """How much each rank waited in its last heartbeats. A rank that all others wait for waits least itself."""
 
     def __init__(self) -> None:
         self._waited: dict[int, deque[bool]] = {}
         self._last: dict[int, tuple[Heartbeat, float]] = {}
 
     def hear(self, beats: Iterable[Heartbeat], now: float) -> None:
-        """These have come."""
+        """Take in heartbeats that have come at ``now``."""
         for beat in beats:
-            # Only while it trains: at a start or an evaluation nobody waits by fault.
+            # Only while it trains: at the start and in an evaluation waiting is normal.
             if beat.step >= 0 and beat.phase not in ("start", "evaluate", "exit"):
                 self._waited.setdefault(beat.rank, deque(maxlen=_BEATS)).append(beat.meets)
             self._last[beat.rank] = (beat, now)
 
     def ranks(self, now: float) -> list[Waiting]:
-        """Every rank that was heard, by rank."""
+        """Every rank that has sent a heartbeat, by rank."""
         return [
             Waiting(beat, self._part(rank), max(0.0, now - heard_at))
             for rank, (beat, heard_at) in sorted(self._last.items())
