@@ -394,11 +394,11 @@ def serve(address: str) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    with Client(address) as teller:
-        teller.send((int(os.environ["RANK"]), os.getpid()))
+    with Client(address) as reporter:
+        reporter.send((int(os.environ["RANK"]), os.getpid()))
         while True:
             try:
-                fn, args = teller.recv()
+                fn, args = reporter.recv()
             except EOFError:
                 return
             try:
@@ -414,7 +414,7 @@ def serve(address: str) -> None:
                     else "broke"
                 )
                 answer = (kind, traceback.format_exc())
-            teller.send_bytes(pickle.dumps(answer))  # not by shared memory, as multiprocessing sends tensors
+            reporter.send_bytes(pickle.dumps(answer))  # not by shared memory, as multiprocessing sends tensors
 
 
 class World:

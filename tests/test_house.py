@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import io
 import itertools
 import re
+import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +41,14 @@ OWN_PROCESS = {
 }
 #: What a strategy may take from torch.distributed: modules that it wraps and their types, never a collective.
 WRAPPED = ("fsdp", "optim", "algorithms", "tensor", "device_mesh", "pipelining", "rpc", "autograd", "GradBucket")
+#: Words of a private language that the code once spoke. They name nothing any more.
+BANISHED = re.compile(
+    "vigil|nursery|council|creed|heeded|preside|seats?|crew|heart|sights?|agenda|appointment|wishes|tell(er|ing)|keeper|pupil|"
+    "lessons?|lots?|stock|shop|staff|hogwild|letter|parting|commons|bury|birth|spot|taught|foretold"
+)
+#: Longer classes and files tell more than one story. The door of `Run` is as wide as what a script may ask for.
+MOST_METHODS, WIDE_DOOR = 25, "run/run.py"
+MOST_LINES = 500
 NOT_A_NAME = re.compile(r"(?i)^_*(utils?|helpers?|common|base|managers?|core|misc)_*$")
 
 
@@ -186,6 +196,67 @@ def test_docs_name_every_room():
     rooms = {path.stem for path in HOUSE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     missing = [room for room in sorted(rooms) if f"`{room}`" not in drawn and not room.startswith("__")]
     assert not missing, f"docs/house.md does not say what is behind {missing}"
+
+
+def words_of(name: str) -> list[str]:
+    """The words that a name in snake_case or CamelCase is made of."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+
+
+def banished(source: str) -> list[str]:
+    """The banished words in the names of ``source``, each with its line."""
+    names = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.NAME]
+    return [f"{name.start[0]}: {name.string}" for name in names if any(map(BANISHED.fullmatch, words_of(name.string)))]
+
+
+def test_words_of_a_private_language_stay_away():
+    files = [*HOUSE.rglob("*.py"), *(HOUSE.parents[1] / "tests").rglob("*.py")]
+    found = [f"{path.name}:{what}" for path in files for what in banished(path.read_text())]
+    found += [str(path) for path in files if any(map(BANISHED.fullmatch, words_of(path.stem)))]
+    assert not found, "\n".join(found)
+    assert banished("class Crew:\n    def all_seats(self, fork_server): ...") == ["1: Crew", "2: all_seats"]
+
+
+def vocabulary_of_torch() -> set[str]:
+    """The words of its files, and of what it names in the parts that we build on; those of Python's modules, too."""
+    torch = Path(importlib.util.find_spec("torch").origin).parent
+    known = {word for path in torch.rglob("*.py") for word in words_of(path.stem)}
+    known |= {word for module in sys.stdlib_module_names for word in words_of(module)}
+    for part in ("distributed", "nn", "optim", "utils/data"):
+        for path in (torch / part).rglob("*.py"):
+            for name in re.findall(r"^\s*(?:class|def) (\w+)", path.read_text(), re.MULTILINE):
+                known |= set(words_of(name))
+    return known
+
+
+def test_the_glossary_explains_every_word_that_is_not_torchs_own():
+    """Of the names of files and of public classes."""
+    page = (HOUSE.parents[1] / "docs" / "house.md").read_text()
+    glossary = page.partition("\n## Words\n")[2].partition("\n## ")[0]
+    known = vocabulary_of_torch() | set(words_of(glossary)) | {"diloco", "powersgd", "lockstep"}
+    names = {path.stem for path in HOUSE.rglob("*.py")}
+    for path in HOUSE.rglob("*.py"):
+        names |= {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+    unexplained = {
+        name: [word for word in words_of(name) if not {word, f"{word}s", word.removesuffix("s")} & known]
+        for name in names
+        if not name.startswith("_")
+    }
+    unexplained = {name: words for name, words in unexplained.items() if words}
+    assert not unexplained, f"docs/house.md, under Words, does not explain {unexplained}"
+
+
+def test_classes_and_files_tell_one_story_each():
+    found = []
+    for path in HOUSE.rglob("*.py"):
+        file, source = path.relative_to(HOUSE).as_posix(), path.read_text()
+        if (lines := len(source.splitlines())) > MOST_LINES:
+            found.append(f"{file}: {lines} lines")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and file != WIDE_DOOR:
+                methods = sum(isinstance(child, ast.FunctionDef) for child in node.body)
+                found += [f"{file}: {node.name} has {methods} methods"] if methods > MOST_METHODS else []
+    assert not found, "\n".join(found)
 
 
 PLANTED = {

@@ -65,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out a command line; returns the exit code. A usage error is told in one line, with a way out."""
+    """Carry out a command line; returns the exit code. A usage error is said in one line, with a way out."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
@@ -84,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in _COMMANDS:
             raise SettingError(f"no such command: {name}; {_meant(name)}")
         command = _COMMANDS[name]
-        told, unknown = command.options().parse_known_args(rest)
+        parsed, unknown = command.options().parse_known_args(rest)
         if unknown:
             raise SettingError(_advice(unknown[0], command))
-        return command.act(told, rest)
+        return command.act(parsed, rest)
     except LockstepError as error:
         print(f"lockstep{f' {name}' if name in _COMMANDS else ''}: {error}", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, LaunchError) else EXIT_USAGE
@@ -171,34 +171,34 @@ def run_options() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(told: argparse.Namespace, words: Sequence[str]) -> int:
-    if told.script is None:
+def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
+    if parsed.script is None:
         raise SettingError("say what to run: lockstep run train.py")
-    settings = _settings(told)
+    settings = _settings(parsed)
     # Late, for what it loads is needed only from here on.
     from lockstep.launch import Module, Nodes, Request, Script, start
 
-    own = list(words[: len(words) - len(told.args) - 1])
-    program = (Module if told.module else Script)(told.script, tuple(told.args))
+    own = list(words[: len(words) - len(parsed.args) - 1])
+    program = (Module if parsed.module else Script)(parsed.script, tuple(parsed.args))
     return start(
         Request(
             program,
-            nproc_per_node=told.nproc_per_node,
-            run_dir=told.run_dir,
-            resume=told.resume,
-            fresh=told.fresh,
-            max_restarts=told.max_restarts,
+            nproc_per_node=parsed.nproc_per_node,
+            run_dir=parsed.run_dir,
+            resume=parsed.resume,
+            fresh=parsed.fresh,
+            max_restarts=parsed.max_restarts,
             settings=settings,
-            bind=told.bind,
-            grace_s=told.grace,
-            hang_after_s=told.hang_after,
-            on_hang=told.on_hang,
-            start_method=told.start,
-            nodes=Nodes.of(told.nnodes, told.rdzv_endpoint, told.rdzv_id, told.rdzv_conf),
-            faults="; ".join(told.fault),
-            ends_at_s=None if told.ends_at is None else _moment(told.ends_at, datetime.now()),
-            requeue=told.requeue,
-            everywhere=not told.standalone,
+            bind=parsed.bind,
+            grace_s=parsed.grace,
+            hang_after_s=parsed.hang_after,
+            on_hang=parsed.on_hang,
+            start_method=parsed.start,
+            nodes=Nodes.of(parsed.nnodes, parsed.rdzv_endpoint, parsed.rdzv_id, parsed.rdzv_conf),
+            faults="; ".join(parsed.fault),
+            ends_at_s=None if parsed.ends_at is None else _moment(parsed.ends_at, datetime.now()),
+            requeue=parsed.requeue,
+            everywhere=not parsed.standalone,
             options=_repeatable(own),
         )
     )
@@ -217,14 +217,14 @@ def top_options() -> argparse.ArgumentParser:
     return parser
 
 
-def _top(told: argparse.Namespace, words: Sequence[str]) -> int:
+def _top(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     # Late, as above.
     from lockstep.report import top
 
-    if told.run_dir is None:
+    if parsed.run_dir is None:
         raise SettingError("say which run: lockstep top runs/NAME")
     with contextlib.suppress(KeyboardInterrupt):
-        top(Path(told.run_dir), sys.stdout, os.environ, once=told.once)
+        top(Path(parsed.run_dir), sys.stdout, os.environ, once=parsed.once)
     return EXIT_OK
 
 
@@ -262,8 +262,8 @@ def job_options(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _job(name: str, told: argparse.Namespace, words: Sequence[str]) -> int:
-    _settings(told)
+def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
+    _settings(parsed)
     # Late, for what it loads is needed only from here on.
     from lockstep.launch import (
         JOB_SCRIPT_SCHEDULERS,
@@ -276,44 +276,44 @@ def _job(name: str, told: argparse.Namespace, words: Sequence[str]) -> int:
         job_script,
     )
 
-    if told.script is None:
+    if parsed.script is None:
         raise SettingError(f"say what to run: lockstep job {name} --time 12:00:00 --gpus 4 train.py")
-    program = (Module if told.module else Script)(told.script, tuple(told.args))
+    program = (Module if parsed.module else Script)(parsed.script, tuple(parsed.args))
     check_program(program)
     scheduler = JOB_SCRIPT_SCHEDULERS[name]
     asked = ("nodes", "gpus", "cpus", "account", "name", *(option.name for option in scheduler.options))
-    values: dict[str, Any] = {field: getattr(told, field) for field in asked}
-    request = JobRequest(**values, time_s=None if told.time is None else job_script.seconds(told.time))
+    values: dict[str, Any] = {field: getattr(parsed, field) for field in asked}
+    request = JobRequest(**values, time_s=None if parsed.time is None else job_script.seconds(parsed.time))
     site = Path(SITE_FILE)
     text = site.read_text(encoding="utf-8") if site.exists() else ""
     request = job_script.checked(request.with_defaults(job_script.site_defaults(scheduler, text)))
-    run = _given(run_options(), told)
+    run = _given(run_options(), parsed)
     requeue = [] if "--requeue" in run else ["--requeue"]
-    module = ["-m"] * told.module
+    module = ["-m"] * parsed.module
     command = JobCommand(
-        argv=(*(sys.executable, "-m", "lockstep", "run", *run, *requeue, *module, told.script, *told.args),),
+        argv=(*(sys.executable, "-m", "lockstep", "run", *run, *requeue, *module, parsed.script, *parsed.args),),
         directory=str(Path.cwd()),
         stem=program.stem,
         written_by=shlex.join(["lockstep", "job", name, *words]),
         version=lockstep.__version__,
     )
     script = job_script.write(scheduler, request, command)
-    if told.output is None:
+    if parsed.output is None:
         print(script, end="")
         return EXIT_OK
-    file = Path(told.output)
+    file = Path(parsed.output)
     if file.exists():
-        raise SettingError(f"-o {told.output}: there is such a file already; give another name, or remove it")
+        raise SettingError(f"-o {parsed.output}: there is such a file already; give another name, or remove it")
     file.write_text(script, encoding="utf-8")
     print(f"{file}: submit it with {scheduler.submit} {file}", file=sys.stderr)
     return EXIT_OK
 
 
-def _given(parser: argparse.ArgumentParser, told: argparse.Namespace) -> list[str]:
-    """The options of ``parser`` that ``told`` sets, as they are written; without ``-m``."""
+def _given(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> list[str]:
+    """The options of ``parser`` that ``parsed`` sets, as they are written; without ``-m``."""
     words: list[str] = []
     for action in parser._actions:
-        value = getattr(told, action.dest, action.default)
+        value = getattr(parsed, action.dest, action.default)
         if not action.option_strings or action.dest == "module" or value == action.default:
             continue
         option = max(action.option_strings, key=len).replace("_", "-")
@@ -334,15 +334,15 @@ def _moment(text: str, now: datetime) -> float:
     raise SettingError(f"--ends-at {text}: give a time as 18:30, a date and time as 2030-12-31T18:30, or date +%s")
 
 
-def _settings(told: argparse.Namespace) -> dict[str, str]:
+def _settings(parsed: argparse.Namespace) -> dict[str, str]:
     """What the command line sets, checked as far as it can be without the script."""
     given: dict[str, str] = {}
-    for word in told.set:
+    for word in parsed.set:
         name, equals, value = word.partition("=")
         if not equals:
             raise SettingError(f"--set {word}: give NAME=VALUE; the names are {', '.join(_names())}")
         given[name] = value
-    given |= {name: getattr(told, name) for name in _SETTINGS if getattr(told, name) is not None}
+    given |= {name: getattr(parsed, name) for name in _SETTINGS if getattr(parsed, name) is not None}
     if given.get("checkpoint"):
         # A script may change its directory.
         given["checkpoint"] = str(Path(given["checkpoint"]).absolute())

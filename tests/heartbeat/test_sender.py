@@ -48,27 +48,27 @@ def test_a_phase_that_does_not_exist_is_refused():
         Heartbeat.from_text(sent.replace('"script"', '"lunch"'))
 
 
-def test_a_heart_tells_phase_step_and_the_users_line(tmp_path, opened):
+def test_a_sender_tells_phase_step_and_the_users_line(tmp_path, opened):
     said = ProgressMarker()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
         line.bind(str(tmp_path / "b"))
         line.settimeout(30)
-        heart = HeartbeatSender(3, opened(str(tmp_path / "b")), said)
-        heart.beat()
+        sender = HeartbeatSender(3, opened(str(tmp_path / "b")), said)
+        sender.beat()
         first = Heartbeat.from_text(line.recv(65536))
         assert (first.rank, first.step, first.phase, first.process) == (3, -1, "script", os.getpid())
         assert said.set_phase("forward") == "script"
         said.set_step(412)
-        heart.beat()
+        sender.beat()
         second = Heartbeat.from_text(line.recv(65536))
     assert (second.step, second.phase) == (412, "forward")
     assert second.phase_changes > first.phase_changes
     assert second.place.file == __file__
-    assert second.place.function == "test_a_heart_tells_phase_step_and_the_users_line"
+    assert second.place.function == "test_a_sender_tells_phase_step_and_the_users_line"
     assert abs(second.at - time.time()) < 60
 
 
-def test_a_heart_also_beats_over_udp(opened):
+def test_a_sender_also_sends_over_udp(opened):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
         line.bind(("127.0.0.1", 0))
         line.settimeout(30)
@@ -86,17 +86,17 @@ def test_without_a_listener_there_is_no_thread(channel):
 def test_a_listener_that_went_away_is_no_trouble(tmp_path, opened):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
         line.bind(str(tmp_path / "b"))
-        heart = HeartbeatSender(0, opened(str(tmp_path / "b")), ProgressMarker())
-    heart.beat()
+        sender = HeartbeatSender(0, opened(str(tmp_path / "b")), ProgressMarker())
+    sender.beat()
 
 
 def test_a_listener_that_does_not_catch_up_loses_beats_and_no_more(tmp_path, opened):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
         line.bind(str(tmp_path / "b"))
-        heart = HeartbeatSender(0, opened(str(tmp_path / "b")), ProgressMarker())
+        sender = HeartbeatSender(0, opened(str(tmp_path / "b")), ProgressMarker())
         opened.lines[0].settimeout(0.001)
         for _ in range(2000):
-            heart.beat()
+            sender.beat()
         line.setblocking(False)
         held = 0
         with contextlib.suppress(BlockingIOError):
@@ -111,11 +111,11 @@ def test_all_of_a_process_share_one_pulse():
 
 def test_what_a_line_has_called_is_named_by_what_lies_above_it():
     seen = []
-    heart = HeartbeatSender(0, None, said := ProgressMarker())
+    sender = HeartbeatSender(0, None, said := ProgressMarker())
     box = queue.Queue()
 
     def watch():
-        while (now := heart.now()).call != "queue.get":
+        while (now := sender.now()).call != "queue.get":
             time.sleep(0.01)
         seen.append(now)
         box.put("found")

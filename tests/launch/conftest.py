@@ -99,17 +99,17 @@ class Workshop:
 
 @pytest.fixture
 def workshop(tmp_path):
-    shop = Workshop(tmp_path)
-    yield shop
-    for process in shop.running:
+    made = Workshop(tmp_path)
+    yield made
+    for process in made.running:
         process.kill()
         process.wait()
     end = time.monotonic() + LEFT_OVER_S
-    while (left := shop.processes()) and time.monotonic() < end:
+    while (left := made.processes()) and time.monotonic() < end:
         time.sleep(0.02)
     for process in left:
         os.kill(process, signal.SIGKILL)
-    for process in shop.running:
+    for process in made.running:
         process.communicate()
     assert not left, "these outlived their launcher"
 

@@ -275,7 +275,7 @@ def test_recovery_is_told():
     assert str(Recovered((2,), 75.2)) == "rank 2 moves again, after 75 s: the run goes on"
 
 
-def test_any_order_of_heartbeats_ends_in_the_same_sights():
+def test_any_order_of_heartbeats_ends_in_the_same_rank_states():
     def seen(order):
         tracker = HeartbeatTracker(range(4), 0.0)
         for rank in order:

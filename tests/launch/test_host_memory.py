@@ -66,7 +66,7 @@ def test_what_cannot_be_read_is_no_limit(tmp_path):
 def test_the_reason_says_the_limit_and_who_held_what():
     now, group = [0.0], [ControlGroup(4 * GIB, 5)]
     held = [{0: RankMemory(GIB), 1: RankMemory(GIB, 2 * GIB, 2)}]
-    tracker = MemoryTracker(1, lambda: group[0], lambda nursery: held[0], lambda: now[0])
+    tracker = MemoryTracker(1, lambda: group[0], lambda fork_server: held[0], lambda: now[0])
     tracker.poll()
     held[0] = {0: RankMemory(GIB)}  # rank 1 is gone
     now[0] += 2.0

@@ -137,7 +137,7 @@ def test_a_pipe_that_closes_does_not_end_the_run():
 
 
 @pytest.mark.parametrize("env", [{}, {"FORCE_COLOR": "1"}, {"TERM": "dumb"}, {"LANG": "C", "PYTHONUTF8": "0"}])
-def test_a_pipe_gets_plain_lines_whatever_the_wishes_about_colour(env):
+def test_a_pipe_gets_plain_lines_whatever_is_said_about_colour(env):
     run = child(subprocess.PIPE, env)
     content = run.stderr.read()
     run.stderr.close()
@@ -211,7 +211,7 @@ def test_the_cursor_is_never_left_hidden():
     assert content.rindex("\x1b[?25h") > content.rindex("\x1b[?25l")
 
 
-def test_colours_follow_the_wishes():
+def test_colours_follow_the_environment():
     colour = re.compile(r"\x1b\[[\d;]*(?:3[0-7]|38|9[0-7])[\d;]*m")
     assert colour.search(on_terminal())
     assert not colour.search(on_terminal({"NO_COLOR": "1"}))

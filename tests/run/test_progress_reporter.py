@@ -29,14 +29,14 @@ class OnGpu:
 @pytest.fixture
 def shown(tmp_path):
     path = tmp_path / "status"
-    teller = ProgressReporter(World.from_env({}), {STATUS: str(path)}, JobDeadline(None))
+    reporter = ProgressReporter(World.from_env({}), {STATUS: str(path)}, JobDeadline(None))
 
     def show(state, loss):
-        teller.show(state, Progress(step=1), RunLength(), loss, lambda: None)
+        reporter.show(state, Progress(step=1), RunLength(), loss, lambda: None)
         return StatusFile.read(path).loss
 
     yield show
-    teller.close()
+    reporter.close()
 
 
 def test_on_a_cpu_it_is_the_loss_of_now(shown):

@@ -280,7 +280,7 @@ def with_stop_file(directory):
     return train(directory, At(0, 2, "train", lambda run: Path(directory, "STOP").touch()), epochs=200)
 
 
-def test_the_stop_file_is_heeded_once(tmp_path, uninterrupted):
+def test_the_stop_file_is_obeyed_once(tmp_path, uninterrupted):
     outcomes = run_each(with_stop_file, 2, str(tmp_path))
     assert left_by(outcomes) == [STOPPED] * 2, outcomes
     assert not (tmp_path / "STOP").exists(), "it must not stop the next run"

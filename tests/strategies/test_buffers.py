@@ -442,7 +442,7 @@ class LateAndSilent(Model):
             self.mean.data.add_(x.mean())
 
 
-class LateInSight(LateAndSilent):
+class LateVisible(LateAndSilent):
     def move(self, x):
         self.count += 1
         if self.count > 6:
@@ -496,7 +496,7 @@ def test_what_has_no_one_value_after_a_step_is_refused_by_name(world):
 
 def late(kind):
     with Run(seed=3) as run:
-        return everything(learn({"small": LateAndSilent, "in sight": LateInSight}[kind](3), run))
+        return everything(learn({"small": LateAndSilent, "in sight": LateVisible}[kind](3), run))
 
 
 def test_what_begins_to_move_after_the_first_steps_is_kept_in_step():

@@ -191,7 +191,7 @@ def told(kind, call, *args, **options):
     return str(caught.value)
 
 
-class Parting(nn.Module):
+class Diverging(nn.Module):
     """Calls another block on each rank: they are of one size, so nothing would tell."""
 
     def __init__(self, rank):
@@ -202,16 +202,16 @@ class Parting(nn.Module):
         return self.blocks[self.rank](x)
 
 
-def evaluate_parting(unused):
+def evaluate_diverging(unused):
     with Run(strategy="fsdp") as run:
-        net = run.model(Parting(run.rank), find_unused_parameters=unused)
+        net = run.model(Diverging(run.rank), find_unused_parameters=unused)
         for inputs, labels in run.evaluate(run.loader(samples(18), global_batch=18, micro_batch=3, shuffle=False)):
             run.measure(right=net(inputs).argmax(1) == labels)
 
 
 def ranks_part():
-    evaluate_parting(unused=True)
-    return told(MismatchError, evaluate_parting, unused=False)
+    evaluate_diverging(unused=True)
+    return told(MismatchError, evaluate_diverging, unused=False)
 
 
 def refused():

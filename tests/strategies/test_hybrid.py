@@ -72,13 +72,13 @@ CASES = [
 ]
 
 
-def taught(word, optimizer, case):
+def trained(word, optimizer, case):
     return learn(word, optimizer, **case)
 
 
 @pytest.mark.parametrize(("ranks", "servers"), [(2, 1), (4, 2)])
 def test_the_bits_are_those_of_one_rank(ranks, servers):
-    found = on_world(ranks, [(taught, f"hybrid:servers={servers}", optimizer, case) for optimizer, case in CASES])
+    found = on_world(ranks, [(trained, f"hybrid:servers={servers}", optimizer, case) for optimizer, case in CASES])
     for results, (optimizer, case) in zip(found, CASES, strict=True):
         alone, told = learn("none", optimizer, **case)
         assert [metrics for _, metrics in results] == [told] * ranks, (optimizer, case)

@@ -39,20 +39,20 @@ TYPES = (torch.float32, torch.float64)
 
 
 @given(SHAPES, st.data())
-def test_each_tensor_is_in_one_lot_and_comes_back_from_it(shapes, data):
+def test_each_tensor_is_in_one_bucket_and_comes_back_from_it(shapes, data):
     tensors = [torch.randn(shape).to(data.draw(st.sampled_from(TYPES))) for shape in shapes]
     owners = [data.draw(st.integers(0, 2)) for _ in tensors]
-    lots = flat_buckets_of(tensors, owners)
-    assert len({(lot.owner, lot.tensors[0].dtype) for lot in lots}) == len(lots)
+    buckets = flat_buckets_of(tensors, owners)
+    assert len({(bucket.owner, bucket.tensors[0].dtype) for bucket in buckets}) == len(buckets)
     owner_of = dict(zip(map(id, tensors), owners, strict=True))
-    assert sorted(owner_of) == sorted(id(t) for lot in lots for t in lot.tensors)
-    for lot in lots:
-        assert {owner_of[id(t)] for t in lot.tensors} == {lot.owner}
-        values = [torch.randn_like(t) for t in lot.tensors]
-        flat = lot.pack(values)
-        assert all(torch.equal(a, b) for a, b in zip(lot.unpack(flat), values, strict=True))
-        lot.fill(flat)
-        assert torch.equal(lot.values(), flat)
+    assert sorted(owner_of) == sorted(id(t) for bucket in buckets for t in bucket.tensors)
+    for bucket in buckets:
+        assert {owner_of[id(t)] for t in bucket.tensors} == {bucket.owner}
+        values = [torch.randn_like(t) for t in bucket.tensors]
+        flat = bucket.pack(values)
+        assert all(torch.equal(a, b) for a, b in zip(bucket.unpack(flat), values, strict=True))
+        bucket.fill(flat)
+        assert torch.equal(bucket.values(), flat)
 
 
 @given(st.integers(1, 9), st.data())
