@@ -19,7 +19,7 @@ HOUSE = Path(__file__).parents[1] / "src" / "lockstep"
 #: From the bottom to the top. A room may use the floors below its own.
 FLOORS = (
     ("errors", "launch_contract", "slurm_syntax"),
-    ("world", "batch", "progress", "settings", "size_balancing", "heartbeat_message", "peer_failure"),
+    ("world", "batch", "progress", "settings", "size_balancing", "formatting", "heartbeat_message", "peer_failure"),
     ("collectives", "seeding", "heartbeat", "cpu_affinity"),
     ("strategies", "checkpoint", "data", "report", "faults"),
     ("run", "launch"),
@@ -29,8 +29,8 @@ FLOORS = (
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     *("errors", "launch_contract", "slurm_syntax", "world", "batch", "progress", "settings", "size_balancing"),
-    *("heartbeat_message", "peer_failure", "heartbeat", "cpu_affinity", "report", "faults", "launch", "cli"),
-    *("__init__", "__main__"),
+    *("formatting", "heartbeat_message", "peer_failure", "heartbeat", "cpu_affinity", "report", "faults", "launch"),
+    *("cli", "__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from
 #: the launcher's side all the same, so they import torch in a function; `test_front_door.py` sees that their room stays

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ import pytest
 import lockstep
 from hosts import hosts, why_not
 from lockstep.launch_contract import EXIT_TIMEOUT
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts"),
@@ -86,11 +86,7 @@ class Cluster:
         return (self.here / f"{name}.txt").read_text()
 
     def until(self, what, why=""):
-        end_s = time.monotonic() + DEADLINE_S
-        while not (seen := what()):
-            assert time.monotonic() < end_s, f"{why}\n{self.everything()}"
-            time.sleep(0.05)
-        return seen
+        return wait_until(what, lambda: f"{why}\n{self.everything()}", deadline_s=DEADLINE_S)
 
     def until_said(self, name, text):
         self.until(lambda: text in self.said(name), f"{name} never said {text!r}")

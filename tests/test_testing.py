@@ -15,6 +15,7 @@ from lockstep.collectives import open_group
 from lockstep.errors import PeerLost
 from lockstep.testing import run_each, run_ranks, state_hash
 from lockstep.world import World
+from waiting import wait_until
 
 
 def place(word):
@@ -137,10 +138,7 @@ def test_a_rank_that_does_not_end_is_ended_with_its_children_and_shows_where_it_
     assert "in stays" in caught.value.__notes__[0]
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 4
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(is_alive, pids))
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def dies_and_leaves_a_child():

@@ -12,19 +12,27 @@ T = TypeVar("T")
 DEADLINE_S = 90.0
 
 
-def wait_until(happened: Callable[[], T], why: str = "", deadline_s: float = DEADLINE_S) -> T:
+def wait_until(
+    happened: Callable[[], T],
+    what: str | Callable[[], str] = "it",
+    *,
+    deadline_s: float = DEADLINE_S,
+    every_s: float = 0.02,
+) -> T:
     """The first true value that ``happened`` returns.
 
     Args:
-        happened: called again and again, some fifty times a second.
-        why: what is waited for, for the error.
+        happened: called again and again.
+        what: what is waited for, for the error.
         deadline_s: after which it is an error.
+        every_s: between two calls.
 
     Raises:
         AssertionError: if it does not happen in time.
     """
     end_s = time.monotonic() + deadline_s
     while not (value := happened()):
-        assert time.monotonic() < end_s, f"{why or 'what was waited for'} did not happen within {deadline_s:g} s"
-        time.sleep(0.02)
+        if time.monotonic() > end_s:
+            raise AssertionError(f"waited {deadline_s:g} s for {what() if callable(what) else what}")
+        time.sleep(every_s)
     return value

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import slurm as slurm_daemons
 
 import lockstep
+from waiting import wait_until
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
 DEADLINE_S = 240
@@ -100,11 +100,7 @@ class Bench:
         return hashed, int(ranks)
 
     def until(self, what, why):
-        end = time.monotonic() + DEADLINE_S
-        while not (found := what()):
-            assert time.monotonic() < end, f"waited {DEADLINE_S} s for {why}\n{self.out()}"
-            time.sleep(0.1)
-        return found
+        return wait_until(what, lambda: f"{why}\n{self.out()}", deadline_s=DEADLINE_S, every_s=0.1)
 
     def under_way(self):
         self.until(lambda: self.steps() >= 3, "the first steps")

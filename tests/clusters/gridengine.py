@@ -11,9 +11,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from waiting import wait_until
 
 LIBRARY = Path("/usr/lib/gridengine")
 SHARED = Path("/usr/share/gridengine")
@@ -125,7 +126,7 @@ class GridEngine:
         (common / "host_aliases").write_text(f"{host} localhost {socket.getfqdn('127.0.0.1')}\n")
         self._spool()
         self._daemon("sge_qmaster")
-        _until(lambda: self("qconf", "-ss").returncode == 0 or "no submit host" in self("qconf", "-ss").stderr,
+        wait_until(lambda: self("qconf", "-ss").returncode == 0 or "no submit host" in self("qconf", "-ss").stderr,
                lambda: f"qmaster to answer\n{self('qconf', '-ss')}\n{self.logs()}")  # fmt: skip
         self.must("qconf", "-as", host)
         self._from_file("-Ae", HOST.format(host=host))
@@ -139,7 +140,7 @@ class GridEngine:
             queue = re.sub(rf"(?m)^{name} .*$", f"{name} {value}", queue)
         self._daemon("sge_execd")
         self._from_file("-Aq", queue)
-        _until(lambda: "-NA-" not in self("qstat", "-f").stdout and "lx" in self("qstat", "-f").stdout,
+        wait_until(lambda: "-NA-" not in self("qstat", "-f").stdout and "lx" in self("qstat", "-f").stdout,
                lambda: f"the queue to open\n{self('qstat', '-f').stdout}\n{self.logs()}")  # fmt: skip
 
     def __call__(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -213,11 +214,3 @@ def _die_with_parent() -> None:
 def _free_ports() -> tuple[int, int]:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         return one.getsockname()[1], other.getsockname()[1]
-
-
-def _until(done, what, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout_s:.0f} s for {what() if callable(what) else what}")
-        time.sleep(0.1)

@@ -15,9 +15,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from waiting import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 
@@ -98,12 +99,12 @@ class Slurm:
             "munged", "--foreground", "--force", f"--key-file={munge}/key", f"--socket={munge}/socket",
             f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed",
         )  # fmt: skip
-        _until((munge / "socket").exists, "munged to open its socket")
+        wait_until((munge / "socket").exists, "munged to open its socket")
         self._daemon("slurmctld", "-D", "-c", "-f", str(self.here / "slurm.conf"))
         for number in range(1, self.nodes + 1):
             (self.here / f"spool-node{number}").mkdir()
             self._daemon("slurmd", "-D", "-N", f"node{number}", "-f", str(self.here / "slurm.conf"))
-        _until(lambda: self.idle() == self.nodes, lambda: f"all nodes to be idle\n{self.logs()}")
+        wait_until(lambda: self.idle() == self.nodes, lambda: f"all nodes to be idle\n{self.logs()}")
 
     def __call__(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Give a Slurm command, such as ``slurm("squeue")``."""
@@ -128,7 +129,7 @@ class Slurm:
         """End all jobs, then all daemons."""
         self("scancel", "--user=root")
         with contextlib.suppress(TimeoutError):
-            _until(lambda: not self("squeue", "-h").stdout.strip(), "all jobs to end", timeout_s=25)
+            wait_until(lambda: not self("squeue", "-h").stdout.strip(), "all jobs to end", deadline_s=25)
         for daemon in reversed(self.daemons):
             daemon.terminate()
         for daemon in self.daemons:
@@ -159,11 +160,3 @@ def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
-
-
-def _until(done, what, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout_s:.0f} s for {what() if callable(what) else what}")
-        time.sleep(0.1)

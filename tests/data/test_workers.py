@@ -4,9 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+
+from waiting import wait_until
 
 RANK = """
 import os, signal, sys, time
@@ -59,13 +60,6 @@ def gone(pid):
             return file.read().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
-
-
-def wait_until(done, deadline_s=60):
-    end = time.monotonic() + deadline_s
-    while not done():
-        assert time.monotonic() < end, "too late"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("how", ["signals", "left open", "stuck, left open", "stuck, killed"])

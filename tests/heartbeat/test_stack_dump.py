@@ -14,6 +14,7 @@ import lockstep
 from lockstep.heartbeat import Stack, is_registered, read_stacks
 from lockstep.heartbeat_message import SourceLine
 from lockstep.launch_contract import STACKS_SIGNAL
+from waiting import wait_until
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
 STUCK = r"""
@@ -69,11 +70,8 @@ def status(process):
 def dump(path, process):
     before = path.read_text()
     os.kill(process, STACKS_SIGNAL)
-    end = time.monotonic() + 30
-    while "in <module>" not in (written := path.read_text()[len(before) :]):
-        assert time.monotonic() < end, written
-        time.sleep(0.01)
-    return read_stacks(before, written)
+    wait_until(lambda: "in <module>" in path.read_text()[len(before) :], path.read_text)
+    return read_stacks(before, path.read_text()[len(before) :])
 
 
 def dump_of_the_stuck(path, process):

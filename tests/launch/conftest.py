@@ -13,21 +13,12 @@ from pathlib import Path
 import pytest
 
 import lockstep
+from waiting import wait_until
 
 DEADLINE_S = 90
 LEFT_OVER_S = 20  #: for processes to end whose launcher has
 SOURCE = str(Path(lockstep.__file__).parents[1])
 MARK = "LOCKSTEP_TEST_MARK"
-
-
-def wait_for(what, message):
-    """Wait until ``what()`` is truthy and return it."""
-    end = time.monotonic() + DEADLINE_S
-    while not (found := what()):
-        if time.monotonic() > end:
-            pytest.fail(f"waited {DEADLINE_S} s for {message() if callable(message) else message}")
-        time.sleep(0.02)
-    return found
 
 
 @dataclass
@@ -93,7 +84,7 @@ class Workshop:
         return int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
 
     def wait_for_file(self, name):
-        wait_for((self.here / name).exists, f"the file {name}")
+        wait_until((self.here / name).exists, f"the file {name}")
         return (self.here / name).read_text()
 
 

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import threading
-import time
 
 import pytest
 
@@ -21,17 +20,10 @@ from lockstep.launch.rendezvous.notices import GenerationFailed, Message
 from lockstep.launch.rendezvous.store import LocalStore
 from lockstep.launch.rendezvous.store_process import StoreProcess
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store, open_store, read_contract
+from waiting import wait_until
 
 DEADLINE_S = 60
 RAISED = Failure(3, "n2", "ValueError", "bad label", "train.py", 5, "x", "Traceback...", False, 10.0, 7)
-
-
-def soon(what):
-    end_s = time.monotonic() + DEADLINE_S
-    while not (seen := what()):
-        assert time.monotonic() < end_s, "nothing came"
-        time.sleep(0.02)
-    return seen
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +51,7 @@ def clients(endpoint, *ids, lost_after_s=30.0):
     finally:
         for client in made:
             client.close()
-        soon(lambda: not [thread for thread in threading.enumerate() if thread.name == "lockstep store client"])
+        wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "lockstep store client"])
 
 
 def test_what_one_node_writes_the_others_read(store):
@@ -67,23 +59,23 @@ def test_what_one_node_writes_the_others_read(store):
     with clients(endpoint, "c", "other") as (coordinator, other):
         assert coordinator.is_coordinator
         assert not other.is_coordinator
-        soon(lambda: len(coordinator.nodes()) == 2)
+        wait_until(lambda: len(coordinator.nodes()) == 2)
         assert [node.report.host for node in coordinator.nodes()] == ["n1", "other"]
         members = (Member("c", "n1", 2), Member("other", "n2", 2))
         plan = Plan(3, "generation", 4, 1, StopMode.NONE, members, 77)
         coordinator.publish(plan, ())
-        assert soon(lambda: other.plan() == plan and other.plan()) == plan
+        assert wait_until(lambda: other.plan() == plan and other.plan()) == plan
         assert other.silent_s() < 30
 
         ending = RankExit(3, 1, 11.0, failure=RAISED, host="n2")
         other.report(NodeReport("other", "n2", 2, generation=4, failed=True), [ending])
-        node = soon(lambda: next((n for n in coordinator.nodes() if n.endings), None))
+        node = wait_until(lambda: next((n for n in coordinator.nodes() if n.endings), None))
         assert node.report.failed
         # One machine has one clock: what is added is at most how long the record was on its way.
         assert 11.0 <= node.endings[0].at_s < 11.0 + DEADLINE_S
         assert node.endings[0].failure.message == "bad label"
         other.report(NodeReport("other", "n2", 2, generation=5, running=True), ())
-        soon(lambda: coordinator.nodes()[1].report.generation == 5)
+        wait_until(lambda: coordinator.nodes()[1].report.generation == 5)
         assert coordinator.nodes()[1].endings == (), "those of another generation"
 
 
@@ -92,27 +84,27 @@ def test_notices_are_written_once_and_read_by_all_also_by_nodes_that_join_late(s
     failed = GenerationFailed(4, (RankExit(3, 1, 11.0, failure=RAISED, host="n2"),))
     with clients(endpoint, "c", "other") as (coordinator, other):
         coordinator.publish(Plan(1, notices=1), [Message("waiting, é")])
-        soon(lambda: other.plan().notices == 1)
+        wait_until(lambda: other.plan().notices == 1)
         assert other.notices() == (Message("waiting, é"),)
         coordinator.publish(Plan(2, notices=2), [Message("waiting, é"), failed])
-        soon(lambda: other.plan().notices == 2)
+        wait_until(lambda: other.plan().notices == 2)
         assert other.notices() == (Message("waiting, é"), failed)
         with contextlib.closing(
             TcpStoreClient(endpoint, contract(), NodeReport("late", "n3", 2), lost_after_s=30.0)
         ) as late:
-            soon(lambda: late.plan().number == 2)
+            wait_until(lambda: late.plan().number == 2)
             assert late.notices() == (Message("waiting, é"), failed)
         raw = open_store(endpoint)
         raw.set("notice/0", "untouched")
         coordinator.publish(Plan(3, notices=2), [Message("waiting, é"), failed])
-        soon(lambda: other.plan().number == 3)
+        wait_until(lambda: other.plan().number == 3)
         assert raw.get("notice/0") == b"untouched"
 
 
 def test_a_node_that_says_nothing_grows_silent_and_one_that_left_says_so(store):
     endpoint, _ = store
     with clients(endpoint, "c", "quiet", "leaves") as (coordinator, quiet, leaves):
-        soon(lambda: len(coordinator.nodes()) == 3)
+        wait_until(lambda: len(coordinator.nodes()) == 3)
         quiet.close()
         leaves.report(NodeReport("leaves", "leaves", 2, leaving=True), ())
         leaves.close()
@@ -120,38 +112,38 @@ def test_a_node_that_says_nothing_grows_silent_and_one_that_left_says_so(store):
         def nodes():
             return {node.report.node_id: node for node in coordinator.nodes()}
 
-        soon(lambda: {name for name, node in nodes().items() if node.report.leaving} == {"leaves"})
-        soon(lambda: nodes()["quiet"].silent_s > 1.0)
+        wait_until(lambda: {name for name, node in nodes().items() if node.report.leaving} == {"leaves"})
+        wait_until(lambda: nodes()["quiet"].silent_s > 1.0)
         assert nodes()["c"].silent_s < nodes()["quiet"].silent_s
 
 
 def test_a_store_that_does_not_answer_is_noticed_and_asked_anew(store):
     endpoint, process = store
     with clients(endpoint, "c", "other", lost_after_s=0.5) as (_, other):
-        soon(lambda: other.silent_s() < 0.4)
+        wait_until(lambda: other.silent_s() < 0.4)
         process._process.send_signal(signal.SIGSTOP)
         try:
-            soon(lambda: other.silent_s() > 1.0)
+            wait_until(lambda: other.silent_s() > 1.0)
         finally:
             process._process.send_signal(signal.SIGCONT)
-        soon(lambda: other.silent_s() < 0.4)
+        wait_until(lambda: other.silent_s() < 0.4)
 
 
 def test_a_new_agent_may_become_the_coordinator_and_the_others_follow_it(store):
     endpoint, _ = store
     with clients(endpoint, "c", "other", lost_after_s=0.5) as (old, other):
-        soon(lambda: len(old.nodes()) == 2)
+        wait_until(lambda: len(old.nodes()) == 2)
         old.publish(Plan(1, notices=1), [Message("the old one's")])
-        soon(lambda: other.notices() == (Message("the old one's"),))
+        wait_until(lambda: other.notices() == (Message("the old one's"),))
         old.close()
         new = create_store(endpoint, contract("new", 9), NodeReport("new", "n1", 2), lost_after_s=0.5)
         # A store that was restarted would have closed the connections.
         other._start_thread()
-        soon(lambda: other.coordinator == "new" and len(new.nodes()) == 2)
-        soon(lambda: other.plan().generation == 9)
+        wait_until(lambda: other.coordinator == "new" and len(new.nodes()) == 2)
+        wait_until(lambda: other.plan().generation == 9)
         assert other.notices() == ()
         new.publish(Plan(1, generation=9, notices=1), [Message("the new one's")])
-        soon(lambda: other.notices() == (Message("the new one's"),))
+        wait_until(lambda: other.notices() == (Message("the new one's"),))
         new.close()
 
 

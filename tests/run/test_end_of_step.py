@@ -17,6 +17,7 @@ from lockstep.launch_contract import RESUME
 from lockstep.report import MetricsFile
 from lockstep.run import Run
 from lockstep.testing import run_each, run_ranks, state_hash
+from waiting import wait_until
 from worlds import on_world
 
 X = torch.sin(torch.arange(76.0)).view(38, 2)
@@ -162,12 +163,7 @@ def trained(directory, kill=None, ask=None, epochs=2, save_every="1 step"):
 
 def wait_for_save(directory, step):
     """Until the checkpoint of ``step`` is there, so that it is known from where the next run goes on."""
-    import time
-
-    deadline = time.monotonic() + 30
-    while step and not any(saved.step == step for saved in list_checkpoints(directory)):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: not step or any(saved.step == step for saved in list_checkpoints(directory)))
 
 
 def lines(directory):

@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.checkpoint import list_checkpoints
 from lockstep.testing import run_each
+from waiting import wait_until
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
 
@@ -37,9 +37,7 @@ def train(directory, *, spoil_at=None, spoil=None, finish=lambda: None, **settin
 
 
 def wait_for_a_checkpoint(directory):
-    deadline = time.monotonic() + 30
-    while not list_checkpoints(Path(directory)) and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(lambda: list_checkpoints(Path(directory)))
 
 
 def small_files():

@@ -24,6 +24,7 @@ from lockstep.run.error_file import write_torchelastic_error
 from lockstep.run.step_agreement import StoreAgreement
 from lockstep.run.stop_requests import JobDeadline, StopRequests
 from lockstep.testing import run_each, run_ranks, state_hash
+from waiting import wait_until
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
 STEPS_PER_EPOCH, EPOCHS = 5, 3
@@ -388,16 +389,9 @@ def start(tmp_path):
         process.communicate()
 
 
-def wait_for(path):
-    deadline = time.monotonic() + DEADLINE_S
-    while not path.exists():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {path.name}"
-        time.sleep(0.01)
-
-
 def test_an_interrupt_without_a_directory_ends_the_process_at_once_and_without_a_traceback(start, tmp_path):
     process = start("go on", "")
-    wait_for(tmp_path / "up-0")
+    wait_until((tmp_path / "up-0").exists)
     os.kill(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == -signal.SIGINT  # a shell says 128 more: 130
@@ -412,7 +406,7 @@ def test_without_a_directory_sigterm_ends_the_process_at_once():
 
 def test_the_second_interrupt_stops_now_also_where_the_program_hears_nothing(start, tmp_path):
     process = start("stuck", "r")
-    wait_for(tmp_path / "up-0")
+    wait_until((tmp_path / "up-0").exists)
     os.kill(process.pid, signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)  # saves at its next step, which never comes

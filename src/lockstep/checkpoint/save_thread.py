@@ -34,6 +34,7 @@ from lockstep.checkpoint.manifest import Manifest, Piece
 from lockstep.checkpoint.tensors import TensorEntry
 from lockstep.collectives import KeyValueStore
 from lockstep.errors import CheckpointError, DamagedCheckpoint, LockstepError
+from lockstep.formatting import format_ranks
 
 #: Between two looks at the store, so that a thread which waits for a peer can be told to give up.
 _POLL_S = 0.02
@@ -176,9 +177,9 @@ class SaveWriter:
         shape, values = save.digest
         mismatched = [rank for rank, report in enumerate(reports) if report["digest"][0] != shape]
         if mismatched:
-            return f"{_ranks(mismatched)} would save other tensors than rank 0", ()
+            return f"{format_ranks(mismatched)} would save other tensors than rank 0", ()
         others = [rank for rank, report in enumerate(reports) if report["digest"][1] != values]
-        remarks = (f"{_ranks(others)} held other plain values than rank 0, whose were saved",) if others else ()
+        remarks = (f"{format_ranks(others)} held other plain values than rank 0, whose were saved",) if others else ()
         files = {report["file"]: report["length"] for report in reports if report["length"]}
         for name, length in files.items():
             if self._disk.size(save.scratch / name) != length:
@@ -304,10 +305,6 @@ def _amount(size_bytes: int) -> str:
         if size_bytes >= unit / 10:
             return f"{size_bytes / unit:.1f} {name}"
     return f"{size_bytes / 1e3:.1f} kB"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _part_of(rank: int) -> str:

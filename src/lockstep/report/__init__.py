@@ -8,7 +8,6 @@
 Nothing here needs torch, and rich is imported only for a terminal.
 """
 
-from lockstep.report.formatting import count, duration, size
 from lockstep.report.metrics_file import MetricsFile
 from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
 from lockstep.report.status import State, Status, StatusFile
@@ -27,9 +26,6 @@ __all__ = [
     "Throughput",
     "View",
     "choose_view",
-    "count",
-    "duration",
     "lateness",
-    "size",
     "top",
 ]

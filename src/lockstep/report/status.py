@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
-from lockstep.report.formatting import count, duration
+from lockstep.formatting import count, duration
 
 T = TypeVar("T")
 State = Literal["training", "evaluating", "saving", "done", "unsaved", "stopped", "failed"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lockstep.errors import SettingError
-from lockstep.report.formatting import count, duration
+from lockstep.formatting import count, duration
 from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
 from lockstep.report.status import Status, StatusFile
 from lockstep.report.views import LinesView, can_draw

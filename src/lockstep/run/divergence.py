@@ -16,6 +16,7 @@ import torch
 
 from lockstep.collectives import Group
 from lockstep.errors import MismatchError
+from lockstep.formatting import format_ranks
 
 _PIECE: Final = 1 << 20  # words of a GPU's tensor that are weighed at once
 _ODD: Final = -7046029254386353131  # any odd number without a pattern would do
@@ -62,9 +63,9 @@ class DivergenceCheck:
         others = len(differ) - 1
         more = f", and {others} more tensor{'s differ' if others > 1 else ' differs'}" if others else ""
         raise MismatchError(
-            f"ranks hold different values after step {step}: {first} on {_ranks(ranks)}{more}; they were equal after "
-            f"step {self._equal_at}. Something changes them on each rank by itself, such as random numbers, the clock, "
-            "run.rank, a load on one rank or an optimizer of your own; nothing of it was saved"
+            f"ranks hold different values after step {step}: {first} on {format_ranks(ranks)}{more}; they were equal "
+            f"after step {self._equal_at}. Something changes them on each rank by itself, such as random numbers, the "
+            "clock, run.rank, a load on one rank or an optimizer of your own; nothing of it was saved"
         )
 
 
@@ -119,7 +120,3 @@ def _weights(device: torch.device) -> torch.Tensor:
     for _ in range(2):
         numbers = (numbers ^ (numbers >> 32)) * _ODD
     return numbers | 1
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.errors import UsageError
+from lockstep.errors import PeerLost, UsageError
 from lockstep.run.loop_checks import LoopChecks
 from lockstep.run.nonfinite import NonFiniteChecks
 from lockstep.run.parameter_sets import Optimizers, ParameterSets
@@ -321,7 +321,15 @@ class TrainStep:
                 f"step(count=...): the counts of this rank's micro-batches add up to {counted:g}; give whole numbers "
                 "(weights that are fractions: scaled up and rounded)"
             )
-        self._strategy.normalize_by_count(target, step_samples, int(counted))
+        try:
+            self._strategy.normalize_by_count(target, step_samples, int(counted))
+        except PeerLost as error:
+            # A rank without counts does not take part in their sum: what was to be a mean would be a mixture there.
+            error.add_note(
+                "this rank gave run.step(loss, count=...) in this step; if the other ranks are alive, one of them gave "
+                "no count: give it for each micro-batch on all ranks, a 0 where a micro-batch holds no item"
+            )
+            raise
 
     def _task(self, loss: Callable[..., torch.Tensor], data: tuple[Any, ...], target: ParameterSet) -> LossCall:
         """What the user would compute: ``loss(model(inputs), targets)``."""

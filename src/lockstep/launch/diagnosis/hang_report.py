@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lockstep.formatting import format_ranks
 from lockstep.heartbeat import NOTHING, Stack, Stacks
 from lockstep.heartbeat_message import SourceLine
 from lockstep.launch.diagnosis.hang_analysis import HangDiagnosis, RankState
@@ -206,15 +207,3 @@ def _activity(rank_state: RankState, shown: Callable[[str], str]) -> tuple[str, 
     if beat.call:
         return f"in {beat.call}{_DURING.get(beat.phase, '')}", at
     return f"in {beat.place.function or 'Python'}{_DURING.get(beat.phase, '')}", at
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Such as ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(words)}"

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from lockstep.formatting import size
 from lockstep.launch import procfs
-from lockstep.report import size
 
 _LOOK_EVERY_S = 1.0
 _TOLD = 8  # ranks

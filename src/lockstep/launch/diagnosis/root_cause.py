@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.formatting import format_ranks
 from lockstep.launch.diagnosis.error_record import HANG, Failure, aborted_by_watchdog
-from lockstep.launch.diagnosis.hang_report import format_ranks
 from lockstep.launch_contract import EXIT_FAILED, EXIT_KILLED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE
 
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

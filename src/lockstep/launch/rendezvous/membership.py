@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Literal, Self
 
-from lockstep.launch.diagnosis.hang_report import format_ranks
+from lockstep.formatting import format_ranks
 from lockstep.launch.diagnosis.root_cause import RankExit, exit_code, has_failed
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message, Notice
 from lockstep.launch_contract import EXIT_FAILED, EXIT_KILLED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from lockstep.cpu_affinity import own_cpus
 from lockstep.errors import PlanError, SettingError
 from lockstep.faults import FaultPlan
+from lockstep.formatting import size
 from lockstep.heartbeat import HeartbeatSender, open_channel, progress_marker, register_stacks
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
 from lockstep.launch.diagnosis.error_record import Failure, strip_own_frames, user_frame
@@ -49,7 +50,6 @@ from lockstep.launch_contract import (
     RUN_DIR,
     STACKS,
 )
-from lockstep.report import size
 
 #: The environment variable that says where a rank of a `Function` leaves what the function returned.
 RESULT = "LOCKSTEP_RESULT"

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.errors import MismatchError
+from lockstep.formatting import format_ranks
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts
 from lockstep.strategies.parameter_server.flat_buckets import (
     BucketGradients,
@@ -24,7 +25,6 @@ from lockstep.strategies.parameter_server.rpc import (
     RpcRequest,
     ServerRoles,
     SyncRound,
-    format_ranks,
     unexpected_end_of_loop,
 )
 from lockstep.strategies.parameter_server.server_context import Push, ServerContext, make_push

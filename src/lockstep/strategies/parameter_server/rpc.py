@@ -31,6 +31,7 @@ from torch.distributed import rpc
 
 from lockstep.collectives import Group
 from lockstep.errors import PeerLost, SettingError, WorldError
+from lockstep.formatting import format_ranks
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED
 from lockstep.peer_failure import is_peer_failure
 
@@ -302,12 +303,6 @@ def unexpected_end_of_loop(ranks: Iterable[int]) -> PeerLost:
         f"{format_ranks(ranks)} left the loop over micro-batches before its end, and other workers did not; "
         "leave it on all of them after the same step"
     )
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Such as ``rank 2`` or ``ranks 0, 1``."""
-    numbers = sorted(ranks)
-    return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""Numbers as people read them, in ASCII."""
+"""Numbers and ranks as people read them, in ASCII."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -43,3 +44,16 @@ def size(num_bytes: float) -> str:
     if exponent == 0:
         return f"{value:.0f} {'byte' if value == 1 else 'bytes'}"
     return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f} {_UNITS[exponent]}"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Such as ``ranks 0-2, 5``."""
+    numbers = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in numbers:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(words)}"

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.report import count, duration, size
+from lockstep.formatting import count, duration, size
 
 
 @pytest.mark.parametrize(
