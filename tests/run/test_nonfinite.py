@@ -220,7 +220,7 @@ def in_fp16_with_a_schedule(directory=None, epochs=5):
         for _ in run.epochs(epochs):
             for x in run.train(run.loader(X, **SIZES)):
                 run.step((model(x) * 300).float().square().mean())
-        halved = int(math.log2(65536 / run._precision.loss_scale))
+        halved = int(math.log2(65536 / run._context.precision.loss_scale))
         return run.progress.step, schedule.last_epoch, halved, state_hash(model, optimizer)
 
 

@@ -263,11 +263,12 @@ class Buffers:
             new, self._agreed = set(self._moving) - set(self._agreed), self._moving
             try:
                 self._group.check_equal("which buffers the forward pass changes", self._agreed)
-            except LockstepError as error:
+            except LockstepError:
+                # Not from that error: a lost peer, which it may be, would pass for the cause.
                 raise UsageError(
                     f"{self._named(new)} changed for the first time after step {self._steps}, and not on all ranks: "
                     "change it in each forward pass from the first one on, if by nothing, as in self.mean.add_(0)"
-                ) from error
+                ) from None
 
     def _restore_base(self) -> None:
         if not self._moving:
