@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import Protocol
 
+from typing_extensions import override
+
 
 class FileSystem(Protocol):
     """A file system; each verb raises `OSError` as the operating system does."""
@@ -59,43 +61,43 @@ class FileSystem(Protocol):
         """Bytes that may still be written beneath ``path``."""
 
 
-class LocalFileSystem:
+class LocalFileSystem(FileSystem):
     """The operating system's files."""
 
+    @override
     def make_directory(self, path: Path) -> None:
-        """See `FileSystem.make_directory`."""
         path.mkdir()
 
+    @override
     def create(self, path: Path) -> int:
-        """See `FileSystem.create`."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
 
+    @override
     def write(self, file: int, data: memoryview) -> int:
-        """See `FileSystem.write`."""
         return os.write(file, data)
 
+    @override
     def sync(self, file: int) -> None:
-        """See `FileSystem.sync`."""
         os.fsync(file)
 
+    @override
     def close(self, file: int) -> None:
-        """See `FileSystem.close`."""
         os.close(file)
 
+    @override
     def rename(self, old: Path, new: Path) -> None:
-        """See `FileSystem.rename`."""
         old.rename(new)
 
+    @override
     def unlink(self, path: Path) -> None:
-        """See `FileSystem.unlink`."""
         path.unlink()
 
+    @override
     def remove_directory(self, path: Path) -> None:
-        """See `FileSystem.remove_directory`."""
         path.rmdir()
 
+    @override
     def sync_directory(self, path: Path) -> None:
-        """See `FileSystem.sync_directory`."""
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(directory)
@@ -106,24 +108,24 @@ class LocalFileSystem:
         finally:
             os.close(directory)
 
+    @override
     def names(self, path: Path) -> list[str]:
-        """See `FileSystem.names`."""
         return os.listdir(path)
 
+    @override
     def is_directory(self, path: Path) -> bool:
-        """See `FileSystem.is_directory`."""
         return path.is_dir()
 
+    @override
     def size(self, path: Path) -> int:
-        """See `FileSystem.size`."""
         return path.stat().st_size
 
+    @override
     def reader(self, path: Path) -> io.BufferedIOBase:
-        """See `FileSystem.reader`."""
         return path.open("rb")
 
+    @override
     def free_bytes(self, path: Path) -> int:
-        """See `FileSystem.free_bytes`."""
         room = os.statvfs(path)
         return room.f_bavail * room.f_frsize
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol
 
+from typing_extensions import override
+
 from lockstep.checkpoint import Checkpoints, Outcome
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME
@@ -175,22 +177,22 @@ class DirectoryCheckpointer(RunCheckpointer):
         for text in differences(before, identity):
             self._say(text)
 
+    @override
     def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
-        """See `RunCheckpointer.save`."""
         if self.saved_step != step:
             self._began_s = time.monotonic()
             self._checkpoints.save(tree(), step, identity)
             self.saved_step = step
 
+    @override
     def committed_step(self) -> int | None:
-        """See `RunCheckpointer.committed_step`."""
         self._checkpoints.finished_saves()
         if self._began_s is not None and self._checkpoints.last_committed_step == self.saved_step:
             self._end.save_s, self._began_s = time.monotonic() - self._began_s, None
         return self._checkpoints.last_committed_step
 
+    @override
     def protect_newest(self) -> None:
-        """See `RunCheckpointer.protect_newest`."""
         self._checkpoints.protect_newest()
 
     def stop(self, step: int, reason: str, leave_together: Callable[[], None]) -> None:
@@ -207,12 +209,12 @@ class DirectoryCheckpointer(RunCheckpointer):
         self._say(f"stopped by {reason} at step {step}, which is saved; run it again with --resume to go on")
         raise SystemExit(EXIT_STOPPED)
 
+    @override
     def close(self) -> None:
-        """See `RunCheckpointer.close`."""
         self._ended = self._checkpoints.close()
 
+    @override
     def has(self, step: int) -> bool:
-        """See `RunCheckpointer.has`."""
         return self._checkpoints.last_committed_step == step
 
     def leave_without(self, step: int) -> NoReturn:
@@ -234,10 +236,10 @@ class DirectoryCheckpointer(RunCheckpointer):
         ending.add_note(missing)
         raise ending
 
+    @override
     def abandon(self) -> None:
-        """See `RunCheckpointer.abandon`."""
         self._checkpoints.abandon()
 
+    @override
     def release(self) -> None:
-        """See `RunCheckpointer.release`."""
         self._checkpoints.release()

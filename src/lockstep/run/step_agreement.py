@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from typing_extensions import override
+
 from lockstep.collectives import KeyValueStore
 from lockstep.errors import LockstepError, PeerLost
 
@@ -54,15 +56,16 @@ class NoAgreement(StepAgreement):
     def __init__(self, wants_stop: Callable[[], bool], wants_save: Callable[[], bool]) -> None:
         self._wants_stop, self._wants_save = wants_stop, wants_save
 
+    @override
     def due(self, step: int) -> bool:
-        """See `StepAgreement.due`."""
         return self._wants_stop() or self._wants_save()
 
+    @override
     def met(self) -> None:
-        """See `StepAgreement.met`."""
+        pass
 
+    @override
     def stop_pending(self) -> bool:
-        """See `StepAgreement.stop_pending`."""
         return self._wants_stop()
 
     def close(self) -> None:
@@ -126,16 +129,16 @@ class StoreAgreement(StepAgreement):
             self._at, self._go = _NEVER, False
             return True
 
+    @override
     def met(self) -> None:
-        """See `StepAgreement.met`."""
         self._pending = False
 
+    @override
     def stop_pending(self) -> bool:
-        """See `StepAgreement.stop_pending`."""
         return self._stop_pending
 
+    @override
     def close(self) -> None:
-        """See `StepAgreement.close`."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
 
