@@ -25,5 +25,7 @@ def test_each_word_has_a_section_with_its_options(word):
 
 
 def test_nothing_is_left_to_be_measured():
-    for name, text in re.findall(r"<!-- measured: (\w+) -->\n(.*?)<!-- end -->", PAGE, re.DOTALL):
+    tables = re.findall(r"<!-- measured: (\w+) -->\n(.*?)<!-- end -->", PAGE, re.DOTALL)
+    assert [name for name, _ in tables] == ["ways", "four", "memory", "servers"]
+    for name, text in tables:
         assert "| `ddp` |" in text, name
