@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.errors import CheckpointError, DataError, MismatchError, PlanError, SettingError, UsageError
 from lockstep.run import Run
-from lockstep.testing import run_each
 from worlds import on_world
 
 DATA = torch.arange(32.0).view(16, 2)
@@ -60,22 +59,6 @@ def test_a_count_for_some_micro_batches_of_a_step_only():
     with refused(r"count=\.\.\.\) for some micro-batches .* a 0 where a micro-batch holds no item"), run:
         for number, batch in enumerate(run.train(batches)):
             run.step(model(batch).mean(), count=(2 - number) or None)
-
-
-def counts_on_rank_0():
-    with Run() as run:
-        model = run.model(nn.Linear(2, 1))
-        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-        for batch in run.train(run.loader(torch.ones(16, 2), global_batch=4, micro_batch=1)):
-            run.step(model(batch).mean(), count=None if run.rank else 2)
-
-
-def test_a_count_on_some_ranks_only():
-    for outcome in run_each(counts_on_rank_0, 3):
-        assert isinstance(outcome.error, MismatchError)
-        assert str(outcome.error).startswith(
-            "run.step(loss, count=...) on rank 0 and run.step(loss) without a count on rank"
-        )
 
 
 def test_two_steps_in_one_micro_batch():

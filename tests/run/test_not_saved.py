@@ -138,7 +138,7 @@ def test_everything_is_closed_as_at_a_normal_end(tmp_path, strategy):
 
 SCRIPT = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from test_not_saved import full_to_the_end
 full_to_the_end("root")
 """
@@ -146,7 +146,7 @@ full_to_the_end("root")
 
 @pytest.mark.parametrize("view", ["lines", "live"])
 def test_a_script_alone_leaves_with_74_and_says_so_last(tmp_path, view):
-    (tmp_path / "train.py").write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
+    (tmp_path / "train.py").write_text(SCRIPT.format(tests=[str(Path(__file__).parents[number]) for number in (0, 1)]))
     ended = subprocess.run(
         [sys.executable, "train.py"],
         cwd=tmp_path,

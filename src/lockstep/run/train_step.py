@@ -25,8 +25,7 @@ import torch
 from torch import nn
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.errors import MismatchError, PeerLost, UsageError
-from lockstep.formatting import format_ranks
+from lockstep.errors import PeerLost, UsageError
 from lockstep.run.loop_checks import LoopChecks
 from lockstep.run.nonfinite import NonFiniteChecks
 from lockstep.run.parameter_sets import Optimizers, ParameterSets
@@ -51,11 +50,10 @@ Known = list[tuple[torch.Tensor, int | torch.Tensor]]
 class CurrentMicroBatch:
     """The micro-batch in the user's hands."""
 
-    __slots__ = ("compares", "due", "ended", "failed", "finished", "position", "reached")
+    __slots__ = ("due", "ended", "failed", "finished", "position", "reached")
 
-    def __init__(self, position: MicroBatchPosition, *, compares: bool) -> None:
+    def __init__(self, position: MicroBatchPosition) -> None:
         self.position: Final = position
-        self.compares: Final = compares  # whether ranks compare what they were given in this step
         self.reached: set[ParameterSet] = set()  # by backward passes since it was handed out
         self.due: dict[ParameterSet, tuple[torch.optim.Optimizer, ...]] = {}  # who steps at its end
         self.finished = False  # all that is to learn from it was learnt
@@ -105,7 +103,7 @@ class TrainStep:
 
         With ``compare``, checks are made that cost more, too.
         """
-        self.current = current = CurrentMicroBatch(position, compares=compare)
+        self.current = current = CurrentMicroBatch(position)
         self._step = step
         begin_micro_batch(self._strategy, current.position)
         self.checks.begin_body(compare=compare)
@@ -122,8 +120,6 @@ class TrainStep:
                 "a second run.step(loss) for the same parameters in one micro-batch: add the losses up and call it once"
             )
         self._check_first(target, current, counts=count is not None)
-        if current.compares and position.last:
-            self._require_counts_alike(target)
         task = self._task(loss, data, target) if callable(loss) else None
         pipelines = self._strategy if task is not None and isinstance(self._strategy, ComputesLoss) else None
         if task is not None and pipelines is None:
@@ -315,21 +311,6 @@ class TrainStep:
             raise UsageError(
                 "run.step(loss, count=...) for some micro-batches of a step and run.step(loss) for others, so there is "
                 "no one mean: give the count for each, a 0 where a micro-batch holds no item"
-            )
-
-    def _require_counts_alike(self, target: ParameterSet) -> None:
-        """Nothing, if all ranks gave counts in this step, or none did. Collective."""
-        if isinstance(self._strategy, HasServerRanks):  # their servers do not come here
-            return
-        has_counts = self._group.gather_objects(self._losses.has_counts[target], "whether run.step(...) has a count")
-        if len(set(has_counts)) > 1:
-            given, missing = (
-                [rank for rank, has in enumerate(has_counts) if has is wanted] for wanted in (True, False)
-            )
-            raise MismatchError(
-                f"run.step(loss, count=...) on {format_ranks(given)} and run.step(loss) without a count on "
-                f"{format_ranks(missing)}, so there is no one mean: give the count for each micro-batch on all ranks, "
-                "a 0 where a micro-batch holds no item"
             )
 
     def _divide_by_counts(self, target: ParameterSet, step_samples: int) -> None:

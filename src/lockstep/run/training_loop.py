@@ -132,7 +132,7 @@ class TrainingLoop:
         if not self._position.progress.epoch_step:
             # What an epoch that was left by `break` measured is not this one's.
             self._metrics.train = MetricMeans()
-        # A checkpoint or the script may have filled buffers since, such as with what was trained as_absent_shards.
+        # A checkpoint or the script may have filled buffers since, such as with what was trained elsewhere.
         self._context.strategy.resync()
         self._train_step.new_pass()
         for model in self._state.models:
