@@ -297,7 +297,7 @@ MUTANTS = [
         HAND,
         WORLDS,
     ),
-    mutant("run/train_step.py", "if id(scheduler.optimizer) in stepped:", "if True:", LOOP, HAND, FINITE),
+    mutant("run/train_step.py", "if id(scheduler.optimizer) in stepped:", "if True:", LOOP, STEP, HAND),
     mutant(
         "run/train_step.py",
         "            self._losses = _StepLosses()\n            self._strategy.discard_step()",

@@ -342,6 +342,7 @@ def left_by_break(bodies):
         optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
         batches = run.loader(torch.sin(torch.arange(32.0)).view(16, 2), global_batch=8, micro_batch=2)
         for epoch in run.epochs(2):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + epoch)
             for body, batch in enumerate(run.train(batches), 1):
                 run.step(model(batch).square().mean(), count=3)
                 if epoch == 0 and body == bodies:
@@ -350,7 +351,7 @@ def left_by_break(bodies):
 
 
 def test_a_step_that_was_left_half_done_leaves_nothing_behind():
-    """Neither gradients nor the counts of its items."""
+    """Neither gradients nor counts of its items, nor the options that its optimizer had."""
     after_a_step, within_the_next = left_by_break(4), left_by_break(6)
     assert after_a_step[0] == 3
     assert within_the_next == after_a_step
