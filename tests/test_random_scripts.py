@@ -14,7 +14,7 @@ import pytest
 
 from random_scripts import Broken, Recipe, Worlds, judge, random_recipe, simplest
 
-USUAL = 10
+USUAL = 15
 SCRIPTS = int(os.environ.get("LOCKSTEP_RANDOM_SCRIPTS", USUAL))
 CAMPAIGN = SCRIPTS != USUAL
 SIMPLIFIED = 3  # scripts that broke the law in the same words; more tell nothing new
