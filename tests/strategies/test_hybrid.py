@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from lockstep.errors import SettingError, UsageError
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
-from lockstep.strategies.parameter_server.embedding_tables import LookupRequest
+from lockstep.strategies.parameter_server.embedding_tables import EmbeddingTables, LookupRequest
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint
 from lockstep.testing import run_ranks, state_hash
 from worlds import on_world
@@ -91,6 +92,49 @@ def test_the_bits_are_those_of_one_rank(ranks, servers):
 
 
 SERVED = {"pair.weight", "three.weight"}
+
+
+def late_server(word):
+    """Metrics of a script that changes a table by hand, on a server that comes to it after workers could ask."""
+    looked_up = threading.Event()
+    look_up = EmbeddingTables.look_up
+
+    def looking_up(self, lookup):
+        looked_up.set()
+        return look_up(self, lookup)
+
+    EmbeddingTables.look_up = looking_up
+    with Run(seed=3, strategy=word) as run:
+        net = nn.Sequential(nn.Embedding(WORDS, 4), nn.Flatten(), nn.Linear(20, 4))
+        model = run.model(net)
+        run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+        x = torch.randint(0, WORDS, (16, 5), generator=torch.Generator().manual_seed(5))
+        batches = run.loader((x, x.sum(1) % 4), global_batch=8, micro_batch=4)
+
+        def shrink():
+            if not torch.isnan(net[0].weight).any():
+                looked_up.clear()
+                if run.world_size > 1:
+                    looked_up.wait(0.5)  # the time in which a worker that does not wait would look up
+                with torch.no_grad():
+                    net[0].weight.mul_(0.5)
+
+        told = []
+        for _ in run.epochs(2):
+            shrink()
+            for a, b in run.train(batches):
+                run.step(F.cross_entropy, a, b)
+            told.append(run.metrics["loss"])
+            shrink()
+            for a, b in run.evaluate(batches):
+                run.measure(held_out=F.cross_entropy(model(a), b))
+            told.append(run.metrics["held_out"])
+        return told
+
+
+def test_workers_wait_for_what_the_script_does_on_a_server():
+    (found,) = on_world(2, [(late_server, "hybrid")])
+    assert found == [late_server("none")] * 2
 
 
 def test_sparse_gradients_are_the_same_for_any_number_of_ranks():

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -63,6 +63,7 @@ from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles, S
 from lockstep.strategies.parameter_server.server_context import WITHOUT_GRADIENTS
 from lockstep.strategies.protocol import (
     HasServerRanks,
+    PreparesEvaluation,
     PreparesForward,
     PreparesOptimizerStep,
     ReplicaAssignment,
@@ -107,7 +108,7 @@ class StepDone:
     counted: int | None = None  #: items of the step over all workers, where they are counted
 
 
-class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
+class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep, PreparesEvaluation):
     """The strategy ``hybrid``."""
 
     def __init__(self, context: StrategyContext, roles: ServerRoles, served: Sequence[str]) -> None:
@@ -247,7 +248,10 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
         self._buffers.restore()
 
     def resync(self) -> None:
-        """Wait until servers have ended the loop before; start from the buffers that models hold.
+        """Wait until every rank is here; start from the buffers that models hold. Collective.
+
+        A server answers look-ups at any time. Without the wait, a worker that has loaded its part of a checkpoint would
+        be given rows of a table whose server has not.
 
         Raises:
             SettingError: if an embedding that was named is in no model.
@@ -258,7 +262,18 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep):
                 "nn.Embedding or nn.EmbeddingBag as in model.named_modules()"
             )
         self._round.rejoin()
+        self._group.barrier("the start of the loop over micro-batches")
         self._buffers.resync()
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Look-ups within give what tables hold when every rank is here, and none changes them before all have left.
+
+        Collective; where the loop is left by an error or by ``break``, nobody waits at its end.
+        """
+        self._group.barrier("the start of the evaluation")
+        yield
+        self._group.barrier("the end of the evaluation")
 
     def close(self) -> None:
         """End the threads and connections. Collective."""
