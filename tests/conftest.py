@@ -71,9 +71,12 @@ CAMPAIGN = re.compile(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The suite without `CAMPAIGN`, or those tests alone."""
     alone = "LOCKSTEP_CAMPAIGN" in os.environ
-    chosen = [item for item in items if (CAMPAIGN.search(item.nodeid) is not None) == alone]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-    items[:] = chosen
+    suite: list[pytest.Item] = []
+    campaign: list[pytest.Item] = []
+    for item in items:
+        (campaign if CAMPAIGN.search(item.nodeid) else suite).append(item)
+    items[:], left_out = (campaign, suite) if alone else (suite, campaign)
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.hookimpl(optionalhook=True)

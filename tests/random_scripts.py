@@ -405,7 +405,7 @@ def serve(address: str) -> None:
                 answer: tuple[str, Any] = ("done", fn(*args))
             except SystemExit as left:
                 answer = ("left", left.code)
-            except BaseException as error:  # noqa: BLE001 - whoever told will judge
+            except BaseException as error:  # noqa: BLE001 - the process that reads it will judge
                 kind = (
                     "lost"
                     if isinstance(error, PeerLost)

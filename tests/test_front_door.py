@@ -22,7 +22,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_the_names_are_those_that_were_promised():
-    """Whoever adds or removes one changes the file too, and says so in the changelog."""
+    """A change that adds or removes one changes the file too, and the changelog."""
     assert sorted(lockstep.__all__) == NAMES
     assert sorted(dir(lockstep)) == NAMES
 

@@ -1,4 +1,4 @@
-"""P4: the gradient of a step is that of the mean over the global batch, whoever holds how much of it."""
+"""P4: the gradient of a step is that of the mean over the global batch, no matter which rank holds how much of it."""
 
 import itertools
 

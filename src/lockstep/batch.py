@@ -5,7 +5,8 @@
     micro-batch   0   1   2   3   4   5   6   7
     rank          0   0   1   1   1   2   2   2        run of rank r: [M*r // W, M*(r+1) // W)
 
-A step is always the same list of micro-batches, whoever computes them: the micro-batch is the unit of reproducibility.
+A step is always the same list of micro-batches, no matter which ranks compute them: the micro-batch is the unit of
+reproducibility.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class FaultPlan:
     """What is to go wrong in one run.
 
     What has happened is noted in a file, a line for each fault, before it happens: so a rank that is killed has
-    noted it, a later generation leaves it out, and whoever started the run can see that it did happen.
+    noted it, a later generation leaves it out, and the user can see that it did happen.
     """
 
     faults: tuple[Fault, ...] = ()

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks, whoever started it; the only reader of rank variables.
+"""Who this process is among the ranks, no matter what started it; the only reader of rank variables.
 
     lockstep run ─┐
     torchrun ─────┤

@@ -115,7 +115,7 @@ def bench(tmp_path):
 
 @pytest.fixture(scope="session")
 def expected(tmp_path_factory):
-    """The bits of the model, whoever computes it; with so many epochs."""
+    """The bits of the model, no matter which ranks compute it; with so many epochs."""
     known = {}
 
     def of(epochs=4):

@@ -101,7 +101,7 @@ class GridEngine:
 
     @property
     def env(self) -> dict[str, str]:
-        """For whoever speaks to this Grid Engine."""
+        """For the commands that speak to this Grid Engine."""
         return {
             "SGE_ROOT": str(self.here),
             "SGE_CELL": "cell",

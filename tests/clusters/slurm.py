@@ -75,7 +75,7 @@ class Slurm:
 
     @property
     def env(self) -> dict[str, str]:
-        """For whoever speaks to this Slurm."""
+        """For the commands that speak to this Slurm."""
         return {"SLURM_CONF": str(self.here / "slurm.conf")}
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Sums of which each rank keeps a part: the tree's, whoever holds a copy with whom."""
+"""Sums of which each rank keeps a part: the tree's, no matter which ranks share a copy."""
 
 import os
 

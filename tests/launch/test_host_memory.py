@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.host_memory import ControlGroup, MemoryTracker, RankMemory, memory_by_rank
+from waiting import wait_until
 
 GIB = 1 << 30
 
@@ -157,9 +157,7 @@ def small_group():
             group.rmdir()
         pytest.skip(f"no control group can be made here: {error}")
     yield group
-    deadline = time.monotonic() + 10
-    while (group / "cgroup.procs").read_text().split() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not (group / "cgroup.procs").read_text().split(), "the end of the group's processes")
     group.rmdir()
 
 

@@ -1,7 +1,6 @@
 """Ranks that have come to hold different values are found: the first tensor is named, with its rank and the step."""
 
 import random
-import time
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -15,6 +14,7 @@ from lockstep.collectives import TensorShard
 from lockstep.errors import MismatchError
 from lockstep.run import Run
 from lockstep.run.divergence import checksum, tensors_in, weighed
+from waiting import wait_until
 from worlds import on_world
 
 X = torch.sin(torch.arange(64.0)).view(32, 2)
@@ -248,8 +248,8 @@ def within(runs, after, **settings):
         for _ in run.epochs(2):
             for batch in run.train(run.loader(torch.cat([X, X, X]), **SIZES)):
                 if run.step(model(batch).square().mean()) and run.progress.step == after:
-                    while "checkpoint" in settings and not list_checkpoints(Path(settings["checkpoint"])):
-                        time.sleep(0.01)
+                    if "checkpoint" in settings:
+                        wait_until(lambda: list_checkpoints(Path(settings["checkpoint"])), "a checkpoint")
                     if run.rank == 1:
                         with torch.no_grad():
                             module.layer.weight[0, 1] += 1e-6

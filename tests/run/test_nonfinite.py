@@ -3,7 +3,7 @@
 import contextlib
 import io
 import math
-import time
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from lockstep.checkpoint import list_checkpoints
 from lockstep.errors import NonFiniteError, PeerLost
 from lockstep.run import Run
 from lockstep.testing import run_each, state_hash
+from waiting import wait_until
 from worlds import on_world
 
 SIZES = {"global_batch": 8, "micro_batch": 2}  # 4 steps an epoch
@@ -59,13 +60,17 @@ def trained(kind, micro_batch, strategy="ddp", directory=None, epochs=1, **setti
             batches = run.loader(data(kind, micro_batch), shuffle=False, **SIZES)
             for _ in run.epochs(epochs):
                 for x, kinds in run.train(batches):
-                    while directory and (run._context.checkpointer.committed_step() or 0) < run.progress.step:
-                        time.sleep(0.005)  # what is said of the last checkpoint is to be known
+                    if directory:  # what is said of the last checkpoint is to be known
+                        wait_until(partial(is_saved, run), "the checkpoint of the last step")
                     if run.step(loss_of, x, kinds):
                         after_step[run.progress.step] = local_hash(module)
     except (NonFiniteError, PeerLost) as error:
         return type(error).__name__, str(error), local_hash(module) == after_step.get(2), run.progress.step
     return "", "", local_hash(module) == after_step[run.progress.step], run.progress.step
+
+
+def is_saved(run):
+    return (run._context.checkpointer.committed_step() or 0) >= run.progress.step
 
 
 def local_hash(module):

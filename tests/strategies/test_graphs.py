@@ -70,7 +70,7 @@ def one_sided(when):
     with Run(seed=0) as run:
         pair = [run.model(nn.Linear(4, 4), find_unused_parameters=True) for _ in range(2)]
         run.optimizer(torch.optim.SGD([p for m in pair for p in m.parameters()], lr=0.1, weight_decay=0.1))
-        # Each micro-batch is told by its data, whoever computes it.
+        # Each micro-batch is told by its data, no matter which rank computes it.
         batches = run.loader(torch.arange(8.0)[:, None].expand(8, 4), global_batch=8, micro_batch=2, shuffle=False)
         for epoch in run.epochs(3):
             for batch in run.train(batches):

@@ -34,7 +34,7 @@ OPTIONS = {
     "ddp:compress=powersgd,rank=2": near(0.9),
     "fsdp:wrap=Linear,checkpoint_activations": {},
     "diloco:period=4,fragments=2,overlap=1": near(0.9),
-    # Two workers make twice the updates, and momentum adds them up: 2.8 to 3.0 times as far, whoever is faster.
+    # Two workers make twice the updates, and momentum adds them up: 2.8 to 3.0 times as far.
     "parameter-server:servers=1,mode=async": near(2.5, repeats=False),
     "pipeline:stages=2,schedule=interleaved": {"worlds": (2, 4)},
 }

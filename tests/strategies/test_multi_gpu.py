@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep.batch import BatchPlan
+from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import open_group
 from lockstep.errors import UsageError
-from lockstep.strategies import MicroBatchPosition, ParameterSet, StrategyContext, begin_micro_batch, open_strategy
+from lockstep.strategies import ParameterSet, StrategyContext, begin_micro_batch, open_strategy
 from lockstep.strategies.multi_gpu import check_reached, spans_gpus
 from lockstep.testing import state_hash
 from lockstep.world import World

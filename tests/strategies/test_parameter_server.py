@@ -18,13 +18,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import fold, open_group, single_rank_group
 from lockstep.errors import PeerLost, SettingError, UsageError
 from lockstep.heartbeat import progress_marker
 from lockstep.launch_contract import EXIT_STOPPED, RESUME, STOP_FILE
 from lockstep.run import Run
 from lockstep.strategies import StrategyContext, open_strategy
-from lockstep.strategies.gradient_accumulation import MicroBatchPosition
 from lockstep.strategies.parameter_server.flat_buckets import BucketGradients, flat_buckets_of
 from lockstep.strategies.parameter_server.parameter_server import Options
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles

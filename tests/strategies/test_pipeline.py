@@ -10,11 +10,11 @@ from test_partition import Residual
 from torch import fx, nn
 from torch.nn import functional as F
 
-from lockstep.batch import BatchPlan
+from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import open_all_reduce, single_rank_group
 from lockstep.errors import SettingError
 from lockstep.run import Run
-from lockstep.strategies import LossCall, MicroBatchPosition
+from lockstep.strategies import LossCall
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.pipelined.pipeline import Options
 from lockstep.strategies.pipelined.pipelined_model import Pipelined

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.batch import BatchPlan
+from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import single_rank_group
 from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.run import Run
-from lockstep.strategies import MicroBatchPosition, ParameterSet, StrategyContext, begin_micro_batch, open_strategy
+from lockstep.strategies import ParameterSet, StrategyContext, begin_micro_batch, open_strategy
 from lockstep.strategies.gradient_accumulation import TreeGradientAccumulator
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.testing import state_hash

@@ -116,7 +116,7 @@ class HeartbeatSender:
 
 
 def open_channel(channel: str) -> socket.socket | None:
-    """A line to whoever listens at ``channel`` (see `lockstep.world.CHANNEL`); None for "", or if nobody does."""
+    """A line to the listener at ``channel`` (see `lockstep.launch_contract.CHANNEL`); None for "", or without one."""
     if not channel:
         return None
     host, colon, port = channel.rpartition(":")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 
-from lockstep.batch import MicroBatchPosition
 from lockstep.errors import SettingError
 from lockstep.strategies.batchnorm import synchronize_batchnorm
 from lockstep.strategies.buffers import same
@@ -49,7 +48,6 @@ __all__ = [
     "ComputesLoss",
     "HasServerRanks",
     "LossCall",
-    "MicroBatchPosition",
     "ParameterSet",
     "ReplicaAssignment",
     "StateLayout",

@@ -19,10 +19,11 @@ from typing import Final
 import torch
 from torch import nn
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
 from lockstep.strategies import ddp, zero
-from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet
+from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.protocol import (
     Delegates,
     ReplicaAssignment,

@@ -25,9 +25,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import AllReduce, Group, TreeAccumulator
 from lockstep.errors import LockstepError, UsageError
-from lockstep.strategies.gradient_accumulation import MicroBatchPosition, as_real
+from lockstep.strategies.gradient_accumulation import as_real
 
 #: By value, buffers are compared in this many first steps, and then once in so many; always, if they are small.
 _FIRST_STEPS = 2

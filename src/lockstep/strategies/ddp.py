@@ -25,12 +25,12 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket  # what torch.distributed exports, with types
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, NativeAllReduce, Runs, open_all_reduce, translating_peer_errors
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.compression import Cast, Compression, Uncompressed
 from lockstep.strategies.gradient_accumulation import (
-    MicroBatchPosition,
     ParameterSet,
     TreeGradientAccumulator,
     as_real,

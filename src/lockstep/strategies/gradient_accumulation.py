@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.batch import MicroBatchPosition as MicroBatchPosition  # strategies import it from here
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, TreeAccumulator
 from lockstep.errors import UsageError
 from lockstep.strategies.sparse_gradients import dense_rows, no_rows, sparse_again

@@ -9,11 +9,11 @@ from typing import Final
 import torch
 from torch import nn
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, Runs, open_all_reduce
 from lockstep.errors import SettingError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import (
-    MicroBatchPosition,
     ParameterSet,
     TreeGradientAccumulator,
     divide_by_counts,

@@ -18,10 +18,11 @@ from typing import Final
 import torch
 from torch import nn
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, OwnerBroadcast, open_owner_broadcast
 from lockstep.size_balancing import owners_of
 from lockstep.strategies.ddp import Ddp
-from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet
+from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.protocol import (
     Delegates,
     PreparesOptimizerStep,

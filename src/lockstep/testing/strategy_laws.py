@@ -28,7 +28,7 @@ from lockstep.testing.ranks import run_each, run_ranks
 
 @dataclass(frozen=True, slots=True)
 class StrategyLaws:
-    """What a strategy owes to whoever chooses it by a word: one method for each law, which raises AssertionError.
+    """What a strategy owes to its users: one method for each law, which raises AssertionError.
 
     Each law trains a small classifier on real ranks, through `Run`, and compares checkpoints: so it sees what a user
     would get, whatever lies where while it trains. A law takes one to five seconds.

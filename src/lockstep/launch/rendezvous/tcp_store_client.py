@@ -195,7 +195,7 @@ class TcpStoreClient(RendezvousStore):
             endings = self._endings.get(self._report.generation)
             generation, node_id = self._report.generation, self._report.node_id
             plan, notices, record = self._plan, self._notices, self._next_record()
-        # In this order: whoever reads a record or a plan finds the endings and the notices that it speaks of.
+        # In this order: a node that reads a record or a plan finds the endings and the notices that it speaks of.
         if endings is not None:
             store.set(f"endings/{generation}/{node_id}", endings)
         if self.is_coordinator and number == self._thread_number:

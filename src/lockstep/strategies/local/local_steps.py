@@ -12,10 +12,11 @@ from typing import Final
 import torch
 from torch import nn
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import single_rank_group
 from lockstep.errors import SettingError
 from lockstep.strategies.batchnorm import normalises_over_ranks
-from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts
+from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts
 from lockstep.strategies.protocol import StrategyContext
 from lockstep.strategies.single_process import SingleProcess
 

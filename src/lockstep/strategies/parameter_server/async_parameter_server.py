@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.errors import MismatchError
 from lockstep.formatting import format_ranks
-from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts
+from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts
 from lockstep.strategies.parameter_server.flat_buckets import (
     BucketGradients,
     set_gradients,

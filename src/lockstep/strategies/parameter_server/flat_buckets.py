@@ -14,8 +14,9 @@ from typing import Final
 
 import torch
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Node, TreeAccumulator
-from lockstep.strategies.gradient_accumulation import MicroBatchPosition, add_into_left, pop_gradients
+from lockstep.strategies.gradient_accumulation import add_into_left, pop_gradients
 
 Tensors = Sequence[torch.Tensor]
 

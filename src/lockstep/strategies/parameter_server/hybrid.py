@@ -40,11 +40,12 @@ from torch import nn
 from torch._C._distributed_autograd import backward, get_gradients  # what torch.distributed exports, with types
 from torch.distributed import autograd as dist_autograd
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import open_all_reduce, translating_peer_errors
 from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.size_balancing import owners_of
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts, total_count
+from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
 from lockstep.strategies.parameter_server.embedding_tables import (
     EmbeddingTable,
     EmbeddingTables,

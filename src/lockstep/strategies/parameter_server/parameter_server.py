@@ -34,10 +34,11 @@ from typing import Final
 import torch
 from torch import nn
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import fold, open_all_reduce, translating_peer_errors
 from lockstep.errors import MismatchError, SettingError
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts, total_count
+from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
 from lockstep.strategies.parameter_server.async_parameter_server import AsyncParameterServer
 from lockstep.strategies.parameter_server.flat_buckets import (
     BucketGradients,

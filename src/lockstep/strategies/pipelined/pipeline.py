@@ -25,13 +25,13 @@ import torch
 from torch import fx, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import NativeAllReduce, ObjectChannel, ShardGroups, open_all_reduce, translating_peer_errors
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
-    MicroBatchPosition,
     ParameterSet,
     Tensors,
     divide_by_counts,

@@ -10,12 +10,12 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import TreeAccumulator
 from lockstep.errors import UsageError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
-    MicroBatchPosition,
     Tensors,
     add_into_left,
     is_loss,

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, Node, ReduceScatter, translating_peer_errors
 from lockstep.errors import UsageError
-from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, negative_zeros_like
+from lockstep.strategies.gradient_accumulation import ParameterSet, negative_zeros_like
 
 
 class UnitSums(Protocol):
@@ -64,12 +65,12 @@ class FsdpUnit:
         self._reduce_scatter: Final = reduce_scatter
         self._open: Final = fold
         self._sums: UnitSums | None = None
-        self._turn: MicroBatchPosition | None = None  # None: the backward pass is not for this block
+        self._position: MicroBatchPosition | None = None  # None: the backward pass is not for this block
         self._received = False
 
     def expect(self, position: MicroBatchPosition | None) -> None:
         """Expect the backward pass of ``position``; None: the next backward pass is not for this block."""
-        self._turn, self._received, self.incomplete = position, False, False
+        self._position, self._received, self.incomplete = position, False, False
 
     def forget(self) -> None:
         """Drop the sum of this step."""
@@ -90,7 +91,7 @@ class FsdpUnit:
         async_op: bool = False,
     ) -> None:
         """Add the flat gradient of a micro-batch; after the last one, write this rank's rows of the sum."""
-        position = self._turn
+        position = self._position
         if position is None:
             output_tensor.copy_(negative_zeros_like(output_tensor))  # is added to a gradient that may be there already
             return

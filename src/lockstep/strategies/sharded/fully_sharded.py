@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import (
     NativeReduceScatter,
     ReduceScatter,
@@ -41,7 +42,7 @@ from lockstep.collectives import (
 )
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts, total_count
+from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
 from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.protocol import (
     ChecksOptimizers,
