@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.batch import BatchPlan
+from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import Group, open_group
-from lockstep.strategies import MicroBatchPosition, ParameterSet, StrategyContext, begin_micro_batch, open_strategy
+from lockstep.strategies import ParameterSet, StrategyContext, begin_micro_batch, open_strategy
 from lockstep.world import World
 from ranks import start, told
 

@@ -46,25 +46,25 @@ GRACE_S = 10.0  #: for what a test has told to end but did not wait for
 
 #: Tests that share what they compute once, and so belong on one worker, which takes them before all others. The marks
 #: of pytest-xdist 3.8 say the same, and pytest 9.2 does not hear them.
-TOGETHER = (
-    "tests/strategies/test_zero.py",
-    "tests/test_by_hand.py",
-    "tests/test_faults.py",
-    "tests/test_nodes.py",
-    "tests/test_recipes.py::test_vision_transformer_learns_under_every_strategy",
-    "tests/test_transparency.py",
+TOGETHER = re.compile(
+    r"tests/strategies/test_laws\.py::test_law\[.*(?=-\w+\]$)|"
+    r"tests/strategies/test_zero\.py|"
+    r"tests/test_(by_hand|faults|nodes|transparency)\.py|"
+    r"tests/test_recipes\.py::test_vision_transformer_learns_under_every_strategy"
 )
 
 
 #: Tests whose like is in the suite already, for another strategy or benchmark. They run in `make campaign` only, where
 #: LOCKSTEP_CAMPAIGN is set, so that the suite stays under twelve minutes on two cores.
 CAMPAIGN = re.compile(
-    r"test_law_with_options\[.*-survives_a_killed_rank\]|"
-    r"test_law\[(auto|hsdp.*|diloco.*|dp)-survives_a_killed_rank\]|"
-    r"test_law\[(auto|hsdp.*)-(moves_between_worlds|respects_count|clips_alike)\]|"
+    r"test_law_with_options\[.*-(survives_a_killed_rank|moves_between_strategies)\]|"
+    r"test_law\[(auto|hsdp.*|diloco.*|dp|zero|local-sgd.*)-survives_a_killed_rank\]|"
+    r"test_law\[(auto|hsdp.*|diloco.*)-(moves_between_\w+|respects_count|clips_alike)\]|"
     r"test_a_package_shuffles_alike_.*\[\w+-(0-2|1-0)\]|"
-    r"test_whatever_is_killed_.*\[third\]|"
-    r"test_benchmarks\.py::test_(servers|links|compress|zero)$"
+    r"test_whatever_is_killed_.*\[(second|third)\]|"
+    r"test_training_on_a_package_.*\[webdataset\]|"
+    r"test_vision_transformer_learns_under_every_strategy|"
+    r"test_benchmarks\.py::test_(servers|links|compress|zero|strategies|start|memory|exact)$"
 )
 
 
@@ -86,7 +86,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class OneWorkerForEachScope(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return next((place for place in TOGETHER if nodeid.startswith(place)), nodeid)
+            together = TOGETHER.match(nodeid)
+            return together[0] if together else nodeid
 
     return OneWorkerForEachScope(config, log)
 

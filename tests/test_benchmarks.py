@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,12 @@ def measured(tmp_path, script, *options):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((tmp_path / "found.json").read_text()), done.stdout
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("*.py")))
+def test_what_it_imports_is_there(script):
+    """Most benchmarks run in `make campaign` only."""
+    runpy.run_path(str(BENCHMARKS / script), run_name="imported")
 
 
 def test_loop(tmp_path):

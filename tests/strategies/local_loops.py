@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.batch import BatchPlan
+from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.strategies import (
-    MicroBatchPosition,
     ParameterSet,
     StrategyContext,
     before_optimizer_step,

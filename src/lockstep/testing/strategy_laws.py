@@ -150,27 +150,22 @@ class StrategyLaws:
         return replace(case, **changes)
 
     def _near(self, found: dict[str, Any], case: _Case, when: str) -> None:
-        reference = _reference(replace(case, strategy="none"))
+        reference = _undisturbed(replace(case, strategy="none"), 1)
         if self.bits:
             assert state_hash(found) == state_hash(reference), f"{self.strategy} {when}: other bits than one rank"
             return
         self._not_far(_flat(found, case), _flat(reference, case), case, f"{when}, from one rank")
 
     def _not_far(self, here: torch.Tensor, end: torch.Tensor, case: _Case, when: str) -> None:
-        begin = _flat(_reference(replace(case, strategy="none", epochs=0)), case)
+        begin = _flat(_undisturbed(replace(case, strategy="none", epochs=0), 1), case)
         away = float((here - end).norm() / (end - begin).norm())
         assert away <= self.tolerance, f"{self.strategy} {when}: {away:.3g} away, over {self.tolerance:g}"
         along = float((here - begin) @ (end - begin) / (here - begin).norm() / (end - begin).norm())
         assert along >= _LEAST_COSINE, f"{self.strategy} {when}: went elsewhere, by a cosine of {along:.2g}"
 
     def _trained(self, case: _Case, world: int, directory: Path | None = None) -> dict[str, Any]:
-        """The state at the end of training; resumed, if ``directory`` holds some of it."""
-        resumed = directory is not None
-        directory = directory or self._new_directory()
-        run_ranks(
-            _train, world, replace(case, directory=str(directory)), timeout_s=_LAW_S, env={RESUME: str(int(resumed))}
-        )
-        return _newest(directory)
+        """The state at the end of training; resumed from what ``directory`` holds, if that is given."""
+        return _undisturbed(case, world) if directory is None else _trained_in(directory, case, world, resumed=True)
 
     def _begun(self, case: _Case, world: int, victim: int | None = None) -> Path:
         """A directory with a checkpoint of the first steps of training, which was then left, or killed."""
@@ -332,11 +327,17 @@ def _evaluate(case: _Case) -> dict[str, float]:
 
 
 @cache
-def _reference(case: _Case) -> dict[str, Any]:
-    """The state after ``case`` on one rank."""
+def _undisturbed(case: _Case, world: int) -> dict[str, Any]:
+    """The state after ``case`` in one go; most laws compare with it, so each process computes it once."""
     with tempfile.TemporaryDirectory(prefix="lockstep-law-") as directory:
-        run_ranks(_train, 1, replace(case, directory=directory), timeout_s=_LAW_S)
-        return _newest(Path(directory), 0 if case.epochs == 0 else _STEPS)
+        return _trained_in(Path(directory), case, world, resumed=False)
+
+
+def _trained_in(directory: Path, case: _Case, world: int, *, resumed: bool) -> dict[str, Any]:
+    """The state after ``case``, whose checkpoints lie in ``directory``."""
+    case = replace(case, directory=str(directory))
+    run_ranks(_train, world, case, timeout_s=_LAW_S, env={RESUME: str(int(resumed))})
+    return _newest(directory, 0 if case.epochs == 0 else _STEPS)
 
 
 def _newest(directory: Path, step: int = _STEPS) -> dict[str, Any]:
