@@ -36,6 +36,7 @@ def measured(tmp_path, script, *options):
     return json.loads((tmp_path / "found.json").read_text()), done.stdout
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # by torch's own ZeRO
 @pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("*.py")))
 def test_what_it_imports_is_there(script):
     """Most benchmarks run in `make campaign` only."""
