@@ -25,11 +25,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.batch import BatchPlan
+from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.checkpoint import Checkpoints
 from lockstep.collectives import Group, open_group
 from lockstep.strategies import (
-    MicroBatchPosition,
     ParameterSet,
     Strategy,
     StrategyContext,
