@@ -1,0 +1,33 @@
+"""What docs/loops.md says of each shape of a loop: the same bits on 1, 2 and 3 ranks and after a kill, or refused."""
+
+import re
+
+import pytest
+
+from loop_shapes import PAGE, SHAPES, resumed, verdicts
+
+ROW = re.compile(r"^\| (.+) \| (same bits|differs|refused: [\w ]+) \| (same bits|-) \|$", re.MULTILINE)
+#: Of each shape, what the page says: of 1, 2 and 3 ranks, and of a kill.
+ROWS = {words: (verdict, again) for words, verdict, again in ROW.findall(PAGE.read_text())}
+RESUMED = [name for name, shape in SHAPES.items() if ROWS.get(shape.words, ("", ""))[1] == "same bits"]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return verdicts(list(SHAPES.values()))
+
+
+def test_the_page_has_a_row_for_each():
+    assert list(ROWS) == [shape.words for shape in SHAPES.values()]
+
+
+def test_each_ends_as_the_page_says(found):
+    says = {name: ROWS[shape.words][0] for name, shape in SHAPES.items()}
+    assert not {name: verdict for name, verdict in found.items() if verdict.words != says[name]}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_it_is_killed_and_begun_again_on_other_ranks(name, found):
+    for before, after in ((2, 3), (3, 1)):
+        again = resumed(SHAPES[name], 3, before, after)
+        assert again.details == found[name].details, f"killed on {before} ranks, begun again on {after}"
