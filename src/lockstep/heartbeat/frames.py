@@ -23,7 +23,10 @@ from lockstep.heartbeat_message import SourceLine
 
 NOWHERE: Final = SourceLine("", 0, "")
 _OURS = str(Path(__file__).parents[1])
+_STDLIB = sysconfig.get_path("stdlib")
 _INSTALLED = tuple({_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))})
+#: Python's own debugger and interactive console.
+_PROMPTS = tuple(f"{_STDLIB}/{name}.py" for name in ("pdb", "code"))
 _PACKAGES = ("site-packages", "dist-packages")
 _RUN = str(Path(_OURS, "run"))
 # torch's own dispatch lies around every collective of the functional kind.
@@ -114,6 +117,16 @@ def _call(above: list[tuple[str, str, str]]) -> tuple[str, bool]:
     if any("/torch/autograd/" in file for file, _ in inside):
         return "backward", False
     return f"{module}.{name}", False
+
+
+def in_debugger(innermost: FrameType) -> bool:
+    """Whether a stack is that of a debugger which has stopped the program, or of another prompt."""
+    frame: FrameType | None = innermost
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_PROMPTS) or "/prompt_toolkit/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def collectives_begun() -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fcntl
-import importlib.machinery
 import importlib.metadata
 import json
 import platform
@@ -21,7 +19,8 @@ import lockstep
 from lockstep.errors import SettingError
 from lockstep.faults import FaultPlan
 from lockstep.launch.host import Machine
-from lockstep.launch.request import Module, Program, Request, Script, StartMethod
+from lockstep.launch.program import check_program
+from lockstep.launch.request import Request, StartMethod
 from lockstep.launch.schedulers.requeue import directory, goes_on, noted
 from lockstep.launch.schedulers.scheduler import Allocation
 from lockstep.world import World
@@ -120,6 +119,8 @@ def prepare(
         raise SettingError(f"--hang-after {request.hang_after_s}: it must be more than 0 seconds; inf never asks")
     check_program(request.program)
     ranks, notes = _ranks(request.nproc_per_node, machine, env)
+    if request.attach is not None:
+        _check_attached(request.attach, ranks, request, given)
     plan = FaultPlan.parse(request.faults)
     if request.nodes is None:
         plan.check(ranks=ranks, nodes=1)
@@ -141,6 +142,13 @@ def prepare(
         notes=(*notes, *more),
         given=given,
     )
+
+
+def _check_attached(rank: int, ranks: int, request: Request, given: Allocation) -> None:
+    if request.nodes is not None or (request.everywhere and given.starts_launchers):
+        raise SettingError(f"--attach {rank}: the terminal of this machine is for its own ranks; use --standalone")
+    if not 0 <= rank < ranks:
+        raise SettingError(f"--attach {rank}: give one of the {ranks} ranks, from 0 to {ranks - 1}")
 
 
 def _start_method(request: Request) -> StartMethod:
@@ -207,32 +215,6 @@ def shown(path: Path) -> str:
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
-
-
-def check_program(program: Program) -> None:
-    """Check that the program exists.
-
-    Raises:
-        SettingError: if it does not, with the nearest name that does.
-    """
-    if isinstance(program, Script):
-        path = Path(program.name)
-        if path.is_dir() and not (path / "__main__.py").exists():
-            raise SettingError(f"{program.name} is a directory without a __main__.py; name a script in it")
-        if not path.exists():
-            names = [str(near) for near in path.parent.glob("*.py")] if path.parent.is_dir() else []
-            raise SettingError(f"no such file: {program.name}; {_nearest(program.name, names, 'check the path')}")
-    elif isinstance(program, Module):
-        top, _, _ = program.name.partition(".")
-        if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
-            names = [path.stem for path in Path().glob("*.py")] + [path.parent.name for path in Path().glob("*/*.py")]
-            otherwise = "-m takes the name of a module, and a script is started without -m"
-            raise SettingError(f"no such module: {program.name}; {_nearest(program.name, names, otherwise)}")
-
-
-def _nearest(name: str, names: list[str], otherwise: str) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def _ranks(asked: int | str | None, machine: Machine, env: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
