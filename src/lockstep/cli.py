@@ -100,7 +100,7 @@ def run_options() -> argparse.ArgumentParser:
         usage="lockstep run [options] script.py [script options]",
         description="Start a script on several ranks of this machine, or of several, and watch over them.",
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=112),
         epilog="Options after the script are the script's own. Exit codes: 0 done, 1 a rank failed, 2 usage, 74 "
         "trained but not saved, 75 stopped with a checkpoint, 130 or 143 stopped without one, 137 a rank was killed by "
         "the system.",
@@ -149,9 +149,9 @@ def run_options() -> argparse.ArgumentParser:
     )
     # Torchrun's other words for it.
     meet.add_argument("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)  # there is one way only
-    meet.add_argument("--master-addr", metavar="HOST", help="the same as --rdzv-endpoint, with --master-port (29500)")
+    meet.add_argument("--master-addr", metavar="HOST", help=argparse.SUPPRESS)
     meet.add_argument("--master-port", type=int, metavar="PORT", help=argparse.SUPPRESS)
-    meet.add_argument("--node-rank", type=int, metavar="N", help="which machine this is (default: as they come)")
+    meet.add_argument("--node-rank", type=int, metavar="N", help=argparse.SUPPRESS)
     files = parser.add_argument_group("files")
     files.add_argument("--run-dir", metavar="DIR", help="logs, record, checkpoints (default: a new one under runs/)")
     files.add_argument("--resume", action="store_true", help="from the newest whole checkpoint of the run directory")

@@ -61,7 +61,7 @@ def test_wherever_a_package_is_installed_the_blame_is_not_on_its_lines(importabl
 def test_what_lies_beside_the_program_is_the_users_whatever_is_installed_there(importable, tmp_path, monkeypatch):
     tmp_path.joinpath("app", "tensors-1.0.dist-info").mkdir(parents=True)
     own = importable("own", LIBRARY, "app")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "app" / "train.py"))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "app" / "train.py"), raising=False)
     assert is_users(own.__file__)
 
 

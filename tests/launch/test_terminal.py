@@ -5,14 +5,11 @@ import os
 import pty
 import select
 import struct
-import sys
 import termios
 import time
 
 import pytest
 
-from lockstep.launch.console import Screen
-from lockstep.report import Status
 from waiting import wait_until
 
 DEADLINE_S = 90

@@ -23,9 +23,9 @@ _MOST_BYTES = 1 << 20
 _SIZE = struct.Struct("HHHH")
 
 
-def has_terminal(*streams: TextIO) -> bool:
+def has_terminal(*streams: TextIO | None) -> bool:
     """Whether each of the ``streams`` is a terminal."""
-    return all(stream is not None and not stream.closed and stream.isatty() for stream in streams)
+    return all(stream and not stream.closed and stream.isatty() for stream in streams)
 
 
 class AttachedTerminal:

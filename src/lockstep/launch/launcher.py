@@ -58,6 +58,10 @@ def start(request: Request) -> int:
     """
     given = allocation(os.environ, text_of)
     request = _on_allocated_nodes(request, given)
+    if request.attach is not None and (request.nodes or (request.everywhere and given.starts_launchers)):
+        raise SettingError(
+            f"--attach {request.attach}: a terminal is for the ranks of its own machine; use --standalone"
+        )
     # On a login node nothing says what the allocated nodes have.
     machine = Machine.detect(os.environ) if given.inside else Machine(given.gpus_per_node or 0, given.nodes[0].slots)
     resumed = False

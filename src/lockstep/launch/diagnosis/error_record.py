@@ -50,7 +50,7 @@ class Failure:
             rank=rank,
             host=host,
             kind=_kind(error),
-            message="\n".join([str(error), *getattr(error, "__notes__", ())]),
+            message="\n".join(filter(None, [str(error), *getattr(error, "__notes__", ())])),
             file=file,
             line=line,
             source=linecache.getline(file, line).strip() if file else "",

@@ -116,7 +116,8 @@ class ForkServerClient:
 
         Something to read from one of the ``descriptors`` ends the waiting, too.
         """
-        if self._connection not in select.select([self._connection, *descriptors], [], [], timeout_s)[0]:
+        connection = self._connection.fileno()
+        if connection not in select.select([connection, *descriptors], [], [], timeout_s)[0]:
             return []
         chunk = self._receive()
         if not chunk:

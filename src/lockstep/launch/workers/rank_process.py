@@ -33,8 +33,10 @@ from lockstep.faults import FaultPlan
 from lockstep.formatting import size
 from lockstep.heartbeat import HeartbeatSender, open_channel, progress_marker, register_stacks
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
+from lockstep.launch.diagnosis.error_advice import advice_for
 from lockstep.launch.diagnosis.error_record import Failure, strip_own_frames, user_frame
 from lockstep.launch.request import Function, Module, Program, Script
+from lockstep.launch.workers.nested_ranks import refuse_nested_ranks
 from lockstep.launch_contract import (
     BIND,
     CHANNEL,
@@ -93,6 +95,7 @@ def become_rank(env: Mapping[str, str], log: str, parent: int) -> None:
     sender.start()
     if terminal:
         announce_input(sender)
+    refuse_nested_ranks()
 
 
 def run_program(program: Program) -> NoReturn:
@@ -118,6 +121,8 @@ def run_program(program: Program) -> NoReturn:
         file, line = user_frame(error)
         sys.stderr.write(f"interrupted at {Path(file).name}:{line}\n")
     except BaseException as error:  # noqa: BLE001 - whatever it is, it ends here
+        if advice := advice_for(error, attached=TERMINAL in os.environ):
+            error.add_note(advice)
         # Some settings can be checked only once the script has made its data set, such as the size of the world.
         code = EXIT_USAGE if isinstance(error, SettingError | PlanError) else EXIT_FAILED
         _write_record(error)
@@ -288,7 +293,7 @@ def announce_input(sender: HeartbeatSender) -> None:
             progress_marker().set_phase(before)
             sender.beat()
 
-    builtins.input = announced  # type: ignore[assignment]
+    builtins.input = announced
 
 
 def _reseed() -> None:
