@@ -27,8 +27,8 @@ from lockstep.launch_contract import (
     EXIT_USAGE,
 )
 
-#: Exit codes that a script may choose by itself; the others mean something here, or to the shell.
-_OF_SCRIPTS = frozenset(range(1, 126)) - {EXIT_USAGE, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_TIMEOUT}
+#: Exit codes that a script may choose by itself; the others mean something here, to Grid Engine, or to the shell.
+_OF_SCRIPTS = frozenset(range(1, 126)) - {EXIT_USAGE, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_TIMEOUT, 99, 100}
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TRACEBACK_LINES = 40
 _MESSAGE_LINES = 12
