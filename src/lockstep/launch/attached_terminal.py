@@ -54,6 +54,7 @@ class AttachedTerminal:
         os.set_blocking(self._ours, False)
         self._size, self._log = b"", log.open("ab")
         self.prompts(False)
+        self.hand_on()  # the rank may ask for the window's size at once
         return os.ttyname(self._theirs)
 
     @property
@@ -69,14 +70,16 @@ class AttachedTerminal:
 
     def hand_on(self) -> None:
         """Hand keys and the size of the window on to the rank."""
-        if self._log is None or self._keys is None or not self._is_foreground():
-            self._lent = False
+        if self._log is None or self._keys is None:
             return
         try:
-            self._lend(self._keys)
             if (size := fcntl.ioctl(self._keys, termios.TIOCGWINSZ, bytes(_SIZE.size))) != self._size:
                 fcntl.ioctl(self._ours, termios.TIOCSWINSZ, size)
                 self._size = size
+            if not self._is_foreground():
+                self._lent = False
+                return
+            self._lend(self._keys)
             waiting = struct.unpack("i", fcntl.ioctl(self._keys, termios.FIONREAD, bytes(4)))[0]
             if waiting:
                 # Keys for a rank that does not read are lost once its terminal is full.
