@@ -25,6 +25,8 @@ def test_the_options_of_run_are_the_frozen_ones():
     options = {option for action in cli.run_options()._actions for option in action.option_strings}
     frozen = (Path(__file__).parent / "options.txt").read_text().split()
     assert sorted(options) == sorted(frozen)
+    torchruns = {f"--{option[2:].replace('-', '_')}" for option in frozen if option.startswith("--")}
+    assert torchruns <= set(cli.run_options()._option_string_actions), "each is also taken with underscores"
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
@@ -70,9 +72,22 @@ def test_help_of_run_fits_a_screen(capsys):
         ("run --nnodes 2 --rdzv-endpoint n1 --rdzv-conf join_timeout=no train.py", "give join_timeout=SECONDS"),
         ("run --nnodes 2 --rdzv-endpoint n1 --rdzv-conf lost_after=0 train.py", "it must be more than 0 seconds"),
         ("run --nnodes 2 --rdzv-endpoint nohost.invalid train.py", "cannot resolve 'nohost.invalid' from node "),
-        ("run --node-rank 1 train.py", "machines are numbered as they come"),
-        ("run --master-addr n1 train.py", "--rdzv-endpoint HOST:PORT"),
-        ("run --master-port=29500 train.py", "leave it out: a free port is found"),
+        ("run --node_rank 1 train.py", "--node-rank 1 with --nnodes 1: the first machine is 0, the last one 0"),
+        ("run --nnodes 1:2 --node_rank 1 --master_addr n1 train.py", "machines that come and go have no fixed numbers"),
+        ("run --nnodes 2 --master-port 1 train.py", "--master-port 1: say --master-addr HOST, too"),
+        ("run --nnodes 2 --master-addr n1 --master-port 0 train.py", "with a port between 1 and 65535"),
+        ("run --nnodes 2 --master-addr n1 --rdzv-endpoint n1 train.py", "say the same thing; give one of them"),
+        (
+            "run --nnodes 2 --node-rank 0 --master-addr 192.0.2.1 train.py",
+            "this machine cannot listen at 192.0.2.1:29500",
+        ),
+        ("run --attach 2 --ranks 2 train.py", "--attach 2: give one of the 2 ranks, from 0 to 1"),
+        (
+            "run --attach 0 --nnodes 2 --master-addr n1 train.py",
+            "--attach 0: a terminal is for the ranks of its own machine",
+        ),
+        ("run --strategy fsdpp train.py", "strategy='fsdpp': give one of none, dp, ddp"),
+        ("run --strategy ddp:compres=fp16 train.py", "strategy ddp has no option compres; did you mean compress?"),
         ("run --keep 3 train.py", "it is a setting: --set keep=VALUE"),
         ("run --set keep train.py", "give NAME=VALUE"),
         ("run --set kepp=3 train.py", "kepp: no such setting; did you mean keep?"),
@@ -104,6 +119,10 @@ def test_what_cannot_be_used_is_refused_in_one_line_with_a_way_out(here, capsys,
         ("--standalone --nnodes 1 train.py", {}, ("train.py", [])),
         ("-m pack.train -m", {"options": ()}, ("pack.train", ["-m"])),
         ("--fresh --run-dir=r --grace 3 train.py", {"grace_s": 3.0, "options": ("--grace", "3")}, ("train.py", [])),
+        ("--ranks 3 train.py --ranks 4", {"nproc_per_node": "3"}, ("train.py", ["--ranks", "4"])),
+        ("--nproc_per_node=2 --use_env --max_restarts 1 train.py", {"max_restarts": 1}, ("train.py", [])),
+        ("--node_rank=0 --nnodes=1 --master_addr=n1 --master_port=1234 train.py", {"nodes": None}, ("train.py", [])),
+        ("--run_dir=r --run_dir s --grace 1 train.py", {"options": ("--grace", "1")}, ("train.py", [])),
         ("--set keep=2 --strategy fsdp train.py", {"settings": {"keep": "2", "strategy": "fsdp"}}, ("train.py", [])),
     ],
 )
@@ -114,6 +133,55 @@ def test_what_stands_after_the_script_is_the_scripts(here, monkeypatch, words, o
     (request,) = asked
     assert (request.program.name, list(request.program.args)) == program
     assert {name: getattr(request, name) for name in ours} == ours
+
+
+def test_the_guides_static_rendezvous_is_ours(here, monkeypatch):
+    asked = []
+    monkeypatch.setattr(importlib.import_module("lockstep.launch"), "start", lambda request: asked.append(request) or 0)
+    words = "--nnodes 2 --node_rank 1 --master_addr n1 --master_port 1234 --rdzv_backend static train.py"
+    assert cli.main(["run", *words.split()]) == 0
+    nodes = asked[0].nodes
+    assert (nodes.min_nodes, nodes.max_nodes, nodes.endpoint, nodes.node_rank) == (2, 2, "n1:1234", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x = = 1", "train.py:1: SyntaxError: invalid syntax: x = = 1"),
+        ("if 1:\nprint(1)", "train.py:2: IndentationError: expected an indented block"),
+        ("'\x00'", "train.py"),
+    ],
+)
+def test_what_python_cannot_read_is_told_before_torch_is_imported(here, capsys, text, says):
+    (here / "train.py").write_text(text)
+    assert cli.main(["run", "--nproc-per-node", "2", "train.py"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_of_a_module_the_file_that_would_run_is_read(here, capsys):
+    (here / "pack").mkdir()
+    (here / "pack" / "__init__.py").write_text("raise SystemExit('it was imported')")
+    (here / "pack" / "fit.py").write_text("x = = 1")
+    assert cli.main(["run", "-m", "pack.fit"]) == 2
+    assert "fit.py:1: SyntaxError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["train.py --help", "train.py fit -h", "-m train --help"])
+def test_a_script_is_asked_for_its_help_once_and_leaves_nothing(here, capfd, words):
+    (here / "train.py").write_text("import sys; print('help', sys.argv[1:], 'torch' in sys.modules); sys.exit(5)")
+    assert cli.main(["run", "--nproc-per-node", "3", *words.split()]) == 5
+    said = capfd.readouterr()
+    assert said.out.startswith("help [")
+    assert said.out.endswith("False\n")
+    assert said.err == ""
+    assert not (here / "runs").exists()
+
+
+def test_a_setting_of_the_environment_is_checked_too(here, capsys, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_STRATEGY", "fsdpp")
+    assert cli.main(["run", "train.py"]) == 2
+    assert "strategy='fsdpp'" in capsys.readouterr().err
 
 
 def test_a_checkpoint_directory_does_not_follow_the_script_around(here, monkeypatch):

@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 import lockstep
 from lockstep.errors import LaunchError, LockstepError, SettingError
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
-from lockstep.settings import Settings, parse
+from lockstep.settings import ResolvedSettings, Settings, parse
+from lockstep.strategy_words import split
 
 _EXAMPLES = """\
 examples:
@@ -29,12 +30,8 @@ examples:
   lockstep run --nproc-per-node 4 --max-restarts 3 train.py
   lockstep run --resume --run-dir runs/digits train.py  from the newest whole checkpoint"""
 
-_MEET = "say where the machines meet: --rdzv-endpoint HOST:PORT, with HOST one of them"
 #: What torchrun has and we do not, with what to do instead.
 _NOT_OURS = {
-    "--node-rank": "leave it out: machines are numbered as they come, the one of --rdzv-endpoint first",
-    "--master-addr": _MEET,
-    "--master-port": f"leave it out: a free port is found for every start; for several machines {_MEET}",
     "--log-dir": "leave it out: each rank writes to RUN_DIR/logs; say which directory with --run-dir",
     "--tee": "leave it out: rank 0 is shown, and each rank has a file in RUN_DIR/logs",
     "--redirects": "leave it out: each rank has a file in RUN_DIR/logs",
@@ -42,7 +39,10 @@ _NOT_OURS = {
     "--gpus": "say --nproc-per-node",
 }
 #: Options of `run` that a job script does not take: the job says it.
-_PLACES = {"--help", "--nnodes", "--standalone", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--rdzv-backend"}
+_PLACES = {
+    *("--help", "--nnodes", "--standalone", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--rdzv-backend"),
+    *("--node-rank", "--master-addr", "--master-port", "--attach"),
+}
 #: Options of `run` that are settings of `Run`; any other is given with ``--set``.
 _SETTINGS = ("checkpoint", "save_every", "strategy", "reduction", "precision", "rehearse")
 
@@ -100,19 +100,19 @@ def run_options() -> argparse.ArgumentParser:
         usage="lockstep run [options] script.py [script options]",
         description="Start a script on several ranks of this machine, or of several, and watch over them.",
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=112),
         epilog="Options after the script are the script's own. Exit codes: 0 done, 1 a rank failed, 2 usage, 74 "
         "trained but not saved, 75 stopped with a checkpoint, 130 or 143 stopped without one, 137 a rank was killed by "
         "the system.",
     )
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(
-        "--nproc-per-node", metavar="N", help="a number, gpu, cpu or auto (default: one for each GPU, else 1)"
+        "--nproc-per-node",
+        "--ranks",
+        metavar="N",
+        help="a number, gpu, cpu or auto (default: one for each GPU, else 1)",
     )
     ranks.add_argument("--max-restarts", type=int, default=0, metavar="N", help="starts after a failure (default: 0)")
-    # Torchrun's other spellings, which only make the help longer.
-    ranks.add_argument("--nproc_per_node", help=argparse.SUPPRESS)
-    ranks.add_argument("--max_restarts", type=int, default=0, help=argparse.SUPPRESS)
     ranks.add_argument(
         "--nnodes", default="1", metavar="N|MIN:MAX", help="machines, each with a lockstep run of its own (default: 1)"
     )
@@ -147,9 +147,11 @@ def run_options() -> argparse.ArgumentParser:
     meet.add_argument(
         "--rdzv-conf", metavar="NAME=SECONDS", help="join_timeout=600,last_call_timeout=3,lost_after=5 unless given"
     )
-    meet.add_argument("--rdzv-backend", choices=("c10d",), help=argparse.SUPPRESS)  # there is no other
-    for name in ("endpoint", "id", "conf", "backend"):
-        meet.add_argument(f"--rdzv_{name}", dest=f"rdzv_{name}", help=argparse.SUPPRESS)
+    # Torchrun's other words for it.
+    meet.add_argument("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)  # there is one way only
+    meet.add_argument("--master-addr", metavar="HOST", help=argparse.SUPPRESS)
+    meet.add_argument("--master-port", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    meet.add_argument("--node-rank", type=int, metavar="N", help=argparse.SUPPRESS)
     files = parser.add_argument_group("files")
     files.add_argument("--run-dir", metavar="DIR", help="logs, record, checkpoints (default: a new one under runs/)")
     files.add_argument("--resume", action="store_true", help="from the newest whole checkpoint of the run directory")
@@ -166,9 +168,24 @@ def run_options() -> argparse.ArgumentParser:
     settings.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting")
     what = parser.add_argument_group("what to run")
     what.add_argument("-m", "--module", action="store_true", help="script.py is the name of a module, as in python -m")
+    what.add_argument(
+        "--attach", type=int, metavar="RANK", help="this rank has the terminal: breakpoint() (default: the only one)"
+    )
+    what.add_argument(
+        "--pass-local-rank", action="store_true", help="the script gets --local-rank=N, as torch.distributed.launch did"
+    )
+    what.add_argument("--use-env", action="store_true", help=argparse.SUPPRESS)  # of that launcher, which is so always
     what.add_argument("script", nargs="?", metavar="script.py")
     what.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
+    _accept_underscores(parser)
     return parser
+
+
+def _accept_underscores(parser: argparse.ArgumentParser) -> None:
+    """Take each option in the spelling with underscores, too, as torchrun does; the help shows the other one."""
+    options = parser._option_string_actions
+    for option, action in list(options.items()):
+        options.setdefault(f"--{option[2:].replace('-', '_')}" if option.startswith("--") else option, action)
 
 
 def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
@@ -176,10 +193,13 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         raise SettingError("say what to run: lockstep run train.py")
     settings = _settings(parsed)
     # Late, for what it loads is needed only from here on.
-    from lockstep.launch import Module, Nodes, Request, Script, start
+    from lockstep.launch import Module, Nodes, Request, Script, asks_for_help, check_program, show_help, start
 
     own = list(words[: len(words) - len(parsed.args) - 1])
     program = (Module if parsed.module else Script)(parsed.script, tuple(parsed.args))
+    if asks_for_help(program):
+        check_program(program)
+        return show_help(program)
     return start(
         Request(
             program,
@@ -194,7 +214,17 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             hang_after_s=parsed.hang_after,
             on_hang=parsed.on_hang,
             start_method=parsed.start,
-            nodes=Nodes.of(parsed.nnodes, parsed.rdzv_endpoint, parsed.rdzv_id, parsed.rdzv_conf),
+            nodes=Nodes.of(
+                parsed.nnodes,
+                parsed.rdzv_endpoint,
+                parsed.rdzv_id,
+                parsed.rdzv_conf,
+                node_rank=parsed.node_rank,
+                master_addr=parsed.master_addr,
+                master_port=parsed.master_port,
+            ),
+            attach=parsed.attach,
+            pass_local_rank=parsed.pass_local_rank,
             faults="; ".join(parsed.fault),
             ends_at_s=None if parsed.ends_at is None else _moment(parsed.ends_at, datetime.now()),
             requeue=parsed.requeue,
@@ -259,6 +289,7 @@ def job_options(name: str) -> argparse.ArgumentParser:
             parser._add_action(action)
     parser.add_argument("script", nargs="?", metavar="script.py")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
+    _accept_underscores(parser)
     return parser
 
 
@@ -347,6 +378,8 @@ def _settings(parsed: argparse.Namespace) -> dict[str, str]:
         # A script may change its directory.
         given["checkpoint"] = str(Path(given["checkpoint"]).absolute())
     Settings(**{name: parse(name, value) for name, value in given.items()})
+    by_environment = ResolvedSettings.resolve({}, os.environ).values
+    split(given.get("strategy", by_environment.strategy))
     return given
 
 
@@ -359,9 +392,11 @@ def _repeatable(own: list[str]) -> tuple[str, ...]:
     kept: list[str] = []
     words = iter(own)
     for word in words:
-        if word == "--run-dir":
-            next(words, None)
-        elif word not in ("--resume", "--fresh", "-m", "--module", "--") and not word.startswith("--run-dir="):
+        option, equals, _ = word.replace("_", "-").partition("=")
+        if option == "--run-dir":
+            if not equals:
+                next(words, None)
+        elif word not in ("--resume", "--fresh", "-m", "--module", "--"):
             kept.append(word)
     return tuple(kept)
 

@@ -6,9 +6,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Self
 
-#: What a rank may be doing. ``script`` is all that `Run` does not know about; in a script without `Run`, everything.
+#: What a rank may be doing. ``script`` is all that `Run` does not know about; in a script without `Run`, everything. In
+#: ``input`` it waits for its user, in a debugger or for a line.
 PHASES = (
-    "script", "start", "data", "forward", "backward", "reduction", "update", "save", "evaluate", "exit",
+    "script", "start", "data", "forward", "backward", "reduction", "update", "save", "evaluate", "input", "exit",
 )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ class Workshop:
         (self.here / name).write_text(textwrap.dedent(text))
         return name
 
-    def start(self, *args, command=("-m", "lockstep", "run"), **env):
+    def start(self, *args, command=("-m", "lockstep", "run"), streams=None, **env):
         kept = ("LOCKSTEP_TEST_SESSION",)
         clean = {
             name: value
@@ -51,9 +51,7 @@ class Workshop:
             [sys.executable, *command, *map(str, args)],
             cwd=self.here,
             env={**clean, "PYTHONPATH": SOURCE, "RES_OPTIONS": "timeout:1 attempts:1", MARK: self.mark, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            **(streams or {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}),
             text=True,
         )
         self.running.append(process)

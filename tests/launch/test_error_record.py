@@ -1,9 +1,12 @@
 """What a failing rank says about itself."""
 
+import importlib
 import json
+import sys
 
 import pytest
 
+from lockstep.heartbeat import is_users
 from lockstep.launch.diagnosis.error_record import Failure
 
 
@@ -25,6 +28,50 @@ def test_the_blame_is_on_the_users_line_and_not_inside_a_library():
     assert failure.source == 'failure = record(caught(lambda: json.loads("{")))'
     assert failure.kind == "json.decoder.JSONDecodeError"
     assert "Expecting property name" in failure.message
+
+
+LIBRARY = "def layer(x):\n    raise ValueError(x)\n"
+
+
+@pytest.fixture
+def importable(tmp_path, monkeypatch):
+    """Write a module into a directory below that of the test, and import it from there by an entry of ``sys.path``."""
+
+    def load(name, text, *entry):
+        file = tmp_path.joinpath(*entry, *name.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path.joinpath(*entry)))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return importlib.import_module(name)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    "entry", [("other", "lib", "python3.12", "site-packages"), ("usr", "lib", "python3", "dist-packages"), ("target",)]
+)
+def test_wherever_a_package_is_installed_the_blame_is_not_on_its_lines(importable, tmp_path, entry):
+    tmp_path.joinpath(*entry, "tensors-1.0.dist-info").mkdir(parents=True)
+    library = importable("tensors", LIBRARY, *entry)
+    assert not is_users(library.__file__)
+    assert record(caught(lambda: library.layer("x"))).file == __file__
+
+
+def test_what_lies_beside_the_program_is_the_users_whatever_is_installed_there(importable, tmp_path, monkeypatch):
+    tmp_path.joinpath("app", "tensors-1.0.dist-info").mkdir(parents=True)
+    own = importable("own", LIBRARY, "app")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "app" / "train.py"), raising=False)
+    assert is_users(own.__file__)
+
+
+def test_of_a_program_that_is_installed_itself_the_blame_is_on_its_own_lines(importable):
+    importable("tensors", LIBRARY, "lib", "site-packages")
+    text = "import tensors\ndef main():\n    tensors.layer(2)\n"
+    program = importable("recipes.train", text, "lib", "site-packages")
+    error = caught(program.main)
+    error.__traceback__ = error.__traceback__.tb_next  # begins in the program, as in a rank
+    assert (record(error).file, record(error).line) == (program.__file__, 3)
 
 
 def test_a_syntax_error_is_blamed_on_its_own_file(tmp_path):

@@ -1,5 +1,6 @@
 """Who is late, who is waited for, and what is said of it."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -91,7 +92,7 @@ def test_patience_grows_with_the_steps_and_obeys_the_user(times, phase, own):
     assert allowed_s >= 30
     assert allowed_s >= 120 or (times and phase in ("data", "forward", "backward", "reduction", "update"))
     assert timeouts.allowed_s(phase, [2 * t for t in times]) >= allowed_s
-    assert HangTimeouts(own).allowed_s(phase, times) == own
+    assert HangTimeouts(own).allowed_s(phase, times) == (math.inf if phase == "input" else own)
 
 
 @given(st.integers(1, 4), st.floats(0.2, 1.0), st.integers(1, 400), st.randoms(use_true_random=False))
@@ -286,3 +287,20 @@ def test_any_order_of_heartbeats_ends_in_the_same_rank_states():
     first = seen(ranks)
     random.Random(1).shuffle(ranks)
     assert seen(ranks) == first
+
+
+def test_nobody_is_late_while_a_rank_waits_for_its_user_nor_just_afterwards():
+    timeouts, tracker = HangTimeouts(2.0), HeartbeatTracker(range(2), 0.0)
+
+    def hear(now, phase):
+        tracker.note_time(now)
+        tracker.hear(beat(0, phase="reduction", meets=True), now)
+        tracker.hear(beat(1, phase=phase), now)
+        return overdue_ranks(tracker.rank_states(now), timeouts, tracker.step_times)
+
+    for now in range(3600):
+        assert hear(float(now), "input") == []
+    assert hear(3600.0, "forward") == [], "it was the user for whom rank 0 has waited"
+    assert hear(3601.0, "forward") == []
+    assert hear(3602.0, "forward") == []
+    assert hear(3603.0, "forward") == [0, 1]

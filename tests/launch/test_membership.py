@@ -24,6 +24,31 @@ from lockstep.launch.rendezvous.notices import GenerationFailed, Message, notice
 TICK_S = 0.25
 
 
+def ready(*node_ranks, silent_s=0.0):
+    """Nodes that have joined in this order, each with the number that its user gave it."""
+    return [NodeView(NodeReport(f"id{i}", f"n{i}", 1, node_rank=n), silent_s) for i, n in enumerate(node_ranks)]
+
+
+@pytest.mark.parametrize(
+    ("node_ranks", "order"),
+    [((None, None, None), "012"), ((0, 2, 1), "021"), ((0, 3, 1, 2), "0231"), ((None, None, 1), "021")],
+)
+def test_nodes_have_the_numbers_that_their_user_gave_them(node_ranks, order):
+    limits = ElasticLimits(min_nodes=len(node_ranks), max_nodes=len(node_ranks))
+    plan = decide(initial_state(0, 0.0), ready(*node_ranks), limits, 0.0).plan
+    assert plan.phase == "generation"
+    assert "".join(member.host[1:] for member in plan.members) == order
+
+
+def test_a_number_given_twice_is_refused_with_the_names_of_both():
+    limits = ElasticLimits(min_nodes=3, max_nodes=3)
+    state = decide(initial_state(0, 0.0), ready(0, 1, 1), limits, 0.0)
+    assert (state.plan.phase, state.plan.code) == ("over", 1)
+    assert "n1, n2 all have --node-rank 1; give each its own" in state.notices[-1].text
+    came_back = [*ready(0, 1, silent_s=3.0), *ready(0, 1, 1)[2:]]
+    assert decide(initial_state(0, 0.0), came_back, limits, 0.0).plan.phase != "over", "the one before was killed"
+
+
 @dataclass
 class Node:
     """One machine with its agent, which decides little by itself and follows the plan."""

@@ -43,6 +43,11 @@ def lost(rank, at_s=1.0):
     return raised(rank, "Connection closed by peer", kind="RuntimeError", collateral=True, at_s=at_s)
 
 
+def chose(rank, code):
+    """A rank whose script called ``sys.exit(code)``."""
+    return RankExit(rank, code, 1.0, failure=said(rank, str(code), kind="SystemExit"))
+
+
 def left(rank, status, *, at_s=1.0, by_us=False, tail=""):
     return RankExit(rank, status, at_s, ended_by_us=by_us, log_tail=tail)
 
@@ -124,6 +129,9 @@ def test_nccls_watchdog_ends_a_rank_collaterally_and_other_aborts_do_not():
         ([left(0, -15, by_us=True), lost(1)], 15, 143),
         ([left(0, 75), raised(1, "disk full", by_us=True)], 15, 1),  # the checkpoint failed
         ([left(0, -9), lost(1)], 15, 137),
+        ([chose(0, 3), lost(1)], None, 3),
+        ([chose(0, 124)], None, 1),  # which means that nodes did not come
+        ([left(0, 130)], None, 130),  # Ctrl-C at a prompt
     ],
 )
 def test_exit_codes(some, stopped_by, code):

@@ -1,6 +1,7 @@
 """All that is checked before anything starts."""
 
 import json
+import re
 from dataclasses import replace
 from datetime import datetime
 
@@ -173,6 +174,31 @@ def test_a_rank_reads_its_own_place_from_what_it_is_given(here):
 def test_how_a_generation_begins(here, begins, restart, resume, fresh):
     variables = rank_environment(replace(ask(), begins=begins), World(0, 1, 0, 1, 0, 1, generation=restart), restart)
     assert (variables.get("LOCKSTEP_RESUME"), variables.get("LOCKSTEP_FRESH")) == (resume, fresh)
+
+
+def train():
+    """What a notebook would launch."""
+
+
+def test_a_notebook_is_told_in_python_what_to_do(here):
+    def launch(**more):
+        return prepare(Request(Function(train), **more), machine=CPUS, env={}, now=NOW)
+
+    settle(launch(run_dir="same"), now=NOW).close()
+    with pytest.raises(SettingError) as refused:
+        launch(run_dir="same", nproc_per_node=2)
+    assert str(refused.value).splitlines() == [
+        "run_dir='same' holds an earlier run; continue it, or set it aside and begin anew:",
+        "  lockstep.launch(train, ranks=2, resume=True, run_dir='same')",
+        "  lockstep.launch(train, ranks=2, fresh=True, run_dir='same')",
+    ]
+    for given, says in (
+        ({"nproc_per_node": 0}, "ranks=0: it must be at least 1"),
+        ({"grace_s": -1.0}, "grace_s=-1.0: it must be at least 0 seconds"),
+        ({"resume": True}, "resume=True: say which run, with run_dir='DIR'"),
+    ):
+        with pytest.raises(SettingError, match=re.escape(says)):
+            launch(**given)
 
 
 def test_requests_can_be_said_again():

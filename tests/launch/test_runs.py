@@ -243,7 +243,7 @@ def test_a_rank_that_does_not_end_is_killed_after_the_grace(workshop):
         ("sys.exit()", 0, ""),
         ("sys.exit(75)", 75, "stopped with a complete checkpoint"),
         ("sys.exit(74)", 74, "its end, but its last checkpoint is missing\n    begins\n  to go on: lockstep run"),
-        ("sys.exit(3)", 1, "✗ run failed: all 2 ranks (host {host}) left with exit code 3\n    at train.py:7\n"),
+        ("sys.exit(3)", 3, "✗ run failed: all 2 ranks (host {host}) left with exit code 3\n    at train.py:7\n"),
         ("sys.exit(2)", 2, "left with exit code 2"),
         ("sys.exit('no data')", 1, "left with exit code 1\n    no data\n    at train.py:7"),
         ("os._exit(5)", 1, "✗ run failed: all 2 ranks left with exit code 5"),
@@ -311,7 +311,7 @@ def test_a_run_that_could_not_save_its_end_says_so_last_and_is_not_restarted(wor
     assert "File too large" in said[1]
     assert "The last good one is of step 2" in said[1] or "The last good one is of step 3" in said[1]
     assert said[2].startswith("  to go on: ")
-    assert "--resume --run-dir r" in said[2]
+    assert ("resume=True, run_dir='r'" if notebook else "--resume --run-dir r") in said[2]
     assert said[3:] == ["  full log: r/logs/rank-0000.log; the other ranks beside it"]
     assert "restarting" not in ended.err
     assert "Traceback" not in ended.err
@@ -424,3 +424,49 @@ def test_a_process_with_threads_is_not_copied(workshop):
     assert ended.code == 0, ended.err
     assert ended.out == "up\n"
     assert "ranks start as separate processes, which is slower: importing torch started 1 threads" in ended.err
+
+
+SPAWNS = """
+    import os
+    import torch.distributed as dist, torch.multiprocessing as mp
+    def work(rank, world_size):
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "29511"
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    if __name__ == "__main__":
+        mp.spawn(work, args=(2,), nprocs=2)
+"""
+OLD = """
+    import argparse, json, os
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, required=True)
+    parser.add_argument("--lr", type=float)
+    args = parser.parse_args()
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE")
+    print(json.dumps([vars(args), *(int(os.environ[name]) for name in names)]))
+"""
+
+
+@pytest.mark.parametrize("way", ["fork", "plain"])
+def test_a_script_that_starts_ranks_itself_is_told_so_and_does_not_hang(workshop, way):
+    ended = workshop.run("--start", way, "--ranks", 2, "--run-dir", "r", workshop.script(SPAWNS))
+    assert ended.code == 1
+    block = ended.err.rpartition("✗ ")[2]
+    assert "the script starts ranks of its own by torch.multiprocessing" in block
+    assert 'call work(int(os.environ["LOCAL_RANK"]), ...) in its place' in block
+    assert "    at train.py:8\n        mp.spawn(work, args=(2,), nprocs=2)\n" in block
+
+
+def test_a_guides_command_line_of_two_machines_runs_as_it_is_printed(workshop):
+    script = workshop.script(OLD)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    line = f"--nproc_per_node=1 --nnodes=2 --master_addr=127.0.0.1 --master_port={port} --use_env --pass-local-rank"
+    words = [*line.split(), "--start", "plain", "--run_dir", "r"]
+    second = workshop.start(*words, "--node_rank=1", script, "--lr", 2)  # the numbers hold, whoever comes first
+    first = workshop.start(*words, "--node_rank=0", script, "--lr", 2)
+    for process in (first, second):
+        ended = workshop.end_of(process)
+        assert ended.code == 0, ended.err
+    for rank in range(2):
+        log = (workshop.here / "r" / "logs" / f"rank-000{rank}.log").read_text()
+        assert json.loads(log) == [{"local_rank": 0, "lr": 2.0}, rank, 0, rank, 2]

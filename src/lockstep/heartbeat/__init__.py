@@ -10,7 +10,7 @@
 It works for every script, also for one that does not use `Run`.
 """
 
-from lockstep.heartbeat.frames import NOWHERE, find_user_frame, is_users
+from lockstep.heartbeat.frames import NOWHERE, find_user_frame, is_users, own_lines
 from lockstep.heartbeat.sender import HeartbeatSender, ProgressMarker, open_channel, progress_marker
 from lockstep.heartbeat.stack_dump import NOTHING, Stack, Stacks, is_registered, read_stacks, register_stacks
 
@@ -25,6 +25,7 @@ __all__ = [
     "is_registered",
     "is_users",
     "open_channel",
+    "own_lines",
     "progress_marker",
     "read_stacks",
     "register_stacks",

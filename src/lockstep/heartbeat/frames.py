@@ -11,8 +11,10 @@ It reads the frames of a running thread and changes nothing.
 
 from __future__ import annotations
 
+import functools
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -22,45 +24,80 @@ from lockstep.heartbeat_message import SourceLine
 NOWHERE: Final = SourceLine("", 0, "")
 _OURS = str(Path(__file__).parents[1])
 _STDLIB = sysconfig.get_path("stdlib")
-_INSTALLED = tuple(
-    {
-        _OURS,
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    }
-)
+_INSTALLED = tuple({_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))})
+#: Python's own debugger and interactive console.
+_PROMPTS = tuple(f"{_STDLIB}/{name}.py" for name in ("pdb", "code"))
+_PACKAGES = ("site-packages", "dist-packages")
 _RUN = str(Path(_OURS, "run"))
 # torch's own dispatch lies around every collective of the functional kind.
 _AROUND = ("/torch/_ops.py", "/torch/distributed/c10d_logger.py")
 
 
 def is_users(file: str) -> bool:
-    """Whether ``file`` is the user's: not part of Python, of an installed package, or of Lockstep."""
-    # Python itself calls what dataclasses and the like have made of text <string>. Packages may be installed for
-    # another Python, too, whose directories a .pth file or a virtual environment adds.
-    installed = file.startswith(("<frozen", "<string>", *_INSTALLED))
-    return not (installed or "/site-packages/" in file or "/dist-packages/" in file)
+    """Whether ``file`` is the user's: not part of Python, of an installed package, or of Lockstep.
+
+    Packages are installed in every ``site-packages`` and ``dist-packages``, of whatever Python, and in each entry of
+    `sys.path` that says so by a ``*.dist-info``, as ``pip install --target`` leaves it; though not beside the program
+    itself.
+    """
+    # Python itself calls what dataclasses and the like have made of text <string>.
+    if file.startswith(("<frozen", "<string>", *_INSTALLED)) or _in_packages(file):
+        return False
+    return not any(file.startswith(f"{entry}/") and _holds_packages(entry) for entry in sys.path if entry)
+
+
+def own_lines(files: Sequence[str]) -> list[int]:
+    """Which of the ``files`` of a stack's lines, outermost first, are the user's, as indices.
+
+    Where none is, since the program itself is installed, those in the program's own directory: it begins with the
+    first line that is neither Python's nor Lockstep's.
+    """
+    own = [index for index, file in enumerate(files) if is_users(file)]
+    if own:
+        return own
+    program = next((file for file in files if _in_packages(file) or not file.startswith(("<", *_INSTALLED))), "")
+    directory = Path(program).parent
+    if directory.name in _PACKAGES or _holds_packages(str(directory)):
+        return [index for index, file in enumerate(files) if program and file == program]
+    return [index for index, file in enumerate(files) if program and file.startswith(f"{directory}/")]
+
+
+def _holds_packages(directory: str) -> bool:
+    # What lies beside the program is the user's, whatever has been installed there, too.
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    beside = main is not None and Path(main).absolute().parent == Path(directory).absolute()
+    return not beside and _has_dist_info(directory)
+
+
+@functools.cache
+def _has_dist_info(directory: str) -> bool:
+    return any(Path(directory).glob("*.dist-info"))
+
+
+def _in_packages(file: str) -> bool:
+    return any(f"/{name}/" in file for name in _PACKAGES) and not file.startswith(_OURS)
 
 
 def find_user_frame(innermost: FrameType) -> tuple[SourceLine, str, bool]:
     """The user's line in a stack, what it has called, and whether ranks wait for each other in that call.
 
-    If no line is the user's, as in a program that is installed, it is the innermost line of an installed package that
-    belongs neither to Python nor to Lockstep.
+    If no line is the user's, as in a program that is installed, it is the innermost one of the program's own.
     """
     above: list[tuple[str, str, str]] = []  # file, function and module of what lies above the user's line
+    frames: list[FrameType] = []  # innermost first
     frame: FrameType | None = innermost
     while frame is not None and not is_users(frame.f_code.co_filename):
+        frames.append(frame)
         above.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_globals.get("__name__") or ""))
         frame = frame.f_back
     if frame is not None:
         return SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name), *_call(above)
-    frame = innermost
-    while frame is not None and frame.f_code.co_filename.startswith(("<frozen", _OURS, _STDLIB)):
-        # What is installed may lie below the standard library.
-        if "/site-packages/" in frame.f_code.co_filename and not frame.f_code.co_filename.startswith(_OURS):
-            break
-        frame = frame.f_back
-    return (SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else NOWHERE), "", False
+    outermost_first = frames[::-1]
+    own = own_lines([each.f_code.co_filename for each in outermost_first])
+    if not own:
+        return NOWHERE, "", False
+    place = outermost_first[own[-1]]
+    return SourceLine(place.f_code.co_filename, place.f_lineno, place.f_code.co_name), "", False
 
 
 def _call(above: list[tuple[str, str, str]]) -> tuple[str, bool]:
@@ -80,6 +117,16 @@ def _call(above: list[tuple[str, str, str]]) -> tuple[str, bool]:
     if any("/torch/autograd/" in file for file, _ in inside):
         return "backward", False
     return f"{module}.{name}", False
+
+
+def in_debugger(innermost: FrameType) -> bool:
+    """Whether a stack is that of a debugger which has stopped the program, or of another prompt."""
+    frame: FrameType | None = innermost
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_PROMPTS) or "/prompt_toolkit/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def collectives_begun() -> int:

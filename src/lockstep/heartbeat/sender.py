@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from lockstep.heartbeat.frames import NOWHERE, collectives_begun, find_user_frame
+from lockstep.heartbeat.frames import NOWHERE, collectives_begun, find_user_frame, in_debugger
 from lockstep.heartbeat_message import Heartbeat
 
 BEAT_EVERY_S: Final = 0.5
@@ -100,7 +100,7 @@ class HeartbeatSender:
             process=os.getpid(),
             step=said.step,
             phase_changes=said.phase_changes,
-            phase=said.phase,
+            phase="input" if frame is not None and in_debugger(frame) else said.phase,
             place=place,
             call=call,
             meets=meets or (said.phase == "reduction" and call != ""),

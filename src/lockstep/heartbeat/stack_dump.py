@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lockstep.heartbeat.frames import is_users
+from lockstep.heartbeat.frames import own_lines
 from lockstep.heartbeat_message import SourceLine
 from lockstep.launch_contract import STACKS_SIGNAL
 
@@ -32,7 +32,9 @@ class Stack:
 
     def own(self) -> tuple[SourceLine, ...]:
         """The frames in the user's code; all frames if there are none."""
-        return tuple(frame for frame in self.frames if is_users(frame.file)) or self.frames
+        outermost_first = self.frames[::-1]
+        own = own_lines([frame.file for frame in outermost_first])
+        return tuple(outermost_first[index] for index in reversed(own)) or self.frames
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ for the store where the launchers meet.
 """
 
 from lockstep.launch.launcher import launch, start
+from lockstep.launch.program import asks_for_help, check_program, show_help
 from lockstep.launch.request import Function, Module, Nodes, Request, Script
-from lockstep.launch.run_directory import check_program
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, job_script
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
 from lockstep.launch.schedulers.script_text import SITE_FILE
@@ -26,8 +26,10 @@ __all__ = [
     "Nodes",
     "Request",
     "Script",
+    "asks_for_help",
     "check_program",
     "job_script",
     "launch",
+    "show_help",
     "start",
 ]

@@ -253,7 +253,9 @@ class Agent:
             self._fail(format_not_saved(notice.endings, ranks=notice.ranks, log=log, again=self._job.to_resume))
             return
         diagnosis = find_root_cause(notice.endings)
-        if traceback := format_traceback(diagnosis.cause):
+        # The attached rank has printed its own.
+        shows = diagnosis.cause.rank != self._workers.attached
+        if shows and (traceback := format_traceback(diagnosis.cause)):
             self._screen.say(traceback)
         self._fail(format_failure(diagnosis, ranks=notice.ranks, log=log, shown=shown))
 

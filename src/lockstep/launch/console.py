@@ -56,7 +56,11 @@ class Screen:
         plain = {"LOCKSTEP_VIEW": "lines"}
         self._view = choose_view(out if out.isatty() else err, env)
         self._terminal = out if out.isatty() else None
-        self._shows_unfinished = False
+        self._unfinished = ""  # a line that is shown and will be drawn over
+        self._attached = b""  # a line of the attached rank that is not finished, and not shown
+        self._torn = False  # the cursor stands behind such a line that is shown
+        self._status: Status | None = None  # shown last
+        self._plain_mark = env.get("TERM", "").lower() in ("dumb", "unknown")
         self._encoding = err.encoding
         through = isinstance(self._view, SilentView)
         self._out: View = self._view if out.isatty() and not through else choose_view(out, plain)
@@ -74,11 +78,11 @@ class Screen:
         Only on a terminal, and only as long as the run shows no progress of its own; a pipe gets whole lines only.
         """
         text = text.rstrip("\r").rpartition("\r")[2]
-        if self._terminal is not None and text:
+        if self._terminal is not None and text and text != self._unfinished:
             with contextlib.suppress(OSError):
                 self._terminal.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
                 self._terminal.flush()
-            self._shows_unfinished = True
+            self._unfinished = text
 
     def say(self, text: str) -> None:
         """Show a message of the launcher."""
@@ -87,11 +91,38 @@ class Screen:
 
     def fail(self, text: str) -> None:
         """Show a message as `say` does, with a mark in front of it."""
-        encoding = self._encoding or "ascii"
+        encoding = "ascii" if self._plain_mark else self._encoding or "ascii"
         self.say(f"{'✗'.encode(encoding, 'replace').decode(encoding).replace('?', 'x')} {text}")
 
+    def attached(self, data: bytes, out: TextIO, *, prompts: bool) -> None:
+        """Show what the rank that has the terminal ``out`` wrote: as it is, or in whole lines above the run's progress.
+
+        As long as it ``prompts``, that is waits for its user, nothing else is drawn.
+        """
+        if self._status is not None and not prompts and not self._torn:
+            whole, newline, self._attached = (self._attached + data).rpartition(b"\n")
+            if newline:
+                self._out.line(whole.replace(b"\r\n", b"\n").decode(errors="replace"))
+            return
+        data, self._attached = self._attached + data, b""
+        if data:
+            # Both terminals, the rank's and this one, turn a new line into two signs.
+            data = data.replace(b"\r\n", b"\n")
+            if not self._torn:
+                self._wipe()
+                self._view.close()
+            with contextlib.suppress(OSError):
+                out.flush()
+                unwritten = memoryview(data)
+                while unwritten:
+                    unwritten = unwritten[os.write(out.fileno(), unwritten) :]
+            self._torn = not data.endswith(b"\n")
+
     def show(self, status: Status) -> None:
-        """Show how far the run is."""
+        """Show how far the run is, unless the attached rank has not finished its line."""
+        if self._torn:
+            return
+        self._status = status
         self._wipe()
         # Two displays that draw over themselves cannot share a line.
         self._terminal = None
@@ -103,7 +134,11 @@ class Screen:
         self._view.close()
 
     def _wipe(self) -> None:
-        if self._shows_unfinished and self._terminal is not None:
+        if self._torn:
+            self._torn = False
+            self._out.line("")
+        if self._unfinished and self._terminal is not None:
             with contextlib.suppress(OSError):
                 self._terminal.write("\r\x1b[K")
-        self._shows_unfinished = False
+                self._terminal.flush()
+        self._unfinished = ""

@@ -23,6 +23,7 @@ from typing import Any, TypeVar, get_args
 from lockstep.errors import LaunchError, SettingError
 from lockstep.faults import FaultPlan
 from lockstep.launch.agent import Agent, Stops
+from lockstep.launch.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.console import Screen
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
@@ -40,6 +41,7 @@ from lockstep.launch.workers.worker_group import WorkerGroup
 from lockstep.launch_contract import ENDS_AT, EXIT_FAILED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, FAULT_NOTES, FAULTS
 from lockstep.report import StatusFile
 from lockstep.settings import parse
+from lockstep.strategy_words import split
 
 T = TypeVar("T")
 
@@ -56,6 +58,10 @@ def start(request: Request) -> int:
     """
     given = allocation(os.environ, text_of)
     request = _on_allocated_nodes(request, given)
+    if request.attach is not None and (request.nodes or (request.everywhere and given.starts_launchers)):
+        raise SettingError(
+            f"--attach {request.attach}: a terminal is for the ranks of its own machine; use --standalone"
+        )
     # On a login node nothing says what the allocated nodes have.
     machine = Machine.detect(os.environ) if given.inside else Machine(given.gpus_per_node or 0, given.nodes[0].slots)
     resumed = False
@@ -63,6 +69,7 @@ def start(request: Request) -> int:
         code = _run_among_others(request, request.nodes, machine, given)
     else:
         job = prepare(request, machine=machine, env=os.environ, now=datetime.now(), given=given)
+        _check_attach(request)
         code = _start_everywhere(job) if request.everywhere and given.starts_launchers else _run_here(job)[0]
         resumed = job.begins == "resume"
     # A run that went on from a checkpoint and was warned before its first step has lost nothing.
@@ -118,6 +125,8 @@ def launch(
         raise SettingError(f"on_hang={on_hang!r}: give one of {', '.join(get_args(OnHang))}, or None")
     for name, value in (settings or {}).items():
         parse(name, value)
+        if name == "strategy":
+            split(str(value))
     request = Request(
         Function(main),
         nproc_per_node=ranks,
@@ -192,7 +201,13 @@ def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: A
     endpoint = Endpoint(nodes.host, nodes.port)
     with contextlib.ExitStack() as stack:
         stack.enter_context(stops.listening())
-        listening = endpoint.claim()
+        # Where the user numbers the nodes, the first one is where they meet, whoever comes first.
+        listening = None if nodes.node_rank else endpoint.claim()
+        if listening is None and nodes.node_rank == 0:
+            raise SettingError(
+                f"--node-rank 0, but this machine cannot listen at {endpoint}: --master-addr names the machine that "
+                "has --node-rank 0, and no other job may use its port"
+            )
         follows = listening is None
         job = prepare(request, machine=machine, env=os.environ, now=datetime.now(), given=given, follows=follows)
         if listening is not None:
@@ -211,7 +226,13 @@ def _announce(job: Job, screen: Screen) -> None:
     for note in job.notes:
         screen.say(note)
     where = "" if job.request.nodes is None else " on this node"
-    screen.say(f"{job.ranks} rank{'s' * (job.ranks > 1)}{where}; logs: {shown(job.logs)}")
+    each = "" if job.ranks == 1 else " each"
+    # Torch uses all CPUs under `python`; here ranks would slow each other down.
+    threads = os.environ.get("OMP_NUM_THREADS") or "1"
+    screen.say(
+        f"{job.ranks} rank{'s' * (job.ranks > 1)}{where}, {threads} CPU thread{'s' * (threads != '1')}{each}; "
+        f"logs: {shown(job.logs)}"
+    )
 
 
 def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
@@ -229,12 +250,39 @@ def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
         env = {**os.environ, **_end_of_job(request, os.environ), **({FAULTS: request.faults} if request.faults else {})}
         common = common_environment(job, env, hang_monitor.channel)
         fork_server = open_fork_server(request.program, job.start_method, common)
-        with contextlib.closing(fork_server), contextlib.closing(screen):
-            agent = Agent(joined, WorkerGroup(job, fork_server, screen, hang_monitor), screen, stops)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.closing(fork_server))
+            terminal = _terminal_of(job)
+            if terminal is not None:
+                stack.enter_context(contextlib.closing(terminal))
+            stack.enter_context(contextlib.closing(screen))
+            agent = Agent(joined, WorkerGroup(job, fork_server, screen, hang_monitor, terminal), screen, stops)
             code = _with_missed_faults(job, screen, agent.run())
             if code not in (EXIT_OK, EXIT_STOPPED) and (status := StatusFile.read(job.status)) is not None:
                 StatusFile(job.status).write(replace(status, state="unsaved" if code == EXIT_NOT_SAVED else "failed"))
             return code, agent.last_failure
+
+
+def _check_attach(request: Request) -> None:
+    """Check that there is a terminal to attach a rank to, where that is asked for.
+
+    Raises:
+        SettingError: if there is none, with what to do instead.
+    """
+    if request.attach is not None and not has_terminal(sys.stdin, sys.stdout):
+        raise SettingError(
+            f"--attach {request.attach}: there is no terminal here, since input or output is a file or a pipe; "
+            "start it in a terminal, or leave --attach out"
+        )
+
+
+def _terminal_of(job: Job) -> AttachedTerminal | None:
+    """The terminal of the rank that is to have it; None if none has."""
+    rank = job.request.attach
+    only = job.ranks == 1 and job.request.nodes is None and not isinstance(job.request.program, Function)
+    if rank is None and only and has_terminal(sys.stdin, sys.stdout, sys.stderr):
+        rank = 0
+    return None if rank is None else AttachedTerminal(rank, sys.stdin.fileno())
 
 
 def _end_of_job(request: Request, env: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -17,8 +17,14 @@ StartMethod = Literal["fork", "plain"]
 OnHang = Literal["wait", "abort", "restart"]
 #: Where launchers meet if only a host is given; torchrun's too.
 DEFAULT_PORT = 29400
+#: The same for ``--master-addr``.
+DEFAULT_MASTER_PORT = 29500
 #: Names in ``--rdzv-conf``: torchrun's, as far as they have a meaning here, and one of ours.
 _CONF = {"join_timeout": "join_timeout_s", "last_call_timeout": "last_call_s", "lost_after": "lost_after_s"}
+
+
+#: Options whose keyword in `lockstep.launch` has another name.
+_KEYWORDS = {"--nproc-per-node": "ranks", "--grace": "grace_s", "--hang-after": "hang_after_s"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,7 @@ class Nodes:
     lost_after_s: float = 5.0  #: a node that has reported nothing for so long is lost
     max_changes: int = 10  #: restarts after nodes were lost or joined
     hosts: tuple[str, ...] = ()  #: of the allocation, where a scheduler names them
+    node_rank: int | None = None  #: which of them this is; None: as they come
 
     @property
     def host(self) -> str:
@@ -92,15 +99,42 @@ class Nodes:
         return int(self.endpoint.rpartition(":")[2])
 
     @classmethod
-    def of(cls, nnodes: str, endpoint: str | None, run_id: str | None, conf: str | None) -> Self | None:
-        """What torchrun's options say; None for one machine.
+    def of(
+        cls,
+        nnodes: str,
+        endpoint: str | None,
+        run_id: str | None,
+        conf: str | None,
+        *,
+        node_rank: int | None = None,
+        master_addr: str | None = None,
+        master_port: int | None = None,
+    ) -> Self | None:
+        """What torchrun's options say; None for one machine, where a free port is found for each start.
 
         Raises:
             SettingError: if one of them has no meaning, or they contradict each other.
         """
         min_nodes, max_nodes = _node_range(nnodes)
+        if node_rank is not None and not 0 <= node_rank < max_nodes:
+            raise SettingError(
+                f"--node-rank {node_rank} with --nnodes {nnodes}: the first machine is 0, the last one {max_nodes - 1}"
+            )
         if max_nodes == 1:
             return None
+        if node_rank is not None and min_nodes < max_nodes:
+            raise SettingError(
+                f"--node-rank {node_rank} with --nnodes {nnodes}: machines that come and go have no fixed numbers; "
+                "leave --node-rank out"
+            )
+        if master_addr or master_port:
+            if endpoint:
+                raise SettingError("--rdzv-endpoint and --master-addr say the same thing; give one of them")
+            if not master_addr:
+                raise SettingError(
+                    f"--master-port {master_port}: say --master-addr HOST, too, the same on each machine"
+                )
+            endpoint = f"{master_addr}:{DEFAULT_MASTER_PORT if master_port is None else master_port}"
         if not endpoint:
             raise SettingError(
                 f"--nnodes {nnodes}: say where the machines meet, the same on each: --rdzv-endpoint HOST:PORT, with "
@@ -108,8 +142,9 @@ class Nodes:
             )
         host, _, port = endpoint.rpartition(":") if re.search(r":\d+$", endpoint) else (endpoint, "", str(DEFAULT_PORT))
         if not host or not 0 < int(port) < 65536:
-            raise SettingError(f"--rdzv-endpoint {endpoint}: give HOST:PORT, with a port between 1 and 65535")
-        return cls(min_nodes, max_nodes, f"{host}:{port}", run_id or "", **_rdzv_conf(conf or ""))
+            option = "--master-addr and --master-port" if master_addr else f"--rdzv-endpoint {endpoint}"
+            raise SettingError(f"{option}: give HOST:PORT, with a port between 1 and 65535")
+        return cls(min_nodes, max_nodes, f"{host}:{port}", run_id or "", node_rank=node_rank, **_rdzv_conf(conf or ""))
 
 
 def _node_range(nnodes: str) -> tuple[int, int]:
@@ -156,6 +191,8 @@ class Request:
     nodes: Nodes | None = None  #: None: this machine only
     requeue: bool = False  #: have the scheduler start the job again after a stop with a checkpoint
     everywhere: bool = True  #: in an allocation of several nodes, on all of them
+    attach: int | None = None  #: the rank that has the terminal; None: the only one, where there is one
+    pass_local_rank: bool = False  #: give each rank its local rank as an option of the script
     options: tuple[str, ...] = ()  #: all of this as on a command line, without the run directory and how to begin
 
     @property
@@ -168,8 +205,19 @@ class Request:
     def command(self, *more: str) -> str:
         """This request as a command line, with ``more`` options; messages tell the user with it what to type next."""
         if isinstance(self.program, Function):
-            return f"lockstep.launch({self.program.name}, ...) {shlex.join(more)}".rstrip()
+            return f"lockstep.launch({', '.join([self.program.name, *self._keywords(more)])})"
         return shlex.join(["lockstep", *self.command_args(*more)])
+
+    def spelt(self, option: str, value: object) -> str:
+        """An option as the user has given it: ``--run-dir a``, or ``run_dir='a'`` for `lockstep.launch`."""
+        if isinstance(self.program, Function):
+            return f"{_KEYWORDS.get(option, option.strip('-').replace('-', '_'))}={value!r}"
+        return option if value is True else f"{option} {value}"
+
+    def _keywords(self, more: Sequence[str]) -> list[str]:
+        ranks = [] if self.nproc_per_node is None else [self.spelt("--ranks", self.nproc_per_node)]
+        words = iter(more)
+        return [*ranks, *(self.spelt(word, next(words) if word == "--run-dir" else True) for word in words)]
 
     def command_args(self, *more: str) -> list[str]:
         """The arguments that follow ``lockstep`` on that command line. Not for a function."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fcntl
-import importlib.machinery
 import importlib.metadata
 import json
 import platform
@@ -21,7 +19,8 @@ import lockstep
 from lockstep.errors import SettingError
 from lockstep.faults import FaultPlan
 from lockstep.launch.host import Machine
-from lockstep.launch.request import Module, Program, Request, Script, StartMethod
+from lockstep.launch.program import check_program
+from lockstep.launch.request import Request, StartMethod
 from lockstep.launch.schedulers.requeue import directory, goes_on, noted
 from lockstep.launch.schedulers.scheduler import Allocation
 from lockstep.world import World
@@ -113,13 +112,16 @@ def prepare(
             "start the launcher once, or the script itself under what started this"
         )
     if request.max_restarts < 0:
-        raise SettingError(f"--max-restarts {request.max_restarts}: it must be at least 0")
+        raise SettingError(f"{request.spelt('--max-restarts', request.max_restarts)}: it must be at least 0")
     if not request.grace_s >= 0:
-        raise SettingError(f"--grace {request.grace_s}: it must be at least 0 seconds")
+        raise SettingError(f"{request.spelt('--grace', request.grace_s)}: it must be at least 0 seconds")
     if not (request.hang_after_s is None or request.hang_after_s > 0):
-        raise SettingError(f"--hang-after {request.hang_after_s}: it must be more than 0 seconds; inf never asks")
+        given_s = request.spelt("--hang-after", request.hang_after_s)
+        raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never asks")
     check_program(request.program)
-    ranks, notes = _ranks(request.nproc_per_node, machine, env)
+    ranks, notes = _ranks(request, machine, env)
+    if request.attach is not None:
+        _check_attached(request.attach, ranks)
     plan = FaultPlan.parse(request.faults)
     if request.nodes is None:
         plan.check(ranks=ranks, nodes=1)
@@ -141,6 +143,11 @@ def prepare(
         notes=(*notes, *more),
         given=given,
     )
+
+
+def _check_attached(rank: int, ranks: int) -> None:
+    if not 0 <= rank < ranks:
+        raise SettingError(f"--attach {rank}: give one of the {ranks} ranks, from 0 to {ranks - 1}")
 
 
 def _start_method(request: Request) -> StartMethod:
@@ -209,38 +216,14 @@ def shown(path: Path) -> str:
     return str(path)
 
 
-def check_program(program: Program) -> None:
-    """Check that the program exists.
-
-    Raises:
-        SettingError: if it does not, with the nearest name that does.
-    """
-    if isinstance(program, Script):
-        path = Path(program.name)
-        if path.is_dir() and not (path / "__main__.py").exists():
-            raise SettingError(f"{program.name} is a directory without a __main__.py; name a script in it")
-        if not path.exists():
-            names = [str(near) for near in path.parent.glob("*.py")] if path.parent.is_dir() else []
-            raise SettingError(f"no such file: {program.name}; {_nearest(program.name, names, 'check the path')}")
-    elif isinstance(program, Module):
-        top, _, _ = program.name.partition(".")
-        if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
-            names = [path.stem for path in Path().glob("*.py")] + [path.parent.name for path in Path().glob("*/*.py")]
-            otherwise = "-m takes the name of a module, and a script is started without -m"
-            raise SettingError(f"no such module: {program.name}; {_nearest(program.name, names, otherwise)}")
-
-
-def _nearest(name: str, names: list[str], otherwise: str) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else otherwise
-
-
-def _ranks(asked: int | str | None, machine: Machine, env: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
+def _ranks(request: Request, machine: Machine, env: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
     """How many ranks there will be, never fewer than asked for; and notes for the user."""
+    asked = request.nproc_per_node
+    spelt, two = request.spelt("--nproc-per-node", asked), request.spelt("--nproc-per-node", 2)
     if asked is None:
         if machine.gpus:
             return machine.gpus, ()
-        return 1, ("No GPU found: 1 rank on the CPU; --nproc-per-node 2 rehearses",)
+        return 1, (f"No GPU found: 1 rank on the CPU; {two} rehearses",)
     if asked == "auto":
         return machine.gpus or machine.cpus, ()
     if asked == "cpu":
@@ -248,20 +231,20 @@ def _ranks(asked: int | str | None, machine: Machine, env: Mapping[str, str]) ->
     if asked == "gpu":
         if not machine.gpus:
             raise SettingError(
-                "--nproc-per-node gpu, but this machine has no usable GPU"
-                f"{_by(env)}; give a number of ranks to rehearse on the CPU: --nproc-per-node 2"
+                f"{spelt}, but this machine has no usable GPU{_by(env)}; give a number of ranks to rehearse on the "
+                f"CPU: {two}"
             )
         return machine.gpus, ()
     try:
         ranks = int(asked)
     except ValueError:
-        raise SettingError(f"--nproc-per-node {asked}: give a number of ranks, gpu, cpu or auto") from None
+        raise SettingError(f"{spelt}: give a number of ranks, gpu, cpu or auto") from None
     if ranks < 1:
-        raise SettingError(f"--nproc-per-node {ranks}: it must be at least 1")
+        raise SettingError(f"{spelt}: it must be at least 1")
     if 0 < machine.gpus < ranks:
         raise SettingError(
-            f"--nproc-per-node {ranks}, but this process may use {machine.gpus} GPU{'s' * (machine.gpus > 1)}"
-            f"{_by(env)}; use --nproc-per-node {machine.gpus}, or rehearse on the CPU with CUDA_VISIBLE_DEVICES= "
+            f"{spelt}, but this process may use {machine.gpus} GPU{'s' * (machine.gpus > 1)}{_by(env)}; use "
+            f"{request.spelt('--nproc-per-node', machine.gpus)}, or rehearse on the CPU with CUDA_VISIBLE_DEVICES= "
             "before the command"
         )
     return ranks, ()
@@ -284,12 +267,12 @@ def _run_dir(
         return path, "resume" if on else "fresh" if request.fresh else "new", (again,) if on else ()
     if request.run_dir is None:
         if request.resume and not request.settings.get("checkpoint"):
-            raise SettingError(f"--resume: say which run{_newest_run()}")
+            raise SettingError(f"{request.spelt('--resume', True)}: say which run{_newest_run(request)}")
         new = _unused((_RUNS / f"{request.program.stem}-{now:%Y%m%d-%H%M%S}").absolute())
         return new, "resume" if request.resume else "fresh" if request.fresh else "new", ()
-    run_dir = Path(request.run_dir).absolute()
+    run_dir, spelt = Path(request.run_dir).absolute(), request.spelt("--run-dir", request.run_dir)
     if run_dir.exists() and not run_dir.is_dir():
-        raise SettingError(f"--run-dir {request.run_dir} is a file; give a directory")
+        raise SettingError(f"{spelt} is a file; give a directory")
     held = [path for path in run_dir.iterdir() if path.name != _LOCK] if run_dir.exists() else []
     if not held and request.fresh:
         return run_dir, "fresh", ()
@@ -298,9 +281,7 @@ def _run_dir(
             return run_dir, "resume", (f"nothing to resume in {shown(run_dir)}: this run begins at its first step",)
         return run_dir, "new", ()
     if _about(run_dir) is None:
-        raise SettingError(
-            f"--run-dir {request.run_dir} is not empty and holds no run (no {MARK}); give a new directory, or empty it"
-        )
+        raise SettingError(f"{spelt} is not empty and holds no run (no {MARK}); give a new directory, or empty it")
     if request.resume:
         return run_dir, "resume", ()
     # Before --fresh: a job that began with it is not to begin anew each time the scheduler starts it again.
@@ -309,15 +290,17 @@ def _run_dir(
     if request.fresh:
         return run_dir, "fresh", ()
     raise SettingError(
-        f"--run-dir {request.run_dir} holds an earlier run; continue it, or set it aside and begin anew:\n"
+        f"{spelt} holds an earlier run; continue it, or set it aside and begin anew:\n"
         f"  {request.command('--resume', '--run-dir', request.run_dir)}\n"
         f"  {request.command('--fresh', '--run-dir', request.run_dir)}"
     )
 
 
-def _newest_run() -> str:
+def _newest_run(request: Request) -> str:
     runs = sorted(_RUNS.glob(f"*/{MARK}"), key=lambda path: path.stat().st_mtime)
-    return f"; the newest is --run-dir {runs[-1].parent}" if runs else ", with --run-dir DIR"
+    if runs:
+        return f"; the newest is {request.spelt('--run-dir', str(runs[-1].parent))}"
+    return f", with {request.spelt('--run-dir', 'DIR')}"
 
 
 def _unused(path: Path) -> Path:

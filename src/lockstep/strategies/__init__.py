@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 
-from lockstep.errors import SettingError
 from lockstep.strategies.batchnorm import synchronize_batchnorm
 from lockstep.strategies.buffers import same
 from lockstep.strategies.gradient_accumulation import (
@@ -41,7 +40,8 @@ from lockstep.strategies.protocol import (
     update_trainable,
 )
 from lockstep.strategies.sparse_gradients import sparse_parameters
-from lockstep.strategies.spec import options_of, split
+from lockstep.strategies.spec import options_of
+from lockstep.strategy_words import split
 
 __all__ = [
     "STRATEGIES",
@@ -74,7 +74,7 @@ __all__ = [
     "update_trainable",
 ]
 
-#: The words that `open_strategy` knows, each with its file. Loaded when asked for: some bring much of torch with them.
+#: The words of `strategy_words`, each with its file. Loaded when asked for: some bring much of torch with them.
 STRATEGIES = {
     "none": "single_process",
     "dp": "dp",
@@ -100,8 +100,6 @@ def open_strategy(spec: str, context: StrategyContext) -> Strategy:
         SettingError: if there is no such strategy or option, or it cannot keep these ranks in step.
     """
     name, options = split(spec)
-    if name not in STRATEGIES:
-        raise SettingError(f"strategy={name!r}: give one of {', '.join(STRATEGIES)}")
     module = importlib.import_module(f"lockstep.strategies.{STRATEGIES[name]}")
     strategy: Strategy = module.open_strategy(context, options_of(module.Options, name, options))
     return strategy

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from lockstep.heartbeat import is_users
+from lockstep.heartbeat import own_lines
 from lockstep.peer_failure import is_peer_failure
 
 #: The kind of a failure that the launcher found and not the rank itself: it makes no progress.
@@ -50,7 +50,7 @@ class Failure:
             rank=rank,
             host=host,
             kind=_kind(error),
-            message="\n".join([str(error), *getattr(error, "__notes__", ())]),
+            message="\n".join(filter(None, [str(error), *getattr(error, "__notes__", ())])),
             file=file,
             line=line,
             source=linecache.getline(file, line).strip() if file else "",
@@ -85,13 +85,13 @@ class Failure:
 def user_frame(error: BaseException) -> tuple[str, int]:
     """File and line of the user's code that led to ``error``: the innermost frame outside installed packages.
 
-    Where the user's program is itself installed, the innermost frame of all.
+    Where the user's program is itself installed, the innermost frame of its own.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return error.filename, error.lineno or 0
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [(file, line) for file, line in frames if is_users(file)]
-    return (own or frames or [("", 0)])[-1]
+    own = own_lines([file for file, _ in frames])
+    return (own and frames[own[-1]]) or (frames or [("", 0)])[-1]
 
 
 def strip_own_frames(trace: TracebackType | None) -> TracebackType | None:

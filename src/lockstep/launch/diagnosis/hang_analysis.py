@@ -13,6 +13,7 @@ All but `HeartbeatTracker` are functions of values, so that each kind of hang ca
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,8 @@ class HangTimeouts:
 
     def allowed_s(self, phase: str, step_times: Sequence[float]) -> float:
         """Seconds that a rank may stay in ``phase``, where steps have taken ``step_times`` seconds."""
+        if phase == "input":
+            return math.inf  # a user may think for an hour
         if self.hang_after_s is not None:
             return self.hang_after_s
         usual = self.times * statistics.median(step_times) if step_times else 0.0
@@ -122,6 +125,10 @@ class HeartbeatTracker:
             for other in self._tracks.values():
                 other.heard_at = now
         last, track.beat, track.heard_at = track.beat, beat, now
+        if last is not None and last.phase == "input" != beat.phase:
+            # Whoever waited for this rank's user has not waited for the rank.
+            for other in self._tracks.values():
+                other.place_since = other.phase_since = other.stepped_at = now
         if last is None or _where_it_is(last) != _where_it_is(beat):
             track.place_since, track.cpu_s = now, beat.cpu_s
         if last is None or _progress_of(last) != _progress_of(beat):
@@ -146,6 +153,16 @@ class HeartbeatTracker:
                 track.place_since += gap
                 track.phase_since += gap
                 track.stepped_at += gap
+
+    @property
+    def heard_any(self) -> bool:
+        """Whether a heartbeat of any rank has come."""
+        return any(track.beat is not None for track in self._tracks.values())
+
+    def waits_for_user(self, rank: int) -> bool:
+        """Whether ``rank`` is in a debugger, or waits for a line from its terminal."""
+        beat = self._tracks[rank].beat if rank in self._tracks and rank not in self._exited else None
+        return beat is not None and beat.phase == "input"
 
     @property
     def exited(self) -> dict[int, int]:

@@ -115,17 +115,31 @@ class HangMonitor:
         """A rank's process has ended."""
         self._tracker.rank_exited(rank, status)
 
-    def poll(self) -> Hang | None:
-        """Take in heartbeats and report a hang; to be called several times a second.
+    @property
+    def heard_any(self) -> bool:
+        """Whether a heartbeat of this generation has come."""
+        return self._tracker.heard_any
 
-        Returns the hang if the generation is to be ended because of it.
-        """
+    def waits_for_user(self, rank: int) -> bool:
+        """Whether ``rank`` is in a debugger, or waits for a line from its terminal, by its last heartbeat."""
+        return self._tracker.waits_for_user(rank)
+
+    def hear(self) -> float:
+        """Take in heartbeats; returns the time."""
         now = self._now()
         self._tracker.note_time(now)
         heard = self._heard()
         self.waits.hear(heard, now)
         for beat in heard:
             self._tracker.hear(beat, now)
+        return now
+
+    def poll(self) -> Hang | None:
+        """Take in heartbeats and report a hang; to be called several times a second.
+
+        Returns the hang if the generation is to be ended because of it.
+        """
+        now = self.hear()
         if self._ends or now < self._looked_at + _LOOK_EVERY_S:
             return None
         self._looked_at = now

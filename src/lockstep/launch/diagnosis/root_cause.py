@@ -16,8 +16,19 @@ from pathlib import Path
 
 from lockstep.formatting import format_ranks
 from lockstep.launch.diagnosis.error_record import HANG, Failure, aborted_by_watchdog
-from lockstep.launch_contract import EXIT_FAILED, EXIT_KILLED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE
+from lockstep.launch_contract import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_KILLED,
+    EXIT_NOT_SAVED,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_TIMEOUT,
+    EXIT_USAGE,
+)
 
+#: Exit codes that a script may choose by itself; the others mean something here, to Grid Engine, or to the shell.
+_OF_SCRIPTS = frozenset(range(1, 126)) - {EXIT_USAGE, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_TIMEOUT, 99, 100}
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TRACEBACK_LINES = 40
 _MESSAGE_LINES = 12
@@ -132,6 +143,10 @@ def exit_code(exits: Sequence[RankExit], *, stopped_by: int | None) -> int:
     cause = find_root_cause(exits).cause
     if cause.status == -signal.SIGKILL and not cause.hung:
         return EXIT_KILLED
+    if all(rank_exit.status == EXIT_INTERRUPTED for rank_exit in failed):
+        return EXIT_INTERRUPTED
+    if cause.failure is not None and cause.failure.kind == "SystemExit" and cause.status in _OF_SCRIPTS:
+        return cause.status
     return EXIT_USAGE if all(rank_exit.status == EXIT_USAGE for rank_exit in failed) else EXIT_FAILED
 
 

@@ -72,7 +72,7 @@ def host_job(
 
     The store is served behind ``listening`` until ``stack`` is closed.
     """
-    report = NodeReport(uuid.uuid4().hex, socket.gethostname(), job.ranks)
+    report = NodeReport(uuid.uuid4().hex, socket.gethostname(), job.ranks, node_rank=nodes.node_rank)
     contract = JobContract(
         coordinator=report.node_id,
         host=report.host,
@@ -110,7 +110,8 @@ def join_job(
     if given is not None and Path(given).absolute() != run_dir:
         say(f"note: the run directory is {run_dir}, as {contract.host} says, and not {given}")
     job = replace(job, run_dir=run_dir, begins=contract.begins, generation=contract.generation)
-    report = NodeReport(uuid.uuid4().hex, name, job.ranks, endpoint.local_address())
+    address = endpoint.local_address()
+    report = NodeReport(uuid.uuid4().hex, name, job.ranks, address, node_rank=nodes.node_rank)
     store = TcpStoreClient(endpoint, contract, report, lost_after_s=nodes.lost_after_s)
     return _joined(job, nodes, endpoint, store, report)
 

@@ -30,6 +30,8 @@ _FIRST_WAIT_NOTICE_S = 3.0  #: of waiting, until missing nodes are announced; th
 _BACK_OFF_S = (1.0, 60.0)  #: pause after the first change of nodes, doubled with each change up to the second value
 _SETTLED_S = 10.0  #: how long a generation runs undisturbed before it is stopped for new nodes
 
+_STARTED_AGAIN_S = 2.0  #: a node that was silent for so long may have been killed
+
 Phase = Literal["gather", "generation", "over"]
 
 
@@ -67,6 +69,7 @@ class NodeReport:
     host: str
     ranks: int  #: that it can start
     address: str = ""  #: by which other nodes can reach it
+    node_rank: int | None = None  #: that the user has given it
     generation: int = -1  #: of its ranks, living or ended
     running: bool = False  #: some of its ranks live
     failed: bool = False  #: a rank of this generation has failed
@@ -213,11 +216,14 @@ def _gather(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLi
     if (stopped_by := _first_stop(nodes)) is not None:
         return _end_job(state, 128 + stopped_by, f"stopped by {_signal_name(stopped_by)} while waiting for nodes")
     ready = [node for node in nodes if not node.gone(limits) and not node.report.running]
+    if twice := _given_twice(ready):
+        hosts = ", ".join(node.report.host for node in twice)
+        return abandon(state, f"{hosts} all have --node-rank {twice[0].report.node_rank}; give each its own")
     if len(ready) >= limits.min_nodes:
         enough_s = now_s if state.enough_since_s is None else state.enough_since_s
         start_s = enough_s if len(ready) >= limits.max_nodes else enough_s + limits.last_call_s
         if now_s >= max(start_s, state.not_before_s):
-            return _start_generation(state, ready[: limits.max_nodes], limits, now_s)
+            return _start_generation(state, _in_order(ready[: limits.max_nodes]), limits, now_s)
         return replace(state, enough_since_s=enough_s)
     state = replace(state, enough_since_s=None)
     waited_s = now_s - state.since_s
@@ -229,6 +235,23 @@ def _gather(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLi
         state = replace(state, wait_notices=state.wait_notices + 1)
         return announce(state, Message(_waiting(ready, limits, waited_s, "waiting")))
     return state
+
+
+def _given_twice(ready: Sequence[NodeView]) -> list[NodeView]:
+    """Nodes to which the user has given the same number. One that was silent just now may have been started again."""
+    for node in ready:
+        number = node.report.node_rank
+        same = [n for n in ready if n.report.node_rank == number and n.silent_s < _STARTED_AGAIN_S]
+        if number is not None and len(same) > 1:
+            return same
+    return []
+
+
+def _in_order(ready: Sequence[NodeView]) -> list[NodeView]:
+    """The coordinator, those with a number in its order, and then the others as they came."""
+    coordinator, *others = ready
+    last = len(ready)
+    return [coordinator, *sorted(others, key=lambda n: last if n.report.node_rank is None else n.report.node_rank)]
 
 
 def _waiting(ready: Sequence[NodeView], limits: ElasticLimits, waited_s: float, verb: str) -> str:

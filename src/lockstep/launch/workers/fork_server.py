@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import util
 from pathlib import Path
@@ -111,9 +111,13 @@ class ForkServerClient:
         """Kill every rank that lives, together with all processes that it has started."""
         self._send(order="kill")
 
-    def events(self, timeout_s: float) -> list[Event]:
-        """What happened since the last call, waiting up to ``timeout_s`` for something to happen."""
-        if not select.select([self._connection], [], [], timeout_s)[0]:
+    def events(self, timeout_s: float, descriptors: Sequence[int] = ()) -> list[Event]:
+        """What happened since the last call, waiting up to ``timeout_s`` for something to happen.
+
+        Something to read from one of the ``descriptors`` ends the waiting, too.
+        """
+        connection = self._connection.fileno()
+        if connection not in select.select([connection, *descriptors], [], [], timeout_s)[0]:
             return []
         chunk = self._receive()
         if not chunk:

@@ -7,11 +7,15 @@ import sys
 from collections.abc import Mapping
 
 from lockstep.launch.host import INTERFACES
+from lockstep.launch.program import local_rank_option
 from lockstep.launch.run_directory import Job
-from lockstep.launch.workers.rank_process import RESULT
+from lockstep.launch.workers.rank_process import LOCAL_RANK_OPTION, RESULT
 from lockstep.launch_contract import BIND, CHANNEL, FAILURE, FRESH, GENERATION, RESUME, RUN_DIR, RUN_ID, STACKS, STATUS
 from lockstep.settings import OPTIONS_VARIABLE
 from lockstep.world import World
+
+#: How long ranks wait for one that may be in a debugger: a day.
+_ATTACHED_TIMEOUT_S = "86400"
 
 
 def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[str, str]:
@@ -25,6 +29,9 @@ def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[s
     # closes, then does no harm.
     loopback = sys.platform == "linux" and job.request.nodes is None
     local = dict.fromkeys(INTERFACES, "lo") if loopback else {}
+    # The others wait for a rank whose user thinks; the launcher ends them should that rank die.
+    attached = job.request.attach is not None and "LOCKSTEP_PEER_TIMEOUT_S" not in env
+    patience = {"peer_timeout_s": _ATTACHED_TIMEOUT_S} if attached else {}
     kept = {name: value for name, value in env.items() if name not in (RESUME, FRESH)}
     return {
         **threads,
@@ -38,8 +45,11 @@ def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[s
         STATUS: str(job.status),
         CHANNEL: channel,
         # Over the settings of a program that started this launcher, such as a benchmark.
-        OPTIONS_VARIABLE: json.dumps({**json.loads(env.get(OPTIONS_VARIABLE, "{}")), **job.request.settings}),
+        OPTIONS_VARIABLE: json.dumps(
+            {**patience, **json.loads(env.get(OPTIONS_VARIABLE, "{}")), **job.request.settings}
+        ),
         **({BIND: "1"} if job.request.bind else {}),
+        **({LOCAL_RANK_OPTION: local_rank_option(job.request.program)} if job.request.pass_local_rank else {}),
         "TORCHELASTIC_RUN_ID": job.run_id,
         "TORCHELASTIC_MAX_RESTARTS": str(job.request.max_restarts),
         # The ranks find a store that exists already; none of them is to open one.

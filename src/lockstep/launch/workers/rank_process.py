@@ -33,8 +33,10 @@ from lockstep.faults import FaultPlan
 from lockstep.formatting import size
 from lockstep.heartbeat import HeartbeatSender, open_channel, progress_marker, register_stacks
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
+from lockstep.launch.diagnosis.error_advice import advice_for
 from lockstep.launch.diagnosis.error_record import Failure, strip_own_frames, user_frame
 from lockstep.launch.request import Function, Module, Program, Script
+from lockstep.launch.workers.nested_ranks import refuse_nested_ranks
 from lockstep.launch_contract import (
     BIND,
     CHANNEL,
@@ -49,10 +51,13 @@ from lockstep.launch_contract import (
     FAULTS,
     RUN_DIR,
     STACKS,
+    TERMINAL,
 )
 
 #: The environment variable that says where a rank of a `Function` leaves what the function returned.
 RESULT = "LOCKSTEP_RESULT"
+#: The environment variable that names the option by which the script is told its local rank.
+LOCAL_RANK_OPTION = "LOCKSTEP_LOCAL_RANK_OPTION"
 #: How long the exit handlers of a rank that failed may take: they may wait for ranks that are gone.
 _EXIT_HANDLERS_S = 5.0
 
@@ -66,20 +71,31 @@ def become_rank(env: Mapping[str, str], log: str, parent: int) -> None:
     # Signals that came meanwhile are delivered now.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # A group of its own, so that the rank can be killed together with all that it starts.
+    terminal = env.get(TERMINAL, "")
     with contextlib.suppress(OSError):
-        os.setpgid(0, 0)
+        if terminal:
+            os.setsid()  # only the first process of a session can be given a terminal
+        else:
+            os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(env)
     if env.get(BIND) == "1" and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, own_cpus(os.sched_getaffinity(0), env))
     name_process(f"rank {env['RANK']}")
-    _redirect_to(log)
+    if terminal:
+        _attach_to(terminal)
+    else:
+        _redirect_to(log)
     _reseed()
     if STACKS in env:
         # A full disk must not keep the rank from working.
         with contextlib.suppress(OSError):
             register_stacks(Path(env[STACKS]))
-    HeartbeatSender(int(env["RANK"]), open_channel(env.get(CHANNEL, "")), progress_marker()).start()
+    sender = HeartbeatSender(int(env["RANK"]), open_channel(env.get(CHANNEL, "")), progress_marker())
+    sender.start()
+    if terminal:
+        announce_input(sender)
+    refuse_nested_ranks()
 
 
 def run_program(program: Program) -> NoReturn:
@@ -105,11 +121,14 @@ def run_program(program: Program) -> NoReturn:
         file, line = user_frame(error)
         sys.stderr.write(f"interrupted at {Path(file).name}:{line}\n")
     except BaseException as error:  # noqa: BLE001 - whatever it is, it ends here
+        if advice := advice_for(error, attached=TERMINAL in os.environ):
+            error.add_note(advice)
         # Some settings can be checked only once the script has made its data set, such as the size of the world.
         code = EXIT_USAGE if isinstance(error, SettingError | PlanError) else EXIT_FAILED
         _write_record(error)
         # The user's own hook, if it was replaced, as Python would call it.
-        sys.excepthook(*_user_error(error))
+        if not (TERMINAL in os.environ and code == EXIT_USAGE):  # which is no fault of the program's
+            sys.excepthook(*_user_error(error))
     _leave(code, patient=not failed)
 
 
@@ -123,18 +142,23 @@ def _inject_faults(env: Mapping[str, str]) -> None:
 def _entry_point(program: Program) -> Callable[[], Any]:
     match program:
         case Script(name, args):
-            sys.argv = [name, *args]
+            sys.argv = [name, *_local_rank(), *args]
             file = Path(name).absolute()
             if zipfile.is_zipfile(file) or file.is_dir():
                 return lambda: runpy.run_path(str(file), run_name="__main__")
             sys.path.insert(0, str(file.resolve().parent))
             return lambda: _run_file(file)
         case Module(name, args):
-            sys.argv = [name, *args]
+            sys.argv = [name, *_local_rank(), *args]
             sys.path.insert(0, str(Path.cwd()))
             return lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
         case Function(call):
             return lambda: _keep_result(call())
+
+
+def _local_rank() -> list[str]:
+    option = os.environ.get(LOCAL_RANK_OPTION)
+    return [f"{option}={os.environ['LOCAL_RANK']}"] if option else []
 
 
 def _run_file(file: Path) -> None:
@@ -228,8 +252,23 @@ def _redirect_to(log: str) -> None:
         os.dup2(descriptor, standard)
     for descriptor in {nothing, file} - {0, 1, 2}:
         os.close(descriptor)
+    _open_streams()
+
+
+def _attach_to(terminal: str) -> None:
+    device = os.open(terminal, os.O_RDWR)  # and thereby the terminal of this session
+    for standard in (0, 1, 2):
+        os.dup2(device, standard)
+    if device > 2:
+        os.close(device)
+    _open_streams()
+
+
+def _open_streams() -> None:
     # Line by line, since somebody may be reading the log; the objects of a copied process may not be files at all.
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, "r", closefd=False))  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(  # type: ignore[misc]
+        io.BufferedReader(io.FileIO(0, "r", closefd=False)), encoding="utf-8", errors="surrogateescape"
+    )
     sys.stdout = sys.__stdout__ = _text_to(1, "strict")  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _text_to(2, "backslashreplace")  # type: ignore[misc]
     faulthandler.enable(sys.stderr)
@@ -239,6 +278,22 @@ def _text_to(descriptor: int, errors: str) -> io.TextIOWrapper:
     raw = io.FileIO(descriptor, "w", closefd=False)
     # UTF-8 whatever the locale: it is our own file, and a batch job's locale is often C.
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors=errors, line_buffering=True)
+
+
+def announce_input(sender: HeartbeatSender) -> None:
+    """Have `input`, which debuggers use, too, say that this rank waits for its user, before it does and afterwards."""
+    plain = builtins.input
+
+    def announced(prompt: object = "", /) -> str:
+        before = progress_marker().set_phase("input")
+        sender.beat()
+        try:
+            return plain(prompt)
+        finally:
+            progress_marker().set_phase(before)
+            sender.beat()
+
+    builtins.input = announced
 
 
 def _reseed() -> None:

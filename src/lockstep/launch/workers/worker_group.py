@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from lockstep.errors import LaunchError
+from lockstep.launch.attached_terminal import AttachedTerminal
 from lockstep.launch.console import Screen, Tail
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
@@ -32,12 +34,14 @@ from lockstep.launch.workers.fork_server import (
     RankSpec,
 )
 from lockstep.launch.workers.rank_environment import rank_environment
-from lockstep.launch_contract import EXIT_OK, EXIT_STOPPED
+from lockstep.launch_contract import EXIT_OK, EXIT_STOPPED, TERMINAL
 from lockstep.report import RanksFile, RankStatus, StatusFile, lateness
 from lockstep.world import World
 
 _TAIL_BYTES = 4096
 _RANKS_EVERY_S = 1.0
+#: Of a start, until it is said what it waits for.
+_SILENT_START_S = 1
 #: Grace for ranks whose peers are gone: enough to leave, since there is nothing that they could save together.
 _PEER_LOST_GRACE_S = 3.0
 
@@ -45,8 +49,16 @@ _PEER_LOST_GRACE_S = 3.0
 class WorkerGroup:
     """This node's ranks."""
 
-    def __init__(self, job: Job, fork_server: ForkServerClient, screen: Screen, hang_monitor: HangMonitor) -> None:
+    def __init__(
+        self,
+        job: Job,
+        fork_server: ForkServerClient,
+        screen: Screen,
+        hang_monitor: HangMonitor,
+        terminal: AttachedTerminal | None = None,
+    ) -> None:
         self._job, self._fork_server, self._screen, self._hang_monitor = job, fork_server, screen, hang_monitor
+        self._terminal = terminal
         self._memory = MemoryTracker(fork_server.pid)
         self._ranks_file = RanksFile(job.run_dir, 0)
         self._next_ranks_s, self._late = 0.0, ""
@@ -54,7 +66,9 @@ class WorkerGroup:
         self._ranks: range = range(0)
         self._host = ""
         self._log_starts: dict[int, int] = {}  # by rank: length of its log before this generation
-        self._leader_log: Tail | None = None  # where the leader is on this node
+        self._leads = False  # the leader is on this node
+        self._leader_log: Tail | None = None  # where it writes to its log only
+        self._start_s, self._heard = 0.0, False  # when the ranks were started, and whether one of them was heard since
         self._exited: dict[int, RankExit] = {}
         self._stop_mode, self._kill_at_s = StopMode.NONE, float("inf")
         #: How all ranks of the generation ended, once they all have.
@@ -68,6 +82,11 @@ class WorkerGroup:
     def generation(self) -> int:
         """The generation of the ranks that live here, or lived here last; -1 before the first."""
         return self._generation
+
+    @property
+    def attached(self) -> int | None:
+        """The rank that has the terminal; None: none has."""
+        return None if self._terminal is None else self._terminal.rank
 
     @property
     def running(self) -> bool:
@@ -95,10 +114,14 @@ class WorkerGroup:
                     log.write(f"--- generation {generation}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n")
         self._log_starts = {rank: job.log(rank).stat().st_size for rank in self._ranks}
         specs = [RankSpec(rank, self._variables(plan, placement, rank), str(job.log(rank))) for rank in self._ranks]
+        self._start_s, self._heard = time.monotonic(), False
         self._hang_monitor.begin(self._ranks)
         self._memory.begin()
         self._fork_server.start(specs, placement.listening)
-        self._leader_log = Tail(job.log(0), self._log_starts[0]) if first == 0 else None
+        # The attached rank's output does not come by its log.
+        has_log = first == 0 and self.attached != 0
+        self._leader_log = Tail(job.log(0), self._log_starts[0]) if has_log else None
+        self._leads = first == 0
 
     def poll(self, timeout_s: float) -> None:
         """Take in what happened, waiting up to ``timeout_s`` for something to happen.
@@ -106,9 +129,11 @@ class WorkerGroup:
         Raises:
             LaunchError: if the fork server has died.
         """
-        for event in self._fork_server.events(timeout_s):
+        terminal = self._terminal
+        for event in self._fork_server.events(timeout_s, terminal.descriptors if terminal else ()):
             self._handle(event)
         self._echo()
+        self._say_what_is_waited_for()
         self._memory.poll()
         if (now_s := time.monotonic()) >= self._next_ranks_s:
             self._next_ranks_s = now_s + _RANKS_EVERY_S
@@ -144,12 +169,13 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Show what the leader wrote last, and close its log."""
+        while self._echo():
+            pass
         if self._leader_log is not None:
-            while self._echo():
-                pass
             self._screen.leader(self._leader_log.unfinished())
             self._leader_log.close()
             self._leader_log = None
+        self._leads = False
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -178,7 +204,10 @@ class WorkerGroup:
             port=plan.port,
             run_id=self._job.run_id,
         )
-        return rank_environment(self._job, world, plan.restart, placement.interface)
+        variables = rank_environment(self._job, world, plan.restart, placement.interface)
+        if self._terminal is not None and rank == self._terminal.rank:
+            variables[TERMINAL] = self._terminal.begin(self._job.log(rank))
+        return variables
 
     def _collect_endings(self) -> None:
         self.close()
@@ -199,10 +228,31 @@ class WorkerGroup:
         )
 
     def _echo(self) -> bool:
-        """Show what the leader wrote, though not the traceback at its end: the cause may be another rank's.
+        """Show what the leader and the attached rank wrote; returns whether there was something to show."""
+        wrote, waits = self._echo_attached()
+        wrote |= self._echo_leader()
+        if self._leads and not waits and (status := StatusFile.read(self._job.status)) is not None:
+            self._screen.show(replace(status, late=self._late))
+        return wrote
 
-        Returns whether there was something to show.
+    def _echo_attached(self) -> tuple[bool, bool]:
+        """Hand on what the attached rank wrote and what its user types; returns whether it wrote, and whether it waits.
+
+        It says that it waits before it writes a prompt, so in this order neither is missed.
         """
+        terminal = self._terminal
+        if terminal is None or self._generation < 0:
+            return False, False
+        data = terminal.read()
+        self._hang_monitor.hear()
+        waits = self._hang_monitor.waits_for_user(terminal.rank)
+        self._screen.attached(data, sys.stdout, prompts=waits)
+        terminal.prompts(waits)
+        terminal.hand_on()
+        return bool(data), waits
+
+    def _echo_leader(self) -> bool:
+        """Show what the leader wrote, though not the traceback at its end: the cause may be another rank's."""
         if self._leader_log is None:
             return False
         # In this order: the traceback follows the record, so what is in the log before the record is no traceback.
@@ -213,9 +263,16 @@ class WorkerGroup:
         text = self._leader_log.read(up_to)
         self._screen.leader(text)
         self._screen.unfinished(self._leader_log.unfinished())
-        if (status := StatusFile.read(self._job.status)) is not None:
-            self._screen.show(replace(status, late=self._late))
         return bool(text)
+
+    def _say_what_is_waited_for(self) -> None:
+        """Until the first rank is heard: that torch is being imported, which may take a minute on a busy machine."""
+        if self._heard or not self.running:
+            return
+        self._heard = self._hang_monitor.heard_any
+        for_s = int(time.monotonic() - self._start_s)
+        if not self._heard and for_s >= _SILENT_START_S:
+            self._screen.unfinished(f"starting: importing torch ({for_s} s)")
 
 
 def _row(rank: Waiting) -> RankStatus:

@@ -1,0 +1,83 @@
+"""What to do about errors whose own text does not say it, because they come from Python or torch."""
+
+from __future__ import annotations
+
+import errno
+import linecache
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from lockstep.heartbeat import is_users
+
+_DATA: Final = str(Path(__file__).parents[2] / "data")
+_NO_GPU: Final = re.compile("not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available")
+#: Attributes of DistributedDataParallel, which scripts that used it ask the model for.
+_OF_DDP: Final = {
+    "module": "run.model(...) returns your own module: leave .module out",
+    "no_sync": "run.train(...) accumulates by itself where micro_batch is smaller than global_batch: leave it out",
+    "register_comm_hook": "run.model(...) returns your own module: --strategy ddp:compress=fp16, bf16 or powersgd "
+    "compresses what it sends; a hook of your own needs DistributedDataParallel in a script without lockstep.Run",
+}
+
+
+def advice_for(error: BaseException, *, attached: bool) -> str:
+    """What to do about ``error``, in a line that is the same on all ranks; "" if its own text is enough.
+
+    Args:
+        error: with its traceback.
+        attached: whether the rank that raised it has a terminal.
+    """
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    advices = [advice(error, frames) for advice in _ADVICES]
+    if not attached and _needs_terminal(error, frames):
+        advices.append(
+            "ranks have no terminal: lockstep run --attach RANK lends one of them yours, and python train.py is the "
+            "same script on one rank"
+        )
+    return next(filter(None, advices), "")
+
+
+Frames = Sequence[tuple[str, int]]
+
+
+def _needs_terminal(error: BaseException, frames: Frames) -> bool:
+    if isinstance(error, EOFError):
+        return str(error) == "EOF when reading a line"  # what input() says
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOTTY
+    if isinstance(error, ValueError):
+        own = [(file, line) for file, line in frames if is_users(file)]
+        return bool(own) and "stty" in linecache.getline(*own[-1])
+    return type(error).__name__ == "BdbQuit"
+
+
+def _data(error: BaseException, frames: Frames) -> str:
+    files = [file for file, _ in frames]
+    inside = next((index for index, file in enumerate(files) if file.startswith(_DATA)), None)
+    if inside is None or not isinstance(error, LookupError | TypeError | AttributeError | ValueError):
+        return ""
+    by_user = any(is_users(file) for file in files[inside:])
+    return "raised while a micro-batch was read: in the data set or its collate function" if by_user else ""
+
+
+def _gpu(error: BaseException, frames: Frames) -> str:
+    if not _NO_GPU.search(str(error)):
+        return ""
+    return (
+        "torch sees no GPU here; with lockstep.Run leave .to(...) and .cuda() out, since the model and the batches are "
+        "on run.device already"
+    )
+
+
+def _ddp(error: BaseException, frames: Frames) -> str:
+    # DistributedDataParallel itself has all of these.
+    if not (isinstance(error, AttributeError) and hasattr(error.obj, "state_dict") and "lockstep.run" in sys.modules):
+        return ""
+    return _OF_DDP.get(error.name or "", "")
+
+
+_ADVICES: Final[tuple[Callable[[BaseException, Frames], str], ...]] = (_data, _gpu, _ddp)

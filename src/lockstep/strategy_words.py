@@ -1,0 +1,53 @@
+"""The words after ``--strategy``, ``name:option=value,option=value``, as far as they can be checked without torch.
+
+What a value means is said where the strategy is; these are the names, so that one that is misspelt is told before any
+rank starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Final
+
+from lockstep.errors import SettingError
+
+_FSDP = ("wrap", "mixed", "reshard", "offload", "checkpoint_activations")
+#: The strategies, each with the names of its options; a test compares them with the fields of its `Options`.
+STRATEGY_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "none": (),
+    "dp": ("devices",),
+    "ddp": ("compress", "rank", "start"),
+    "zero": (),
+    "fsdp": _FSDP,
+    "hsdp": ("shard", *_FSDP),
+    "local-sgd": ("period", "warmup", "node_period", "moments"),
+    "diloco": ("period", "outer_lr", "outer_momentum", "fragments", "overlap", "mix", "wire"),
+    "parameter-server": ("servers", "mode", "staleness"),
+    "hybrid": ("servers", "served"),
+    "pipeline": ("stages", "schedule", "chunks", "cut", "sample"),
+    "auto": (),
+}
+
+
+def split(spec: str) -> tuple[str, dict[str, str]]:
+    """The name and the options of ``spec``, as they were written; an option alone means true.
+
+    Raises:
+        SettingError: if there is no such strategy or option (with the nearest one), an option is named twice, or there
+            is none between two commas.
+    """
+    name, _, rest = spec.partition(":")
+    if name not in STRATEGY_WORDS:
+        raise SettingError(f"strategy={name!r}: give one of {', '.join(STRATEGY_WORDS)}")
+    known, options = STRATEGY_WORDS[name], dict[str, str]()
+    for word in rest.split(",") if rest else ():
+        option, _, value = word.partition("=")
+        if not option or option in options:
+            raise SettingError(f"strategy={spec!r}: write NAME:OPTION=VALUE,OPTION=VALUE, each option once")
+        if option not in known:
+            near = difflib.get_close_matches(option, known, n=1)
+            there = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
+            raise SettingError(f"strategy {name} has no option {option}; {there}")
+        options[option] = value or "true"
+    return name, options
