@@ -28,7 +28,7 @@ def agent(err, *, is_coordinator):
     joined = SimpleNamespace(
         job=job, store=store, limits=ElasticLimits(), report=NodeReport("n", "n1", 2), place=None, probe=None
     )
-    return Agent(joined, SimpleNamespace(), Screen(io.StringIO(), err, {}), Stops())
+    return Agent(joined, SimpleNamespace(attached=None), Screen(io.StringIO(), err, {}), Stops())
 
 
 @pytest.mark.parametrize(("is_coordinator", "old"), [(True, ["older"]), (False, [])])
