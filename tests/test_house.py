@@ -18,8 +18,8 @@ HOUSE = Path(__file__).parents[1] / "src" / "lockstep"
 
 #: From the bottom to the top. A room may use the floors below its own.
 FLOORS = (
-    ("errors", "launch_contract", "slurm_syntax"),
-    ("world", "batch", "progress", "settings", "size_balancing", "formatting", "heartbeat_message", "peer_failure"),
+    ("errors", "launch_contract", "slurm_syntax", "formatting"),
+    ("world", "batch", "progress", "settings", "size_balancing", "heartbeat_message", "peer_failure"),
     ("collectives", "seeding", "heartbeat", "cpu_affinity"),
     ("strategies", "checkpoint", "data", "report", "faults"),
     ("run", "launch"),

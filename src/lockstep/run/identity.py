@@ -48,13 +48,18 @@ class RunIdentity:
         }
 
     def data(
-        self, plan: BatchPlan | None, samples_per_epoch: int | None, lengths: Sequence[int | None]
+        self,
+        plan: BatchPlan | None,
+        samples_per_epoch: int | None,
+        lengths: Sequence[int | None],
+        orders: Mapping[str, tuple[int, str]],
     ) -> dict[str, Any]:
-        """All but the script; ``lengths`` are those of all data sets."""
+        """All but the script; ``lengths`` are those of all data sets, ``orders`` the epochs that they are in."""
         return {
             "sizes": [plan.global_batch, plan.micro_batch] if plan else None,
             "samples": samples_per_epoch,
             "lengths": list(lengths),
+            "orders": {number: list(order) for number, order in orders.items()},
             **self._settings,
             "threads": self._threads,
             "device": "cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
@@ -214,4 +219,4 @@ _DESCRIBE: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
     "optimizers": _describe_optimizers,
 }
 #: Whether they fit is decided where the position is known.
-_CHECKED_ELSEWHERE: Final = ("sizes", "samples")
+_CHECKED_ELSEWHERE: Final = ("sizes", "samples", "orders")

@@ -174,6 +174,14 @@ class DirectoryCheckpointer(RunCheckpointer):
                 f"has {identity['samples']}: what is left of the epoch would not be what was left then. Give the data "
                 "set of before, or begin anew with --fresh"
             )
+        for number, (epoch, digest) in identity.get("orders", {}).items():
+            was_epoch, was = before.get("orders", {}).get(number, (None, None))
+            if was_epoch == epoch and was != digest:
+                raise CheckpointError(
+                    f"the checkpoint was taken within epoch {epoch}, whose order of samples is another one now: what "
+                    "is left of the epoch would not be what was left then. Keep what the sampler or order= depends on, "
+                    "with run.keep(...), or begin anew with --fresh"
+                )
         for text in differences(before, identity):
             self._say(text)
 
