@@ -20,7 +20,6 @@ from lockstep.data.orders import ShuffledOrder
 from lockstep.data.sampling import epoch_positions
 from lockstep.errors import DataError
 
-
 KINDS = {
     "tensor": torch.arange,
     "subset": lambda n: Subset(TensorDataset(torch.arange(n + 3)), range(3, n + 3)),

@@ -370,7 +370,8 @@ def differing_shapes():
 
 def too_many_ranks():
     with Run() as run:
-        return told(PlanError, run.loader, DATA, global_batch=2, micro_batch=1)
+        run.model(nn.Linear(2, 1))
+        return told(PlanError, next, run.train(run.loader(DATA, global_batch=2, micro_batch=1)))
 
 
 def uneven_sync_batchnorm():

@@ -64,7 +64,7 @@ class Loader(DataLoader[Any]):
         return self._steps()
 
 
-def begin_worker(init_fn: Callable[[int], object] | None, worker_id: int) -> None:
+def begin_worker(worker_id: int, init_fn: Callable[[int], object] | None = None) -> None:
     """Called in each loader process before its first sample; the user's ``init_fn`` last."""
     for name in _FOR_THE_RANK:
         # A function rather than SIG_IGN, which programs started by the data set would inherit.
@@ -98,7 +98,7 @@ def open_loader(
     if workers.count:
         options |= {
             "prefetch_factor": workers.prefetch_factor or choose_prefetch(run, workers.count),
-            "worker_init_fn": partial(begin_worker, workers.init_fn),
+            "worker_init_fn": partial(begin_worker, init_fn=workers.init_fn),
             "timeout": workers.timeout_s,
         }
     generator = torch.Generator().manual_seed(seed_of(seed, "loader"))

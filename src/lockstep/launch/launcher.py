@@ -22,6 +22,7 @@ from typing import Any, TypeVar, get_args
 
 from lockstep.errors import LaunchError, SettingError
 from lockstep.faults import FaultPlan
+from lockstep.formatting import plural
 from lockstep.launch.agent import Agent, Stops
 from lockstep.launch.console import Screen
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
@@ -211,7 +212,7 @@ def _announce(job: Job, screen: Screen) -> None:
     for note in job.notes:
         screen.say(note)
     where = "" if job.request.nodes is None else " on this node"
-    screen.say(f"{job.ranks} rank{'s' * (job.ranks > 1)}{where}; logs: {shown(job.logs)}")
+    screen.say(f"{plural(job.ranks, 'rank')}{where}; logs: {shown(job.logs)}")
 
 
 def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:

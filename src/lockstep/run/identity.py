@@ -15,6 +15,7 @@ import torch
 from lockstep.batch import BatchPlan
 from lockstep.collectives import Group
 from lockstep.errors import CheckpointError, MismatchError
+from lockstep.formatting import plural
 from lockstep.heartbeat import is_users
 from lockstep.settings import Settings
 
@@ -190,7 +191,11 @@ def _describe_arguments(before: Sequence[str], now: Sequence[str]) -> list[str]:
 
 def _describe_lengths(before: Sequence[int | None], now: Sequence[int | None]) -> list[str]:
     pairs = [(was, is_now) for was, is_now in zip(before, now, strict=False) if was != is_now]
-    return [f"a data set has {is_now} samples, and had {was}: the bits differ from here on" for was, is_now in pairs]
+    return [
+        f"a data set has {is_now if is_now is None else plural(is_now, 'sample')}, and had {was}: the bits differ from "
+        "here on"
+        for was, is_now in pairs
+    ]
 
 
 def _describe_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:

@@ -106,6 +106,10 @@ class LoaderArguments:
             return taken
         if type(sampler) is SequentialSampler:
             return replace(taken, shuffle=False)
-        if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset):
+        if (
+            type(sampler) is RandomSampler
+            and not sampler.replacement
+            and sampler.num_samples == len(sampler.data_source)
+        ):
             return replace(taken, shuffle=True)
         return replace(taken, sampler=sampler)
