@@ -97,13 +97,6 @@ class BatchPlan:
         larger = "make larger batches" if self.varies else f"raise global_batch to {self.world_size} or more"
         raise PlanError(f"{has}; start at most {plural(self.global_batch, 'rank')}, or {larger}")
 
-    def sizes(self, samples: int) -> tuple[int, ...]:
-        """Samples of each micro-batch of a step that holds ``samples``: all full but the last one."""
-        if not 0 <= samples <= self.global_batch:
-            raise PlanError(f"a step holds 0 to {self.global_batch} samples, not {samples}")
-        full, rest = divmod(samples, self.micro_batch)
-        return (self.micro_batch,) * full + ((rest,) if rest else ())
-
     def run(self, rank: int, micro_batches: int | None = None) -> range:
         """The micro-batches of ``rank``, in a step of ``micro_batches`` (default: a full step).
 

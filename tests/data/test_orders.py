@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loaders import Numbers, Stream, content, evaluated, loader_of, on_world, steps_of
+from loaders import Numbers, Stream, StridedStream, content, evaluated, loader_of, on_world, steps_of
 from torch.utils.data import (
     BatchSampler,
     Dataset,
@@ -286,15 +286,7 @@ def test_indices_come_as_lists_tensors_arrays_and_from_the_end():
 # ---- evaluation on more ranks than micro-batches ---------------------------------------------------------------------
 
 
-class Strided(Stream):
-    def __iter__(self):
-        raise AssertionError("stride serves better")
-
-    def stride(self, start, step):
-        return iter(range(start, self.length, step))
-
-
-@pytest.mark.parametrize("kind", [torch.arange, Numbers, Stream, Strided])
+@pytest.mark.parametrize("kind", [torch.arange, Numbers, Stream, StridedStream])
 @pytest.mark.parametrize("padding", ["none", "even"])
 @pytest.mark.parametrize("length", [4, 7, 8])
 def test_a_pass_may_have_fewer_micro_batches_than_there_are_ranks(kind, padding, length):
