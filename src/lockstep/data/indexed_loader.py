@@ -44,7 +44,10 @@ class IndexedLoader(MicroBatchLoader):
 
     @override
     def draw(self, epoch: int) -> str | None:
-        return self._sampler.order.draw(epoch)
+        digest = self._sampler.order.draw(epoch)
+        if len(self._sampler.steps(epoch)) != self._sampler.steps_per_epoch:
+            self.steps_per_epoch = None  # each epoch has its own number
+        return digest
 
     @override
     def steps(self, epoch: int) -> EpochSteps:

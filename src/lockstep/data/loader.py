@@ -162,8 +162,7 @@ def _refuse_what_is_no_data_set(dataset: Any) -> None:
     if isinstance(dataset, DataLoader):
         raise DataError(
             "a DataLoader was passed, which has already divided its data into batches; pass its data set instead "
-            "(loader.dataset) and collate_fn and workers as arguments. In place of a sampler: shuffle, or a Subset "
-            "whose indices name the samples, repeated ones too"
+            "(loader.dataset), and collate_fn, workers and sampler or batch_sampler as arguments"
         )
     if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset):
         raise DataError(

@@ -19,7 +19,7 @@ class MicroBatchLoader(Protocol):
     data_loader: DataLoader[Any]
     plan: BatchPlan
     length: int | None  #: samples of an epoch, of the first where they differ, over all ranks; None: known at its end
-    steps_per_epoch: int | None  #: likewise
+    steps_per_epoch: int | None  #: None: known at its end, or seen to differ
     notes: tuple[str, ...]  #: lines to print once for the user
 
     def draw(self, epoch: int) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from torch.utils.data import DataLoader
 
-from lockstep.batch import BatchPlan, MicroBatchPosition
+from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition
 from lockstep.data import (
     MicroBatch,
     MicroBatchLoader,
@@ -19,7 +19,7 @@ from lockstep.data import (
     open_order,
 )
 from lockstep.errors import DataError, MismatchError, UsageError
-from lockstep.formatting import format_ranks
+from lockstep.formatting import format_ranks, plural
 from lockstep.run.loader_arguments import LoaderArguments
 from lockstep.run.setup import RunContext, cpus_of_this_rank
 from lockstep.strategies import forward_is_collective
@@ -165,6 +165,10 @@ class Loaders:
         digest, number = self._draw(loader, epoch), str(self._numbers[id(loader)])
         if digest is None:
             return
+        if self._context.settings.sync_batchnorm:
+            _refuse_uneven_epoch(loader.steps(epoch), self._context.group.size, epoch)
+        if loader.steps_per_epoch is None:
+            self._context.position.length.steps_per_epoch = None
         before, self._orders[number] = self._orders.get(number), (epoch, digest)
         if before is not None and before[0] == epoch and before[1] != digest:
             raise UsageError(
@@ -209,13 +213,20 @@ def refuse_uneven(loader: MicroBatchLoader, ranks: int) -> None:
     """
     plan, length = loader.plan, loader.length or 0
     if plan.varies:
-        raise UsageError(
-            "sync_batchnorm=True needs ranks that hold equally many micro-batches in every step, which a batch sampler "
-            "does not promise: give global_batch and sampler= or order= in its place"
-        )
+        return  # each epoch's batches are looked at as it begins
     is_short = length % plan.global_batch and loader.steps_per_epoch != length // plan.global_batch
     if plan.micro_batches % ranks or is_short:
         raise UsageError(
             f"sync_batchnorm=True needs ranks that hold equally many micro-batches in every step: {plan}; "
             "choose sizes that divide, and drop_last=True"
         )
+
+
+def _refuse_uneven_epoch(steps: EpochSteps, ranks: int, epoch: int) -> None:
+    for step in range(len(steps)):
+        if steps.micro_batches_of(step) % ranks:
+            raise UsageError(
+                "sync_batchnorm=True needs ranks that hold equally many micro-batches in every step, and step "
+                f"{step} of epoch {epoch} holds {plural(steps.micro_batches_of(step), 'micro-batch')} for "
+                f"{plural(ranks, 'rank')}: give batches and a micro_batch that divide"
+            )
