@@ -157,6 +157,8 @@ def test_a_sampler_is_seeded_by_the_epoch_alone(name, way):
 
     first = order(1, 1)
     assert first == order(1, 1) == order(1, 2)
+    if name == "own":
+        assert first[0] == (1,), "the epoch that it was told"
     # One that has gone through other epochs gives what a new one does.
     loader = loader_of(torch.arange(N), BatchPlan(2, 1, 1, varies=way == "batch_sampler"), **{way: make()})
     for epoch in (0, 3, 1):
