@@ -41,6 +41,7 @@ REGISTRATION = "tests/run/test_registration.py"
 RANDOMNESS = "tests/run/test_randomness.py"
 LOOP = "tests/run/test_run.py"
 GUARDS = "tests/run/test_guards.py"
+SAMPLERS = "tests/run/test_samplers.py"
 WORLDS = "tests/test_transparency.py"
 MEAN = "tests/test_mean_gradient.py"
 
@@ -104,8 +105,8 @@ MUTANTS = [
     ),
     mutant(
         "batch.py",
-        "(self.micro_batch,) * full + ((rest,) if rest else ())",
-        "(self.micro_batch,) * full",
+        "return -(-samples // self.micro_batch)",
+        "return samples // self.micro_batch",
         "tests/test_batch.py",
     ),
     mutant(
@@ -114,7 +115,18 @@ MUTANTS = [
         "return samples // self.global_batch if not drop_last else",
         "tests/test_batch.py",
     ),
-    mutant("data/sampling.py", 'seed_of(seed, "order", epoch)', 'seed_of(seed, "order")', "tests/data", HAND),
+    mutant(
+        "data/orders.py",
+        'return torch.Generator().manual_seed(seed_of(seed, "order", epoch))',
+        'return torch.Generator().manual_seed(seed_of(seed, "order"))',
+        "tests/data",
+        HAND,
+    ),
+    mutant("data/orders.py", "_seed(part, seed_of(", "(lambda *_: None)(part, seed_of(", "tests/data"),
+    mutant("data/orders.py", "            set_epoch(epoch)", "            set_epoch(0)", "tests/data"),
+    mutant("data/map_dataset.py", '("at", rows.start)', "(indices[0],)", "tests/data"),
+    mutant("run/loaders.py", "if other != first", "if other < ''", SAMPLERS),
+    mutant("run/run_checkpoints.py", "if was_epoch == epoch and was != digest", "if was_epoch is digest", SAMPLERS),
     mutant(
         "batch.py",
         "samples = min(self.micro_batch, step_samples - index * self.micro_batch)",
@@ -122,9 +134,9 @@ MUTANTS = [
         "tests/data",
     ),
     mutant(
-        "data/sampling.py",
-        "step, index = divmod(number, plan.micro_batches)",
-        "step, index = number // plan.micro_batches, 0",
+        "batch.py",
+        "return step, number - self.micro_starts[step]",
+        "return step, 0",
         "tests/data",
         HAND,
     ),
@@ -136,15 +148,15 @@ MUTANTS = [
     ),
     mutant(
         "data/map_dataset.py",
-        'seed_of(self.seed, "samples", epoch, indices[0])',
-        'seed_of(self.seed, "samples", indices[0])',
+        'seed_of(self.seed, "samples", selected.epoch, *mark)',
+        'seed_of(self.seed, "samples", *mark)',
         "tests/data",
         HAND,
     ),
     mutant(
         "data/map_dataset.py",
-        'seed_of(self.seed, "samples", epoch, indices[0])',
-        'seed_of(self.seed, "samples", epoch)',
+        'seed_of(self.seed, "samples", selected.epoch, *mark)',
+        'seed_of(self.seed, "samples", selected.epoch)',
         "tests/data",
         HAND,
     ),

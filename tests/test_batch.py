@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from lockstep.batch import DEFAULT_MICRO_BATCHES, BatchPlan
 from lockstep.errors import PlanError
+from lockstep.formatting import plural
 
 
 @st.composite
@@ -28,22 +29,29 @@ def test_in_a_full_step_every_rank_has_work(plan):
     assert all(len(plan.run(rank)) >= 1 for rank in range(plan.world_size))
 
 
-@given(plans(), st.data())
-def test_micro_batches_hold_each_sample_once(plan, data):
-    samples = data.draw(st.integers(0, plan.global_batch))
-    sizes = plan.sizes(samples)
-    assert sum(sizes) == samples
-    assert all(size == plan.micro_batch for size in sizes[:-1])
-    assert all(1 <= size <= plan.micro_batch for size in sizes)
-    assert len(sizes) <= plan.micro_batches
-    assert len(plan.sizes(plan.global_batch)) == plan.micro_batches
+def sizes(plan, samples):
+    """Samples of each micro-batch of the steps of an epoch, step by step."""
+    steps = plan.epoch(samples)
+    return [
+        [plan.position(step, steps.step_samples(step), index, last=False).samples for index in range(micro_batches)]
+        for step, micro_batches in enumerate(map(steps.micro_batches_of, range(len(steps))))
+    ]
+
+
+@given(plans(), st.integers(0, 1300))
+def test_micro_batches_hold_each_sample_once(plan, samples):
+    *full, last = [*sizes(plan, samples)] or [[]]
+    assert sum(map(sum, full)) + sum(last) == samples
+    assert all(sum(step) == plan.global_batch and len(step) == plan.micro_batches for step in full)
+    for step in (*full, last):
+        assert all(size == plan.micro_batch for size in step[:-1])
+        assert all(1 <= size <= plan.micro_batch for size in step)
 
 
 @given(plans(), st.integers(1, 600))
 def test_micro_batches_do_not_depend_on_the_ranks(plan, world_size):
-    assume(world_size <= plan.micro_batches)
     other = BatchPlan(plan.global_batch, plan.micro_batch, world_size)
-    assert other.sizes(plan.global_batch) == plan.sizes(plan.global_batch)
+    assert sizes(other, 2 * plan.global_batch) == sizes(plan, 2 * plan.global_batch)
 
 
 @given(plans(), st.integers(0, 5000))
@@ -66,14 +74,14 @@ def test_what_the_message_proposes_is_accepted(global_batch, micro_batch, data):
     assume(micro_batch <= global_batch)
     world_size = data.draw(st.integers(-(-global_batch // micro_batch) + 1, 400))
     with pytest.raises(PlanError) as refused:
-        BatchPlan(global_batch, micro_batch, world_size)
+        BatchPlan(global_batch, micro_batch, world_size).require_work_for_all_ranks()
     if fits := global_batch // world_size:
         assert f"micro_batch={fits} or less would do" in str(refused.value)
         for size in range(1, fits + 1):
-            BatchPlan(global_batch, size, world_size)
+            BatchPlan(global_batch, size, world_size).require_work_for_all_ranks()
     else:
-        assert f"start at most {global_batch} ranks" in str(refused.value)
-        BatchPlan(global_batch, 1, global_batch)
+        assert f"start at most {plural(global_batch, 'rank')}" in str(refused.value)
+        BatchPlan(global_batch, 1, global_batch).require_work_for_all_ranks()
 
 
 @pytest.mark.parametrize(
@@ -83,19 +91,18 @@ def test_what_the_message_proposes_is_accepted(global_batch, micro_batch, data):
         ((8, 0, 1), "micro_batch=0: it must be at least 1"),
         ((8, 2, 0), "world_size=0: it must be at least 1"),
         ((8, 9, 1), "micro_batch=9 is larger than global_batch=8"),
-        ((8, 4, 3), "3 ranks for 2 micro-batches"),
+        ((8, 4, 3), "3 ranks for 2 micro-batches (global_batch=8, micro_batch=4)"),
+        ((8, 8, 2), "2 ranks for 1 micro-batch (global_batch=8, micro_batch=8)"),
+        ((8, 8, 2), "micro_batch=4 or less would do, or 1 rank or fewer"),
         ((8, 4, 9), "raise global_batch to 9 or more"),
+        ((8, 4, 9, True), "the largest batch is of 8, micro_batch=4"),
+        ((8, 4, 9, True), "start at most 8 ranks, or make larger batches"),
     ],
 )
 def test_sizes_that_do_not_fit(arguments, words):
     with pytest.raises(PlanError) as refused:
-        BatchPlan(*arguments)
+        BatchPlan(*arguments).require_work_for_all_ranks()
     assert words in str(refused.value)
-
-
-def test_a_step_holds_no_more_than_a_global_batch():
-    with pytest.raises(PlanError, match="0 to 8 samples, not 9"):
-        BatchPlan(8, 4, 2).sizes(9)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +111,8 @@ def test_a_step_holds_no_more_than_a_global_batch():
         (BatchPlan(256, 32, 4), "256 samples/step = 8 micro-batches x 32 = 4 ranks x 2"),
         (BatchPlan(256, 32, 3), "256 samples/step = 8 micro-batches x 32 = 3 ranks x 2..3"),
         (BatchPlan(10, 4, 1), "10 samples/step = 3 micro-batches x 4 (the last 2) = 1 rank x 3"),
+        (BatchPlan(10, 4, 1, varies=True), "up to 10 samples/step = 3 micro-batches x 4 (the last 2) = 1 rank x 3"),
+        (BatchPlan(2, 1, 3), "2 samples/step = 2 micro-batches x 1 = 3 ranks x 0..1"),
         (BatchPlan(5, 5, 1), "5 samples/step = 1 micro-batch x 5 = 1 rank x 1"),
     ],
 )

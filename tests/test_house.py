@@ -18,14 +18,13 @@ HOUSE = Path(__file__).parents[1] / "src" / "lockstep"
 
 #: From the bottom to the top. A room may use the floors below its own.
 FLOORS = (
-    ("errors", "launch_contract", "slurm_syntax"),
+    ("errors", "launch_contract", "slurm_syntax", "formatting"),
     (
         "world",
         "batch",
         "progress",
         "settings",
         "size_balancing",
-        "formatting",
         "heartbeat_message",
         "peer_failure",
         "strategy_words",

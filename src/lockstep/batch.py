@@ -11,9 +11,13 @@ reproducibility.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lockstep.errors import PlanError
+from lockstep.formatting import plural
 
 #: Micro-batches of a step by default: enough for a machine of eight devices, few enough to stay large.
 DEFAULT_MICRO_BATCHES = 8
@@ -36,45 +40,63 @@ class MicroBatchPosition:
 class BatchPlan:
     """How the samples of one optimizer step are shared out.
 
+    There may be more ranks than a step has micro-batches: in an evaluation some get none. Training refuses it, by
+    `require_work_for_all_ranks`.
+
     Raises:
-        PlanError: if a size is not positive, ``micro_batch`` exceeds ``global_batch``, or some rank would have no
-            micro-batch in a full step.
+        PlanError: if a size is not positive, or ``micro_batch`` exceeds ``global_batch``.
     """
 
     global_batch: int  #: samples per optimizer step, over all ranks
     micro_batch: int  #: samples of one forward and backward
     world_size: int  #: ranks that share them
+    varies: bool = False  #: each step holds what a batch sampler says; global_batch is its largest in the first epoch
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch", "world_size"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)}: it must be at least 1")
-        if self.micro_batch > self.global_batch:
+        if self.micro_batch > self.global_batch and not self.varies:
             raise PlanError(
                 f"micro_batch={self.micro_batch} is larger than global_batch={self.global_batch}; "
                 f"micro_batch counts the samples of one forward: give at most {self.global_batch}"
             )
-        if self.world_size > self.micro_batches:
-            raise PlanError(self._too_many_ranks())
 
     @classmethod
-    def of(cls, global_batch: int, micro_batch: int | None, world_size: int) -> BatchPlan:
+    def of(cls, global_batch: int, micro_batch: int | None, world_size: int, *, varies: bool = False) -> BatchPlan:
         """The plan for these sizes; without ``micro_batch`` a step is divided into `DEFAULT_MICRO_BATCHES`."""
         if micro_batch is None:
             micro_batch = max(1, -(-global_batch // DEFAULT_MICRO_BATCHES))
-        return cls(global_batch, micro_batch, world_size)
+        return cls(global_batch, micro_batch, world_size, varies)
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a full step."""
-        return -(-self.global_batch // self.micro_batch)
+        return self.micro_batches_of(self.global_batch)
 
-    def sizes(self, samples: int) -> tuple[int, ...]:
-        """Samples of each micro-batch of a step that holds ``samples``: all full but the last one."""
-        if not 0 <= samples <= self.global_batch:
-            raise PlanError(f"a step holds 0 to {self.global_batch} samples, not {samples}")
-        full, rest = divmod(samples, self.micro_batch)
-        return (self.micro_batch,) * full + ((rest,) if rest else ())
+    def micro_batches_of(self, samples: int) -> int:
+        """Micro-batches of a step of ``samples``."""
+        return -(-samples // self.micro_batch)
+
+    def require_work_for_all_ranks(self) -> None:
+        """Nothing, if every rank has a micro-batch in a full step, as training needs.
+
+        Raises:
+            PlanError: if some have none.
+        """
+        if self.world_size <= self.micro_batches:
+            return
+        step = "the largest batch is of " if self.varies else "global_batch="
+        has = (
+            f"{plural(self.world_size, 'rank')} for {plural(self.micro_batches, 'micro-batch')} "
+            f"({step}{self.global_batch}, micro_batch={self.micro_batch}): some ranks would have nothing to do"
+        )
+        fits = self.global_batch // self.world_size
+        if fits:
+            ranks = plural(self.micro_batches, "rank")
+            raise PlanError(f"{has}; micro_batch={fits} or less would do, or {ranks} or fewer")
+        larger = "make larger batches" if self.varies else f"raise global_batch to {self.world_size} or more"
+        raise PlanError(f"{has}; start at most {plural(self.global_batch, 'rank')}, or {larger}")
 
     def run(self, rank: int, micro_batches: int | None = None) -> range:
         """The micro-batches of ``rank``, in a step of ``micro_batches`` (default: a full step).
@@ -89,18 +111,32 @@ class BatchPlan:
         """Steps of an epoch of ``samples``; the last one is short unless ``drop_last`` leaves it out."""
         return samples // self.global_batch if drop_last else -(-samples // self.global_batch)
 
+    def epoch(self, samples: int, *, drop_last: bool = False) -> EpochSteps:
+        """The steps of an epoch of ``samples``."""
+        steps, m = self.steps(samples, drop_last=drop_last), self.micro_batches
+        samples = min(samples, steps * self.global_batch)
+        last = samples - (steps - 1) * self.global_batch
+        return EpochSteps(
+            self,
+            samples,
+            range(0, steps * self.global_batch, self.global_batch),
+            range(0, steps * m, m),
+            (steps - 1) * m + self.micro_batches_of(last) if steps else 0,
+        )
+
+    def epoch_of_batches(self, sizes: Sequence[int]) -> EpochSteps:
+        """The steps of an epoch, each of which is a batch of so many samples."""
+        *starts, samples = accumulate(sizes, initial=0)
+        *micro_starts, micro_batches = accumulate(map(self.micro_batches_of, sizes), initial=0)
+        return EpochSteps(self, samples, starts, micro_starts, micro_batches)
+
     def position(
         self, step: int, step_samples: int, index: int, *, last: bool, is_padding: bool = False
     ) -> MicroBatchPosition:
         """Where micro-batch ``index`` of a step of ``step_samples`` stands, for a rank of which it is the ``last``."""
-        of = -(-step_samples // self.micro_batch)
+        of = self.micro_batches_of(step_samples)
         samples = min(self.micro_batch, step_samples - index * self.micro_batch)
         return MicroBatchPosition(index, of, last, is_padding, samples, step_samples, step)
-
-    def rows(self, position: MicroBatchPosition) -> slice:
-        """Which part of the epoch's order of samples the micro-batch at ``position`` holds."""
-        start = position.step * self.global_batch + position.index * self.micro_batch
-        return slice(start, start + position.samples)
 
     def __str__(self) -> str:
         """Such as ``256 samples/step = 8 micro-batches x 32 = 4 ranks x 2``."""
@@ -109,16 +145,39 @@ class BatchPlan:
         last = self.global_batch - (m - 1) * self.micro_batch
         tail = "" if last == self.micro_batch else f" (the last {last})"
         return (
-            f"{self.global_batch} samples/step = {m} micro-batch{'es' if m > 1 else ''} x {self.micro_batch}{tail}"
-            f" = {w} rank{'s' if w > 1 else ''} x {each}"
+            f"{'up to ' if self.varies else ''}{self.global_batch} samples/step = {plural(m, 'micro-batch')} x "
+            f"{self.micro_batch}{tail} = {plural(w, 'rank')} x {each}"
         )
 
-    def _too_many_ranks(self) -> str:
-        has = (
-            f"{self.world_size} ranks for {self.micro_batches} micro-batches "
-            f"(global_batch={self.global_batch}, micro_batch={self.micro_batch}): some ranks would have nothing to do"
-        )
-        fits = self.global_batch // self.world_size
-        if fits:
-            return f"{has}; micro_batch={fits} or less would do, or {self.micro_batches} ranks or fewer"
-        return f"{has}; start at most {self.global_batch} ranks, or raise global_batch to {self.world_size} or more"
+
+@dataclass(frozen=True, slots=True)
+class EpochSteps:
+    """The steps of one epoch, laid end to end in its order of samples."""
+
+    plan: BatchPlan
+    samples: int  #: of all steps
+    starts: Sequence[int]  #: of each step, how many samples come before it
+    micro_starts: Sequence[int]  #: of each step, how many micro-batches come before it
+    micro_batches: int  #: of all steps
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def step_samples(self, step: int) -> int:
+        """How many samples ``step`` holds."""
+        end = self.starts[step + 1] if step + 1 < len(self.starts) else self.samples
+        return end - self.starts[step]
+
+    def micro_batches_of(self, step: int) -> int:
+        """How many micro-batches ``step`` holds."""
+        return self.plan.micro_batches_of(self.step_samples(step))
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The step, and the index in it, of micro-batch ``number`` of the epoch."""
+        step = bisect_right(self.micro_starts, number) - 1
+        return step, number - self.micro_starts[step]
+
+    def rows(self, position: MicroBatchPosition) -> slice:
+        """Which part of the epoch's order of samples the micro-batch at ``position`` holds."""
+        start = self.starts[position.step] + position.index * self.plan.micro_batch
+        return slice(start, start + position.samples)

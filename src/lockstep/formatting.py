@@ -18,6 +18,13 @@ def count(number: int | float) -> str:
     return f"{number:,.0f}".replace(",", " ")
 
 
+def plural(number: int, noun: str) -> str:
+    """Such as ``1 rank``, ``3 ranks``, ``2 micro-batches``."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith(('ch', 'sh', 's', 'x')) else 's'}"
+
+
 def duration(seconds: float) -> str:
     """The two units that matter: ``0.8 s``, ``45 s``, ``12 m 05 s``, ``1 h 12 m``, ``3 d 04 h``."""
     if not math.isfinite(seconds):
@@ -42,7 +49,7 @@ def size(num_bytes: float) -> str:
         value /= 1024
         exponent += 1
     if exponent == 0:
-        return f"{value:.0f} {'byte' if value == 1 else 'bytes'}"
+        return plural(round(value), "byte")
     return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f} {_UNITS[exponent]}"
 
 
@@ -56,4 +63,4 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank])
     words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(words)}"
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(words)}"

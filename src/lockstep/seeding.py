@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -27,3 +29,17 @@ def seed_generators(seed: int) -> None:
     if torch.cuda.is_initialized():
         for generator in torch.cuda.default_generators:
             generator.manual_seed(seed)
+
+
+@contextmanager
+def seeded_generators(seed: int) -> Iterator[None]:
+    """Within, the global generators continue from ``seed``; afterwards they go on from where they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            seed_generators(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from lockstep.errors import SettingError, WorldError
+from lockstep.formatting import plural
 from lockstep.launch_contract import ENDS_AT, GENERATION, LAUNCHER, RUN_DIR, RUN_ID, job_port
 from lockstep.slurm_syntax import FIRST_SPECIAL_STEP, expand_counts, expand_hosts
 
@@ -376,7 +377,9 @@ def _tasks_here(env: Environment, names: Names, node_rank: int) -> int | None:
     if len(counts) == 1:
         return counts[0]
     if node_rank >= len(counts):
-        raise WorldError(f"{name}={env[name]} describes {len(counts)} nodes, but this is node {node_rank} from 0")
+        raise WorldError(
+            f"{name}={env[name]} describes {plural(len(counts), 'node')}, but this is node {node_rank} from 0"
+        )
     return counts[node_rank]
 
 
@@ -388,7 +391,7 @@ def _address(env: Environment, launcher: Launcher, size: int, nodes: int) -> str
     if name := _first_set(env, launcher.leader):
         return leading_host(env[name])
     raise WorldError(
-        f"{launcher.known_by} started {size} ranks on {nodes} node{'s' if nodes > 1 else ''} but does not say where "
+        f"{launcher.known_by} started {plural(size, 'rank')} on {plural(nodes, 'node')} but does not say where "
         f"they meet; name the host of rank 0: {launcher.set_variable.format('MASTER_ADDR', 'HOST')}"
     )
 

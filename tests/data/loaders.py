@@ -1,9 +1,44 @@
-"""Loaders of several ranks in one process, and what they gave."""
+"""Data sets of numbers, loaders of several ranks in one process, and what they gave."""
 
 import threading
 
+from torch.utils.data import Dataset, IterableDataset
+
 from lockstep.batch import BatchPlan
-from lockstep.data import open_micro_batch_loader
+from lockstep.data import WorkerOptions, open_micro_batch_loader, open_order
+
+
+class Numbers(Dataset):
+    """A plain data set with an index."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return index
+
+
+class Stream(IterableDataset):
+    """A stream of ``length`` numbers that can only be iterated."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+class StridedStream(Stream):
+    def __iter__(self):
+        raise AssertionError("stride serves better")
+
+    def stride(self, start, step):
+        return iter(range(start, self.length, step))
 
 
 def no_agreement_needed(counts):
@@ -36,9 +71,41 @@ class Meeting:
         return agree
 
 
-def loader_of(dataset, plan, rank=0, *, agree=no_agreement_needed, shuffle=None, drop_last=False, workers=0, **options):
+def loader_of(
+    dataset,
+    plan,
+    rank=0,
+    *,
+    agree=no_agreement_needed,
+    drop_last=False,
+    workers=0,
+    collate_fn=None,
+    shuffle=None,
+    sampler=None,
+    batch_sampler=None,
+    order=None,
+    **options,
+):
+    order = open_order(
+        dataset,
+        seed=7,
+        shuffle=shuffle,
+        collate_fn=collate_fn,
+        sampler=sampler,
+        batch_sampler=batch_sampler,
+        order=order,
+    )
     return open_micro_batch_loader(
-        dataset, plan, rank, seed=7, shuffle=shuffle, drop_last=drop_last, workers=workers, agree=agree, **options
+        dataset,
+        plan,
+        rank,
+        order=order,
+        seed=7,
+        drop_last=drop_last,
+        workers=WorkerOptions(workers),
+        agree=agree,
+        collate_fn=collate_fn,
+        **options,
     )
 
 
@@ -63,7 +130,8 @@ def passes(dataset, sizes, world, over, *, steps=None, **options):
     def run(rank):
         with meeting.turn:
             try:
-                loader = loader_of(dataset, BatchPlan(*sizes, world), rank, agree=meeting.agree_as(rank), **options)
+                plan = BatchPlan(*sizes[:2], world, *sizes[2:])
+                loader = loader_of(dataset, plan, rank, agree=meeting.agree_as(rank), **options)
                 for batch in over(loader):
                     got[rank].append(batch)
                     if steps is not None and batch.position.last and sum(b.position.last for b in got[rank]) == steps:

@@ -4,29 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loaders import content, evaluated, loader_of, on_world, place_of
-from torch.utils.data import Dataset, IterableDataset
+from loaders import Numbers, Stream, content, evaluated, loader_of, on_world, place_of
 
 from lockstep.batch import BatchPlan
-
-
-class Numbers(Dataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return index
-
-
-class Stream(IterableDataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __iter__(self):
-        return iter(range(self.length))
 
 
 class Sized(Stream):
@@ -116,7 +96,7 @@ def test_a_feed_tells_how_many_micro_batches_it_is_about_to_give(case, kind, pad
     in_evaluation = evaluated(dataset, sizes, world, padding=padding, drop_last=drop_last)
     for rank in range(world):
         loader = loader_of(dataset, BatchPlan(*sizes, world), rank, drop_last=drop_last)
-        assert loader.micro_batches(first_step, padding=padding) == len(got[rank])
+        assert loader.micro_batches(0, first_step, padding=padding) == len(got[rank])
         assert loader.micro_batches_of_evaluation(padding=padding) == len(in_evaluation[rank])
         assert len(loader.data_loader) == steps, "the same on every world"
 

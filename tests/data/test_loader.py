@@ -10,48 +10,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loaders import Meeting, content, loader_of, on_world, samples_of, steps_of
+from loaders import Meeting, Numbers, Stream, StridedStream, content, loader_of, on_world, samples_of, steps_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lockstep.batch import BatchPlan
 from lockstep.data import choose_workers, is_in_memory
-from lockstep.data.loader import _pinned
-from lockstep.data.sampling import epoch_positions, order_of
+from lockstep.data.indexed_loader import pinned
+from lockstep.data.orders import ShuffledOrder
+from lockstep.data.sampling import epoch_positions
 from lockstep.errors import DataError
-
-
-class Stream:
-    """A stream of ``length`` numbers that can only be iterated."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __iter__(self):
-        return iter(range(self.length))
-
-
-class StridedStream(Stream):
-    def __iter__(self):
-        raise AssertionError("stride serves better")
-
-    def stride(self, start, step):
-        return iter(range(start, self.length, step))
-
-
-class Numbers(Dataset):
-    """A plain data set with an index."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        if not 0 <= index < self.length:
-            raise IndexError(index)
-        return index
-
 
 KINDS = {
     "tensor": torch.arange,
@@ -80,19 +47,19 @@ def cases(draw, streams=False):
 def test_order_holds_each_sample_once_through_changing_worlds(case, shuffle, epoch):
     length, sizes, worlds, drop_last = case
     steps = BatchPlan(*sizes, 1).steps(length, drop_last=drop_last)
-    order = order_of(length, 7, epoch, shuffle=shuffle)
+    order = ShuffledOrder(length, 7, shuffle=shuffle).indices(epoch)
     seen = Counter()
     for step in range(steps):
         plan = BatchPlan(*sizes, worlds[step % len(worlds)])  # a resize before every step
-        indices = []
+        divided, indices = plan.epoch(length, drop_last=drop_last), []
         for rank in range(plan.world_size):
-            positions = list(epoch_positions(plan, rank, length, drop_last=drop_last, first_step=step, padding="none"))
+            positions = list(epoch_positions(divided, rank, first_step=step, padding="none"))
             mine = [p for p in positions if p.step == step]
-            seen.update(int(i) for p in mine for i in order[plan.rows(p)])
+            seen.update(int(i) for p in mine for i in order[divided.rows(p)])
             indices += [p.index for p in mine]
             assert [p.last for p in mine] == [False] * (len(mine) - 1) + [True] * bool(mine)
             assert {p.step for p in positions} <= set(range(step, steps))
-            assert all(step * plan.global_batch <= plan.rows(p).start < (step + 1) * plan.global_batch for p in mine)
+            assert all(step * plan.global_batch <= divided.rows(p).start < (step + 1) * plan.global_batch for p in mine)
         assert indices == list(range(len(indices)))
     left_out = length % sizes[0] if drop_last else 0
     assert sum(seen.values()) == len(seen) == length - left_out
@@ -193,15 +160,15 @@ def test_a_padding_micro_batch_stands_in_where_the_last_step_is_shorter_than_the
 
 def test_order_changes_with_epoch_and_seed_and_leaves_global_generators_alone():
     state = torch.get_rng_state()
-    orders = [order_of(100, seed, epoch, shuffle=True).tolist() for seed in (0, 1) for epoch in (0, 1)]
+    orders = [ShuffledOrder(100, seed, shuffle=True).indices(epoch).tolist() for seed in (0, 1) for epoch in (0, 1)]
     assert len({tuple(o) for o in orders}) == 4
-    assert orders[0] == order_of(100, 0, 0, shuffle=True).tolist()
+    assert orders[0] == ShuffledOrder(100, 0, shuffle=True).indices(0).tolist()
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_order_is_stable_between_versions():
     # Written down once: a checkpoint of today must find the same samples tomorrow.
-    assert order_of(8, 0, 0, shuffle=True).tolist() == [5, 0, 1, 6, 3, 7, 4, 2]
+    assert ShuffledOrder(8, 0, shuffle=True).indices(0).tolist() == [5, 0, 1, 6, 3, 7, 4, 2]
 
 
 # ---- randomness --------------------------------------------------------------------------------------------------
@@ -518,5 +485,5 @@ class Named(NamedTuple):
 def test_a_batch_goes_to_page_locked_memory_with_all_that_it_holds():
     name = Named("text", 1)
     data = [("one", "two"), {"number": 3, "holder": Holder()}, name, None, 0.5]
-    assert _pinned(data) == [("one", "two"), {"number": 3, "holder": "pinned"}, name, None, 0.5]
-    assert type(_pinned(data)[2]) is Named
+    assert pinned(data) == [("one", "two"), {"number": 3, "holder": "pinned"}, name, None, 0.5]
+    assert type(pinned(data)[2]) is Named

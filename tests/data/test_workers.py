@@ -13,7 +13,7 @@ RANK = """
 import os, signal, sys, time
 import torch.utils.data
 from lockstep.batch import BatchPlan
-from lockstep.data import open_micro_batch_loader
+from lockstep.data import WorkerOptions, open_micro_batch_loader, open_order
 
 class Numbers:
     def __init__(self, stuck):
@@ -29,9 +29,10 @@ class Numbers:
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # how long torch waits for a stuck worker
 
 def main(how):
+    numbers = Numbers(how.startswith("stuck"))
     loader = open_micro_batch_loader(
-        Numbers(how.startswith("stuck")), BatchPlan(4, 2, 1), 0, seed=0, shuffle=False, drop_last=False, workers=2,
-        agree=None,
+        numbers, BatchPlan(4, 2, 1), 0, order=open_order(numbers, seed=0, shuffle=False), seed=0, drop_last=False,
+        workers=WorkerOptions(2), agree=None,
     )
     batches = loader.epoch(0, padding="one")
     seen = len(next(batches).data)

@@ -75,7 +75,7 @@ def test_the_margin_to_the_end_of_the_job():
 
 def test_many_ranks_are_cut_to_those_that_are_waited_for():
     lines = table([row(rank, 0.0 if rank == 70 else 0.5) for rank in range(80)])
-    assert lines[-1] == "... and 48 ranks that wait more"
+    assert lines[-1] == "... and 48 ranks more, which wait longer"
     assert any(line.split()[0] == "70" for line in lines)
     assert table([]) == []
     head, line = table([row(3, None, silent_s=61.0)])

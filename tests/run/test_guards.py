@@ -224,8 +224,10 @@ def test_a_loader_from_elsewhere():
         for loop in (run.train, run.evaluate):
             with refused(r"\(DataLoader\): give what run\.loader\(dataset, global_batch=\.\.\.\) returned"):
                 next(iter(loop(DataLoader(TensorDataset(DATA)))))
-        with refused("a DataLoader was passed", DataError):
+        with refused(r"run.loader\(DataLoader\(...\), global_batch=...\): the DataLoader says it already"):
             run.loader(DataLoader(TensorDataset(DATA)), **SIZES)
+        with refused("a DataLoader was passed", DataError):
+            run.loader(type("Other", (DataLoader,), {})(TensorDataset(DATA)), **SIZES)
 
 
 def test_two_plans():
@@ -370,7 +372,8 @@ def differing_shapes():
 
 def too_many_ranks():
     with Run() as run:
-        return told(PlanError, run.loader, DATA, global_batch=2, micro_batch=1)
+        run.model(nn.Linear(2, 1))
+        return told(PlanError, next, run.train(run.loader(DATA, global_batch=2, micro_batch=1)))
 
 
 def uneven_sync_batchnorm():

@@ -41,6 +41,7 @@ from lockstep.checkpoint.save_thread import Outcome, SaveMessages, SaveRequest, 
 from lockstep.checkpoint.tensors import CpuStager, TensorEntry, flatten, load_tree
 from lockstep.collectives import Group
 from lockstep.errors import CheckpointError, DamagedCheckpoint, SettingError
+from lockstep.formatting import plural
 from lockstep.size_balancing import owners_of
 
 #: Between two looks at the board, so that a thread which waits for a peer can be told to give up.
@@ -183,8 +184,8 @@ class Checkpoints:
             return None, f"cannot resume from {self.root}: {error}"
         if found:
             return None, (
-                f"none of the {len(found)} checkpoints in {self.root} is whole: restore one from a backup, or start "
-                "anew with --fresh"
+                f"none of {plural(len(found), 'checkpoint')} in {self.root} is whole: restore one from a backup, or "
+                "start anew with --fresh"
             )
         return None, ""
 

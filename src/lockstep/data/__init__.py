@@ -1,17 +1,34 @@
 """Which samples each micro-batch holds, and how they get here.
 
-    sampling             pure: (seed, epoch) -> order of samples -> steps -> micro-batches -> this rank's run of them
+    orders               (seed, epoch) -> order of samples: a permutation, or what a sampler gives
+    sampling             pure: order of samples -> steps -> micro-batches -> this rank's run of them
     tensor_dataset       tensors in memory: whole micro-batches by index
     map_dataset          data sets with an index: sample by sample, in loader processes
     iterable_dataset     data sets that can only be iterated
     single_process_view  what such a data set sees of ranks and loader processes: none but itself
     workers              loader processes that end with their rank, and not before it
+    indexed_loader       the micro-batches of the first two, iterable_loader those of the third
     loader               `open_micro_batch_loader` chooses one of the three
 
 No rank number decides what a micro-batch holds: a rank only decides which of them to compute.
 """
 
-from lockstep.data.loader import MicroBatchLoader, choose_workers, is_in_memory, open_micro_batch_loader
+from lockstep.data.loader import is_in_memory, open_micro_batch_loader, open_order
+from lockstep.data.micro_batch_loader import MicroBatchLoader
+from lockstep.data.orders import Order, OrderFunction
 from lockstep.data.sampling import MicroBatch, Padding
+from lockstep.data.workers import CollateFunction, WorkerOptions, choose_workers
 
-__all__ = ["MicroBatch", "MicroBatchLoader", "Padding", "choose_workers", "is_in_memory", "open_micro_batch_loader"]
+__all__ = [
+    "CollateFunction",
+    "MicroBatch",
+    "MicroBatchLoader",
+    "Order",
+    "OrderFunction",
+    "Padding",
+    "WorkerOptions",
+    "choose_workers",
+    "is_in_memory",
+    "open_micro_batch_loader",
+    "open_order",
+]

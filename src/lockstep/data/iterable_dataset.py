@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
@@ -40,7 +41,7 @@ class StreamStep(NamedTuple):
 
     counts: list[int]  #: samples of each
     batches: list[Any]  #: the data of those that hold any
-    heads: list[Any]  #: in a step with fewer samples than micro-batches, each sample as a micro-batch, if known here
+    heads: list[Any]  #: in a step too short for all ranks, each sample as a micro-batch, if known here
     mark: int  #: a checksum of the step's first sample, for a stream that all ranks read; else 0
 
 
@@ -54,88 +55,108 @@ class Reader(Protocol):
         """Micro-batches ``indices`` of a step that holds one sample in each."""
 
 
+@dataclass(frozen=True)
+class StreamShare:
+    """What one rank is to read of a stream."""
+
+    dataset: Any
+    plan: BatchPlan
+    rank: int
+    run: range  #: its micro-batches of a full step
+    seed: int
+    collate: Collate
+
+    @classmethod
+    def of(
+        cls, dataset: Any, plan: BatchPlan, rank: int, seed: int, collate: Callable[[list[Any]], Any]
+    ) -> StreamShare:
+        """With ``collate`` under generators that depend on (seed, epoch, step, micro-batch) and on nothing else.
+
+        A rank collates several micro-batches one after another, of which another rank may do each by itself.
+        """
+        return cls(dataset, plan, rank, plan.run(rank), seed, partial(_collate, collate, seed))
+
+
 class StridedReader(Reader):
     """Reads only this rank's samples, by the data set's own ``stride(start, step)``. A resume skips at no cost."""
 
-    def __init__(self, dataset: Any, plan: BatchPlan, rank: int, seed: int, collate: Collate) -> None:
-        self._dataset = dataset
-        self._plan = plan
-        self._run = plan.run(rank)
-        self._seed = seed
-        self._collate = collate
+    def __init__(self, share: StreamShare) -> None:
+        self._share = share
 
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
         """One open stride for each micro-batch of the run."""
         with single_process_view():
-            _tell_epoch(self._dataset, epoch)
-            streams = [self._open(epoch, first_step, m) for m in self._run]
+            _tell_epoch(self._share.dataset, epoch)
+            streams = [self._open(epoch, first_step, m) for m in self._share.run]
         for step in count(first_step):
             with single_process_view():
-                groups = [list(islice(stream, self._plan.micro_batch)) for stream in streams]
+                groups = [list(islice(stream, self._share.plan.micro_batch)) for stream in streams]
                 counts = [len(group) for group in groups]
                 batches = [
-                    self._collate(group, epoch, step, m) for m, group in zip(self._run, groups, strict=True) if group
+                    self._share.collate(group, epoch, step, m)
+                    for m, group in zip(self._share.run, groups, strict=True)
+                    if group
                 ]
             yield StreamStep(counts, batches, [], 0)
-            if min(counts) < self._plan.micro_batch:
+            if any(count < self._share.plan.micro_batch for count in counts):
                 return
 
     def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Any]:
         """Opens the stride of each once more, in this process."""
         with single_process_view():
-            _tell_epoch(self._dataset, epoch)
-            return [self._collate([next(self._open(epoch, step, m))], epoch, step, m) for m in indices]
+            _tell_epoch(self._share.dataset, epoch)
+            return [self._share.collate([next(self._open(epoch, step, m))], epoch, step, m) for m in indices]
 
     def _open(self, epoch: int, step: int, index: int) -> Iterator[Any]:
-        start, stride = step * self._plan.global_batch + index, self._plan.micro_batches
-        seed_generators(seed_of(self._seed, "stream", epoch))
-        return _seeded(iter(self._dataset.stride(start, stride)), self._seed, epoch, count(start, stride))
+        start, stride = step * self._share.plan.global_batch + index, self._share.plan.micro_batches
+        seed_generators(seed_of(self._share.seed, "stream", epoch))
+        return _seeded(iter(self._share.dataset.stride(start, stride)), self._share.seed, epoch, count(start, stride))
 
 
 class OnePassReader(Reader):
     """Reads the whole stream on every rank and keeps what its run holds. A resume reads what it skips."""
 
-    def __init__(self, dataset: Any, plan: BatchPlan, rank: int, seed: int, collate: Collate) -> None:
-        self._dataset = dataset
-        self._plan = plan
-        self._run = plan.run(rank)
-        self._seed = seed
-        self._collate = collate
+    def __init__(self, share: StreamShare) -> None:
+        self._share = share
 
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
         """One pass from the beginning of the stream."""
         with single_process_view():
-            _tell_epoch(self._dataset, epoch)
+            _tell_epoch(self._share.dataset, epoch)
             # Also what the data set draws while it begins, or for samples of other ranks, such as the shuffling of a
             # buffer, must be drawn alike on every rank: so each sample is seeded, whoever keeps it.
-            seed_generators(seed_of(self._seed, "stream", epoch))
-            stream = _seeded(iter(self._dataset), self._seed, epoch, count())
-            for _ in islice(stream, first_step * self._plan.global_batch):
+            seed_generators(seed_of(self._share.seed, "stream", epoch))
+            stream = _seeded(iter(self._share.dataset), self._share.seed, epoch, count())
+            for _ in islice(stream, first_step * self._share.plan.global_batch):
                 pass
         for step in count(first_step):
             with single_process_view():
                 found, samples = self._find(stream, epoch, step)
             yield found
-            if samples < self._plan.global_batch:
+            if samples < self._share.plan.global_batch:
                 return
 
     def _find(self, stream: Iterator[Any], epoch: int, step: int) -> tuple[StreamStep, int]:
         """The next step of ``stream``, and how many samples it holds over all ranks."""
-        m = self._plan.micro_batches
-        groups: list[list[Any]] = [[] for _ in self._run]
+        m = self._share.plan.micro_batches
+        groups: list[list[Any]] = [[] for _ in self._share.run]
         first: list[Any] = []  # one sample of each micro-batch: all there are, in a step too short for the ranks
         samples = 0
-        for sample in islice(stream, self._plan.global_batch):
+        for sample in islice(stream, self._share.plan.global_batch):
             index = samples % m
             if samples < m:
                 first.append(sample)
-            if index in self._run:
-                groups[index - self._run.start].append(sample)
+            if index in self._share.run:
+                groups[index - self._share.run.start].append(sample)
             samples += 1
         mark = checksum(first[:1])  # before the user's function, which may change what it is given
-        short = first if samples < m else []
-        heads = [self._collate([sample], epoch, step, index) for index, sample in enumerate(short)]
-        batches = [self._collate(group, epoch, step, i) for i, group in zip(self._run, groups, strict=True) if group]
+        short = first if samples < m or not self._share.run else []
+        heads = [self._share.collate([sample], epoch, step, index) for index, sample in enumerate(short)]
+        batches = [
+            self._share.collate(group, epoch, step, i)
+            for i, group in zip(self._share.run, groups, strict=True)
+            if group
+        ]
         return StreamStep([len(group) for group in groups], batches, heads, mark), samples
 
     def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Any]:
@@ -168,14 +189,6 @@ class Steps(IterableDataset[StreamStep]):
 
     def __iter__(self) -> Iterator[StreamStep]:
         return self.reader.steps(self.epoch, self.first_step)
-
-
-def seeded(collate: Callable[[list[Any]], Any], seed: int) -> Collate:
-    """``collate`` under generators that depend on (seed, epoch, step, micro-batch) and on nothing else.
-
-    A rank collates several micro-batches one after another, of which another rank may do each by itself.
-    """
-    return partial(_collate, collate, seed)
 
 
 def sizes_of(plan: BatchPlan, samples: int) -> list[int]:

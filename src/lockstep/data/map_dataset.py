@@ -4,96 +4,99 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, Sampler, Subset
 
-from lockstep.batch import BatchPlan, MicroBatchPosition
+from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition
+from lockstep.data.orders import Indices, Order
 from lockstep.data.sampling import (
     Padding,
-    count_from_step,
     count_of_rank,
+    count_of_steps,
     epoch_positions,
-    evaluation_length,
     evaluation_positions,
-    order_of,
 )
 from lockstep.seeding import seed_generators, seed_of
 
-#: What travels to a loader process for each micro-batch. The epoch goes with the indices, so that a process that
-#: lives longer than an epoch and reads ahead always knows which epoch it reads for.
+#: What travels to a loader process for each micro-batch: the seed of what it draws, and its samples. A process that
+#: lives longer than an epoch and reads ahead needs to know nothing else.
 Picks = tuple[int, list[int]]
 
 
-Positions = Callable[[], Iterator[MicroBatchPosition]]
+class LoaderPass(NamedTuple):
+    """This rank's micro-batches of one pass: of which epoch, and where they stand."""
+
+    epoch: int
+    steps: EpochSteps
+    positions: Callable[[], Iterator[MicroBatchPosition]]  #: begins anew each time
 
 
 class MicroBatchSampler(Sampler[Picks]):
-    """The batch sampler of a rank: its micro-batches of one epoch, of epoch 0 until another one is selected."""
+    """The batch sampler of a rank: its micro-batches of one pass, of epoch 0's until another one is selected."""
 
-    def __init__(self, plan: BatchPlan, rank: int, length: int, seed: int, *, shuffle: bool, drop_last: bool) -> None:
+    def __init__(self, plan: BatchPlan, rank: int, order: Order, seed: int, *, drop_last: bool) -> None:
         self.plan = plan
         self.rank = rank
-        self.length = length
+        self.order = order
         self.seed = seed
-        self.shuffle = shuffle
         self.drop_last = drop_last
-        self.steps = plan.steps(length, drop_last=drop_last)
-        self.select(0, self.positions(0, padding="none"))
+        first = self.steps(0)
+        self.length = first.samples  #: of epoch 0
+        self.steps_per_epoch = len(first)  #: of epoch 0
+        self.selected = self.of_epoch(0, 0, padding="none")
 
-    def select(self, epoch: int, positions: Positions) -> None:
-        """The next pass over it reads ``positions`` of ``epoch``; passes that have begun stay as they are."""
-        self.epoch = epoch
-        self.selected = positions
+    def steps(self, epoch: int) -> EpochSteps:
+        """The steps of ``epoch``."""
+        return self.order.steps(epoch, self.plan, drop_last=self.drop_last)
 
-    def positions(self, first_step: int, *, padding: Padding) -> Positions:
-        """The positions of this rank's micro-batches in any epoch, from ``first_step`` on."""
-        return partial(
-            epoch_positions,
-            self.plan,
-            self.rank,
-            self.length,
-            drop_last=self.drop_last,
-            first_step=first_step,
-            padding=padding,
+    def of_epoch(self, epoch: int, first_step: int, *, padding: Padding) -> LoaderPass:
+        """This rank's micro-batches of ``epoch``, from ``first_step`` on."""
+        steps = self.steps(epoch)
+        return LoaderPass(
+            epoch, steps, partial(epoch_positions, steps, self.rank, first_step=first_step, padding=padding)
         )
 
-    def evaluation_positions(self, *, padding: Padding) -> Positions:
-        """The positions of this rank's micro-batches in an evaluation."""
-        return partial(
-            evaluation_positions, self.plan, self.rank, self.length, drop_last=self.drop_last, padding=padding
-        )
+    def of_evaluation(self, *, padding: Padding) -> LoaderPass:
+        """This rank's micro-batches of an evaluation."""
+        steps = self.steps(0)
+        return LoaderPass(0, steps, partial(evaluation_positions, steps, self.rank, padding=padding))
 
-    def micro_batches(self, first_step: int, *, padding: Padding) -> int:
-        """How many `positions` gives."""
-        full, rest = divmod(self.length, self.plan.global_batch)
-        tail = 0 if self.drop_last else len(self.plan.sizes(rest))
-        return count_from_step(self.plan, self.rank, full, tail, first_step=first_step, padding=padding)
+    def micro_batches(self, epoch: int, first_step: int, *, padding: Padding) -> int:
+        """How many `of_epoch` selects."""
+        steps = self.steps(epoch)
+        rest = (steps.micro_batches_of(step) for step in range(first_step, len(steps)))
+        return count_of_steps(self.plan, self.rank, rest, padding)
 
     def micro_batches_of_evaluation(self, *, padding: Padding) -> int:
-        """How many `evaluation_positions` gives."""
-        of = evaluation_length(self.plan, self.length, drop_last=self.drop_last)
-        return count_of_rank(self.plan, self.rank, of, padding)
+        """How many `of_evaluation` selects."""
+        return count_of_rank(self.plan, self.rank, self.steps(0).micro_batches, padding)
 
     def __iter__(self) -> Iterator[Picks]:
         # A generator begun here, not a generator function: the selection is read now, not with the first item.
-        positions = self.selected()
-        order = order_of(self.length, self.seed, self.epoch, shuffle=self.shuffle)
-        epoch = self.epoch
-        return ((epoch, _indices(order[self.plan.rows(position)])) for position in positions)
+        selected, order = self.selected, self.order.indices(self.selected.epoch)
+        return (self._picks(selected, order, position) for position in selected.positions())
+
+    def _picks(self, selected: LoaderPass, order: Indices, position: MicroBatchPosition) -> Picks:
+        rows = selected.steps.rows(position)
+        part = order[rows]
+        indices: list[int] = list(part) if isinstance(part, range) else part.tolist()
+        # By its first sample: what a micro-batch draws does not depend on where in the order it stands. One that may
+        # come again in the same epoch is to draw something else then.
+        mark = ("at", rows.start) if self.order.may_repeat else (indices[0],)
+        return seed_of(self.seed, "samples", selected.epoch, *mark), indices
 
 
 class SeededDataset(Dataset[Any]):
     """The user's data set, read under generators that depend on (seed, epoch, micro-batch) and on nothing else.
 
-    By itself it is the data set unchanged: same length, same samples. Only micro-batches are seeded, each once, by its
-    first sample: seeding for each sample cost more than reading it from memory. So what a data set draws for a sample
+    By itself it is the data set unchanged: same length, same samples. Only micro-batches are seeded, each once:
+    seeding for each sample cost more than reading it from memory. So what a data set draws for a sample
     does not depend on ranks or on loader processes, but it does on ``micro_batch``, as BatchNorm and dropout do.
     """
 
-    def __init__(self, dataset: Any, seed: int, take: Callable[[list[int]], Any] | None = None) -> None:
+    def __init__(self, dataset: Any, take: Callable[[list[int]], Any] | None = None) -> None:
         self.dataset = dataset
-        self.seed = seed
         self.take = take  #: for data in memory: the whole micro-batch at once, nothing random in it
         self.at_once = _fetches_at_once(dataset)
 
@@ -104,17 +107,13 @@ class SeededDataset(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, picks: Picks) -> Any:
-        epoch, indices = picks
+        seed, indices = picks
         if self.take is not None:
             return self.take(indices)
-        seed_generators(seed_of(self.seed, "samples", epoch, indices[0]))
+        seed_generators(seed)
         if self.at_once:
             return self.dataset.__getitems__(indices)
         return [self.dataset[index] for index in indices]
-
-
-def _indices(part: Any) -> list[int]:
-    return list(part) if isinstance(part, range) else part.tolist()
 
 
 def _fetches_at_once(dataset: Any) -> bool:

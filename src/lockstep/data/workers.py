@@ -16,6 +16,8 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -33,6 +35,20 @@ _passes: weakref.WeakSet[Any] = weakref.WeakSet()
 _processes: set[Any] = set()  #: workers of all passes, also of those that are no more: a stuck one may still run
 
 
+CollateFunction = Callable[[list[Any]], Any]
+"""Makes a batch of a list of samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """The loader processes of a rank."""
+
+    count: int
+    init_fn: Callable[[int], object] | None = None  #: called in each, with its number, before its first sample
+    prefetch_factor: int | None = None  #: micro-batches that each holds ready; None: chosen
+    timeout_s: float = 0.0  #: how long a micro-batch may take; 0: as long as it does
+
+
 class Loader(DataLoader[Any]):
     """torch's, but its length is the number of optimizer steps of an epoch: the same on any number of ranks.
 
@@ -48,12 +64,14 @@ class Loader(DataLoader[Any]):
         return self._steps()
 
 
-def begin_worker(worker_id: int) -> None:
-    """Called in each loader process before its first sample."""
+def begin_worker(worker_id: int, init_fn: Callable[[int], object] | None = None) -> None:
+    """Called in each loader process before its first sample; the user's ``init_fn`` last."""
     for name in _FOR_THE_RANK:
         # A function rather than SIG_IGN, which programs started by the data set would inherit.
         signal.signal(getattr(signal, name), _ignore)
     threading.Thread(target=_end_with_rank, name="end-with-rank", daemon=True).start()
+    if init_fn is not None:
+        init_fn(worker_id)
 
 
 def choose_workers(cpus: int, *, in_memory: bool) -> int:
@@ -70,19 +88,28 @@ def choose_prefetch(run: int, workers: int) -> int:
 
 
 def open_loader(
-    dataset: Dataset[Any], steps: Callable[[], int], workers: int, run: int, seed: int, **options: Any
+    dataset: Dataset[Any], steps: Callable[[], int], workers: WorkerOptions, run: int, seed: int, **options: Any
 ) -> DataLoader[Any]:
-    """A loader of ``dataset`` with ``workers`` processes, for a rank with ``run`` micro-batches a step.
+    """A loader of ``dataset`` with ``workers``, for a rank with ``run`` micro-batches a step.
 
     Its length is what ``steps`` says when it is asked for. Its passes do not move the global generators of this
     process, as torch's own would.
     """
-    if workers:
-        options |= {"prefetch_factor": choose_prefetch(run, workers), "worker_init_fn": begin_worker}
+    if workers.count:
+        options |= {
+            "prefetch_factor": workers.prefetch_factor or choose_prefetch(run, workers.count),
+            "worker_init_fn": partial(begin_worker, init_fn=workers.init_fn),
+            "timeout": workers.timeout_s,
+        }
     generator = torch.Generator().manual_seed(seed_of(seed, "loader"))
-    loader = Loader(dataset, steps, num_workers=workers, generator=generator, **options)
+    loader = Loader(dataset, steps, num_workers=workers.count, generator=generator, **options)
     _loaders.add(loader)
     return loader
+
+
+def as_it_is(data: Any) -> Any:
+    """``data``, for a loader whose data set gives whole batches."""
+    return data
 
 
 def begin_pass(loader: DataLoader[Any]) -> Any:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar, get_args
 
 from lockstep.errors import LaunchError, SettingError
 from lockstep.faults import FaultPlan
+from lockstep.formatting import plural
 from lockstep.launch.agent import Agent, Stops
 from lockstep.launch.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.console import Screen
@@ -228,11 +229,8 @@ def _announce(job: Job, screen: Screen) -> None:
     where = "" if job.request.nodes is None else " on this node"
     each = "" if job.ranks == 1 else " each"
     # Torch uses all CPUs under `python`; here ranks would slow each other down.
-    threads = os.environ.get("OMP_NUM_THREADS") or "1"
-    screen.say(
-        f"{job.ranks} rank{'s' * (job.ranks > 1)}{where}, {threads} CPU thread{'s' * (threads != '1')}{each}; "
-        f"logs: {shown(job.logs)}"
-    )
+    threads = int(os.environ.get("OMP_NUM_THREADS") or "1")
+    screen.say(f"{plural(job.ranks, 'rank')}{where}, {plural(threads, 'CPU thread')}{each}; logs: {shown(job.logs)}")
 
 
 def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:

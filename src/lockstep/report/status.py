@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
-from lockstep.formatting import count, duration
+from lockstep.formatting import count, duration, plural
 
 T = TypeVar("T")
 State = Literal["training", "evaluating", "saving", "done", "unsaved", "stopped", "failed"]
@@ -46,7 +46,7 @@ class Status:
             "epoch": f"epoch {min(self.epoch + 1, self.epochs)}/{self.epochs}"
             if self.epochs
             else f"epoch {self.epoch + 1}",
-            "ranks": f"{self.world_size} rank{'s' if self.world_size > 1 else ''}",
+            "ranks": plural(self.world_size, "rank"),
         }
         if self.samples_per_s is not None:
             words["speed"] = f"{count(self.samples_per_s)} samples/s"

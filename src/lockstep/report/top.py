@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lockstep.errors import SettingError
-from lockstep.formatting import count, duration
+from lockstep.formatting import count, duration, plural
 from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
 from lockstep.report.status import Status, StatusFile
 from lockstep.report.views import LinesView, can_draw
@@ -103,7 +103,7 @@ def table(ranks: Sequence[RankStatus]) -> list[str]:
         "  ".join([*(f"{word:>{width}}" for word, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
     ]
     left_out = len(ranks) - len(shown)
-    return [*lines, *([f"... and {left_out} ranks that wait more"] if left_out else [])]
+    return [*lines, *([f"... and {plural(left_out, 'rank')} more, which wait longer"] if left_out else [])]
 
 
 def _row(one: RankStatus) -> tuple[str, ...]:

@@ -133,4 +133,4 @@ class EndOfStep:
 
     def _data_identity(self) -> dict[str, Any]:
         samples = self._position.length.samples_per_epoch
-        return self._identity.data(self._context.plan.plan, samples, self._loaders.lengths)
+        return self._identity.data(self._context.plan.plan, samples, self._loaders.lengths, self._loaders.orders)

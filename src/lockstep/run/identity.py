@@ -15,6 +15,7 @@ import torch
 from lockstep.batch import BatchPlan
 from lockstep.collectives import Group
 from lockstep.errors import CheckpointError, MismatchError
+from lockstep.formatting import plural
 from lockstep.heartbeat import is_users
 from lockstep.settings import Settings
 
@@ -48,13 +49,18 @@ class RunIdentity:
         }
 
     def data(
-        self, plan: BatchPlan | None, samples_per_epoch: int | None, lengths: Sequence[int | None]
+        self,
+        plan: BatchPlan | None,
+        samples_per_epoch: int | None,
+        lengths: Sequence[int | None],
+        orders: Mapping[str, tuple[int, str]],
     ) -> dict[str, Any]:
-        """All but the script; ``lengths`` are those of all data sets."""
+        """All but the script; ``lengths`` are those of all data sets, ``orders`` the epochs that they are in."""
         return {
             "sizes": [plan.global_batch, plan.micro_batch] if plan else None,
             "samples": samples_per_epoch,
             "lengths": list(lengths),
+            "orders": {number: list(order) for number, order in orders.items()},
             **self._settings,
             "threads": self._threads,
             "device": "cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
@@ -185,7 +191,11 @@ def _describe_arguments(before: Sequence[str], now: Sequence[str]) -> list[str]:
 
 def _describe_lengths(before: Sequence[int | None], now: Sequence[int | None]) -> list[str]:
     pairs = [(was, is_now) for was, is_now in zip(before, now, strict=False) if was != is_now]
-    return [f"a data set has {is_now} samples, and had {was}: the bits differ from here on" for was, is_now in pairs]
+    return [
+        f"a data set has {is_now if is_now is None else plural(is_now, 'sample')}, and had {was}: the bits differ from "
+        "here on"
+        for was, is_now in pairs
+    ]
 
 
 def _describe_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
@@ -214,4 +224,4 @@ _DESCRIBE: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
     "optimizers": _describe_optimizers,
 }
 #: Whether they fit is decided where the position is known.
-_CHECKED_ELSEWHERE: Final = ("sizes", "samples")
+_CHECKED_ELSEWHERE: Final = ("sizes", "samples", "orders")

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 from torch.utils.data import DataLoader
 
-from lockstep.batch import BatchPlan
-from lockstep.data import MicroBatch, MicroBatchLoader, Padding, choose_workers, is_in_memory, open_micro_batch_loader
-from lockstep.errors import DataError, UsageError
+from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition
+from lockstep.data import (
+    MicroBatch,
+    MicroBatchLoader,
+    Padding,
+    WorkerOptions,
+    choose_workers,
+    is_in_memory,
+    open_micro_batch_loader,
+    open_order,
+)
+from lockstep.errors import DataError, MismatchError, UsageError
+from lockstep.formatting import format_ranks, plural
+from lockstep.run.loader_arguments import LoaderArguments
 from lockstep.run.setup import RunContext, cpus_of_this_rank
 from lockstep.strategies import forward_is_collective
 
@@ -22,42 +33,51 @@ class Loaders:
     def __init__(self, context: RunContext) -> None:
         self._context: Final = context
         self._by_id: Final[dict[int, MicroBatchLoader]] = {}  # of the torch loader that the script holds
+        self._numbers: Final[dict[int, int]] = {}  # of each loader, in the order in which they were opened
+        self._orders: Final[dict[str, tuple[int, str]]] = {}
 
-    def open(
-        self,
-        dataset: Any,
-        global_batch: int,
-        micro_batch: int | None,
-        shuffle: bool | None,
-        drop_last: bool,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        workers: int | None,
-    ) -> DataLoader[Any]:
+    def open(self, arguments: LoaderArguments) -> DataLoader[Any]:
         """See `Run.loader`."""
-        context = self._context
-        plan = BatchPlan.of(global_batch, micro_batch, context.share.replicas)
-        if workers is None:
-            workers = context.settings.workers
-        if workers is None:
-            workers = choose_workers(cpus_of_this_rank(), in_memory=is_in_memory(dataset))
+        context, dataset = self._context, arguments.dataset
+        settings, replicas = context.settings, context.share.replicas
+        order = open_order(
+            dataset,
+            seed=settings.seed,
+            shuffle=arguments.shuffle,
+            collate_fn=arguments.collate_fn,
+            sampler=arguments.sampler,
+            batch_sampler=arguments.batch_sampler,
+            order=arguments.order,
+        )
+        varies = order is not None and order.largest_batch is not None
+        global_batch = order.largest_batch if order is not None and varies else arguments.global_batch
+        plan = BatchPlan.of(global_batch or 0, arguments.micro_batch, replicas, varies=varies)
+        on_gpu = context.device.type == "cuda"
         loader = open_micro_batch_loader(
             dataset,
             plan,
             context.share.replica or 0,
-            seed=context.settings.seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            collate_fn=collate_fn,
-            workers=workers,
-            pin_memory=context.device.type == "cuda",
+            order=order,
+            seed=settings.seed,
+            drop_last=arguments.drop_last,
+            collate_fn=arguments.collate_fn,
+            workers=WorkerOptions(
+                self._workers_for(arguments),
+                arguments.worker_init_fn,
+                arguments.prefetch_factor,
+                arguments.timeout,
+            ),
+            pin_memory=on_gpu and arguments.pin_memory is not False,
             agree=lambda counts: context.group.gather_objects(counts, "counts of a stream"),
         )
-        if loader.length is None and context.share.replicas != context.group.size:
+        if loader.length is None and replicas != context.group.size:
             raise DataError(
-                f"{type(dataset).__name__} can only be iterated, and strategy={context.settings.strategy!r} has ranks "
+                f"{type(dataset).__name__} can only be iterated, and strategy={settings.strategy!r} has ranks "
                 "that read nothing; give a data set with __getitem__ and __len__, or use ddp"
             )
         context.group.check_equal("length and plan of a data set", (loader.length, str(plan)))
+        self._numbers[id(loader)] = len(self._by_id)
+        self._draw(loader, 0)
         for note in loader.notes:
             context.reporter.say(note)
         self._by_id[id(loader.data_loader)] = loader
@@ -68,22 +88,47 @@ class Loaders:
 
         Raises:
             UsageError: if `open` did not return it.
+            PlanError: if some ranks would have nothing to do in a training.
         """
         loader = self._by_id.get(id(data_loader))
         if loader is None:
             raise UsageError(
                 f"run.{method}({type(data_loader).__name__}): give what run.loader(dataset, global_batch=...) returned"
             )
+        if method == "train":
+            loader.plan.require_work_for_all_ranks()
         return loader
 
     def training(self, loader: MicroBatchLoader, epoch: int, first_step: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of ``epoch``; none on a rank that serves others."""
+        """This rank's micro-batches of ``epoch``; none on a rank that serves others, which calls `served` instead.
+
+        Collective, with `served`.
+
+        Raises:
+            MismatchError: if ranks draw different orders.
+            CheckpointError: for another order than that of the epoch in which the run was saved.
+        """
         if self._context.share.replica is None:
             return iter(())
+        self._begin_epoch(loader, epoch)
         return loader.epoch(epoch, first_step, padding=self._padding("train"))
 
+    def served(self, loader: MicroBatchLoader, epoch: int, first_step: int) -> Iterator[MicroBatchPosition]:
+        """For a rank that serves others, a position for each step of ``epoch``; see `training`."""
+        self._begin_epoch(loader, epoch)
+        steps = loader.steps(epoch)
+        return (
+            loader.plan.position(step, steps.step_samples(step), 0, last=True, is_padding=True)
+            for step in range(first_step, len(steps))
+        )
+
     def evaluation(self, loader: MicroBatchLoader) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of an evaluation; none on a rank that serves others."""
+        """This rank's micro-batches of an evaluation; none on a rank that serves others. Collective.
+
+        Raises:
+            MismatchError: if ranks draw different orders.
+        """
+        self._draw(loader, 0)
         if self._context.share.replica is None:
             return iter(())
         return loader.evaluation(padding=self._padding("evaluate"))
@@ -92,13 +137,13 @@ class Loaders:
         """Whether a rank may leave an evaluation by itself: ranks that communicate in it leave together or not."""
         return loader.length is not None and self._padding("evaluate") != "even"
 
-    def length(self, data_loader: DataLoader[Any], method: Method, first_step: int = 0) -> int | None:
+    def length(self, data_loader: DataLoader[Any], method: Method, epoch: int = 0, first_step: int = 0) -> int | None:
         """How many micro-batches a pass hands out here; None for a stream that does not know its length."""
         loader = self.find(data_loader, method)
         if self._context.share.replica is None:
             return 0
         if method == "train":
-            return loader.micro_batches(first_step, padding=self._padding(method))
+            return loader.micro_batches(epoch, first_step, padding=self._padding(method))
         return loader.micro_batches_of_evaluation(padding=self._padding(method))
 
     @property
@@ -106,10 +151,53 @@ class Loaders:
         """Samples of each data set, in the order in which they were opened."""
         return [loader.length for loader in self._by_id.values()]
 
+    @property
+    def orders(self) -> dict[str, tuple[int, str]]:
+        """By number of the data set: the epoch that was begun last, and the digest of its order, if that was drawn."""
+        return dict(self._orders)
+
     def close(self) -> None:
         """No loader process is left."""
         for loader in self._by_id.values():
             loader.close()
+
+    def _begin_epoch(self, loader: MicroBatchLoader, epoch: int) -> None:
+        digest, number = self._draw(loader, epoch), str(self._numbers[id(loader)])
+        if digest is None:
+            return
+        if self._context.settings.sync_batchnorm:
+            _refuse_uneven_epoch(loader.steps(epoch), self._context.group.size, epoch)
+        if loader.steps_per_epoch is None:
+            self._context.position.length.steps_per_epoch = None
+        before, self._orders[number] = self._orders.get(number), (epoch, digest)
+        if before is not None and before[0] == epoch and before[1] != digest:
+            raise UsageError(
+                f"the order of epoch {epoch} is another one than when the epoch began: change what a sampler or order= "
+                "depends on between epochs only"
+            )
+        self._context.checkpointer.compare({"orders": self.orders}, mid_epoch=False)
+
+    def _draw(self, loader: MicroBatchLoader, epoch: int) -> str | None:
+        """The order of a pass that begins is drawn; its digest, the same on all ranks. Collective."""
+        digest = loader.draw(epoch)
+        if digest is None:
+            return None
+        first, *others = self._context.group.gather_objects(digest, "the order of a data set")
+        odd = [rank for rank, other in enumerate(others, 1) if other != first]
+        if odd:
+            raise MismatchError(
+                f"{format_ranks(odd)} would visit the samples of epoch {epoch} in another order than rank 0: a sampler "
+                "must give every rank the same order of the whole data set, from the epoch and from generators that "
+                "Lockstep can seed; order=function of (epoch, generator) is given one"
+            )
+        return digest
+
+    def _workers_for(self, arguments: LoaderArguments) -> int:
+        for given in (arguments.workers, self._context.settings.workers):
+            if given is not None:
+                return given
+        in_memory = is_in_memory(arguments.dataset)
+        return choose_workers(cpus_of_this_rank(), in_memory=in_memory)
 
     def _padding(self, method: Method) -> Padding:
         if forward_is_collective(self._context.strategy):
@@ -124,9 +212,21 @@ def refuse_uneven(loader: MicroBatchLoader, ranks: int) -> None:
         UsageError: if they do not.
     """
     plan, length = loader.plan, loader.length or 0
+    if plan.varies:
+        return  # each epoch's batches are looked at as it begins
     is_short = length % plan.global_batch and loader.steps_per_epoch != length // plan.global_batch
     if plan.micro_batches % ranks or is_short:
         raise UsageError(
             f"sync_batchnorm=True needs ranks that hold equally many micro-batches in every step: {plan}; "
             "choose sizes that divide, and drop_last=True"
         )
+
+
+def _refuse_uneven_epoch(steps: EpochSteps, ranks: int, epoch: int) -> None:
+    for step in range(len(steps)):
+        if steps.micro_batches_of(step) % ranks:
+            raise UsageError(
+                "sync_batchnorm=True needs ranks that hold equally many micro-batches in every step, and step "
+                f"{step} of epoch {epoch} holds {plural(steps.micro_batches_of(step), 'micro-batch')} for "
+                f"{plural(ranks, 'rank')}: give batches and a micro_batch that divide"
+            )

@@ -10,6 +10,7 @@ from torch import nn
 
 from lockstep.collectives import Group
 from lockstep.errors import MismatchError, UsageError
+from lockstep.formatting import plural
 from lockstep.run.divergence import checksum
 from lockstep.run.state import State
 from lockstep.strategies import ParameterSet, Strategy, can_update_trainable, parameters_of, update_trainable
@@ -117,8 +118,8 @@ class ParameterSets:
         strangers = [p for p in held if p.requires_grad and p not in self._state.known_parameters]
         if strangers:
             raise UsageError(
-                f"{len(strangers)} of {len(held)} parameters that are to learn belong to no model of this run, the "
-                f"first of shape {tuple(strangers[0].shape)}: make them part of what run.model(...) was given"
+                f"{len(strangers)} of {plural(len(held), 'parameter')} that are to learn belong to no model of this "
+                f"run, the first of shape {tuple(strangers[0].shape)}: make them part of what run.model(...) was given"
             )
         inside = dict.fromkeys(p for parameters in models for p in parameters)
         candidates = [*inside] if everything else [p for p in held if p in inside]

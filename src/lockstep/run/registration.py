@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lockstep.errors import UsageError
+from lockstep.formatting import plural
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.state import State, Stateful
@@ -124,8 +125,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
     strangers = [p for p in parameters if p not in state.known_parameters]
     if strangers:
         raise UsageError(
-            f"{type(optimizer).__name__} holds {len(strangers)} of {len(parameters)} parameters that belong to no "
-            "model of this run; make it after `model = run.model(model)`, from model.parameters()"
+            f"{type(optimizer).__name__} holds {len(strangers)} of {plural(len(parameters), 'parameter')} that belong "
+            "to no model of this run; make it after `model = run.model(model)`, from model.parameters()"
         )
 
 

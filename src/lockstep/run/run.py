@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
@@ -24,10 +24,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lockstep.data import CollateFunction, OrderFunction
 from lockstep.progress import Progress
 from lockstep.run.carried_state import CarriedState
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.evaluation_loop import EvaluationLoop
+from lockstep.run.loader_arguments import LoaderArguments
 from lockstep.run.loaders import Loaders
 from lockstep.run.micro_batches import MicroBatches
 from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
@@ -227,31 +229,69 @@ class Run:
         self,
         dataset: Any,
         *,
-        global_batch: int,
+        global_batch: int | None = None,
         micro_batch: int | None = None,
         shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        order: OrderFunction | None = None,
         drop_last: bool = False,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: CollateFunction | None = None,
         workers: int | None = None,
+        worker_init_fn: Callable[[int], object] | None = None,
+        prefetch_factor: int | None = None,
+        pin_memory: bool | None = None,
+        timeout: float = 0.0,
+        **others: object,
     ) -> DataLoader[Any]:
         """This rank's share of ``dataset``, for `train` or `evaluate`. Collective.
 
         Args:
-            dataset: samples by index, an iterable of samples, or tensors with one row per sample.
+            dataset: samples by index, an iterable of samples, tensors with one row per sample, or a `DataLoader` of
+                torch's, whose batch is then a step.
             global_batch: samples per step, over all ranks.
             micro_batch: samples of one forward pass: the unit that makes the result independent of the number of
                 ranks, of which there may be as many as micro-batches. Large and few is fast. None: an eighth.
             shuffle: a new order each epoch. None: yes, except for iterables.
+            sampler: a torch sampler or any iterable of indices: the order of an epoch, with those left out or repeated
+                that it leaves out or repeats. It is asked for the whole order on every rank, under generators seeded
+                for the epoch, its own ones among them; ``set_epoch(epoch)`` is called where it has it.
+            batch_sampler: likewise an iterable of batches of indices: each batch is one step, of whatever size, and is
+                divided into micro-batches. Without ``global_batch`` then.
+            order: ``function(epoch, generator)`` that gives the indices of an epoch.
             drop_last: leave out the short step at the end of an epoch.
             collate_fn: as torch's.
             workers: loader processes; None: `settings`' or chosen.
+            worker_init_fn: as torch's.
+            prefetch_factor: micro-batches that each loader process holds ready; None: chosen.
+            pin_memory: hand out page-locked memory; on a GPU only. None: yes.
+            timeout: seconds that a micro-batch of loader processes may take; 0: as long as it does.
+            others: further arguments of torch's; each is refused with the way out.
 
         Raises:
-            PlanError: if the sizes do not fit each other or the number of ranks.
-            DataError: if the data set cannot be divided.
-            MismatchError: if ranks hold data sets of different length.
+            PlanError: if the sizes do not fit each other.
+            DataError: if the data set cannot be divided, or has no such indices.
+            UsageError: for arguments that exclude each other; for a sampler that divides the samples among ranks, or
+                gives another order when it is asked again.
+            MismatchError: if ranks hold data sets of different length, or draw different orders.
         """
-        return self._loaders.open(dataset, global_batch, micro_batch, shuffle, drop_last, collate_fn, workers)
+        given = LoaderArguments(
+            dataset,
+            global_batch,
+            micro_batch,
+            shuffle,
+            sampler,
+            batch_sampler,
+            order,
+            drop_last,
+            collate_fn,
+            workers,
+            worker_init_fn,
+            prefetch_factor,
+            pin_memory,
+            timeout,
+        )
+        return self._loaders.open(given.checked(others))
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -274,9 +314,12 @@ class Run:
 
         Raises:
             UsageError: if a micro-batch went by without `step`, or for a second pass in one epoch.
+            PlanError: if there are more ranks than micro-batches in a full step.
         """
-        first_step = self.progress.epoch_step
-        return MicroBatches(self._training.train(loader), lambda: self._loaders.length(loader, "train", first_step))
+        at = self.progress
+        return MicroBatches(
+            self._training.train(loader), lambda: self._loaders.length(loader, "train", at.epoch, at.epoch_step)
+        )
 
     def backward(self, loss: Loss, *data: Any, count: Count = None, optimizer: Optimizers = None) -> bool:
         """The first half of `step`: after the step's last micro-batch, ``.grad`` holds the global batch's gradient.

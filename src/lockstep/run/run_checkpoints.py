@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lockstep.checkpoint import Checkpoints, Outcome
 from lockstep.errors import CheckpointError, SettingError
+from lockstep.formatting import plural
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME
 from lockstep.run.identity import differences
 from lockstep.run.stop_requests import JobDeadline
@@ -170,10 +171,18 @@ class DirectoryCheckpointer(RunCheckpointer):
             )
         if mid_epoch and before["samples"] != identity["samples"]:
             raise CheckpointError(
-                f"the checkpoint was taken within an epoch of {before['samples']} samples, and this script's data set "
-                f"has {identity['samples']}: what is left of the epoch would not be what was left then. Give the data "
-                "set of before, or begin anew with --fresh"
+                f"the checkpoint was taken within an epoch of {plural(before['samples'], 'sample')}, and this script's "
+                f"data set has {identity['samples']}: what is left of the epoch would not be what was left then. Give "
+                "the data set of before, or begin anew with --fresh"
             )
+        for number, (epoch, digest) in identity.get("orders", {}).items():
+            was_epoch, was = before.get("orders", {}).get(number, (None, None))
+            if was_epoch == epoch and was != digest:
+                raise CheckpointError(
+                    f"the checkpoint was taken within epoch {epoch}, whose order of samples is another one now: what "
+                    "is left of the epoch would not be what was left then. Keep what the sampler or order= depends on, "
+                    "with run.keep(...), or begin anew with --fresh"
+                )
         for text in differences(before, identity):
             self._say(text)
 

@@ -26,6 +26,7 @@ from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import PeerLost, UsageError
+from lockstep.formatting import plural
 from lockstep.run.loop_checks import LoopChecks
 from lockstep.run.nonfinite import NonFiniteChecks
 from lockstep.run.parameter_sets import Optimizers, ParameterSets
@@ -302,7 +303,7 @@ class TrainStep:
             names = [self._state.name_of(p) for p in target.parameters if p.grad is not None]
             if names:
                 raise UsageError(
-                    f"{len(names)} parameters had a gradient before the step's first run.step(loss), such as "
+                    f"{plural(len(names), 'parameter')} had a gradient before the step's first run.step(loss), such as "
                     f"{', '.join(names[:3])}: run.step(loss) takes the place of loss.backward(); clear what was there "
                     "before training with optimizer.zero_grad()"
                 )

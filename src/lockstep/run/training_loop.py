@@ -163,16 +163,13 @@ class TrainingLoop:
 
     def _serve(self, loader: MicroBatchLoader, steps_before: int) -> None:
         """The rest of the epoch's steps, or those that the others make; for a rank without micro-batches of its own."""
-        assert loader.length is not None
-        plan, steps = loader.plan, loader.steps_per_epoch or 0
-        for step in range(self._position.progress.epoch_step, steps):
-            samples = min(plan.global_batch, loader.length - step * plan.global_batch)
-            position = plan.position(step, samples, 0, last=True, is_padding=True)
+        progress = self._position.progress
+        for position in self._loaders.served(loader, progress.epoch, progress.epoch_step):
             current = self._train_step.begin(position, self._position.progress.step, compare=False)
             if not self._train_step.serve(current):
                 break
             self._train_step.end(current)
-            self._end_of_step.count(samples)
+            self._end_of_step.count(position.step_samples)
             self._end_of_step.finish(steps_before_pass=steps_before)
 
     def _leave(self) -> None:

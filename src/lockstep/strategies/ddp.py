@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, NativeAllReduce, Runs, open_all_reduce, translating_peer_errors
 from lockstep.errors import SettingError, UsageError
+from lockstep.formatting import plural
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.compression import Cast, Compression, Uncompressed
 from lockstep.strategies.gradient_accumulation import (
@@ -438,8 +439,8 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, HasState):
         if sum(len(bucket.parameters) for bucket in started) < awaited:
             unused = [self._names[id(p)] for p in target.parameters if id(p) in self._names and p.grad is None]
             raise UsageError(
-                f"{len(unused) or 'some'} of {awaited} parameters had no part in the loss: {', '.join(unused[:5])}. "
-                "Use them in forward(), freeze them with requires_grad_(False), or say "
+                f"{len(unused) or 'some'} of {plural(awaited, 'parameter')} had no part in the loss: "
+                f"{', '.join(unused[:5])}. Use them in forward(), freeze them with requires_grad_(False), or say "
                 "run.model(model, find_unused_parameters=True), which costs a little in each step"
             )
         for bucket in reduction.started:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Literal, Self
 
-from lockstep.formatting import format_ranks
+from lockstep.formatting import format_ranks, plural
 from lockstep.launch.diagnosis.root_cause import RankExit, exit_code, has_failed
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message, Notice
 from lockstep.launch_contract import EXIT_FAILED, EXIT_KILLED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT
@@ -259,7 +259,7 @@ def _waiting(ready: Sequence[NodeView], limits: ElasticLimits, waited_s: float, 
     hosts = ", ".join(node.report.host for node in ready)
     absent = missing_hosts(ready, limits)
     absentees = f"; still missing: {', '.join(absent)}" if absent else ""
-    total = f"{limits.min_nodes} node{'s' * (limits.min_nodes > 1)}"
+    total = plural(limits.min_nodes, "node")
     return f"{verb} for {wanted} of {total}: here {hosts}{absentees} ({waited_s:.0f} s)"
 
 
@@ -273,9 +273,10 @@ def _start_generation(
     state = replace(state, plan=plan, since_s=now_s, failed_since_s=None, growing=False, lost=())
     if limits.max_nodes == 1:
         return state
-    fewer = f" of at most {limits.max_nodes}" if len(members) < limits.max_nodes else ""
+    most = plural(limits.max_nodes, "node")
+    nodes = most if len(members) == limits.max_nodes else f"{len(members)} of at most {most}"
     hosts = ", ".join(f"{member.host} ({member.ranks})" for member in members)
-    text = f"generation {plan.generation}: {plan.ranks} ranks on {len(members)}{fewer} nodes: {hosts}"
+    text = f"generation {plan.generation}: {plural(plan.ranks, 'rank')} on {nodes}: {hosts}"
     return announce(state, Message(text))
 
 
@@ -365,7 +366,7 @@ def _finish_generation(
     spent = state.failures >= limits.max_restarts or any(node.report.final for node in nodes)
     if code not in (EXIT_FAILED, EXIT_KILLED) or stopped_by is not None or spent:
         return _end_job(state, code)
-    ranks = f"all {plan.ranks} rank{'s' * (plan.ranks > 1)}" if limits.max_nodes == 1 else "all ranks"
+    ranks = f"all {plural(plan.ranks, 'rank')}" if limits.max_nodes == 1 else "all ranks"
     text = (
         f"restarting {ranks} as generation {plan.generation + 1} (restart {state.failures + 1} of "
         f"{limits.max_restarts}), from the newest checkpoint if there is one"
@@ -405,7 +406,7 @@ def _lost_nodes(state: MembershipState) -> str:
 
 def _node_range(limits: ElasticLimits) -> str:
     if limits.min_nodes == limits.max_nodes:
-        return f"{limits.min_nodes} nodes"
+        return plural(limits.min_nodes, "node")
     return f"{limits.min_nodes} to {limits.max_nodes} nodes"
 
 

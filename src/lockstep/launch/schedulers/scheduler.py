@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final, Protocol, Self, runtime_checkable
 
+from lockstep.formatting import plural
 from lockstep.launch_contract import job_port
 
 #: Asks a scheduler's own command; what it printed, or "" if it cannot be asked.
@@ -192,7 +193,7 @@ class Allocation:
             return self.scheduler.title
         count = len(self.nodes)
         hosts = ", ".join(node.name for node in self.nodes[:4]) + (", ..." if count > 4 else "")
-        return f"{self.scheduler.title} job {self.job} ({count} node{'s' * (count != 1)}: {hosts})"
+        return f"{self.scheduler.title} job {self.job} ({plural(count, 'node')}: {hosts})"
 
 
 @dataclass(frozen=True, slots=True)

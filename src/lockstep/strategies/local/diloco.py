@@ -41,6 +41,7 @@ from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import SettingError
+from lockstep.formatting import plural
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.flat_ranges import FlatRange, by_dtype, cut, gather, scatter, sizes_of
@@ -296,7 +297,8 @@ class DiLoCo(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, Ha
         self._replicas.load_state_dict(own, self._layout.optimizers)
         if own["ranks"] not in (None, self._ranks):
             self._say(
-                f"saved by {own['ranks']} ranks that stepped by themselves: all {self._ranks} start at their mean"
+                f"saved by {plural(own['ranks'], 'rank')} that stepped by themselves: all {self._ranks} start at their "
+                "mean"
             )
         if state:
             self._outer.load_state_dict(state["outer"])

@@ -35,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import SettingError
+from lockstep.formatting import plural
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.gradient_accumulation import ParameterSet, parameters_of
 from lockstep.strategies.local.averaging import RankAverager
@@ -193,7 +194,8 @@ class LocalSgd(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, 
         self._replicas.load_state_dict(own, self._layout.optimizers)
         if own["ranks"] not in (None, self._ranks):
             self._say(
-                f"saved by {own['ranks']} ranks that stepped by themselves: all {self._ranks} start at their mean"
+                f"saved by {plural(own['ranks'], 'rank')} that stepped by themselves: all {self._ranks} start at their "
+                "mean"
             )
         if self._ddp is not None and self._steps >= self._warmup:
             self._leave_ddp()

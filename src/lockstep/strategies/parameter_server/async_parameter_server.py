@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import MismatchError
-from lockstep.formatting import format_ranks
+from lockstep.formatting import format_ranks, plural
 from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts
 from lockstep.strategies.parameter_server.flat_buckets import (
     BucketGradients,
@@ -152,8 +152,8 @@ class AsyncParameterServer(
         ages = self._group.gather_objects((len(self._ages), sum(self._ages), max(self._ages, default=0)), "staleness")
         updates, total, most = (sum(a for a, _, _ in ages), sum(a for _, a, _ in ages), max(a for _, _, a in ages))
         self._context.say(
-            f"asynchronous: {updates} updates on {len(self._context.roles.servers)} servers; gradients were "
-            f"{total / max(updates, 1):.1f} updates old in the mean, {most} at most"
+            f"asynchronous: {plural(updates, 'update')} on {plural(len(self._context.roles.servers), 'server')}; "
+            f"gradients were {total / max(updates, 1):.1f} updates old in the mean, {most} at most"
         )
 
     def discard_step(self) -> None:

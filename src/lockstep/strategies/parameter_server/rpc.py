@@ -31,7 +31,7 @@ from torch.distributed import rpc
 
 from lockstep.collectives import Group
 from lockstep.errors import PeerLost, SettingError, WorldError
-from lockstep.formatting import format_ranks
+from lockstep.formatting import format_ranks, plural
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED
 from lockstep.peer_failure import is_peer_failure
 
@@ -50,7 +50,8 @@ class ServerRoles:
     def __post_init__(self) -> None:
         if not 1 <= self.server_count < self.size:
             raise SettingError(
-                f"servers={self.server_count} of {self.size} ranks: give at least one, and leave at least one to work"
+                f"servers={self.server_count} of {plural(self.size, 'rank')}: give at least one, and leave at least "
+                "one to work"
             )
 
     @property

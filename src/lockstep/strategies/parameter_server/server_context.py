@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.collectives import Node
 from lockstep.errors import UsageError
+from lockstep.formatting import plural
 from lockstep.size_balancing import owners_of
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.parameter_server.flat_buckets import (
@@ -75,7 +76,7 @@ class ServerContext:
         owners, self._loads = owners_of([p.numel() * p.element_size() for p in new], self._loads)
         self._owners.update((p, servers[owner]) for p, owner in zip(new, owners, strict=True))
         loads = ", ".join(f"rank {rank} {load / 1e6:.3g} MB" for rank, load in zip(servers, self._loads, strict=True))
-        self.say(f"{len(self.roles.workers)} workers; parameters on servers: {loads}")
+        self.say(f"{plural(len(self.roles.workers), 'worker')}; parameters on servers: {loads}")
         self.store.setup_model(model, self._owner_of)
         tensors = model.state_dict(keep_vars=True)
         self.owner_layout.setup_model(model, lambda name: (self._owner_of(tensors[name]),))

@@ -28,6 +28,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import NativeAllReduce, ObjectChannel, ShardGroups, open_all_reduce, translating_peer_errors
 from lockstep.errors import SettingError, UsageError
+from lockstep.formatting import plural
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import (
@@ -120,8 +121,8 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
         raise SettingError("strategy pipeline: stages=1 cuts nothing; use ddp")
     if ranks % stages:
         raise SettingError(
-            f"strategy pipeline: stages={stages} does not divide {ranks} ranks into replicas; start a multiple of "
-            f"{stages} ranks, or give stages= a divisor of {ranks}"
+            f"strategy pipeline: stages={stages} does not divide {plural(ranks, 'rank')} into replicas; start a "
+            f"multiple of {stages} ranks, or give stages= a divisor of {ranks}"
         )
     return Pipeline(context, options, stages)
 
@@ -207,8 +208,8 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
             cuts = self._options.cut.split("+")
             if len(cuts) != wanted - 1:
                 raise SettingError(
-                    f"strategy pipeline: cut={self._options.cut} makes {len(cuts) + 1} stages of {wanted}; name "
-                    f"{wanted - 1} modules"
+                    f"strategy pipeline: cut={self._options.cut} makes {plural(len(cuts) + 1, 'stage')} of {wanted}; "
+                    f"name {plural(wanted - 1, 'module')}"
                 )
             return cuts
         graph = in_mode(model, True, lambda: partition.trace(model))
@@ -415,8 +416,8 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         if unused and not position.is_padding:
             names = [self._names[stage.trained[index]] for index in unused]
             raise UsageError(
-                f"{len(names)} of {len(stage.trained)} parameters of stage {stage.number} had no part in the loss: "
-                f"{', '.join(names[:5])}. Use them in forward(), freeze them with requires_grad_(False), or say "
+                f"{len(names)} of {plural(len(stage.trained), 'parameter')} of stage {stage.number} had no part in the "
+                f"loss: {', '.join(names[:5])}. Use them in forward(), freeze them with requires_grad_(False), or say "
                 "run.model(model, find_unused_parameters=True), which costs a little in each step"
             )
         return set(range(len(stage.trained)))

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, Node, ReduceScatter, translating_peer_errors
 from lockstep.errors import UsageError
+from lockstep.formatting import plural
 from lockstep.strategies.gradient_accumulation import ParameterSet, negative_zeros_like
 
 
@@ -212,8 +213,8 @@ class FsdpModel:
         unused = [name for p, name in self.parameters.items() if p.grad is None]
         if unused:
             raise UsageError(
-                f"{len(unused)} of {len(self.parameters)} parameters had no part in the loss: {', '.join(unused[:5])}. "
-                "Use them in forward(), freeze them with requires_grad_(False), or say "
+                f"{len(unused)} of {plural(len(self.parameters), 'parameter')} had no part in the loss: "
+                f"{', '.join(unused[:5])}. Use them in forward(), freeze them with requires_grad_(False), or say "
                 "run.model(model, find_unused_parameters=True), which gathers the whole model at once"
             )
         incomplete = [

@@ -1,0 +1,173 @@
+"""The loader of a data set with an index, and its two sources: tensors in memory, and samples read one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+from typing_extensions import override
+
+from lockstep.batch import EpochSteps
+from lockstep.data.map_dataset import LoaderPass, MicroBatchSampler, Picks, SeededDataset
+from lockstep.data.micro_batch_loader import MicroBatchLoader
+from lockstep.data.sampling import MicroBatch, Padding
+from lockstep.data.tensor_dataset import TensorColumns
+from lockstep.data.workers import CollateFunction, WorkerOptions, as_it_is, begin_pass, end_passes, open_loader
+
+
+class BatchSource(Protocol):
+    """Where the data of micro-batches comes from."""
+
+    data_loader: DataLoader[Any]
+
+    def read(self, selected: LoaderPass) -> Iterator[Any]:
+        """The data of each micro-batch of the pass; one pass at a time."""
+
+    def close(self) -> None:
+        """No loader process runs afterwards. May be called twice."""
+
+
+class IndexedLoader(MicroBatchLoader):
+    """The micro-batches that a sampler says, with what a source holds."""
+
+    def __init__(self, sampler: MicroBatchSampler, source: BatchSource) -> None:
+        self._sampler = sampler
+        self._source = source
+        self.data_loader = source.data_loader
+        self.plan = sampler.plan
+        self.length: int | None = sampler.length
+        self.steps_per_epoch: int | None = sampler.steps_per_epoch
+        self.notes: tuple[str, ...] = ()
+
+    @override
+    def draw(self, epoch: int) -> str | None:
+        digest = self._sampler.order.draw(epoch)
+        if len(self._sampler.steps(epoch)) != self._sampler.steps_per_epoch:
+            self.steps_per_epoch = None  # each epoch has its own number
+        return digest
+
+    @override
+    def steps(self, epoch: int) -> EpochSteps:
+        return self._sampler.steps(epoch)
+
+    @override
+    def epoch(self, epoch: int, first_step: int = 0, *, padding: Padding) -> Iterator[MicroBatch]:
+        return self._read(self._sampler.of_epoch(epoch, first_step, padding=padding))
+
+    @override
+    def evaluation(self, *, padding: Padding) -> Iterator[MicroBatch]:
+        return self._read(self._sampler.of_evaluation(padding=padding))
+
+    @override
+    def micro_batches(self, epoch: int = 0, first_step: int = 0, *, padding: Padding) -> int | None:
+        return self._sampler.micro_batches(epoch, first_step, padding=padding)
+
+    @override
+    def micro_batches_of_evaluation(self, *, padding: Padding) -> int | None:
+        return self._sampler.micro_batches_of_evaluation(padding=padding)
+
+    @override
+    def close(self) -> None:
+        self._source.close()
+
+    def _read(self, selected: LoaderPass) -> Iterator[MicroBatch]:
+        for position, data in zip(selected.positions(), self._source.read(selected), strict=True):
+            yield MicroBatch(position, data)
+
+
+class TensorSource(BatchSource):
+    """Tensors in memory: one gather for each micro-batch and tensor, and a few microseconds."""
+
+    def __init__(self, dataset: Any, columns: TensorColumns, sampler: MicroBatchSampler, *, pin_memory: bool) -> None:
+        self._columns = columns
+        self._sampler = sampler
+        self._pin = pin_memory
+
+        def take(indices: list[int]) -> Any:
+            return columns.take(columns.arranged(torch.tensor(indices)))
+
+        self.data_loader = open_loader(
+            SeededDataset(dataset, take),
+            lambda: sampler.steps_per_epoch,
+            WorkerOptions(0),
+            1,
+            sampler.seed,
+            batch_sampler=sampler,
+            collate_fn=as_it_is,
+            pin_memory=pin_memory,
+        )
+
+    @override
+    def read(self, selected: LoaderPass) -> Iterator[Any]:
+        take, pin = self._columns.take, self._pin
+        rows = self._columns.arranged(self._sampler.order.indices(selected.epoch))
+        for position in selected.positions():
+            data = take(rows[selected.steps.rows(position)])
+            yield pinned(data) if pin else data
+
+    @override
+    def close(self) -> None:
+        end_passes(self.data_loader)
+
+
+class SampleSource(BatchSource):
+    """A data set that is read sample by sample, here or in loader processes that live on."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: MicroBatchSampler,
+        *,
+        workers: WorkerOptions,
+        collate_fn: CollateFunction | None,
+        pin_memory: bool,
+    ) -> None:
+        self._sampler = sampler
+        self._pass: Any = None
+        samples, collate = SeededDataset(dataset), collate_fn or default_collate
+
+        def read(picks: Picks) -> Any:
+            data = collate(samples.__getitems__(picks))
+            return pinned(data) if pin_memory else data
+
+        # Without loader processes, what `DataLoader` does around each micro-batch costs more than reading it.
+        self._read_here = None if workers.count else read
+        self.data_loader = open_loader(
+            samples,
+            lambda: sampler.steps_per_epoch,
+            workers,
+            len(sampler.plan.run(sampler.rank)),
+            sampler.seed,
+            batch_sampler=sampler,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            persistent_workers=workers.count > 0,
+        )
+
+    @override
+    def read(self, selected: LoaderPass) -> Iterator[Any]:
+        self._sampler.selected = selected
+        if self._read_here is not None:
+            return map(self._read_here, self._sampler)
+        self._pass = begin_pass(self.data_loader)
+        batches: Iterator[Any] = self._pass
+        return batches
+
+    @override
+    def close(self) -> None:
+        end_passes(self.data_loader, self._pass)
+        self._pass = None
+
+
+def pinned(data: Any) -> Any:
+    """``data`` with its tensors in page-locked memory; what is neither a tensor nor holds any stays as it is."""
+    if isinstance(data, Tensor):
+        return data if data.is_cuda else data.pin_memory()
+    if isinstance(data, dict):
+        return {name: pinned(part) for name, part in data.items()}
+    if isinstance(data, list | tuple):
+        return getattr(type(data), "_make", type(data))([pinned(part) for part in data])
+    return data.pin_memory() if callable(getattr(data, "pin_memory", None)) else data

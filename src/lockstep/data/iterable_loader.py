@@ -1,0 +1,185 @@
+"""The loader of a data set that can only be iterated: ranks tell each other how many samples they found in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from lockstep.batch import EpochSteps, MicroBatchPosition
+from lockstep.data.iterable_dataset import (
+    Batches,
+    OnePassReader,
+    Reader,
+    Steps,
+    StreamShare,
+    StreamStep,
+    StridedReader,
+    sizes_of,
+)
+from lockstep.data.micro_batch_loader import MicroBatchLoader
+from lockstep.data.sampling import MicroBatch, Padding, count_of_steps, padding_of
+from lockstep.data.workers import WorkerOptions, as_it_is, begin_pass, end_passes, open_loader
+from lockstep.errors import DataError
+
+#: All ranks call it once a step, each with its numbers, and get those of every rank, in the order of ranks.
+Agree = Callable[[list[int]], list[list[int]]]
+
+
+class IterableLoader(MicroBatchLoader):
+    """Loader of an iterable, read here or ahead of time in one loader process an epoch."""
+
+    def __init__(
+        self, share: StreamShare, *, drop_last: bool, workers: WorkerOptions, agree: Agree, pin_memory: bool
+    ) -> None:
+        dataset, plan = share.dataset, share.plan
+        strided = callable(getattr(dataset, "stride", None))
+        self._dataset = dataset
+        self._reader: Reader = StridedReader(share) if strided else OnePassReader(share)
+        self._rank = share.rank
+        self._seed = share.seed
+        self._drop_last = drop_last
+        self._workers = workers
+        self._agree = agree
+        self._pin = pin_memory
+        self._pass: Any = None
+        self.plan = plan
+        self.length: int | None = None
+        self.steps_per_epoch: int | None = None
+        wasteful = not strided and plan.world_size > 1
+        self.notes: tuple[str, ...] = (_note(dataset, plan.world_size),) if wasteful else ()
+        self.data_loader = self._open(Batches(dataset, self._reader), WorkerOptions(0))
+
+    @override
+    def draw(self, epoch: int) -> str | None:
+        return None
+
+    @override
+    def steps(self, epoch: int) -> EpochSteps:
+        raise DataError(f"{type(self._dataset).__name__} can only be iterated: its steps are known when they are read")
+
+    @override
+    def epoch(self, epoch: int, first_step: int = 0, *, padding: Padding) -> Iterator[MicroBatch]:
+        loader = self._open(Steps(self._reader, epoch, first_step), self._workers)
+        self._close_pass()
+        self._pass = (loader, begin_pass(loader))
+        nothing = StreamStep([0] * len(self.plan.run(self._rank)), [], [], 0)
+        step = first_step
+        samples = self.plan.global_batch
+        while samples == self.plan.global_batch:
+            found: StreamStep = next(self._pass[1], nothing)
+            samples = self._agreed(found, epoch, step)
+            if samples < self.plan.global_batch and self._drop_last:
+                break
+            yield from self._step(found, epoch, step, samples, padding)
+            step += 1
+        self._close_pass()
+
+    @override
+    def evaluation(self, *, padding: Padding) -> Iterator[MicroBatch]:
+        return self.epoch(0, padding=padding)
+
+    @override
+    def micro_batches(self, epoch: int = 0, first_step: int = 0, *, padding: Padding) -> int | None:
+        samples = _length_if_known(self._dataset)
+        if samples is None:
+            return None
+        full, rest = divmod(samples, self.plan.global_batch)
+        tail = 0 if self._drop_last else min(rest, self.plan.micro_batches)
+        steps = [self.plan.micro_batches] * full + [tail] * (tail > 0)
+        return count_of_steps(self.plan, self._rank, steps[first_step:], padding)
+
+    @override
+    def micro_batches_of_evaluation(self, *, padding: Padding) -> int | None:
+        return self.micro_batches(padding=padding)
+
+    @override
+    def close(self) -> None:
+        self._close_pass()
+        end_passes(self.data_loader)
+
+    def _step(self, found: StreamStep, epoch: int, step: int, samples: int, padding: Padding) -> Iterator[MicroBatch]:
+        sizes = [size for size in sizes_of(self.plan, samples) if size]
+        run = self.plan.run(self._rank, len(sizes))
+        before = padding_of(self.plan, self._rank, len(sizes), padding)
+        # With micro-batches missing the runs move, and the few samples there are may have been found on other ranks.
+        # So they do where this rank holds no micro-batch of a full step, in an evaluation.
+        if len(sizes) < self.plan.micro_batches or not found.batches:
+            indices = [len(sizes) - 1] * before + [*run]
+            data = self._reader.heads(epoch, step, found, indices)
+        else:
+            indices = [run.start] * before + [*run]
+            data = [*found.batches[:1] * before, *found.batches]
+        for number, (index, batch) in enumerate(zip(indices, data, strict=True)):
+            last, is_padding = number == len(indices) - 1, number < before
+            position = MicroBatchPosition(index, len(sizes), last, is_padding, sizes[index], samples, step)
+            yield MicroBatch(position, batch)
+
+    def _agreed(self, found: StreamStep, epoch: int, step: int) -> int:
+        """Samples of the step over all ranks, if all found what belongs to them. All ranks call it."""
+        everyone = self._agree([found.mark, *found.counts])
+        counts = [number for numbers in everyone for number in numbers[1:]]
+        samples = sum(counts)
+        where, kind = f"in step {step} of epoch {epoch}", type(self._dataset).__name__
+        if counts != sizes_of(self.plan, samples):
+            raise DataError(
+                f"the ranks read different streams: {where} their micro-batches hold {counts} samples; {kind} must "
+                "give every rank the whole stream in the same order (no division by rank in the data set), or have a "
+                "method stride(start, step)"
+            )
+        if len({numbers[0] for numbers in everyone}) > 1:
+            raise DataError(
+                f"the ranks read different streams: {where} {kind} gives them different samples; if it shuffles by "
+                "itself, give it a seed, such as shuffle(..., seed=0); if it is divided by rank, leave that out: every "
+                "rank is to be given the whole stream in the same order"
+            )
+        if samples == 0 and step == 0:
+            raise DataError(
+                f"the data set gave no sample in epoch {epoch}; it needs at least one, and __iter__ must begin anew "
+                "each time it is called"
+            )
+        return samples
+
+    def _open(self, dataset: IterableDataset[Any], workers: WorkerOptions) -> DataLoader[Any]:
+        return open_loader(
+            dataset,
+            self._steps,
+            workers,
+            1,
+            self._seed,
+            batch_size=None,
+            collate_fn=as_it_is,
+            pin_memory=self._pin,
+        )
+
+    def _steps(self) -> int:
+        samples = _length_if_known(self._dataset)
+        if samples is None:
+            raise TypeError(
+                f"len(loader): how many steps an epoch has is known at its end only, as {type(self._dataset).__name__} "
+                "can only be iterated and does not know its length; give it a method __len__, or write the number of "
+                "steps yourself"
+            )
+        return self.plan.steps(samples, drop_last=self._drop_last)
+
+    def _close_pass(self) -> None:
+        if self._pass is not None:
+            end_passes(*self._pass)
+        self._pass = None
+
+
+def _length_if_known(dataset: Any) -> int | None:
+    """The length that a stream says it has, if it says one."""
+    try:
+        return len(dataset) if isinstance(dataset, Sized) else None
+    except (TypeError, NotImplementedError):  # such as a chain of streams of which one does not know
+        return None
+
+
+def _note(dataset: Any, ranks: int) -> str:
+    return (
+        f"each of {ranks} ranks reads the whole of {type(dataset).__name__} and keeps its share, as it has no method "
+        "stride(start, step) that gives every step-th sample from start on"
+    )

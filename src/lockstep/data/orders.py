@@ -1,0 +1,310 @@
+"""Where the order of an epoch comes from: a permutation, or what the user's sampler, batch sampler or function gives.
+
+    epoch, seed ──► shuffle                     a permutation, or 0 1 2 ...
+                    sampler, order=function     any indices: some of them, repeated ones   ──► steps of equal size
+                    batch_sampler               batches of indices                         ──► each is one step
+
+Every rank draws the whole order by itself, under generators that are seeded for the epoch, those which a sampler holds
+among them. So it is the same on all ranks and after a resume, if it depends on nothing else: what a sampler remembers
+from one pass to the next is found by asking it twice, and ranks compare digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+from torch.utils.data.distributed import DistributedSampler
+from typing_extensions import override
+
+from lockstep.batch import BatchPlan, EpochSteps
+from lockstep.errors import DataError, UsageError
+from lockstep.seeding import seed_of, seeded_generators
+
+Indices = Tensor | range
+OrderFunction = Callable[[int, torch.Generator], Iterable[Any]]
+"""``(epoch, generator)`` -> indices of samples: any, in any order, repeated ones too."""
+
+_GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_WHOLE: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_WAY_OUT: Final = (
+    "order=function gives indices from the epoch and a generator that is seeded for it: "
+    "order=lambda epoch, generator: torch.randperm(n, generator=generator)"
+)
+
+
+class Order(Protocol):
+    """Which samples an epoch visits, in which order and in which steps: the same on every rank, and on any world."""
+
+    largest_batch: int | None  #: samples of the largest step of epoch 0, where each step is a batch; else None
+    may_repeat: bool  #: whether one epoch may hold a sample several times
+
+    def draw(self, epoch: int) -> str | None:
+        """A pass over ``epoch`` begins: the digest of its order; None for one that cannot differ between ranks."""
+
+    def indices(self, epoch: int) -> Indices:
+        """The order of ``epoch``: int64 on the CPU, or a range where it is sequential."""
+
+    def steps(self, epoch: int, plan: BatchPlan, *, drop_last: bool) -> EpochSteps:
+        """How that order is divided into steps."""
+
+
+class ShuffledOrder(Order):
+    """A permutation of the whole data set, another one each epoch; or its own order."""
+
+    largest_batch: int | None = None
+    may_repeat = False
+
+    def __init__(self, length: int, seed: int, *, shuffle: bool) -> None:
+        self._length = length
+        self._seed = seed
+        self._shuffle = shuffle
+
+    @override
+    def draw(self, epoch: int) -> str | None:
+        return None
+
+    @override
+    def indices(self, epoch: int) -> Indices:
+        """Global generators are neither read nor moved. A permutation costs about 10 ms for a million samples."""
+        if not self._shuffle:
+            return range(self._length)
+        return torch.randperm(self._length, generator=_generator(self._seed, epoch))
+
+    @override
+    def steps(self, epoch: int, plan: BatchPlan, *, drop_last: bool) -> EpochSteps:
+        return plan.epoch(self._length, drop_last=drop_last)
+
+
+class _Drawn(NamedTuple):
+    indices: Tensor
+    batch_sizes: tuple[int, ...] | None = None  # where each batch is a step
+
+    @property
+    def digest(self) -> str:
+        found = hashlib.blake2b(self.indices.numpy().tobytes(), digest_size=8)
+        found.update(repr(self.batch_sizes).encode())
+        return found.hexdigest()
+
+
+class SampledOrder(Order):
+    """What the user's code gives for an epoch; asked for epoch 0 twice when it is made, and once for each pass.
+
+    Args:
+        name: of what gives it, for messages.
+        give: the order of an epoch, a list of indices or of batches; the global generators are seeded for it.
+        seed: of the run.
+
+    Raises:
+        UsageError: if it gives epoch 0 twice and not alike.
+        DataError: if what it gives is no order.
+    """
+
+    may_repeat = True
+
+    def __init__(self, name: str, give: Callable[[int], _Drawn], seed: int) -> None:
+        self._name = name
+        self._give = give
+        self._seed = seed
+        self._epoch, self._last = 0, self._drawn(0)
+        if self._drawn(0).digest != self._last.digest:
+            raise UsageError(
+                f"{name} gives another order when it is asked for epoch 0 once more: it remembers something from one "
+                "pass to the next, and a resumed run could not repeat the epoch. It may depend on set_epoch(epoch) and "
+                f"on generators of torch, Python and NumPy, global ones or attributes of its own; or {_WAY_OUT}"
+            )
+        sizes = self._last.batch_sizes
+        self.largest_batch = None if sizes is None else max(sizes)
+
+    @override
+    def draw(self, epoch: int) -> str | None:
+        self._epoch, self._last = epoch, self._drawn(epoch)
+        return self._last.digest
+
+    @override
+    def indices(self, epoch: int) -> Indices:
+        return self._of(epoch).indices
+
+    @override
+    def steps(self, epoch: int, plan: BatchPlan, *, drop_last: bool) -> EpochSteps:
+        indices, batch_sizes = self._of(epoch)
+        if batch_sizes is None:
+            return plan.epoch(len(indices), drop_last=drop_last)
+        return plan.epoch_of_batches(batch_sizes)
+
+    def _of(self, epoch: int) -> _Drawn:
+        if epoch != self._epoch:
+            self.draw(epoch)
+        return self._last
+
+    def _drawn(self, epoch: int) -> _Drawn:
+        with seeded_generators(seed_of(self._seed, "order", epoch)):
+            drawn = self._give(epoch)
+        if not len(drawn.indices):
+            raise DataError(
+                f"{self._name} gives no sample in epoch {epoch}; it must begin anew each time, as a list does and an "
+                f"iterator does not; {_WAY_OUT}"
+            )
+        return drawn
+
+
+def order_of_sampler(sampler: Any, length: int, seed: int) -> Order:
+    """The order of ``sampler``, any iterable of indices, for a data set of ``length``.
+
+    Raises:
+        UsageError: for one that divides samples among ranks, or does not give the same order again.
+        DataError: if what it gives are no indices of the data set.
+    """
+    name = f"sampler={type(sampler).__name__}"
+    _refuse_divided(name, sampler)
+
+    def give(epoch: int) -> _Drawn:
+        _begin_epoch(sampler, epoch, seed)
+        return _Drawn(_indices_of(name, sampler, length))
+
+    return SampledOrder(name, give, seed)
+
+
+def order_of_batch_sampler(sampler: Any, length: int, seed: int) -> Order:
+    """The order of ``sampler``, any iterable of batches of indices: each is one step.
+
+    Raises:
+        UsageError, DataError: as `order_of_sampler`.
+    """
+    name = f"batch_sampler={type(sampler).__name__}"
+    _refuse_divided(name, sampler)
+
+    def give(epoch: int) -> _Drawn:
+        _begin_epoch(sampler, epoch, seed)
+        batches = [_indices_of(name, batch, length) for batch in _batches_of(name, sampler)]
+        sizes = tuple(map(len, batches))
+        if 0 in sizes:
+            raise DataError(f"{name} gives an empty batch at step {sizes.index(0)} of epoch {epoch}; leave it out")
+        return _Drawn(torch.cat(batches) if batches else torch.empty(0, dtype=torch.int64), sizes)
+
+    return SampledOrder(name, give, seed)
+
+
+def order_of_function(function: OrderFunction, length: int, seed: int) -> Order:
+    """What ``function(epoch, generator)`` gives, any indices.
+
+    Raises:
+        UsageError, DataError: as `order_of_sampler`.
+    """
+    name = f"order={getattr(function, '__name__', type(function).__name__)}"
+    if not callable(function):
+        raise UsageError(f"{name}: {_WAY_OUT}; indices that are the same each epoch are a sampler: sampler=indices")
+
+    def give(epoch: int) -> _Drawn:
+        return _Drawn(_indices_of(name, function(epoch, _generator(seed, epoch)), length))
+
+    return SampledOrder(name, give, seed)
+
+
+def _generator(seed: int, epoch: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed_of(seed, "order", epoch))
+
+
+def _batches_of(name: str, sampler: Any) -> Iterator[Any]:
+    for batch in sampler:
+        if isinstance(batch, int | np.integer) or (isinstance(batch, Tensor) and not batch.dim()):
+            raise DataError(
+                f"{name} gives single indices, not batches of them: pass it as sampler=, with global_batch="
+            )
+        yield batch
+
+
+def _indices_of(name: str, given: Any, length: int) -> Tensor:
+    """``given`` as int64 within the data set; counted from the end where negative, as a list does."""
+    items = given.tolist() if isinstance(given, np.ndarray) else given
+    if not (isinstance(items, Tensor) and items.dim() == 1 and items.dtype in _WHOLE):
+        # Outside of what is caught: an error of the user's own code is not ours to explain.
+        items = list(items) if hasattr(items, "__iter__") else [items]
+        try:
+            items = torch.tensor(list(map(operator.index, items)))
+        except TypeError:
+            raise DataError(
+                f"{name} gives something else than whole numbers, the indices of samples; if each item is a batch of "
+                "them, pass it as batch_sampler="
+            ) from None
+    found: Tensor = items.to("cpu", torch.int64)
+    if len(found) and not -length <= int(found.min()) <= int(found.max()) < length:
+        raise DataError(
+            f"{name} gives indices from {int(found.min())} to {int(found.max())}, and the data set has "
+            f"{length} samples: they must lie within it"
+        )
+    return torch.where(found < 0, found + length, found)
+
+
+def _begin_epoch(sampler: Any, epoch: int, seed: int) -> None:
+    """Tell it the epoch, and seed every generator that it holds."""
+    generators = 0
+    for part in _parts_of(sampler):
+        if isinstance(part, _GENERATORS):
+            # Several draw different numbers; a single one draws what the global one would.
+            _seed(part, seed_of(seed, "order", epoch, *([generators] if generators else [])))
+            generators += 1
+        elif callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+def _seed(generator: Any, seed: int) -> None:
+    match generator:
+        case torch.Generator():
+            generator.manual_seed(seed)
+        case np.random.Generator():
+            bits = generator.bit_generator
+            bits.state = type(bits)(seed).state
+        case np.random.RandomState():
+            generator.seed(seed & 0xFFFFFFFF)
+        case _:
+            generator.seed(seed)
+
+
+def _parts_of(sampler: Any) -> Iterator[Any]:
+    """``sampler``, the samplers that it asks in its turn, and the generators that they hold; each once, in order."""
+    seen: set[int] = set()
+    waiting = [sampler]
+    while waiting:
+        part = waiting.pop(0)
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        if isinstance(part, _GENERATORS):
+            continue
+        for value in getattr(part, "__dict__", {}).values():
+            several = isinstance(value, list | tuple) and value and _is_part(value[0])
+            waiting += [one for one in (value if several else [value]) if _is_part(one)]
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, (Sampler, *_GENERATORS)) or (
+        # A sampler of the user's own class: neither a data set nor a container.
+        hasattr(value, "__iter__") and hasattr(value, "__dict__") and not hasattr(value, "__getitem__")
+    )
+
+
+def _refuse_divided(name: str, sampler: Any) -> None:
+    for part in _parts_of(sampler):
+        divided = isinstance(part, DistributedSampler) or (
+            hasattr(part, "rank") and getattr(part, "num_replicas", 1) != 1
+        )
+        if divided:
+            inner = "" if part is sampler else f" holds a {type(part).__name__}, which"
+            raise UsageError(
+                f"{name}{inner} divides the samples among ranks, as run.loader does by itself, without padding: leave "
+                "it out and say shuffle=True or False; or give a sampler of the whole data set (num_replicas=1)"
+            )
+    if isinstance(sampler, Iterator):
+        raise UsageError(
+            f"{name} is an iterator, which can be read only once: give something that begins anew for each epoch, or "
+            f"{_WAY_OUT}"
+        )
