@@ -19,7 +19,10 @@ HOUSE = Path(__file__).parents[1] / "src" / "lockstep"
 #: From the bottom to the top. A room may use the floors below its own.
 FLOORS = (
     ("errors", "launch_contract", "slurm_syntax"),
-    ("world", "batch", "progress", "settings", "size_balancing", "formatting", "heartbeat_message", "peer_failure"),
+    (
+        *("world", "batch", "progress", "settings", "size_balancing", "formatting", "heartbeat_message"),
+        *("peer_failure", "script_end"),
+    ),
     ("collectives", "seeding", "heartbeat", "cpu_affinity"),
     ("strategies", "checkpoint", "data", "report", "faults"),
     ("run", "launch"),
@@ -29,7 +32,8 @@ FLOORS = (
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     *("errors", "launch_contract", "slurm_syntax", "world", "batch", "progress", "settings", "size_balancing"),
-    *("formatting", "heartbeat_message", "peer_failure", "heartbeat", "cpu_affinity", "report", "faults", "launch"),
+    *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
+    *("launch",),
     *("cli", "__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from

@@ -40,6 +40,7 @@ class EndOfStep:
         self._open_step = 0  # a step that is done, and whose body has not ended; 0: none
         self.error: LockstepError | None = None  #: met where a loop was left by `break`, to be raised at the end
         self.steps = 0  #: done by this process
+        self.stopped = False  #: whether the run was asked to stop, and has
 
     def count(self, samples: int) -> None:
         """A step of ``samples`` is done; its end comes when the body of the loop is over. Once for each step."""
@@ -93,6 +94,7 @@ class EndOfStep:
         if decision.saves:
             self.save()
         if decision.stop:
+            self.stopped = True
             try:
                 self._context.checkpointer.stop(self._position.progress.step, decision.stop, self._leave_stopped)
             finally:

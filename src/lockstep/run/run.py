@@ -13,7 +13,6 @@ Shutdown ─────┘
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -42,6 +41,7 @@ from lockstep.run.start import TrainingStart
 from lockstep.run.state import Stateful
 from lockstep.run.train_step import Count, Loss, TrainStep
 from lockstep.run.training_loop import TrainingLoop
+from lockstep.script_end import close_at_script_end
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.settings import ResolvedSettings, Settings, changed
 from lockstep.world import World
@@ -54,7 +54,8 @@ class Run:
     """One training run, alone or as one rank of any launcher's world.
 
     Opening it finds out which rank this process is, connects to the other ranks, seeds everything random and chooses
-    the device. Every rank must make the same calls in the same order. Use it in a ``with`` statement, which closes it.
+    the device. Every rank must make the same calls in the same order. It is closed by `close`, by the end of a ``with``
+    statement, or by the end of the script, whichever comes first.
 
     Every argument can be overridden from outside: ``lockstep run --precision bf16 train.py``, or
     ``LOCKSTEP_PRECISION=bf16``. `settings` has each value and where it came from.
@@ -128,7 +129,7 @@ class Run:
         self._ranks: Final = RankOperations(group, context.world)
         self._shutdown: Final = Shutdown(context, self._loaders, self._start, self._train_step, end_of_step, self._log)
         seed_generators(seed_of(context.settings.seed, "init"))
-        atexit.register(self._shutdown.warn_left_open)
+        close_at_script_end(self._shutdown.close)
         context.marker.set_phase("script")
 
     # ---- who and where -----------------------------------------------------------------------------------------
@@ -404,10 +405,16 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """`close`; after an error nothing is saved, no rank is waited for, and the error says more where it can."""
+        self._shutdown.close(error)
+
+    def close(self) -> None:
         """Save what is not saved yet, wait for the last checkpoint, disconnect from the other ranks. Collective.
+
+        A second call does nothing. A run that is left open is closed at the end of the script: as by this call, or after
+        an uncaught error as a ``with`` statement does.
 
         Raises:
             SystemExit: with code 74, on all ranks, if checkpoints were asked for and the last step is in none.
         """
-        atexit.unregister(self._shutdown.warn_left_open)
-        self._shutdown.close(error)
+        self._shutdown.close(None)

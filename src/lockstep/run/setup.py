@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from lockstep.batch import BatchPlan
 from lockstep.checkpoint import Checkpoints
 from lockstep.collectives import Group, open_group
 from lockstep.cpu_affinity import allotted_cpus
-from lockstep.errors import SettingError
+from lockstep.errors import SettingError, UsageError
 from lockstep.heartbeat import ProgressMarker, progress_marker
 from lockstep.launch_contract import RESUME, STOP_FILE
 from lockstep.run.carried_state import CarriedState
@@ -82,10 +83,12 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     ``env`` gets the rank variables that every launcher's scripts know.
 
     Raises:
+        UsageError: if this process is one that the script has spawned, and is importing the script for it.
         SettingError: for a value that cannot be used here.
         WorldError: if the environment describes no world, or the ranks do not meet.
         MismatchError: if the ranks have different settings.
     """
+    _refuse_child_import()
     settings = resolved.values
     marker = progress_marker()
     marker.set_phase("start")
@@ -142,6 +145,15 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         metrics=PassMetrics(counts=share.counts),
         carried=CarriedState(group, plan.micro_batches_of, has_server_ranks=share.replicas != group.size),
     )
+
+
+def _refuse_child_import() -> None:
+    """A process that is started by spawn first imports the script, all of whose top level then runs once more."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "this process was spawned by the script and imports it, which would open the run once more: put what opens "
+            'the run under `if __name__ == "__main__":`, or start the process by fork'
+        )
 
 
 def cpus_of_this_rank() -> int:
