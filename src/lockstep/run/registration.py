@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from lockstep.errors import UsageError
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
-from lockstep.run.state import State, Stateful
+from lockstep.run.state import State
 from lockstep.strategies import ComputesLoss, check_can_step, parameters_of, spans_gpus, synchronize_batchnorm
 
 
@@ -61,7 +61,7 @@ class Registration:
             )
         self._state.schedulers.append(scheduler)
 
-    def keep(self, objects: Mapping[str, Stateful]) -> None:
+    def keep(self, objects: Mapping[str, object]) -> None:
         """See `Run.keep`."""
         self._start.refuse_late("keep")
         for name, value in objects.items():

@@ -27,6 +27,7 @@ from lockstep.progress import Progress
 from lockstep.run.carried_state import CarriedState
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.evaluation_loop import EvaluationLoop
+from lockstep.run.kept import Kept
 from lockstep.run.loaders import Loaders
 from lockstep.run.micro_batches import MicroBatches
 from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
@@ -38,7 +39,6 @@ from lockstep.run.setup import set_up
 from lockstep.run.shutdown import Shutdown
 from lockstep.run.snapshot import RunSnapshot
 from lockstep.run.start import TrainingStart
-from lockstep.run.state import Stateful
 from lockstep.run.train_step import Count, Loss, TrainStep
 from lockstep.run.training_loop import TrainingLoop
 from lockstep.script_end import close_at_script_end
@@ -220,9 +220,25 @@ class Run:
         self._registration.scheduler(scheduler)
         return scheduler
 
-    def keep(self, **objects: Stateful) -> None:
-        """Save and restore each object, by its name, through its ``state_dict`` and ``load_state_dict``."""
+    def keep(self, **objects: Any) -> None:
+        """Save and restore each object, by its name, before the training begins.
+
+        An object that has ``state_dict`` and ``load_state_dict`` through these; a list, dict or tensor in place: after a
+        resume the script's own one holds what was saved. A number or a text cannot change in place: `kept` has it.
+        All ranks must hold equal values, as after ``run.metrics``; ranks compare tensors and plain values.
+
+        Raises:
+            UsageError: after the training began, for a name that is taken, or for what cannot be saved.
+        """
         self._registration.keep(objects)
+
+    @property
+    def kept(self) -> Kept:
+        """What `keep` was given, by name: ``run.kept.best = max(run.kept.best, run.metrics["accuracy"])``.
+
+        After `epochs` has begun it is what the checkpoint holds.
+        """
+        return Kept(self._context.state.kept)
 
     def loader(
         self,

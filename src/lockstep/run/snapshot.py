@@ -81,7 +81,7 @@ class RunSnapshot:
         if isinstance(context.strategy, HasServerRanks) or not context.share.in_step:
             # On ranks that serve, the script's own objects have not moved; on ranks that step by themselves, each has
             # moved otherwise. A checkpoint holds the leader's, not a mixture.
-            kept = {name: tree[name] for name in ("kept", "kept_transient", "transient")}
+            kept = {name: tree[name] for name in ("kept", "kept_values", "kept_transient", "transient")}
             outline = context.group.broadcast_object(as_absent_shards(kept), "what is kept")
             tree |= as_owned_shards(kept) if context.group.leads else outline
         if isinstance(context.strategy, ComputesLoss):
