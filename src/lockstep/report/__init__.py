@@ -10,7 +10,7 @@ Nothing here needs torch, and rich is imported only for a terminal.
 
 from lockstep.report.metrics_file import MetricsFile
 from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
-from lockstep.report.status import State, Status, StatusFile
+from lockstep.report.status import State, Status, StatusFile, epoch_number
 from lockstep.report.throughput import Throughput
 from lockstep.report.top import top
 from lockstep.report.views import SilentView, View, choose_view
@@ -26,6 +26,7 @@ __all__ = [
     "Throughput",
     "View",
     "choose_view",
+    "epoch_number",
     "lateness",
     "top",
 ]

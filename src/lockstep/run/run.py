@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep.progress import Progress
+from lockstep.report import epoch_number
 from lockstep.run.carried_state import CarriedState
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.evaluation_loop import EvaluationLoop
@@ -376,12 +377,20 @@ class Run:
     def log(self, **values: object) -> dict[str, object]:
         """Write ``values`` and `metrics` to the run's record, and tell the user; the leader does, others return.
 
-        No collective: what it writes has been reduced. Also under ``if run.leads``.
+        No collective: what it writes has been reduced. Also under ``if run.leads``. Step and epoch are written by
+        themselves. Epochs are counted from 1, as on the screen: the number that `epochs` gave need not be named, and
+        if it is, as in ``run.log(epoch=epoch)``, the same epoch is written.
+
+        Returns:
+            What was written, on every rank.
         """
+        epoch = epoch_number(self.progress.epoch, self._context.position.length.epochs)
         everything: dict[str, object] = {**values, **self.metrics} | values
+        if everything.get("epoch") == epoch - 1:
+            everything["epoch"] = epoch
         # What stands between the beginning of an epoch and its training runs again after a resume within the epoch.
         if not self._start.resumes_within_epoch:
-            self._log.write(everything, self.progress)
+            self._log.write(everything, self.progress.step, epoch)
         return everything
 
     # ---- between ranks ------------------------------------------------------------------------------------------

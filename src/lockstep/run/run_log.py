@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from lockstep.progress import Progress
 from lockstep.report import MetricsFile
 
 
@@ -30,14 +29,20 @@ class RunLog:
         if self._leads and self._directory:
             self._file = MetricsFile(Path(self._directory, "metrics.jsonl"), step=step, say=self._say)
 
-    def write(self, values: Mapping[str, object], progress: Progress) -> None:
-        """Write ``values`` to the file, if there is one, and tell the user."""
+    def write(self, values: dict[str, object], step: int, epoch: int) -> None:
+        """Write ``values`` to the file, if there is one, and tell the user.
+
+        Args:
+            values: by name.
+            step: steps done.
+            epoch: the epoch in work, from 1; a value named ``epoch`` takes its place.
+        """
         if not self._leads:
             return
         if self._file is not None:
-            self._file.write(progress.step, progress.epoch, values)
-        texts = (f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in values.items())
-        self._say(f"step {progress.step}: " + ", ".join(texts))
+            self._file.write(step, epoch, values)
+        texts = (f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in ({"epoch": epoch} | values).items())
+        self._say(f"step {step}: " + ", ".join(texts))
 
     def close(self) -> None:
         """The file is closed."""
