@@ -64,7 +64,7 @@ class MetricsFile:
             self._file = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         self._take_up(step)
 
-    def write(self, step: int, epoch: int, values: Mapping[str, object]) -> None:
+    def write(self, step: int, epoch: int, values: Mapping[str, object]) -> dict[str, float] | None:
         """Append what was measured after ``step`` steps, in ``epoch``.
 
         Args:
@@ -72,21 +72,21 @@ class MetricsFile:
             epoch: the epoch in work, from 1; a value named ``epoch`` takes its place.
             values: numbers and truth values; an array or tensor of one element counts as that element.
 
+        Returns:
+            The record, also where there is no room for it; None for one that the file holds already.
+
         Raises:
             UsageError: for a value that is no number, or a name that the record itself uses.
         """
-        row: dict[str, float] = {"step": step, "epoch": epoch, "wall_s": round(self._wall(), 3)}
-        for name, value in values.items():
-            if name in _RESERVED:
-                raise UsageError(f"log({name}=...): the record writes {name} itself; give the value another name")
-            row[name] = _single(name, value)
+        row = record_row(step, epoch, values, self._wall())
         names = _names(row)
         if step > self._at:
             self._kept.clear()
         elif self._kept[names]:
             self._kept[names] -= 1
-            return
+            return None
         self._append(b"{%s}\n" % ", ".join(f"{json.dumps(name)}: {_text(value)}" for name, value in row.items()).encode())
+        return row
 
     def close(self) -> None:
         """Close the file; every record is already in it."""
@@ -137,6 +137,20 @@ class MetricsFile:
         if not self._failed:
             self._failed = True
             self._say(f"metrics are not recorded in {self._path}: {error.strerror}; training goes on")
+
+
+def record_row(step: int, epoch: int, values: Mapping[str, object], wall_s: float) -> dict[str, float]:
+    """One record; see `MetricsFile.write`.
+
+    Raises:
+        UsageError: for a value that is no number, or a name that the record itself uses.
+    """
+    row: dict[str, float] = {"step": step, "epoch": epoch, "wall_s": round(wall_s, 3)}
+    for name, value in values.items():
+        if name in _RESERVED:
+            raise UsageError(f"log({name}=...): the record writes {name} itself; give the value another name")
+        row[name] = _single(name, value)
+    return row
 
 
 def _rows(content: bytes, path: Path) -> Iterator[tuple[dict[str, float], int]]:

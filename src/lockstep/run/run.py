@@ -23,8 +23,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lockstep.errors import SettingError
 from lockstep.progress import Progress
-from lockstep.report import epoch_number
+from lockstep.report import LogsValues
 from lockstep.run.carried_state import CarriedState
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.evaluation_loop import EvaluationLoop
@@ -70,6 +71,11 @@ class Run:
         precision: ``fp32``, ``bf16`` or ``fp16``, of the forward pass.
         checkpoint: directory for checkpoints. None: the run directory of ``lockstep run``, or none are saved.
         save_every: such as ``"100 steps"``, ``"5 min"`` or ``"1 epoch"``. None: only at the end and at a stop.
+        log_every: such as ``"50 steps"``: after every so many steps of the run, the means of what they measured are
+            logged as ``loss_step`` and so on. None: only `log` logs.
+        track: ``tensorboard``, ``wandb``, ``mlflow``, or several with commas between them, get what is logged, and the
+            settings; or an object with ``log(values, step)`` does. Only the leader's. One that fails or hangs is
+            dropped, and the training goes on. None: ``metrics.jsonl`` alone.
         keep: how many checkpoints are kept.
         clip_norm: greatest global norm of a step's gradient.
         sync_batchnorm: BatchNorm over the micro-batches that all ranks compute at once; the result depends on how many.
@@ -98,6 +104,8 @@ class Run:
         precision: Literal["fp32", "bf16", "fp16"] = _DEFAULTS.precision,
         checkpoint: str | os.PathLike[str] | None = None,
         save_every: str | None = None,
+        log_every: str | None = None,
+        track: str | LogsValues | None = None,
         keep: int = _DEFAULTS.keep,
         clip_norm: float | None = None,
         sync_batchnorm: bool = False,
@@ -110,7 +118,10 @@ class Run:
         peer_timeout_s: float = _DEFAULTS.peer_timeout_s,
         rehearse: bool = False,
     ) -> None:
-        given = changed(locals())
+        tracker = None if track is None or isinstance(track, str) else track
+        if not isinstance(tracker, LogsValues | None):
+            raise SettingError(f"track={type(track).__name__}: give a tracker's name, or an object with log(values, step)")
+        given = changed({**locals(), "track": None if tracker else track})
         context = set_up(ResolvedSettings.resolve(given, os.environ), os.environ)
         self._context: Final = context
         self.settings: Final = context.resolved
@@ -120,11 +131,11 @@ class Run:
         finite = NonFiniteChecks(context.settings.on_nan, group.rank, warnings.add, checkpointer.committed_step)
         self._train_step: Final = TrainStep(context, finite)
         self._loaders: Final = Loaders(context)
-        self._log: Final = RunLog(group.leads, context.directory, self.say)
+        self._log: Final = RunLog(context, tracker)
         snapshot = RunSnapshot(context)
         self._start: Final = TrainingStart(context, snapshot, self._log)
         self._registration: Final = Registration(context, self._start)
-        end_of_step = EndOfStep(context, snapshot, self._loaders, finite, warnings)
+        end_of_step = EndOfStep(context, snapshot, self._loaders, finite, warnings, self._log)
         self._training: Final = TrainingLoop(context, self._loaders, self._start, self._train_step, end_of_step)
         self._evaluation: Final = EvaluationLoop(context, self._loaders, self._start, end_of_step)
         self._ranks: Final = RankOperations(group, context.world)
@@ -384,7 +395,7 @@ class Run:
         Returns:
             What was written, on every rank.
         """
-        epoch = epoch_number(self.progress.epoch, self._context.position.length.epochs)
+        epoch = self._context.position.epoch_number
         everything: dict[str, object] = {**values, **self.metrics} | values
         if everything.get("epoch") == epoch - 1:
             everything["epoch"] = epoch

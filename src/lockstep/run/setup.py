@@ -17,6 +17,7 @@ from lockstep.cpu_affinity import allotted_cpus
 from lockstep.errors import SettingError, UsageError
 from lockstep.heartbeat import ProgressMarker, progress_marker
 from lockstep.launch_contract import RESUME, STOP_FILE
+from lockstep.report import refuse_unknown_trackers
 from lockstep.run.carried_state import CarriedState
 from lockstep.run.identity import RunIdentity
 from lockstep.run.metrics import PassMetrics
@@ -90,6 +91,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     """
     _refuse_child_import()
     settings = resolved.values
+    refuse_unknown_trackers(settings.track or "")
     marker = progress_marker()
     marker.set_phase("start")
     world = World.from_env(env)
@@ -142,7 +144,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         identity=RunIdentity(settings, threads, device),
         state=State(),
         position=RunPosition(settings.seed),
-        metrics=PassMetrics(counts=share.counts),
+        metrics=PassMetrics(counts=share.counts, recent=settings.log_every is not None),
         carried=CarriedState(group, plan.micro_batches_of, has_server_ranks=share.replicas != group.size),
     )
 

@@ -65,8 +65,8 @@ class Shutdown:
             self._save_stop.close()
             context.stop_requests.unlisten()
             self._loaders.close()
+            self._log.close(failed=error is not None and not isinstance(error, SystemExit))
             context.reporter.close()
-            self._log.close()
             context.checkpointer.release()
             # After an error, a GPU may wait for what never comes.
             if error is None or type(error) is SystemExit or context.device.type == "cpu":
