@@ -115,7 +115,7 @@ class TrackerThread:
                 if number > had:
                     tracker.write(row)
             self._remember(tracker.run_id, max(number, had))
-            while (next_row := self._rows.get()) is not None:
+            while not self._failed and (next_row := self._rows.get()) is not None:
                 number += 1
                 if number > had:
                     tracker.write(next_row)

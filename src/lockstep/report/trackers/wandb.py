@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any, Final
 
 from lockstep.report.trackers.tracker import Row, TrackerContext, values_of
@@ -21,7 +22,7 @@ class WandbTracker:
         import wandb
 
         context.directory.mkdir(parents=True, exist_ok=True)
-        self.run_id: Final[str] = context.run_id or wandb.util.generate_id()
+        self.run_id: Final[str] = context.run_id or uuid.uuid4().hex[:8]
         self._run: Final[Any] = wandb.init(
             id=self.run_id,
             resume="allow",
