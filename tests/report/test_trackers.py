@@ -13,6 +13,7 @@ from lockstep.errors import SettingError
 from lockstep.report import TrackerContext, open_trackers
 from lockstep.report.trackers import tracker_thread
 from lockstep.run import Run
+from lockstep.testing import run_ranks
 
 ROWS = [{"step": step, "epoch": 1, "wall_s": 1.5, "loss": 1 / step} for step in range(1, 6)]
 
@@ -68,10 +69,13 @@ def wandb_records(content):
             whole = b""
 
 
-def test_wandb_offline_is_one_run_with_each_point_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    life(tmp_path, None, track="wandb", rows=ROWS[:4])
-    life(tmp_path, None, track="wandb", record=ROWS[:2], rows=ROWS[2:])
+def two_lives(directory):
+    life(directory, None, track="wandb", rows=ROWS[:4])
+    life(directory, None, track="wandb", record=ROWS[:2], rows=ROWS[2:])
+
+
+def test_wandb_offline_is_one_run_with_each_point_once(tmp_path):
+    run_ranks(two_lives, 1, tmp_path, env={"WANDB_MODE": "offline"})  # its service is a process that stays
     steps, ids = [], set()
     for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         for record in wandb_records(file.read_bytes()):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lockstep.errors import UsageError
+from lockstep.run.closures import check_closures, needs_closure, refuse_beside
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.state import State
@@ -42,10 +43,15 @@ class Registration:
             adopted.compile()
         return adopted
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None) -> None:
         """See `Run.optimizer`."""
         self._start.refuse_late("optimizer")
         check_optimizer(optimizer, self._state)
+        if needs_closure(optimizer) if closure is None else closure:
+            check_closures(self._context, optimizer)
+            self._state.with_closure = True
+        elif self._state.with_closure:
+            refuse_beside(self._state, type(optimizer).__name__)
         check_can_step(self._context.strategy, optimizer)
         self._state.optimizers.append(optimizer)
 
@@ -109,16 +115,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
     """Nothing, if a run can step ``optimizer``.
 
     Raises:
-        UsageError: for one that is known, needs a closure, or holds parameters that belong to no model of the run.
+        UsageError: for one that is known, or holds parameters that belong to no model of the run.
     """
     if any(optimizer is known for known in state.optimizers):
         raise UsageError(f"run.optimizer({type(optimizer).__name__}) a second time: one call for each optimizer")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
-        raise UsageError(
-            f"{type(optimizer).__name__} computes the loss several times in a step, through a closure, and a run gives "
-            "it one gradient: use an optimizer that steps once, such as torch.optim.AdamW or SGD"
-        )
     _refuse_sparse_momentum(optimizer, state)
     parameters = parameters_of(optimizer)
     strangers = [p for p in parameters if p not in state.known_parameters]

@@ -41,7 +41,7 @@ from lockstep.run.setup import set_up
 from lockstep.run.shutdown import Shutdown
 from lockstep.run.snapshot import RunSnapshot
 from lockstep.run.start import TrainingStart
-from lockstep.run.train_step import Count, Loss, TrainStep
+from lockstep.run.train_step import Count, Loss, LossKind, TrainStep
 from lockstep.run.training_loop import TrainingLoop
 from lockstep.script_end import close_at_script_end
 from lockstep.seeding import seed_generators, seed_of
@@ -218,13 +218,20 @@ class Run:
         """
         return self._registration.model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None = None) -> torch.optim.Optimizer:
         """``optimizer`` itself, from now on stepped by `step` and saved.
+
+        Args:
+            optimizer: made for parameters of a `model`.
+            closure: whether it is stepped by ``optimizer.step(closure)``, as LBFGS and implementations of SAM are. Then
+                `step` is given a function and its data, and each call of the closure computes the loss and the gradient
+                of the whole global batch again; ``.grad`` holds that gradient before the first call, too. It must be
+                the run's only optimizer. None: if its ``step`` cannot be called without.
 
         Raises:
             UsageError: if it was made for parameters of no model that `model` was given, or cannot step here.
         """
-        self._registration.optimizer(optimizer)
+        self._registration.optimizer(optimizer, closure=closure)
         return optimizer
 
     def scheduler(self, scheduler: T) -> T:
@@ -307,7 +314,9 @@ class Run:
         first_step = self.progress.epoch_step
         return MicroBatches(self._training.train(loader), lambda: self._loaders.length(loader, "train", first_step))
 
-    def backward(self, loss: Loss, *data: Any, count: Count = None, optimizer: Optimizers = None) -> bool:
+    def backward(
+        self, loss: Loss, *data: Any, count: Count = None, loss_is: LossKind = "mean", optimizer: Optimizers = None
+    ) -> bool:
         """The first half of `step`: after the step's last micro-batch, ``.grad`` holds the global batch's gradient.
 
         Still to be unscaled and clipped, which `update` does. Collective.
@@ -315,7 +324,7 @@ class Run:
         Returns:
             Whether this was this rank's last micro-batch of the step, so that ``.grad`` is there.
         """
-        return self._training.backward(loss, data, count, optimizer)
+        return self._training.backward(loss, data, count, loss_is, optimizer)
 
     def update(self, optimizer: Optimizers = None) -> bool:
         """The second half of `step`: on the step's last micro-batch unscale, clip and update; before that, nothing.
@@ -328,7 +337,9 @@ class Run:
         """
         return self._training.update(optimizer)
 
-    def step(self, loss: Loss, *data: Any, count: Count = None, optimizer: Optimizers = None) -> bool:
+    def step(
+        self, loss: Loss, *data: Any, count: Count = None, loss_is: LossKind = "mean", optimizer: Optimizers = None
+    ) -> bool:
         """Train on one micro-batch: backward; on the step's last one also reduce, clip, update, and step schedulers.
 
         The gradient is that of the mean over the global batch: each micro-batch weighs what it holds. Collective.
@@ -342,6 +353,8 @@ class Run:
                 their own.
             data: for a function: the model's input and the targets, each one object or a tuple of several.
             count: how many items the mean is over, such as tokens; a number or a tensor. None: the samples.
+            loss_is: ``mean`` over these items, or their ``sum``, as with ``reduction="sum"``. What is learned from and
+                reported is the mean over all items of the step either way.
             optimizer: whose parameters the loss is for, where the run has several; several share one backward pass.
 
         Returns:
@@ -356,7 +369,7 @@ class Run:
             NonFiniteError: for a loss or gradient that is not finite, if the run is to stop then.
             PeerLost: if another rank is gone.
         """
-        self._training.backward(loss, data, count, optimizer)
+        self._training.backward(loss, data, count, loss_is, optimizer)
         return self._training.update(optimizer)
 
     def evaluate(self, loader: DataLoader[Any]) -> MicroBatches:

@@ -27,6 +27,7 @@ class State:
         self.sparse: set[nn.Parameter] = set()  # those whose gradients are sparse
         self.buffers: list[tuple[str, torch.Tensor]] = []  # of all models, with their names
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.with_closure = False  #: whether the run's only optimizer computes losses through a closure
         self.schedulers: list[Any] = []
         self.kept: dict[str, Stateful] = {}
         self._transient: list[TransientBuffers] = []  # of each model
