@@ -26,7 +26,7 @@ _hook_before = sys.excepthook
 
 def close_at_script_end(close: Close) -> None:
     """Call ``close`` when the script ends, with the error that ends it or None, unless `forget` comes before."""
-    global _hook_before  # noqa: PLW0603 - as sys.excepthook itself, there is one for the process
+    global _hook_before
     _open.append((os.getpid(), close))
     atexit.register(_at_exit)
     if sys.excepthook is not _on_error:

@@ -129,7 +129,8 @@ class Settings:
         default=None, metadata=_about("how often means of the training are logged beside `run.log`, in steps")
     )
     track: str | None = field(
-        default=None, metadata=_about("who gets what is logged, too: tensorboard, wandb, mlflow, or several with commas")
+        default=None,
+        metadata=_about("who gets what is logged, too: tensorboard, wandb, mlflow, or several with commas"),
     )
     keep: int = field(default=3, metadata=_about("checkpoints kept, the newest ones", least=1))
     clip_norm: float | None = field(

@@ -1,4 +1,4 @@
-"""Optimizers with closures, and losses of several passes: equal on any world, and near plain torch on the whole batch."""
+"""Optimizers with closures, losses of several passes: equal on any world, near plain torch on the whole batch."""
 
 import os
 
@@ -82,7 +82,9 @@ def by_hand(name):
 
 
 def test_the_same_bits_on_any_world_near_plain_torch_and_after_a_resume(tmp_path):
-    cases = [(trained, name, 2, dropout, counts) for name in OPTIMIZERS for dropout, counts in ((0.0, False), (0.3, True))]
+    cases = [
+        (trained, name, 2, dropout, counts) for name in OPTIMIZERS for dropout, counts in ((0.0, False), (0.3, True))
+    ]
     started = (trained, "lbfgs", 1, 0.3, True, "ddp", str(tmp_path / "saved"))
     results = {}
     for world in (1, 2, 3):

@@ -56,7 +56,9 @@ def test_it_resumes_in_place_on_any_world(tmp_path):
 
 def test_ranks_that_keep_other_values_are_told(tmp_path):
     (told,) = on_world(2, [(early_stopping, str(tmp_path), False, 1, "ddp", 0.5)])
-    assert all("MismatchError: ranks hold different values after step 2: run.kept.best on rank" in text for text in told)
+    assert all(
+        "MismatchError: ranks hold different values after step 2: run.kept.best on rank" in text for text in told
+    )
 
 
 def other(directory, monkeypatch, **kept):
@@ -86,7 +88,9 @@ def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
         assert dir(run.kept) == ["best", "ema", "seen", "weights"]
     rest = {"seen": [], "weights": torch.zeros(2), "ema": nn.Linear(1, 1)}
     assert other(tmp_path, monkeypatch, best=None, **rest).best == 1
-    with pytest.raises(CheckpointError, match=r"keep\(best=...\) of the checkpoint does not fit this script's list: a int"):
+    with pytest.raises(
+        CheckpointError, match=r"keep\(best=...\) of the checkpoint does not fit this script's list: a int"
+    ):
         other(tmp_path, monkeypatch, best=[], **rest)
     with pytest.raises(CheckpointError, match=r"shape \(3,\), and \(2,\) was saved"):
         other(tmp_path, monkeypatch, best=0, **rest | {"weights": torch.zeros(3)})

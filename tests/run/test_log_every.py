@@ -54,7 +54,10 @@ def by_hand():
         w -= 0.1 * (2 * w * batch**2).mean()
     counts = [8, 8, 8, 8, 6] * 3
     return [
-        (float(sum(losses[at - 3 : at])) / sum(counts[at - 3 : at]), int(sum(big[at - 3 : at])) / sum(counts[at - 3 : at]))
+        (
+            float(sum(losses[at - 3 : at])) / sum(counts[at - 3 : at]),
+            int(sum(big[at - 3 : at])) / sum(counts[at - 3 : at]),
+        )
         for at in range(3, 16, 3)
     ]
 
@@ -80,14 +83,15 @@ def test_it_is_what_the_steps_measured_on_any_world(tmp_path):
     assert table.dropna(subset="loss_step").step.tolist() == [3, 6, 9, 12, 15]
 
 
-
 def tensorboard_points(directory):
     events = EventAccumulator(str(directory / "tensorboard")).Reload()
     return {tag: [(e.step, round(e.value, 5)) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def test_killed_and_resumed_every_line_and_point_is_there_once(tmp_path):
-    (whole,) = on_world(1, [(trained, str(tmp_path / "whole"), 0, 0, False, "tensorboard,mlflow")], env=mlflow_in(tmp_path))
+    (whole,) = on_world(
+        1, [(trained, str(tmp_path / "whole"), 0, 0, False, "tensorboard,mlflow")], env=mlflow_in(tmp_path)
+    )
     env = mlflow_in(tmp_path / "killed")
     for life, (kill_at, world) in enumerate([(8, 2), (12, 3), (0, 1)]):
         run_each(trained, world, str(tmp_path / "killed"), kill_at, 0, life > 0, "tensorboard,mlflow", env=env)

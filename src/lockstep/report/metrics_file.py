@@ -85,7 +85,9 @@ class MetricsFile:
         elif self._kept[names]:
             self._kept[names] -= 1
             return None
-        self._append(b"{%s}\n" % ", ".join(f"{json.dumps(name)}: {_text(value)}" for name, value in row.items()).encode())
+        self._append(
+            b"{%s}\n" % ", ".join(f"{json.dumps(name)}: {_text(value)}" for name, value in row.items()).encode()
+        )
         return row
 
     def close(self) -> None:
@@ -184,7 +186,7 @@ def _names(row: Mapping[str, object]) -> tuple[str, ...]:
 
 def _text(value: float) -> str:
     """``value`` as JSON; nan as null, which tables hold for what is not there."""
-    if isinstance(value, float) and not math.isfinite(value):
+    if not math.isfinite(value):
         return "null" if math.isnan(value) else f"{'-' if value < 0 else ''}1e999"
     return json.dumps(value)
 

@@ -136,8 +136,8 @@ def _check(value: object, path: str) -> None:
             _check(inner, f"{path}[{index}]")
     elif not isinstance(value, _LEAVES):
         raise UsageError(
-            f"keep({path}={type(value).__name__}): it has no state_dict() and load_state_dict(), and is no number, text, "
-            "tensor, list, tuple or dict of these; give the object both, or keep one that has (an array as "
+            f"keep({path}={type(value).__name__}): it has no state_dict() and load_state_dict(), and is no number, "
+            "text, tensor, list, tuple or dict of these; give the object both, or keep one that has (an array as "
             "torch.from_numpy(array))"
         )
 

@@ -120,7 +120,9 @@ class Run:
     ) -> None:
         tracker = None if track is None or isinstance(track, str) else track
         if not isinstance(tracker, LogsValues | None):
-            raise SettingError(f"track={type(track).__name__}: give a tracker's name, or an object with log(values, step)")
+            raise SettingError(
+                f"track={type(track).__name__}: give a tracker's name, or an object with log(values, step)"
+            )
         given = changed({**locals(), "track": None if tracker else track})
         context = set_up(ResolvedSettings.resolve(given, os.environ), os.environ)
         self._context: Final = context
@@ -242,8 +244,8 @@ class Run:
     def keep(self, **objects: Any) -> None:
         """Save and restore each object, by its name, before the training begins.
 
-        An object that has ``state_dict`` and ``load_state_dict`` through these; a list, dict or tensor in place: after a
-        resume the script's own one holds what was saved. A number or a text cannot change in place: `kept` has it.
+        An object that has ``state_dict`` and ``load_state_dict`` through these; a list, dict or tensor in place: after
+        a resume the script's own one holds what was saved. A number or a text cannot change in place: `kept` has it.
         All ranks must hold equal values, as after ``run.metrics``; ranks compare tensors and plain values.
 
         Raises:
@@ -460,8 +462,8 @@ class Run:
     def close(self) -> None:
         """Save what is not saved yet, wait for the last checkpoint, disconnect from the other ranks. Collective.
 
-        A second call does nothing. A run that is left open is closed at the end of the script: as by this call, or after
-        an uncaught error as a ``with`` statement does.
+        A second call does nothing. A run that is left open is closed at the end of the script: as by this call, or
+        after an uncaught error as a ``with`` statement does.
 
         Raises:
             SystemExit: with code 74, on all ranks, if checkpoints were asked for and the last step is in none.

@@ -57,8 +57,9 @@ class RunLog:
             row = self._file.write(step, epoch, values)
         elif self._trackers:
             row = record_row(step, epoch, values, time.time())
-        for tracker in self._trackers if row is not None else ():
-            tracker.log(row)
+        if row is not None:
+            for tracker in self._trackers:
+                tracker.log(row)
         texts = (f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in ({"epoch": epoch} | values).items())
         self._context.reporter.say(f"step {step}: " + ", ".join(texts))
 

@@ -377,8 +377,6 @@ def _mean_of(loss: Loss, loss_is: LossKind, items: int | torch.Tensor) -> Loss:
     divisor = items.clamp(min=1) if isinstance(items, torch.Tensor) else max(1, items)
     if isinstance(loss, torch.Tensor):
         return loss / divisor
-    if not callable(loss):
-        return loss  # it is refused with the others that are none
     whole = loss
     return lambda *data: whole(*data) / divisor
 

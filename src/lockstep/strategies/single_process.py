@@ -19,7 +19,7 @@ from lockstep.strategies.gradient_accumulation import (
     divide_by_counts,
     total_count,
 )
-from lockstep.strategies.protocol import ReplicaAssignment, RepeatsStep, Strategy, StrategyContext, UpdatesTrainable
+from lockstep.strategies.protocol import RepeatsStep, ReplicaAssignment, Strategy, StrategyContext, UpdatesTrainable
 from lockstep.strategies.state_layout import ReplicatedLayout
 
 

@@ -1,7 +1,7 @@
 """TensorBoard: event files in the run directory, for ``tensorboard --logdir``.
 
-Each life of a run writes a file of its own, which begins by taking back what all earlier ones hold, and writes the whole
-record again: so each point is there once, also those that a killed process had not yet written.
+Each life of a run writes a file of its own, which begins by taking back what all earlier ones hold, and writes the
+whole record again: so each point is there once, also those that a killed process had not yet written.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any, Final
 from lockstep.report.trackers.tracker import Row, TrackerContext, values_of
 
 
-def open_tracker(context: TrackerContext) -> TensorBoardTracker:
+def open_tracker(context: TrackerContext) -> TensorboardTracker:
     """The tracker, with the settings of the run as a text."""
-    return TensorBoardTracker(context)
+    return TensorboardTracker(context)
 
 
-class TensorBoardTracker:
+class TensorboardTracker:
     """Writes scalars by the names of the record."""
 
     replays = True

@@ -44,7 +44,7 @@ class TrackerContext:
     run_id: str = ""  #: under which an earlier life of the run is known to the tracker; "": there was none
 
 
-class GivenTracker:
+class OwnTracker:
     """An object of the script's as a `Tracker`."""
 
     replays = False

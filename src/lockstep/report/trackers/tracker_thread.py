@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.report.trackers.names import opener, refuse_unknown
-from lockstep.report.trackers.tracker import GivenTracker, LogsValues, Row, TrackerContext
+from lockstep.report.trackers.tracker import OwnTracker, LogsValues, Row, TrackerContext
 
 _MOST_WAITING = 10_000  # rows
 _CLOSE_S = 15.0  # how long the end of a run waits for all trackers together
@@ -35,7 +35,7 @@ def open_trackers(
     named = [TrackerThread(name, opener(name), context, record, say) for name in names]
     if given is None:
         return named
-    own = TrackerThread(type(given).__name__, lambda _: GivenTracker(given), context, record, say)
+    own = TrackerThread(type(given).__name__, lambda _: OwnTracker(given), context, record, say)
     return [*named, own]
 
 
