@@ -36,8 +36,8 @@ class DivergenceCheck:
     def compare(self, state: Mapping[str, Any], step: int) -> None:
         """Nothing, if all tensors of ``state`` are the same on all ranks after ``step`` steps. Collective.
 
-        So must be the plain values of what the script keeps, under ``kept_values``. One pass over the tensors, and about
-        1 ms; tensors that a rank holds a part of are left out. Waits for the GPU.
+        So must be the plain values of what the script keeps, under ``kept_values``. One pass over the tensors, and
+        about 1 ms; tensors that a rank holds a part of are left out. Waits for the GPU.
 
         Raises:
             MismatchError: naming the tensors and ranks that differ.

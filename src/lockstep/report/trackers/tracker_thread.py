@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.report.trackers.names import opener, refuse_unknown
-from lockstep.report.trackers.tracker import OwnTracker, LogsValues, Row, TrackerContext
+from lockstep.report.trackers.tracker import LogsValues, OwnTracker, Row, TrackerContext
 
 _MOST_WAITING = 10_000  # rows
 _CLOSE_S = 15.0  # how long the end of a run waits for all trackers together
