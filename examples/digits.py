@@ -89,11 +89,11 @@ def main(epochs: int = 10) -> float:
                 run.measure(accuracy=model(images).argmax(1) == labels)
             return run.metrics["accuracy"]
 
-        for epoch in run.epochs(epochs):
+        for _ in run.epochs(epochs):
             for images, labels in run.train(batches):
                 run.step(nn.functional.cross_entropy, images, labels)
             evaluate()
-            run.log(epoch=epoch + 1)
+            run.log()
         accuracy = evaluate()  # also where a resumed run had no epoch left to do
         run.say(f"accuracy on {HELD_OUT} held-out digits: {accuracy:.4f}")
     return accuracy

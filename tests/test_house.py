@@ -20,14 +20,8 @@ HOUSE = Path(__file__).parents[1] / "src" / "lockstep"
 FLOORS = (
     ("errors", "launch_contract", "slurm_syntax", "formatting"),
     (
-        "world",
-        "batch",
-        "progress",
-        "settings",
-        "size_balancing",
-        "heartbeat_message",
-        "peer_failure",
-        "strategy_words",
+        *("world", "batch", "progress", "settings", "size_balancing", "heartbeat_message"),
+        *("peer_failure", "strategy_words", "script_end"),
     ),
     ("collectives", "seeding", "heartbeat", "cpu_affinity"),
     ("strategies", "checkpoint", "data", "report", "faults"),
@@ -38,8 +32,8 @@ FLOORS = (
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     *("errors", "launch_contract", "slurm_syntax", "world", "batch", "progress", "settings", "size_balancing"),
-    *("formatting", "heartbeat_message", "peer_failure", "heartbeat", "cpu_affinity", "report", "faults", "launch"),
-    "strategy_words",
+    *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
+    *("launch", "strategy_words"),
     *("cli", "__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lockstep.errors import UsageError
 from lockstep.run import Run
 from worlds import on_world
 
@@ -50,7 +51,7 @@ def by_hand(samples, global_batch, by_items, clip_norm):
     return [p.detach() for p in net.parameters()]
 
 
-def by_run(samples, global_batch, micro_batch, by_items, clip_norm, reduction="exact"):
+def by_run(samples, global_batch, micro_batch, by_items, clip_norm, reduction="exact", loss_is="mean"):
     net = make_net()
     with Run(clip_norm=clip_norm, reduction=reduction) as run:
         model = run.model(net)
@@ -58,7 +59,9 @@ def by_run(samples, global_batch, micro_batch, by_items, clip_norm, reduction="e
         batches = run.loader(make_data(samples), global_batch=global_batch, micro_batch=micro_batch, shuffle=False)
         for batch in run.train(batches):
             loss, items = mean_loss(model, batch, by_items)
-            run.step(loss, count=items if by_items else None)
+            if loss_is == "sum":
+                loss = loss * (items if by_items else len(batch[0]))
+            run.step(loss, count=items if by_items else None, loss_is=loss_is)
     return [p.detach() for p in net.parameters()]
 
 
@@ -74,17 +77,18 @@ def assert_same(found, wanted):
     data=st.data(),
     by_items=st.booleans(),
     clip_norm=st.sampled_from([None, 0.05, 1e9]),
+    loss_is=st.sampled_from(["mean", "sum"]),
 )
-def test_on_one_rank(samples, global_batch, data, by_items, clip_norm):
+def test_on_one_rank(samples, global_batch, data, by_items, clip_norm, loss_is):
     micro_batch = data.draw(st.integers(1, global_batch))
-    found = by_run(samples, global_batch, micro_batch, by_items, clip_norm)
+    found = by_run(samples, global_batch, micro_batch, by_items, clip_norm, loss_is=loss_is)
     assert_same(found, by_hand(samples, global_batch, by_items, clip_norm))
 
 
 # Unequal runs, unequal micro-batches, a last step with fewer micro-batches than ranks, one with a single sample.
 SIZES = [(23, 9, 2), (19, 6, 1), (10, 9, 3), (7, 7, 2)]
 CASES = [
-    (*sizes, by_items, clip_norm, reduction)
+    (*sizes, by_items, clip_norm, reduction, "sum" if by_items else "mean")
     for sizes, by_items, clip_norm, reduction in itertools.product(
         SIZES, (False, True), (None, 0.05), ("exact", "fast")
     )
@@ -94,11 +98,39 @@ CASES = [
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_on_many_ranks(world_size):
     for case, found in zip(CASES, on_world(world_size, [(by_run, *case) for case in CASES]), strict=True):
-        samples, global_batch, _, by_items, clip_norm, _ = case
+        samples, global_batch, _, by_items, clip_norm, _, _ = case
         wanted = by_hand(samples, global_batch, by_items, clip_norm)
         for parameters in found:
             assert not isinstance(parameters, str), f"{case}: {parameters}"
             assert_same(parameters, wanted)
+
+
+def test_a_sum_is_reported_as_the_mean():
+    """In both forms of the call; a micro-batch may hold no item."""
+    losses = []
+    for form in ("mean", "sum", "function"):
+        with Run(threads=1) as run:
+            model = run.model(make_net())
+            run.optimizer(torch.optim.SGD(model.parameters(), lr=LR))
+            batches = iter(run.train(run.loader(make_data(4)[0], global_batch=4)))
+            with pytest.raises(UsageError, match=r"loss_is='total'\): give 'mean', or 'sum'"):
+                run.step(model(next(batches)).sum(), loss_is="total")
+        with Run(threads=1) as run:
+            model = run.model(make_net())
+            run.optimizer(torch.optim.SGD(model.parameters(), lr=LR))
+            inputs = torch.cat([make_data(9)[0], torch.zeros(2, 5, 3)])
+            for x in run.train(run.loader(inputs, global_batch=11, micro_batch=2, shuffle=False)):
+                items = int((x[:, 0, 0] != 0).sum())
+                mask = (x != 0)[..., :1]
+                if form == "function":
+                    run.step(lambda out, mask: (out * mask).square().sum(), x, mask, count=items, loss_is="sum")
+                else:
+                    total = (model(x) * mask).square().sum()
+                    run.step(total if form == "sum" else total / max(1, items), count=items, loss_is=form)
+            losses.append((run.metrics["loss"], [p.detach() for p in model.parameters()]))
+    for loss, parameters in losses[1:]:
+        assert loss == pytest.approx(losses[0][0], rel=1e-12)
+        assert_same(parameters, losses[0][1])
 
 
 def test_the_test_can_see():

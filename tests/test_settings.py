@@ -51,6 +51,8 @@ GIVEN = {
     "precision": ("bf16", "bf16"),
     "checkpoint": ("runs/a", "runs/a"),
     "save_every": (Interval(2, "step"), "2 steps"),
+    "log_every": (Interval(5, "step"), "5 steps"),
+    "track": ("tensorboard", "tensorboard"),
     "keep": (5, "5"),
     "clip_norm": (0.5, "0.5"),
     "sync_batchnorm": (True, "true"),

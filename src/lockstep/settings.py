@@ -32,8 +32,8 @@ class Interval:
     unit: Unit
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read ``"2 steps"``, ``"5 min"``, ``"1 epoch"``, ``"90 s"``.
+    def parse(cls, text: str, setting: str = "save_every") -> Self:
+        """Read ``"2 steps"``, ``"5 min"``, ``"1 epoch"``, ``"90 s"``, the value of ``setting``.
 
         Raises:
             SettingError: if the text is none of these.
@@ -53,7 +53,7 @@ class Interval:
                 interval = cls(every * _SECONDS_OF[singular], "second")
         except (ValueError, KeyError):
             raise SettingError(
-                f"save_every={text!r}: give a number and a unit, such as '100 steps', '5 min' or '1 epoch'"
+                f"{setting}={text!r}: give a number and a unit, such as '100 steps', '5 min' or '1 epoch'"
             ) from None
         return interval
 
@@ -125,6 +125,13 @@ class Settings:
     save_every: Interval | None = field(
         default=None, metadata=_about("how often a checkpoint is saved beside the one at the end")
     )
+    log_every: Interval | None = field(
+        default=None, metadata=_about("how often means of the training are logged beside `run.log`, in steps")
+    )
+    track: str | None = field(
+        default=None,
+        metadata=_about("who gets what is logged, too: tensorboard, wandb, mlflow, or several with commas"),
+    )
     keep: int = field(default=3, metadata=_about("checkpoints kept, the newest ones", least=1))
     clip_norm: float | None = field(
         default=None, metadata=_about("greatest global norm of the gradient of one step", above=0)
@@ -166,6 +173,8 @@ class Settings:
                 raise SettingError(f"{name}={value}: it must be at least {least}")
             if above is not None and not value > above:
                 raise SettingError(f"{name}={value}: it must be greater than {above}")
+        if self.log_every is not None and self.log_every.unit != "step":
+            raise SettingError(f"log_every='{self.log_every}': give a number of steps, such as '50 steps'")
 
 
 _FIELDS: Mapping[str, Field[Any]] = {declared.name: declared for declared in fields(Settings)}
@@ -222,13 +231,14 @@ def parse(name: str, value: Any) -> Any:
         raise SettingError(f"{name}: no such setting; {hint}")
     reader, is_optional = reader_of(_FIELDS[name]), str(_FIELDS[name].type).endswith("| None")
     if not isinstance(value, str):
-        return value if name != "save_every" or value is None or isinstance(value, Interval) else Interval.parse(value)
+        is_text = value is None or isinstance(value, Interval) or reader is not _READERS["Interval"]
+        return value if is_text else Interval.parse(value, name)
     if value.lower() == "none" and is_optional:
         return None
+    if reader is _READERS["Interval"]:
+        return Interval.parse(value, name)
     try:
         return reader.read(value)
-    except SettingError:
-        raise
     except (ValueError, KeyError):
         raise SettingError(f"{name}={value!r}: give {reader.wants}") from None
 

@@ -282,8 +282,10 @@ def test_a_measure_that_is_none():
 
 def test_kept_things_need_a_state_and_a_name_of_their_own():
     with Run() as run:
-        with refused(r"keep\(thing=int\): it has no state_dict\(\) and load_state_dict\(\)"):
-            run.keep(thing=3)
+        with refused(r"keep\(thing\['a'\]\[1\]=set\): it has no state_dict\(\) and load_state_dict\(\)"):
+            run.keep(thing={"a": [1, {2}]})
+        with refused(r"keep\(thing=...\) has the key 0.5, which cannot be saved"):
+            run.keep(thing={0.5: 1})
         run.keep(thing=nn.Linear(1, 1))
         with refused(r"keep\(thing=\.\.\.\): something is kept under that name already"):
             run.keep(thing=nn.Linear(1, 1))

@@ -42,11 +42,15 @@ def sgd(model):
 
 
 def lbfgs(run):
-    run.optimizer(torch.optim.LBFGS(run.model(nn.Linear(2, 1)).parameters()))
+    model = run.model(nn.Linear(2, 1))
+    run.optimizer(sgd(model))
+    run.optimizer(torch.optim.LBFGS(model.parameters()))
 
 
 def closure(run):
-    run.optimizer(NeedsClosure(run.model(nn.Linear(2, 1)).parameters(), lr=0.1))
+    model = run.model(nn.Linear(2, 1))
+    run.optimizer(NeedsClosure(model.parameters(), lr=0.1))
+    run.optimizer(sgd(model))
 
 
 def plateau(run):
@@ -106,8 +110,8 @@ def of_no_model(run):
 
 
 REFUSED = {
-    lbfgs: ("LBFGS computes the loss several times in a step, through a closure", "torch.optim.AdamW or SGD"),
-    closure: ("NeedsClosure computes the loss several times in a step, through a closure", "AdamW or SGD"),
+    lbfgs: ("run.optimizer(LBFGS) beside SGD: an optimizer that computes the loss several times", "the run's only one"),
+    closure: ("run.optimizer(SGD) beside NeedsClosure: an optimizer that computes the loss", "the run's only one"),
     plateau: ("ReduceLROnPlateau.step(metrics) needs metrics, and a run", "run.keep(scheduler=scheduler)"),
     own_scheduler: (
         "WantsLoss.step(loss) needs loss, and a run steps schedulers",

@@ -228,10 +228,10 @@ def test_the_record_and_the_log(tmp_path, capsys):
     assert told["loss"] == 7.0, "what is said by hand counts"
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["epoch"], line["number"]) for line in lines if "number" in line] == [
-        (5, 0, 3.0),
-        (10, 1, 3.0),
+        (5, 1, 3.0),
+        (10, 2, 3.0),
     ]
-    assert "step 10: epoch 1, loss 7" in capsys.readouterr().err
+    assert "step 10: epoch 2, loss 7" in capsys.readouterr().err
 
 
 def test_random_numbers_do_not_depend_on_what_the_script_drew_before():

@@ -8,14 +8,17 @@
 Nothing here needs torch, and rich is imported only for a terminal.
 """
 
-from lockstep.report.metrics_file import MetricsFile
+from lockstep.report.metrics_file import MetricsFile, record_row
 from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
-from lockstep.report.status import State, Status, StatusFile
+from lockstep.report.status import State, Status, StatusFile, epoch_number
 from lockstep.report.throughput import Throughput
 from lockstep.report.top import top
+from lockstep.report.trackers import LogsValues, TrackerContext, TrackerThread, open_trackers
+from lockstep.report.trackers import refuse_unknown as refuse_unknown_trackers
 from lockstep.report.views import SilentView, View, choose_view
 
 __all__ = [
+    "LogsValues",
     "MetricsFile",
     "RankStatus",
     "RanksFile",
@@ -24,8 +27,14 @@ __all__ = [
     "Status",
     "StatusFile",
     "Throughput",
+    "TrackerContext",
+    "TrackerThread",
     "View",
     "choose_view",
+    "epoch_number",
     "lateness",
+    "open_trackers",
+    "record_row",
+    "refuse_unknown_trackers",
     "top",
 ]

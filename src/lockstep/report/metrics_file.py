@@ -1,15 +1,16 @@
 """The record of a run: ``metrics.jsonl``, one line of JSON for each time the run logged.
 
-    {"schema": "lockstep.metrics/1"}
-    {"step": 100, "epoch": 0, "wall_s": 1767225600.125, "loss": 0.69, "accuracy": 0.81}
-    {"step": 200, "epoch": 1, "wall_s": 1767225612.5, "loss": "nan", "accuracy": 0.1}
+    {"step": 100, "epoch": 1, "wall_s": 1767225600.125, "loss": 0.69, "accuracy": 0.81}
+    {"step": 200, "epoch": 2, "wall_s": 1767225612.5, "loss": null, "accuracy": 0.1}
 
-Line by line it can be searched, followed while it grows, and read by whatever reads JSON lines.
+Line by line it can be searched, followed while it grows, and read by whatever reads JSON lines, such as
+``pandas.read_json(path, lines=True)``: one row for each time, one column of numbers for each name.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -18,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import SettingError, UsageError
-from lockstep.report.status import number, plain
 
-_SCHEMA = "lockstep.metrics/1"
-_HEADER = json.dumps({"schema": _SCHEMA}).encode() + b"\n"
 _RESERVED = ("step", "wall_s")
+_BEGINNING = b'{"step": '  # of the first record, and so of the file
 
 
 class MetricsFile:
@@ -33,8 +32,8 @@ class MetricsFile:
     run repeats it, as when it evaluates again, it is not written twice. At step 0 the file begins anew.
 
     Each record is one whole line, written at once and visible to readers at once: ``step`` (optimizer steps done),
-    ``epoch``, ``wall_s`` (seconds since 1970) and the values by name. JSON has no number for nan and the infinities:
-    they are written as ``"nan"``, ``"inf"`` and ``"-inf"``, and `read` gives them back as numbers.
+    ``epoch`` (from 1), ``wall_s`` (seconds since 1970) and the values by name. JSON has no number for nan, which is
+    written as ``null``; an infinity is written as a number greater than any float, and readers find the infinity.
 
     A file that cannot be written, such as on a full disk, never stops a run: ``say`` gets one line, once, and records
     are left out, each as a whole, until there is room again. Only the leader opens it.
@@ -56,7 +55,7 @@ class MetricsFile:
         self._failed = False
         self._at = step
         self._kept: Counter[tuple[str, ...]] = Counter()
-        self._end = 0  # bytes of the header and whole records
+        self._end = 0  # bytes of the whole records
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -65,29 +64,31 @@ class MetricsFile:
             self._file = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         self._take_up(step)
 
-    def write(self, step: int, epoch: int, values: Mapping[str, object]) -> None:
+    def write(self, step: int, epoch: int, values: Mapping[str, object]) -> dict[str, float] | None:
         """Append what was measured after ``step`` steps, in ``epoch``.
 
         Args:
             step: optimizer steps done; never less than before.
-            epoch: the epoch in work; a value named ``epoch`` takes its place.
+            epoch: the epoch in work, from 1; a value named ``epoch`` takes its place.
             values: numbers and truth values; an array or tensor of one element counts as that element.
+
+        Returns:
+            The record, also where there is no room for it; None for one that the file holds already.
 
         Raises:
             UsageError: for a value that is no number, or a name that the record itself uses.
         """
-        row: dict[str, object] = {"step": step, "epoch": epoch, "wall_s": round(self._wall(), 3)}
-        for name, value in values.items():
-            if name in _RESERVED:
-                raise UsageError(f"log({name}=...): the record writes {name} itself; give the value another name")
-            row[name] = plain(_single(name, value))
+        row = record_row(step, epoch, values, self._wall())
         names = _names(row)
         if step > self._at:
             self._kept.clear()
         elif self._kept[names]:
             self._kept[names] -= 1
-            return
-        self._append(json.dumps(row, allow_nan=False).encode() + b"\n")
+            return None
+        self._append(
+            b"{%s}\n" % ", ".join(f"{json.dumps(name)}: {_text(value)}" for name, value in row.items()).encode()
+        )
+        return row
 
     def close(self) -> None:
         """Close the file; every record is already in it."""
@@ -112,7 +113,6 @@ class MetricsFile:
                 content = file.read()
             rows = list(_rows(content, self._path))  # also at step 0: another's file is refused, not emptied
             if step > 0:
-                self._end = content.find(b"\n") + 1
                 for row, end in rows:
                     if row["step"] > step:
                         break
@@ -125,13 +125,12 @@ class MetricsFile:
 
     def _append(self, line: bytes) -> None:
         # What a write cut short by a full disk has left behind the last whole record goes first.
-        block = line if self._end else _HEADER + line
         try:
             if os.fstat(self._file).st_size > self._end:
                 os.ftruncate(self._file, self._end)
             written = 0
-            while written < len(block):
-                written += os.pwrite(self._file, block[written:], self._end + written)
+            while written < len(line):
+                written += os.pwrite(self._file, line[written:], self._end + written)
             self._end += written
         except OSError as error:
             self._warn(error)
@@ -142,22 +141,35 @@ class MetricsFile:
             self._say(f"metrics are not recorded in {self._path}: {error.strerror}; training goes on")
 
 
+def record_row(step: int, epoch: int, values: Mapping[str, object], wall_s: float) -> dict[str, float]:
+    """One record; see `MetricsFile.write`.
+
+    Raises:
+        UsageError: for a value that is no number, or a name that the record itself uses.
+    """
+    row: dict[str, float] = {"step": step, "epoch": epoch, "wall_s": round(wall_s, 3)}
+    for name, value in values.items():
+        if name in _RESERVED:
+            raise UsageError(f"log({name}=...): the record writes {name} itself; give the value another name")
+        row[name] = _single(name, value)
+    return row
+
+
 def _rows(content: bytes, path: Path) -> Iterator[tuple[dict[str, float], int]]:
     """Each record with the offset of its end; a line that is no record, such as an unfinished one, ends them."""
-    header, newline, _ = content.partition(b"\n")
-    schema = _parsed(header).get("schema") if newline else None
-    if schema != _SCHEMA and not _HEADER.startswith(content):
+    first, newline, _ = content.partition(b"\n")
+    if newline and not first.startswith(_BEGINNING):  # else a crash may have left anything of it
         raise SettingError(
-            f"{path} is no record of this version (its first line is {header[:60]!r}, not {_SCHEMA}); "
+            f"{path} is no record of a run (its first line is {first[:60]!r}, and would begin with a step); "
             "move it away or choose another run directory"
         )
-    end = len(header) + 1
-    for line in content[end:].splitlines(keepends=True):
+    end = 0
+    for line in content.splitlines(keepends=True):
         row = _parsed(line)
         end += len(line)
         if not line.endswith(b"\n") or "step" not in row:
             return
-        yield {name: number(value) for name, value in row.items()}, end
+        yield {name: math.nan if value is None else value for name, value in row.items()}, end
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
@@ -170,6 +182,13 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 def _names(row: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(sorted(row))
+
+
+def _text(value: float) -> str:
+    """``value`` as JSON; nan as null, which tables hold for what is not there."""
+    if not math.isfinite(value):
+        return "null" if math.isnan(value) else f"{'-' if value < 0 else ''}1e999"
+    return json.dumps(value)
 
 
 def _single(name: str, value: object) -> float:

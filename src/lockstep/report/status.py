@@ -42,10 +42,7 @@ class Status:
         words = {
             "state": self.state,
             "step": f"step {count(self.step)}" + (f"/{count(self.steps_total)}" if self.steps_total else ""),
-            # People count from 1. After the last epoch the number points past it.
-            "epoch": f"epoch {min(self.epoch + 1, self.epochs)}/{self.epochs}"
-            if self.epochs
-            else f"epoch {self.epoch + 1}",
+            "epoch": f"epoch {epoch_number(self.epoch, self.epochs)}" + (f"/{self.epochs}" if self.epochs else ""),
             "ranks": plural(self.world_size, "rank"),
         }
         if self.samples_per_s is not None:
@@ -85,6 +82,16 @@ class Status:
             return cls(**values)
         except (TypeError, KeyError) as error:
             raise ValueError(f"no status of a run: {text[:80]!r}") from error
+
+
+def epoch_number(epoch: int, epochs: int | None) -> int:
+    """The epoch in work as people count, from 1, wherever it is shown or recorded; after the last one, its number.
+
+    Args:
+        epoch: how many are done.
+        epochs: of the whole run, as far as known.
+    """
+    return min(epoch + 1, epochs) if epochs else epoch + 1
 
 
 def plain(value: object) -> object:

@@ -36,7 +36,8 @@ class DivergenceCheck:
     def compare(self, state: Mapping[str, Any], step: int) -> None:
         """Nothing, if all tensors of ``state`` are the same on all ranks after ``step`` steps. Collective.
 
-        One pass over the tensors, and about 1 ms; tensors that a rank holds a part of are left out. Waits for the GPU.
+        So must be the plain values of what the script keeps, under ``kept_values``. One pass over the tensors, and
+        about 1 ms; tensors that a rank holds a part of are left out. Waits for the GPU.
 
         Raises:
             MismatchError: naming the tensors and ranks that differ.
@@ -45,6 +46,7 @@ class DivergenceCheck:
             return
         tensors = dict(tensors_in(state))
         own = dict(zip(tensors, checksums(list(tensors.values())), strict=True))
+        own |= {name: zlib.crc32(repr(value).encode()) for name, value in _plain_in(state.get("kept_values", {}))}
         found = zlib.crc32(repr(sorted(own.items())).encode())  # objects may tell of their parts in any order
         if len(set(self._group.gather_objects(found, "a checksum of all state"))) == 1:
             self._equal_at = step
@@ -111,6 +113,19 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
             yield from tensors_in(inner, f"{path}.{number}" if path else str(number))
+
+
+def _plain_in(value: Any, path: str = "run.kept") -> Iterator[tuple[str, object]]:
+    """The plain values within mappings and sequences, each with the way to it."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _plain_in(inner, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        yield f"{path} (its length)", len(value)
+        for number, inner in enumerate(value):
+            yield from _plain_in(inner, f"{path}.{number}")
+    elif value is None or isinstance(value, bool | int | float | str | bytes):
+        yield path, value
 
 
 @cache

@@ -13,6 +13,7 @@ from lockstep.errors import LockstepError
 from lockstep.report import State as DisplayState
 from lockstep.run.loaders import Loaders
 from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
+from lockstep.run.run_log import RunLog
 from lockstep.run.save_stop import Decision
 from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot
@@ -28,6 +29,7 @@ class EndOfStep:
         loaders: Loaders,
         finite: NonFiniteChecks,
         warnings: NonFiniteWarnings,
+        log: RunLog,
     ) -> None:
         self._context: Final = context
         self._snapshot: Final = snapshot
@@ -36,10 +38,12 @@ class EndOfStep:
         self._loaders: Final = loaders
         self._finite: Final = finite
         self._warnings: Final = warnings
+        self._log: Final = log
         self._save_stop: Final = context.save_stop
         self._open_step = 0  # a step that is done, and whose body has not ended; 0: none
         self.error: LockstepError | None = None  #: met where a loop was left by `break`, to be raised at the end
         self.steps = 0  #: done by this process
+        self.stopped = False  #: whether the run was asked to stop, and has
 
     def count(self, samples: int) -> None:
         """A step of ``samples`` is done; its end comes when the body of the loop is over. Once for each step."""
@@ -49,6 +53,7 @@ class EndOfStep:
         self._open_step = self._position.progress.step
         self.steps += 1
         self._position.evaluations = 0
+        self._context.metrics.step_is_done()
         # In what is left of the body ranks stand at different micro-batches, and are to draw alike.
         self._position.seed_script("body")
         self._context.marker.set_step(self._open_step)
@@ -66,6 +71,7 @@ class EndOfStep:
         if not step:
             return
         self._finite.step_ended()
+        self._log_recent(step)  # before it is saved: a run that goes on from here has logged it
         decision = self._save_stop.after_step(step)
         is_first = steps_before_pass is not None and self.steps == steps_before_pass + 1
         if (is_first or self.steps % self._context.settings.check_every == 0) and not decision.saves:
@@ -93,6 +99,7 @@ class EndOfStep:
         if decision.saves:
             self.save()
         if decision.stop:
+            self.stopped = True
             try:
                 self._context.checkpointer.stop(self._position.progress.step, decision.stop, self._leave_stopped)
             finally:
@@ -123,6 +130,16 @@ class EndOfStep:
         self._context.reporter.show(
             state, position.progress, position.length, position.loss, self._context.checkpointer.committed_step
         )
+
+    def _log_recent(self, step: int) -> None:
+        """After every so many steps, what they measured is logged. Collective then."""
+        every, metrics = self._context.settings.log_every, self._context.metrics
+        if every is None:
+            return
+        metrics.step_is_done()  # what the rest of the body has measured
+        if step % int(every.every) == 0:
+            means = {f"{name}_step": mean for name, mean in metrics.recent.reduce(self._context.group).items()}
+            self._log.write({**means}, step, self._position.epoch_number)
 
     def _leave_stopped(self) -> None:
         self.show("stopped")

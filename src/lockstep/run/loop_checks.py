@@ -17,7 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.errors import UsageError
 from lockstep.run.divergence import checksums, tensors_in
-from lockstep.run.state import State, Stateful
+from lockstep.run.kept import Stateful, exposed
+from lockstep.run.state import State
 from lockstep.strategies import parameters_of
 
 _ONCE = "write `if run.step(loss): ...`, which is true once a step on any number of ranks"
@@ -107,7 +108,7 @@ class LoopChecks:
         for name, mark in (before or {}).items():
             if _mark(self._state.kept[name]) != mark:
                 raise UsageError(
-                    f"keep({name}={type(self._state.kept[name]).__name__}) was changed in the loop's body on "
+                    f"keep({name}={type(exposed(self._state.kept[name])).__name__}) was changed in the loop's body on "
                     f"micro-batch {index} of {of} of a step, so it would tell how many ranks there are: {_ONCE}"
                 )
 

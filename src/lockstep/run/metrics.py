@@ -36,6 +36,14 @@ class _Mean:
         if len(self._waiting) == _FETCH:
             self.fetch()
 
+    def absorb(self, other: _Mean) -> None:
+        self.units += other.units
+        self.odd += other.odd
+        self.count += other.count
+        self._waiting += other._waiting
+        if len(self._waiting) >= _FETCH:
+            self.fetch()
+
     def fetch(self) -> None:
         """Every value is in the sums; waits for the device."""
         if not self._waiting:
@@ -83,6 +91,11 @@ class MetricMeans:
                 raise UsageError(f"measure({name}={value!r}): give a tensor with one number per sample, or one number")
             self.add_mean(name, number, samples if count is None else count)
 
+    def absorb(self, other: MetricMeans) -> None:
+        """What ``other`` has measured is measured here, and ``other`` not used any more. Does not wait."""
+        for name, mean in other._means.items():
+            self._of(name).absorb(mean)
+
     def reduce(self, group: Group) -> dict[str, float]:
         """The mean of each measure over all ranks, and empty from here on. Collective.
 
@@ -122,11 +135,15 @@ class PassMetrics:
 
     Args:
         counts: whether this rank's micro-batches are counted here, and not on another rank of the same replica.
+        recent: whether `recent` is wanted, too.
     """
 
-    def __init__(self, *, counts: bool) -> None:
+    def __init__(self, *, counts: bool, recent: bool = False) -> None:
         self._counts: Final = counts
+        self._wants_recent: Final = recent
         self.train = MetricMeans()
+        self.recent = MetricMeans()  #: of the steps since it was reduced last, in whatever pass
+        self._step = MetricMeans()  # of the step under way, which may be discarded
         self.evaluate = MetricMeans()
         self._inside: Literal["train", "evaluate"] | None = None
         self.samples = 0  #: of the micro-batch in the user's hands; 0 for one that counts for nothing on this rank
@@ -143,6 +160,7 @@ class PassMetrics:
     def enter(self, method: Literal["train", "evaluate"]) -> None:
         """A pass begins."""
         self._inside = method
+        self._step = MetricMeans()
 
     def leave(self) -> None:
         """The pass is over."""
@@ -155,7 +173,13 @@ class PassMetrics:
     def add_loss(self, value: torch.Tensor, items: int | torch.Tensor) -> None:
         """``value`` is the loss of a micro-batch, the mean over ``items``."""
         if self._counts:
-            self.train.add_mean("loss", value, items)
+            for means in self._training():
+                means.add_mean("loss", value, items)
+
+    def step_is_done(self) -> None:
+        """What was measured since the last call belongs to a step that was made."""
+        self.recent.absorb(self._step)
+        self._step = MetricMeans()
 
     def measure(self, values: Mapping[str, object], count: int | torch.Tensor | None) -> None:
         """See `Run.measure`."""
@@ -170,9 +194,12 @@ class PassMetrics:
             raise UsageError("run.measure(count=...) says how many items a value is the mean of; name the value, too")
         if not self.samples:
             return
-        means = self.train if self._inside == "train" else self.evaluate
         for name, value in values.items():
-            means.add(name, value, self.samples, count)
+            for means in self._training() if self._inside == "train" else (self.evaluate,):
+                means.add(name, value, self.samples, count)
+
+    def _training(self) -> tuple[MetricMeans, ...]:
+        return (self.train, self._step) if self._wants_recent else (self.train,)
 
 
 def _mean(units: int | float, odd: int | float, count: int | float) -> float:

@@ -7,6 +7,7 @@ from typing import Final, Literal
 import torch
 
 from lockstep.progress import Progress
+from lockstep.report import epoch_number
 from lockstep.run.progress_reporter import RunLength
 from lockstep.seeding import seed_generators, seed_of
 
@@ -26,6 +27,11 @@ class RunPosition:
         self.is_left = False  #: whether the epoch's loop was left by `break`, and the script has not left `epochs`
         self.loss: torch.Tensor | None = None  #: of the last micro-batch trained on
         self.length = RunLength()
+
+    @property
+    def epoch_number(self) -> int:
+        """The epoch in work, as it is shown and recorded."""
+        return epoch_number(self.progress.epoch, self.length.epochs)
 
     def seed_script(self, where: Literal["body", "outside"] = "outside") -> None:
         """Random numbers that the script draws from here on are the same on all ranks."""

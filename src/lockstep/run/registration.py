@@ -12,9 +12,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
+from lockstep.run.closures import check_closures, needs_closure, refuse_beside
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
-from lockstep.run.state import State, Stateful
+from lockstep.run.state import State
 from lockstep.strategies import ComputesLoss, check_can_step, parameters_of, spans_gpus, synchronize_batchnorm
 
 
@@ -43,10 +44,15 @@ class Registration:
             adopted.compile()
         return adopted
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None) -> None:
         """See `Run.optimizer`."""
         self._start.refuse_late("optimizer")
         check_optimizer(optimizer, self._state)
+        if needs_closure(optimizer) if closure is None else closure:
+            check_closures(self._context, optimizer)
+            self._state.with_closure = True
+        elif self._state.with_closure:
+            refuse_beside(self._state, type(optimizer).__name__)
         check_can_step(self._context.strategy, optimizer)
         self._state.optimizers.append(optimizer)
 
@@ -62,7 +68,7 @@ class Registration:
             )
         self._state.schedulers.append(scheduler)
 
-    def keep(self, objects: Mapping[str, Stateful]) -> None:
+    def keep(self, objects: Mapping[str, object]) -> None:
         """See `Run.keep`."""
         self._start.refuse_late("keep")
         for name, value in objects.items():
@@ -110,16 +116,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
     """Nothing, if a run can step ``optimizer``.
 
     Raises:
-        UsageError: for one that is known, needs a closure, or holds parameters that belong to no model of the run.
+        UsageError: for one that is known, or holds parameters that belong to no model of the run.
     """
     if any(optimizer is known for known in state.optimizers):
         raise UsageError(f"run.optimizer({type(optimizer).__name__}) a second time: one call for each optimizer")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
-        raise UsageError(
-            f"{type(optimizer).__name__} computes the loss several times in a step, through a closure, and a run gives "
-            "it one gradient: use an optimizer that steps once, such as torch.optim.AdamW or SGD"
-        )
     _refuse_sparse_momentum(optimizer, state)
     parameters = parameters_of(optimizer)
     strangers = [p for p in parameters if p not in state.known_parameters]

@@ -13,7 +13,6 @@ Shutdown ─────┘
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -25,10 +24,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep.data import CollateFunction, OrderFunction
+from lockstep.errors import SettingError
 from lockstep.progress import Progress
+from lockstep.report import LogsValues
 from lockstep.run.carried_state import CarriedState
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.evaluation_loop import EvaluationLoop
+from lockstep.run.kept import Kept
 from lockstep.run.loader_arguments import LoaderArguments
 from lockstep.run.loaders import Loaders
 from lockstep.run.micro_batches import MicroBatches
@@ -41,9 +43,9 @@ from lockstep.run.setup import set_up
 from lockstep.run.shutdown import Shutdown
 from lockstep.run.snapshot import RunSnapshot
 from lockstep.run.start import TrainingStart
-from lockstep.run.state import Stateful
-from lockstep.run.train_step import Count, Loss, TrainStep
+from lockstep.run.train_step import Count, Loss, LossKind, TrainStep
 from lockstep.run.training_loop import TrainingLoop
+from lockstep.script_end import close_at_script_end
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.settings import ResolvedSettings, Settings, changed
 from lockstep.world import World
@@ -56,7 +58,8 @@ class Run:
     """One training run, alone or as one rank of any launcher's world.
 
     Opening it finds out which rank this process is, connects to the other ranks, seeds everything random and chooses
-    the device. Every rank must make the same calls in the same order. Use it in a ``with`` statement, which closes it.
+    the device. Every rank must make the same calls in the same order. It is closed by `close`, by the end of a ``with``
+    statement, or by the end of the script, whichever comes first.
 
     Every argument can be overridden from outside: ``lockstep run --precision bf16 train.py``, or
     ``LOCKSTEP_PRECISION=bf16``. `settings` has each value and where it came from.
@@ -70,6 +73,11 @@ class Run:
         precision: ``fp32``, ``bf16`` or ``fp16``, of the forward pass.
         checkpoint: directory for checkpoints. None: the run directory of ``lockstep run``, or none are saved.
         save_every: such as ``"100 steps"``, ``"5 min"`` or ``"1 epoch"``. None: only at the end and at a stop.
+        log_every: such as ``"50 steps"``: after every so many steps of the run, the means of what they measured are
+            logged as ``loss_step`` and so on. None: only `log` logs.
+        track: ``tensorboard``, ``wandb``, ``mlflow``, or several with commas between them, get what is logged, and the
+            settings; or an object with ``log(values, step)`` does. Only the leader's. One that fails or hangs is
+            dropped, and the training goes on. None: ``metrics.jsonl`` alone.
         keep: how many checkpoints are kept.
         clip_norm: greatest global norm of a step's gradient.
         sync_batchnorm: BatchNorm over the micro-batches that all ranks compute at once; the result depends on how many.
@@ -98,6 +106,8 @@ class Run:
         precision: Literal["fp32", "bf16", "fp16"] = _DEFAULTS.precision,
         checkpoint: str | os.PathLike[str] | None = None,
         save_every: str | None = None,
+        log_every: str | None = None,
+        track: str | LogsValues | None = None,
         keep: int = _DEFAULTS.keep,
         clip_norm: float | None = None,
         sync_batchnorm: bool = False,
@@ -110,7 +120,12 @@ class Run:
         peer_timeout_s: float = _DEFAULTS.peer_timeout_s,
         rehearse: bool = False,
     ) -> None:
-        given = changed(locals())
+        tracker = None if track is None or isinstance(track, str) else track
+        if not isinstance(tracker, LogsValues | None):
+            raise SettingError(
+                f"track={type(track).__name__}: give a tracker's name, or an object with log(values, step)"
+            )
+        given = changed({**locals(), "track": None if tracker else track})
         context = set_up(ResolvedSettings.resolve(given, os.environ), os.environ)
         self._context: Final = context
         self.settings: Final = context.resolved
@@ -120,17 +135,17 @@ class Run:
         finite = NonFiniteChecks(context.settings.on_nan, group.rank, warnings.add, checkpointer.committed_step)
         self._train_step: Final = TrainStep(context, finite)
         self._loaders: Final = Loaders(context)
-        self._log: Final = RunLog(group.leads, context.directory, self.say)
+        self._log: Final = RunLog(context, tracker)
         snapshot = RunSnapshot(context)
         self._start: Final = TrainingStart(context, snapshot, self._log)
         self._registration: Final = Registration(context, self._start)
-        end_of_step = EndOfStep(context, snapshot, self._loaders, finite, warnings)
+        end_of_step = EndOfStep(context, snapshot, self._loaders, finite, warnings, self._log)
         self._training: Final = TrainingLoop(context, self._loaders, self._start, self._train_step, end_of_step)
         self._evaluation: Final = EvaluationLoop(context, self._loaders, self._start, end_of_step)
         self._ranks: Final = RankOperations(group, context.world)
         self._shutdown: Final = Shutdown(context, self._loaders, self._start, self._train_step, end_of_step, self._log)
         seed_generators(seed_of(context.settings.seed, "init"))
-        atexit.register(self._shutdown.warn_left_open)
+        close_at_script_end(self._shutdown.close)
         context.marker.set_phase("script")
 
     # ---- who and where -----------------------------------------------------------------------------------------
@@ -207,13 +222,20 @@ class Run:
         """
         return self._registration.model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None = None) -> torch.optim.Optimizer:
         """``optimizer`` itself, from now on stepped by `step` and saved.
+
+        Args:
+            optimizer: made for parameters of a `model`.
+            closure: whether it is stepped by ``optimizer.step(closure)``, as LBFGS and implementations of SAM are. Then
+                `step` is given a function and its data, and each call of the closure computes the loss and the gradient
+                of the whole global batch again; ``.grad`` holds that gradient before the first call, too. It must be
+                the run's only optimizer. None: if its ``step`` cannot be called without.
 
         Raises:
             UsageError: if it was made for parameters of no model that `model` was given, or cannot step here.
         """
-        self._registration.optimizer(optimizer)
+        self._registration.optimizer(optimizer, closure=closure)
         return optimizer
 
     def scheduler(self, scheduler: T) -> T:
@@ -221,9 +243,25 @@ class Run:
         self._registration.scheduler(scheduler)
         return scheduler
 
-    def keep(self, **objects: Stateful) -> None:
-        """Save and restore each object, by its name, through its ``state_dict`` and ``load_state_dict``."""
+    def keep(self, **objects: Any) -> None:
+        """Save and restore each object, by its name, before the training begins.
+
+        An object that has ``state_dict`` and ``load_state_dict`` through these; a list, dict or tensor in place: after
+        a resume the script's own one holds what was saved. A number or a text cannot change in place: `kept` has it.
+        All ranks must hold equal values, as after ``run.metrics``; ranks compare tensors and plain values.
+
+        Raises:
+            UsageError: after the training began, for a name that is taken, or for what cannot be saved.
+        """
         self._registration.keep(objects)
+
+    @property
+    def kept(self) -> Kept:
+        """What `keep` was given, by name: ``run.kept.best = max(run.kept.best, run.metrics["accuracy"])``.
+
+        After `epochs` has begun it is what the checkpoint holds.
+        """
+        return Kept(self._context.state.kept)
 
     def loader(
         self,
@@ -321,7 +359,9 @@ class Run:
             self._training.train(loader), lambda: self._loaders.length(loader, "train", at.epoch, at.epoch_step)
         )
 
-    def backward(self, loss: Loss, *data: Any, count: Count = None, optimizer: Optimizers = None) -> bool:
+    def backward(
+        self, loss: Loss, *data: Any, count: Count = None, loss_is: LossKind = "mean", optimizer: Optimizers = None
+    ) -> bool:
         """The first half of `step`: after the step's last micro-batch, ``.grad`` holds the global batch's gradient.
 
         Still to be unscaled and clipped, which `update` does. Collective.
@@ -329,7 +369,7 @@ class Run:
         Returns:
             Whether this was this rank's last micro-batch of the step, so that ``.grad`` is there.
         """
-        return self._training.backward(loss, data, count, optimizer)
+        return self._training.backward(loss, data, count, loss_is, optimizer)
 
     def update(self, optimizer: Optimizers = None) -> bool:
         """The second half of `step`: on the step's last micro-batch unscale, clip and update; before that, nothing.
@@ -342,7 +382,9 @@ class Run:
         """
         return self._training.update(optimizer)
 
-    def step(self, loss: Loss, *data: Any, count: Count = None, optimizer: Optimizers = None) -> bool:
+    def step(
+        self, loss: Loss, *data: Any, count: Count = None, loss_is: LossKind = "mean", optimizer: Optimizers = None
+    ) -> bool:
         """Train on one micro-batch: backward; on the step's last one also reduce, clip, update, and step schedulers.
 
         The gradient is that of the mean over the global batch: each micro-batch weighs what it holds. Collective.
@@ -356,6 +398,8 @@ class Run:
                 their own.
             data: for a function: the model's input and the targets, each one object or a tuple of several.
             count: how many items the mean is over, such as tokens; a number or a tensor. None: the samples.
+            loss_is: ``mean`` over these items, or their ``sum``, as with ``reduction="sum"``. What is learned from and
+                reported is the mean over all items of the step either way.
             optimizer: whose parameters the loss is for, where the run has several; several share one backward pass.
 
         Returns:
@@ -370,7 +414,7 @@ class Run:
             NonFiniteError: for a loss or gradient that is not finite, if the run is to stop then.
             PeerLost: if another rank is gone.
         """
-        self._training.backward(loss, data, count, optimizer)
+        self._training.backward(loss, data, count, loss_is, optimizer)
         return self._training.update(optimizer)
 
     def evaluate(self, loader: DataLoader[Any]) -> MicroBatches:
@@ -402,12 +446,20 @@ class Run:
     def log(self, **values: object) -> dict[str, object]:
         """Write ``values`` and `metrics` to the run's record, and tell the user; the leader does, others return.
 
-        No collective: what it writes has been reduced. Also under ``if run.leads``.
+        No collective: what it writes has been reduced. Also under ``if run.leads``. Step and epoch are written by
+        themselves. Epochs are counted from 1, as on the screen: the number that `epochs` gave need not be named, and
+        if it is, as in ``run.log(epoch=epoch)``, the same epoch is written.
+
+        Returns:
+            What was written, on every rank.
         """
+        epoch = self._context.position.epoch_number
         everything: dict[str, object] = {**values, **self.metrics} | values
+        if everything.get("epoch") == epoch - 1:
+            everything["epoch"] = epoch
         # What stands between the beginning of an epoch and its training runs again after a resume within the epoch.
         if not self._start.resumes_within_epoch:
-            self._log.write(everything, self.progress)
+            self._log.write(everything, self.progress.step, epoch)
         return everything
 
     # ---- between ranks ------------------------------------------------------------------------------------------
@@ -447,10 +499,16 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """`close`; after an error nothing is saved, no rank is waited for, and the error says more where it can."""
+        self._shutdown.close(error)
+
+    def close(self) -> None:
         """Save what is not saved yet, wait for the last checkpoint, disconnect from the other ranks. Collective.
+
+        A second call does nothing. A run that is left open is closed at the end of the script: as by this call, or
+        after an uncaught error as a ``with`` statement does.
 
         Raises:
             SystemExit: with code 74, on all ranks, if checkpoints were asked for and the last step is in none.
         """
-        atexit.unregister(self._shutdown.warn_left_open)
-        self._shutdown.close(error)
+        self._shutdown.close(None)

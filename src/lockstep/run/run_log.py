@@ -1,45 +1,74 @@
-"""The run's own record of metrics, and the line in which the user sees them."""
+"""The run's own record of metrics, the line in which the user sees them, and the trackers that get them, too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
 from pathlib import Path
 from typing import Final
 
-from lockstep.progress import Progress
-from lockstep.report import MetricsFile
+from lockstep.report import LogsValues, MetricsFile, TrackerContext, TrackerThread, open_trackers, record_row
+from lockstep.run.setup import RunContext
+
+_END_S = 15.0  # how long the end of a run waits for its trackers
+_FAILED_S = 2.0  # ... and that of a run that failed
 
 
 class RunLog:
     """Written by the leader; the others write and say nothing.
 
     Args:
-        leads: whether this rank is the leader.
-        directory: where ``metrics.jsonl`` is written; None: nowhere.
-        say: prints one line.
+        context: of the run; in its directory, if it has one, is ``metrics.jsonl``.
+        tracker: the script's own one.
     """
 
-    def __init__(self, leads: bool, directory: str | None, say: Callable[[str], None]) -> None:
-        self._leads: Final = leads
-        self._directory: Final = directory
-        self._say: Final = say
+    def __init__(self, context: RunContext, tracker: LogsValues | None) -> None:
+        self._context: Final = context
+        self._tracker: Final = tracker
+        self._leads: Final = context.group.leads
         self._file: MetricsFile | None = None
+        self._trackers: list[TrackerThread] = []
 
     def open(self, step: int) -> None:
         """The run goes on from ``step``; what the file says of later steps is removed."""
-        if self._leads and self._directory:
-            self._file = MetricsFile(Path(self._directory, "metrics.jsonl"), step=step, say=self._say)
-
-    def write(self, values: Mapping[str, object], progress: Progress) -> None:
-        """Write ``values`` to the file, if there is one, and tell the user."""
         if not self._leads:
             return
-        if self._file is not None:
-            self._file.write(progress.step, progress.epoch, values)
-        texts = (f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in values.items())
-        self._say(f"step {progress.step}: " + ", ".join(texts))
+        directory, settings, say = self._context.directory, self._context.resolved, self._context.reporter.say
+        record: list[dict[str, float]] = []
+        if directory:
+            path = Path(directory, "metrics.jsonl")
+            self._file = MetricsFile(path, step=step, say=say)
+            if path.exists():
+                record = MetricsFile.read(path)
+        context = TrackerContext(Path(directory or "runs"), settings.as_dict(), step)
+        self._trackers = open_trackers(settings.values.track, self._tracker, context, record, say)
 
-    def close(self) -> None:
-        """The file is closed."""
+    def write(self, values: dict[str, object], step: int, epoch: int) -> None:
+        """Write ``values`` to the file, if there is one, and to the trackers, and tell the user.
+
+        Args:
+            values: by name.
+            step: steps done.
+            epoch: the epoch in work, from 1; a value named ``epoch`` takes its place.
+        """
+        if not self._leads:
+            return
+        row: dict[str, float] | None = None
+        if self._file is not None:
+            row = self._file.write(step, epoch, values)
+        elif self._trackers:
+            row = record_row(step, epoch, values, time.time())
+        if row is not None:
+            for tracker in self._trackers:
+                tracker.log(row)
+        texts = (f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in ({"epoch": epoch} | values).items())
+        self._context.reporter.say(f"step {step}: " + ", ".join(texts))
+
+    def close(self, *, failed: bool) -> None:
+        """The file is closed, and the trackers have had what it holds, or a while to take it."""
         if self._file is not None:
             self._file.close()
+        until = time.monotonic() + (_FAILED_S if failed else _END_S)
+        for tracker in self._trackers:
+            tracker.end()
+        for tracker in self._trackers:
+            tracker.close(max(0.0, until - time.monotonic()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from lockstep.batch import BatchPlan
 from lockstep.checkpoint import Checkpoints
 from lockstep.collectives import Group, open_group
 from lockstep.cpu_affinity import allotted_cpus
-from lockstep.errors import SettingError
+from lockstep.errors import SettingError, UsageError
 from lockstep.heartbeat import ProgressMarker, progress_marker
 from lockstep.launch_contract import RESUME, STOP_FILE
+from lockstep.report import refuse_unknown_trackers
 from lockstep.run.carried_state import CarriedState
 from lockstep.run.identity import RunIdentity
 from lockstep.run.metrics import PassMetrics
@@ -82,11 +84,14 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     ``env`` gets the rank variables that every launcher's scripts know.
 
     Raises:
+        UsageError: if this process is one that the script has spawned, and is importing the script for it.
         SettingError: for a value that cannot be used here.
         WorldError: if the environment describes no world, or the ranks do not meet.
         MismatchError: if the ranks have different settings.
     """
+    _refuse_child_import()
     settings = resolved.values
+    refuse_unknown_trackers(settings.track or "")
     marker = progress_marker()
     marker.set_phase("start")
     world = World.from_env(env)
@@ -139,9 +144,18 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         identity=RunIdentity(settings, threads, device),
         state=State(),
         position=RunPosition(settings.seed),
-        metrics=PassMetrics(counts=share.counts),
+        metrics=PassMetrics(counts=share.counts, recent=settings.log_every is not None),
         carried=CarriedState(group, plan.micro_batches_of, has_server_ranks=share.replicas != group.size),
     )
+
+
+def _refuse_child_import() -> None:
+    """A process that is started by spawn first imports the script, all of whose top level then runs once more."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "this process was spawned by the script and imports it, which would open the run once more: put what opens "
+            'the run under `if __name__ == "__main__":`, or start the process by fork'
+        )
 
 
 def cpus_of_this_rank() -> int:

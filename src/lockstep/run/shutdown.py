@@ -15,6 +15,7 @@ from lockstep.run.run_log import RunLog
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.train_step import TrainStep
+from lockstep.script_end import forget
 
 
 class Shutdown:
@@ -38,14 +39,22 @@ class Shutdown:
         self._position: Final = context.position
         self._log: Final = log
         self._save_stop: Final = context.save_stop
+        self._closed = False
 
     def close(self, error: BaseException | None) -> None:
-        """See `Run.__exit__`."""
+        """See `Run.close` and `Run.__exit__`."""
+        if self._closed:
+            return
+        self._closed = True
+        forget(self.close)
         context = self._context
         self._train_step.close()
         context.marker.set_phase("exit")
         # sys.exit() without a complaint is an end like any other.
-        ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
+        # At the end of a script the exit by which the run was stopped is not known.
+        ends_well = not self._end_of_step.stopped and (
+            error is None or (isinstance(error, SystemExit) and not error.code)
+        )
         try:
             if ends_well:
                 self._finish()
@@ -56,8 +65,8 @@ class Shutdown:
             self._save_stop.close()
             context.stop_requests.unlisten()
             self._loaders.close()
+            self._log.close(failed=error is not None and not isinstance(error, SystemExit))
             context.reporter.close()
-            self._log.close()
             context.checkpointer.release()
             # After an error, a GPU may wait for what never comes.
             if error is None or type(error) is SystemExit or context.device.type == "cpu":
@@ -67,13 +76,6 @@ class Shutdown:
                     context.group.close()
             context.marker.set_phase("script")
             context.marker.set_step(-1)
-
-    def warn_left_open(self) -> None:
-        """At the end of the process: the script has not closed the run."""
-        self._context.reporter.say(
-            f"the run was not closed, so what it trained up to step {self._position.progress.step} may not be saved; "
-            "write: with lockstep.Run(...) as run:"
-        )
 
     def _finish(self) -> None:
         checkpointer, step = self._context.checkpointer, self._position.progress.step

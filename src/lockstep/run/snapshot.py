@@ -36,6 +36,7 @@ class RunSnapshot:
             "progress": self._position.progress.as_dict(),
             "scaler": self._context.precision.state_dict(),
             "measures": self._metrics.train.state(self._context.group),
+            "recent": self._metrics.recent.state(self._context.group) if self._context.settings.log_every else {},
             "metrics": self._position.metrics,
             "evaluations": self._position.evaluations,
             "carry": self._carried.state(),
@@ -61,6 +62,7 @@ class RunSnapshot:
         load_strategy_state(context.strategy, saved_state if saved_by == self._strategy_name else {})
         context.precision.load_state_dict(tree["scaler"])
         self._metrics.train.load(tree["measures"], context.group)
+        self._metrics.recent.load(tree["recent"] if context.settings.log_every else {}, context.group)
         self._carried.load(tree["carry"])
         self._position.metrics = dict(tree.get("metrics", {}))
         return changed
@@ -81,7 +83,7 @@ class RunSnapshot:
         if isinstance(context.strategy, HasServerRanks) or not context.share.in_step:
             # On ranks that serve, the script's own objects have not moved; on ranks that step by themselves, each has
             # moved otherwise. A checkpoint holds the leader's, not a mixture.
-            kept = {name: tree[name] for name in ("kept", "kept_transient", "transient")}
+            kept = {name: tree[name] for name in ("kept", "kept_values", "kept_transient", "transient")}
             outline = context.group.broadcast_object(as_absent_shards(kept), "what is kept")
             tree |= as_owned_shards(kept) if context.group.leads else outline
         if isinstance(context.strategy, ComputesLoss):

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.run.divergence import checksum
+from lockstep.run.kept import PlainValue, Stateful, as_stateful, exposed
 from lockstep.strategies import Strategy, sparse_parameters
-
-
-class Stateful(Protocol):
-    """What `Run.keep` takes."""
-
-    def state_dict(self) -> Any:
-        """What to save."""
-        ...
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Go on from what was saved."""
-        ...
 
 
 class State:
@@ -38,6 +27,7 @@ class State:
         self.sparse: set[nn.Parameter] = set()  # those whose gradients are sparse
         self.buffers: list[tuple[str, torch.Tensor]] = []  # of all models, with their names
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.with_closure = False  #: whether the run's only optimizer computes losses through a closure
         self.schedulers: list[Any] = []
         self.kept: dict[str, Stateful] = {}
         self._transient: list[TransientBuffers] = []  # of each model
@@ -73,16 +63,11 @@ class State:
         """Save ``value`` under ``name``.
 
         Raises:
-            UsageError: if it has no state, or the name is taken.
+            UsageError: if it cannot be saved, or the name is taken.
         """
         if name in self.kept:
             raise UsageError(f"keep({name}=...): something is kept under that name already; give it another")
-        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-            raise UsageError(
-                f"keep({name}={type(value).__name__}): it has no state_dict() and load_state_dict(); "
-                "give the object both, or keep one that has"
-            )
-        self.kept[name] = value
+        self.kept[name] = as_stateful(name, value)
         if isinstance(value, nn.Module):
             self._kept_transient[name] = TransientBuffers(value)
 
@@ -94,7 +79,8 @@ class State:
             "transient": [buffers.state() for buffers in self._transient],
             "optimizers": [strategy.state_layout.optimizer_state(o) for o in self.optimizers],
             "schedulers": [s.state_dict() for s in self.schedulers],
-            "kept": {name: value.state_dict() for name, value in self.kept.items()},
+            "kept": {n: v.state_dict() for n, v in self.kept.items() if not isinstance(v, PlainValue)},
+            "kept_values": {n: v.state_dict() for n, v in self.kept.items() if isinstance(v, PlainValue)},
             "kept_transient": {name: buffers.state() for name, buffers in self._kept_transient.items()},
         }
 
@@ -110,13 +96,14 @@ class State:
         _load_all("models", self.models, tree["models"], strategy.state_layout.load_model)
         _load_all("optimizers", self.optimizers, tree["optimizers"], strategy.state_layout.load_optimizer)
         _load_all("schedulers", self.schedulers, tree["schedulers"], _load)
-        if set(tree["kept"]) != set(self.kept):
+        kept = tree["kept"] | tree["kept_values"]
+        if set(kept) != set(self.kept):
             raise CheckpointError(
-                f"the checkpoint keeps {_names(tree['kept'])} and this script {_names(self.kept)}; "
+                f"the checkpoint keeps {_names(kept)} and this script {_names(self.kept)}; "
                 "call run.keep(...) for the same names before the training begins"
             )
         for name, value in self.kept.items():
-            _load_one(f"keep({name}=...)", value, tree["kept"][name], _load)
+            _load_one(f"keep({name}=...)", value, kept[name], _load)
         for buffers, state in zip(self._transient, tree["transient"], strict=True):
             buffers.load(state)
         for name, state in tree["kept_transient"].items():
@@ -145,7 +132,7 @@ def _load_one(what: str, value: Any, state: Any, load: Callable[[Any, Any], None
         load(value, state)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"the {what} of the checkpoint does not fit this script's {type(value).__name__}: {error}"
+            f"the {what} of the checkpoint does not fit this script's {type(exposed(value)).__name__}: {error}"
         ) from error
 
 

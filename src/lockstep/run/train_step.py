@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import PeerLost, UsageError
 from lockstep.formatting import plural
+from lockstep.run.closures import ClosureSteps, HeldMicroBatch
 from lockstep.run.loop_checks import LoopChecks
 from lockstep.run.nonfinite import NonFiniteChecks
 from lockstep.run.parameter_sets import Optimizers, ParameterSets
@@ -44,6 +45,7 @@ from lockstep.strategies import (
 
 Count = int | torch.Tensor | None
 Loss = torch.Tensor | Callable[..., torch.Tensor]
+LossKind = Literal["mean", "sum"]
 Known = list[tuple[torch.Tensor, int | torch.Tensor]]
 """Losses that have become known, each with the number of items that it is the mean of: none for padding."""
 
@@ -98,6 +100,7 @@ class TrainStep:
         self._widest: Final = torch.empty((), dtype=torch.float64, device=group.device)
         self._step = 0
         self.current: CurrentMicroBatch | None = None
+        self._closures: Final = ClosureSteps(context)
 
     def begin(self, position: MicroBatchPosition, step: int, *, compare: bool) -> CurrentMicroBatch:
         """The micro-batch at ``position`` is handed to the user, after ``step`` steps.
@@ -111,10 +114,14 @@ class TrainStep:
         self.checks.run_steps = False
         return current
 
-    def backward(self, loss: Loss, data: tuple[Any, ...], count: Count, optimizer: Optimizers) -> Known:
+    def backward(
+        self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
+    ) -> Known:
         """See `Run.backward`. The losses that have become known by it."""
         current = self._in_loop("backward")
         position = current.position
+        if loss_is != "mean":
+            loss = _mean_of(loss, loss_is, position.samples if count is None else count)
         target = self._sets.current(self._sets.named(optimizer), self._losses.has_counts, self._step)
         if current.finished or any(not target.places.keys().isdisjoint(other.places) for other in current.reached):
             raise UsageError(
@@ -123,6 +130,13 @@ class TrainStep:
         self._check_first(target, current, counts=count is not None)
         task = self._task(loss, data, target) if callable(loss) else None
         pipelines = self._strategy if task is not None and isinstance(self._strategy, ComputesLoss) else None
+        if task is None and self._closures.active:
+            raise UsageError(
+                f"{type(self._state.optimizers[0]).__name__} computes the loss several times in a step, so give "
+                "run.step(...) what computes it: run.step(F.cross_entropy, images, labels), for "
+                "F.cross_entropy(model(images), labels), in place of its value"
+            )
+        random_state = self._closures.random_state()
         if task is not None and pipelines is None:
             with self._precision.forward():
                 loss = task()
@@ -154,6 +168,8 @@ class TrainStep:
                 scaled = self._precision.scale(loss)
                 weight = self._weight(share, scaled) if weighs else None
                 self._strategy.backward(scaled, weight, target, current.position)
+            if task is not None and self._closures.active:
+                self._closures.hold(HeldMicroBatch(position, task, random_state, items, weight, loss.detach()))
             known = [] if position.is_padding else [(loss, items)]
         if current.position.last:
             self._losses.items.clear()
@@ -253,7 +269,10 @@ class TrainStep:
             nn.utils.clip_grads_with_norm_(target.parameters, self._clip_norm, norm)
         before_optimizer_step(self._strategy, target)
         for optimizer in optimizers:
-            self._precision.step(optimizer)
+            if self._closures.active:
+                self._closures.step(optimizer, target, counted=self._losses.has_counts[target])
+            else:
+                self._precision.step(optimizer)
         for parameter in target.parameters:
             parameter.grad = None
 
@@ -268,6 +287,7 @@ class TrainStep:
         self.checks.run_steps = True
         if current is not None and not current.complete:
             self._losses = _StepLosses()
+            self._closures.discard()
             self._strategy.discard_step()
             for model in self._state.models:
                 model.zero_grad(set_to_none=True)
@@ -349,6 +369,17 @@ class TrainStep:
             )
         inputs, targets = (part if isinstance(part, tuple) else (part,) for part in data)
         return LossCall(models[0], loss, inputs, targets, self._precision.scale)
+
+
+def _mean_of(loss: Loss, loss_is: LossKind, items: int | torch.Tensor) -> Loss:
+    """``loss``, the sum over ``items``, as their mean; a micro-batch may hold none, whose sum is 0."""
+    if loss_is != "sum":
+        raise UsageError(f"step(loss_is={loss_is!r}): give 'mean', or 'sum' over the count, or the samples without one")
+    divisor = items.clamp(min=1) if isinstance(items, torch.Tensor) else max(1, items)
+    if isinstance(loss, torch.Tensor):
+        return loss / divisor
+    whole = loss
+    return lambda *data: whole(*data) / divisor
 
 
 def _description(loss: object) -> str:

@@ -16,7 +16,7 @@ from lockstep.run.parameter_sets import Optimizers
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.to_device import to_device
-from lockstep.run.train_step import Count, Loss, TrainStep
+from lockstep.run.train_step import Count, Loss, LossKind, TrainStep
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.strategies import finish_training
 
@@ -91,9 +91,11 @@ class TrainingLoop:
             self._position.metrics = self._metrics.train.reduce(self._context.group) or self._position.metrics
             self._end_of_step.say_warnings()
 
-    def backward(self, loss: Loss, data: tuple[Any, ...], count: Count, optimizer: Optimizers) -> bool:
+    def backward(
+        self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
+    ) -> bool:
         """See `Run.backward`."""
-        for value, items in self._train_step.backward(loss, data, count, optimizer):
+        for value, items in self._train_step.backward(loss, data, count, loss_is, optimizer):
             self._position.loss = value
             self._metrics.add_loss(value, items)
         current = self._train_step.current

@@ -45,6 +45,7 @@ from lockstep.strategies.powersgd import PowerSGD
 from lockstep.strategies.protocol import (
     HasState,
     PreparesForward,
+    RepeatsStep,
     ReplicaAssignment,
     StateDict,
     Strategy,
@@ -173,7 +174,7 @@ class _Reduction:
             flat.copy_(total)
 
 
-class Ddp(Strategy, PreparesForward, UpdatesTrainable, HasState):
+class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
     """The strategy ``ddp``.
 
     Args:
@@ -200,6 +201,8 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, HasState):
         self._bucket_mb: Final = bucket_mb or _BUCKET_MB[group.device.type]
         self._all_reduce: Final = open_all_reduce(group, runs)
         self._compression: Final = compression or Uncompressed(group)
+        # Else each pass would add to what was not sent yet.
+        self.repeats_step = isinstance(self._compression, Uncompressed)
         self._buffers: Final = Buffers(self._all_reduce, group, group.device)
         self._native: Final = NativeAllReduce(group)  # of what DDP does not reduce
         self._models: list[_Model] = []

@@ -330,6 +330,24 @@ def check_can_step(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None
 
 
 @runtime_checkable
+class RepeatsStep(Protocol):
+    """A strategy under which the passes of a step can be made again before the step ends, by an optimizer's closure.
+
+    After `Strategy.end_micro_batch` of the last micro-batch the first one may begin again, with other parameters.
+    """
+
+    repeats_step: bool  #: whether they can, with the options that it has
+
+
+def can_repeat_step(strategy: Strategy) -> bool:
+    """Whether optimizers may compute the loss of a step several times.
+
+    Not asked of what ``strategy`` delegates to: the optimizer must see whole parameters and gradients.
+    """
+    return isinstance(strategy, RepeatsStep) and strategy.repeats_step
+
+
+@runtime_checkable
 class CommunicatesInForward(Protocol):
     """A strategy whose forward passes may be collective, so that every rank must make equally many of them."""
 

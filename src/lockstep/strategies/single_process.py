@@ -19,7 +19,7 @@ from lockstep.strategies.gradient_accumulation import (
     divide_by_counts,
     total_count,
 )
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext, UpdatesTrainable
+from lockstep.strategies.protocol import RepeatsStep, ReplicaAssignment, Strategy, StrategyContext, UpdatesTrainable
 from lockstep.strategies.state_layout import ReplicatedLayout
 
 
@@ -40,7 +40,7 @@ def open_strategy(context: StrategyContext, options: Options) -> SingleProcess:
     return SingleProcess(context.group, context.runs, exact=context.exact)
 
 
-class SingleProcess(Strategy, UpdatesTrainable):
+class SingleProcess(Strategy, UpdatesTrainable, RepeatsStep):
     """The strategy ``none``.
 
     Args:
@@ -51,6 +51,7 @@ class SingleProcess(Strategy, UpdatesTrainable):
     """
 
     assignment = ReplicaAssignment(0, 1)
+    repeats_step = True
 
     def __init__(
         self, group: Group, runs: Runs, *, exact: bool, wrap: Callable[[nn.Module], nn.Module] = lambda model: model

@@ -53,6 +53,7 @@ from lockstep.launch_contract import (
     STACKS,
     TERMINAL,
 )
+from lockstep.script_end import closing
 
 #: The environment variable that says where a rank of a `Function` leaves what the function returned.
 RESULT = "LOCKSTEP_RESULT"
@@ -108,7 +109,8 @@ def run_program(program: Program) -> NoReturn:
     code, failed = EXIT_OK, True
     try:
         _inject_faults(os.environ)
-        _entry_point(program)()
+        with closing():
+            _entry_point(program)()
         failed = False
     except SystemExit as ending:
         code = _exit_code(ending)

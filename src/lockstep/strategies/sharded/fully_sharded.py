@@ -221,8 +221,21 @@ class FullySharded(Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEv
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """Compute gradients, and sum them after the last micro-batch. Collective for every micro-batch."""
-        self._gradients.backward(loss, weight, target, position)
+        """Compute gradients, and sum them after the last micro-batch. Collective for every micro-batch.
+
+        Raises:
+            UsageError: for a second backward pass through one forward pass, as of a gradient penalty.
+        """
+        try:
+            self._gradients.backward(loss, weight, target, position)
+        except RuntimeError as error:
+            if "storage of size 0" not in str(error):
+                raise
+            raise UsageError(
+                "the loss depends on gradients that were computed before, as with torch.autograd.grad(..., "
+                "create_graph=True) for a gradient penalty, and after those, fully_shard has let go of the whole "
+                "parameters, which the second backward pass needs: use ddp or zero"
+            ) from error
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """Divide by the number of items of the step. Collective."""

@@ -1,0 +1,172 @@
+"""What the script wants kept beside models and optimizers: objects with a state of their own, and plain values.
+
+run.keep(ema=ema)                 saved and restored through its state_dict and load_state_dict
+run.keep(history=[], scores={})   restored in place: the script's own list or dict holds what was saved
+run.keep(best=0.0)                a number cannot change in place: run.kept.best is read and set
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import torch
+
+from lockstep.errors import UsageError
+
+_LEAVES = (type(None), bool, int, float, str, bytes, torch.Tensor)
+_DICTS = (dict, OrderedDict, Counter)
+
+
+class Stateful(Protocol):
+    """An object that `Run.keep` takes through its own state."""
+
+    def state_dict(self) -> Any:
+        """What to save."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Go on from what was saved."""
+        ...
+
+
+class PlainValue:
+    """A number, text, tensor, list, tuple or dict that is kept.
+
+    Raises:
+        UsageError: for a value that cannot be saved, by its place.
+    """
+
+    def __init__(self, name: str, value: object) -> None:
+        self._name: Final = name
+        self.value: Any = None
+        self.replace(value)
+
+    def replace(self, value: object) -> None:
+        """``value`` is kept from now on.
+
+        Raises:
+            UsageError: if it cannot be saved.
+        """
+        _check(value, self._name)
+        self.value = value
+
+    def state_dict(self) -> Any:
+        """The value; lists and dicts are copies."""
+        _check(self.value, self._name)  # what a list holds now is not what it held when it was given
+        return _copied(self.value)
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """The value is ``state``: lists, dicts and tensors become that in place.
+
+        Raises:
+            TypeError: if one of the two is a list, dict or tensor and the other another kind of value.
+            RuntimeError: if tensors have other shapes.
+        """
+        for kind in (list, _DICTS, torch.Tensor):
+            if isinstance(state, kind) != isinstance(self.value, kind) and None not in (state, self.value):
+                raise TypeError(f"a {type(state).__name__} was saved")
+        if isinstance(state, torch.Tensor) and isinstance(self.value, torch.Tensor) and state.shape != self.value.shape:
+            raise RuntimeError(f"it has shape {tuple(self.value.shape)}, and {tuple(state.shape)} was saved")
+        self.value = _restored(self.value, state)
+
+
+class Kept:
+    """What `Run.keep` was given, by name as attributes: ``run.kept.best``. A plain value may be set; it is then saved.
+
+    Raises:
+        AttributeError: for a name under which nothing is kept.
+        UsageError: where an object with a state of its own, or what cannot be saved, is set.
+    """
+
+    def __init__(self, objects: Mapping[str, Stateful]) -> None:
+        vars(self)["_objects"] = objects
+
+    def __getattr__(self, name: str) -> Any:
+        return exposed(self._find(name))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        kept = self._find(name)
+        if not isinstance(kept, PlainValue):
+            raise UsageError(
+                f"run.kept.{name} = ...: keep({name}={type(kept).__name__}) is an object with a state of its own; "
+                "change the object itself"
+            )
+        kept.replace(value)
+
+    def __dir__(self) -> list[str]:
+        return sorted(self._objects)
+
+    def _find(self, name: str) -> Stateful:
+        objects: Mapping[str, Stateful] = vars(self)["_objects"]
+        if name not in objects:
+            names = ", ".join(sorted(objects)) or "nothing"
+            raise AttributeError(f"run.kept.{name}: nothing is kept under that name, but {names}; run.keep({name}=...)")
+        return objects[name]
+
+
+def as_stateful(name: str, value: object) -> Stateful:
+    """``value`` itself if it has a state of its own, else a `PlainValue`.
+
+    Raises:
+        UsageError: for a value that cannot be saved.
+    """
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        found: Stateful = value
+        return found
+    return PlainValue(name, value)
+
+
+def exposed(kept: Stateful) -> Any:
+    """What the script knows ``kept`` as."""
+    return kept.value if isinstance(kept, PlainValue) else kept
+
+
+def _check(value: object, path: str) -> None:
+    if type(value) in _DICTS:
+        assert isinstance(value, dict)
+        for key, inner in value.items():
+            if type(key) not in (str, int):
+                raise UsageError(f"keep({path}=...) has the key {key!r}, which cannot be saved: use str or int keys")
+            _check(inner, f"{path}[{key!r}]")
+    elif type(value) in (list, tuple):
+        assert isinstance(value, list | tuple)
+        for index, inner in enumerate(value):
+            _check(inner, f"{path}[{index}]")
+    elif not isinstance(value, _LEAVES):
+        raise UsageError(
+            f"keep({path}={type(value).__name__}): it has no state_dict() and load_state_dict(), and is no number, "
+            "text, tensor, list, tuple or dict of these; give the object both, or keep one that has (an array as "
+            "torch.from_numpy(array))"
+        )
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return type(value)({key: _copied(inner) for key, inner in value.items()})
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(inner) for inner in value)
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _restored(here: Any, saved: Any) -> Any:
+    """``saved``, in what the script holds already wherever that can change in place."""
+    if isinstance(here, dict) and isinstance(saved, dict):
+        new = {key: _restored(here.get(key), value) for key, value in saved.items()}
+        here.clear()
+        here.update(new)
+        return here
+    if isinstance(here, list) and isinstance(saved, list):
+        known = [*here, *([None] * len(saved))]
+        here[:] = [_restored(known[index], value) for index, value in enumerate(saved)]
+        return here
+    if isinstance(here, torch.Tensor) and isinstance(saved, torch.Tensor) and _alike(here, saved):
+        with torch.no_grad():
+            here.copy_(saved)
+        return here
+    return saved
+
+
+def _alike(here: torch.Tensor, saved: torch.Tensor) -> bool:
+    return here.shape == saved.shape and here.dtype == saved.dtype
