@@ -34,8 +34,8 @@ from transformers import (
 
 import lockstep
 
-ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen".split()
-ONES += [f"{word}teen" for word in ("six", "seven", "eigh", "nine")]
+ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+ONES += [f"{word}teen" for word in ("thir", "four", "fif", "six", "seven", "eigh", "nine")]
 TENS = [f"{word}ty" for word in ("twen", "thir", "for", "fif", "six", "seven", "eigh", "nine")]
 HELD_OUT = 256
 
@@ -57,6 +57,15 @@ def numbers(samples: int) -> Dataset:
     while len(found) < samples:
         found[int(10 ** draw.uniform(0, 4)) if draw.random() < 0.3 else draw.randrange(10_000)] = None
     return Dataset.from_dict({"digits": [str(n) for n in found], "words": [in_words(n) for n in found]})
+
+
+def tokenized(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """The same in tokens: `input_ids`, `attention_mask` and `labels`, each row as long as its text."""
+
+    def tokenize(rows: dict[str, list[str]]) -> dict[str, Any]:
+        return dict(tokenizer(rows["digits"], text_target=rows["words"], return_token_type_ids=False))
+
+    return data.map(tokenize, batched=True, remove_columns=["digits", "words"])
 
 
 def tiny() -> tuple[T5ForConditionalGeneration, PreTrainedTokenizerBase]:
@@ -94,12 +103,8 @@ def main(model: str | None = None, epochs: int = 12, samples: int = 2048) -> flo
         else:
             net, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
 
-        def tokenize(rows: dict[str, list[str]]) -> dict[str, Any]:
-            return dict(tokenizer(rows["digits"], text_target=rows["words"], return_token_type_ids=False))
-
-        data = numbers(samples + HELD_OUT).map(tokenize, batched=True, remove_columns=["digits", "words"])
+        data = tokenized(numbers(samples + HELD_OUT), tokenizer)
         train, test = data.select(range(samples)), data.select(range(samples, samples + HELD_OUT))
-
         net = run.model(net)
         pad = DataCollatorForSeq2Seq(tokenizer, model=net)  # each micro-batch to its longest; labels with -100
         optimizer = run.optimizer(torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=0.01))
