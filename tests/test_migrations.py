@@ -52,12 +52,11 @@ def figures(kind, name):
 
 
 def train(name, home, interrupt_at=None):
-    """On a rank: the figures, with checkpoints; ends with an error at call ``interrupt_at`` of `Run.step`."""
-    step, calls = lockstep.Run.step, []
+    """On a rank: the figures, with checkpoints; ends with an error in step ``interrupt_at``."""
+    step = lockstep.Run.step
 
     def counted(run, *args, **options):
-        calls.append(None)
-        if len(calls) == interrupt_at:
+        if run.progress.step == interrupt_at:
             raise Interrupted
         return step(run, *args, **options)
 
@@ -80,7 +79,7 @@ def trained(tmp_path_factory):
     """By script: figures of plain torch, of 1, 2 and 3 ranks, and of 3 that went on where 2 were interrupted."""
     home = str(tmp_path_factory.mktemp("runs"))
     plain, alone = run_ranks(both, 1)[0]
-    two = on_world(2, [(figures, "after", name) for name in TOUCHED] + [(train, name, home, 45) for name in TOUCHED])
+    two = on_world(2, [(figures, "after", name) for name in TOUCHED] + [(train, name, home, 30) for name in TOUCHED])
     for name, by_rank in zip(TOUCHED, two[len(TOUCHED) :], strict=True):
         assert "Interrupted" in by_rank[0]
         assert list_checkpoints(Path(home, name))
