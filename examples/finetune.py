@@ -109,7 +109,7 @@ def main(model: str | None = None, epochs: int = 12, samples: int = 2048) -> flo
         pad = DataCollatorForSeq2Seq(tokenizer, model=net)  # each micro-batch to its longest; labels with -100
         optimizer = run.optimizer(torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=0.01))
         batches = run.loader(train, global_batch=64, micro_batch=16, collate_fn=pad)
-        held_out = run.loader(test, global_batch=HELD_OUT, micro_batch=64, shuffle=False, collate_fn=pad)
+        held_out = run.loader(test, global_batch=HELD_OUT, micro_batch=HELD_OUT // 4, shuffle=False, collate_fn=pad)
         steps = epochs * len(batches)
         run.scheduler(get_linear_schedule_with_warmup(optimizer, steps // 10, steps + 1))
 

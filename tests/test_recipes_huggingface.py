@@ -14,9 +14,10 @@ from lockstep.testing import state_hash
 from worlds import on_world
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+HELD_OUT = 16
 SMALL = {
     "finetune": {"epochs": 2, "samples": 100},
-    "streaming": {"epochs": 2, "length": 32, "limit": 6},
+    "streaming": {"epochs": 2, "length": 64, "limit": 2},
 }
 
 
@@ -55,7 +56,9 @@ def play(name, home=None, interrupt_at=None):
             patch.setenv("LOCKSTEP_CHECKPOINT", f"{home}/{name}")
             patch.setenv("LOCKSTEP_SAVE_EVERY", "2 steps")
             patch.setenv("LOCKSTEP_RESUME", "1")
-        result = example(name).main(**SMALL[name])
+        module = example(name)
+        module.HELD_OUT = HELD_OUT
+        result = module.main(**SMALL[name])
     return result, seen["run"].metrics, state_hash(seen["model"]), seen["began"]
 
 
@@ -64,7 +67,7 @@ def tuned_by_hand(epochs, samples):
     module = example("finetune")
     seed_everything(seed_of(0, "init"))
     net, tokenizer = module.tiny()
-    rows = module.tokenized(module.numbers(samples + module.HELD_OUT), tokenizer)
+    rows = module.tokenized(module.numbers(samples + HELD_OUT), tokenizer)
     pad = module.DataCollatorForSeq2Seq(tokenizer, model=net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=0.01)
     steps = epochs * math.ceil(samples / 64)
