@@ -98,7 +98,12 @@ def written(model: Any, device: torch.device) -> str:
     torch.manual_seed(0)
     model.eval()
     beginning = torch.tensor([[ord("T"), ord("h"), ord("e")]], device=device)
-    tokens = model.generate(beginning, attention_mask=torch.ones_like(beginning), do_sample=True, max_new_tokens=100)
+    tokens = model.generate(
+        beginning,
+        attention_mask=torch.ones_like(beginning),
+        do_sample=True,
+        max_new_tokens=min(100, model.config.n_positions - 3),
+    )
     return bytes(tokens[0].tolist()).decode("ascii")
 
 
