@@ -60,4 +60,5 @@ clean:
 	fi
 	@echo "setting up: Lockstep, its examples and its tests"
 	@$(PIP) --editable '.[dev,examples]'
+	@$(BIN)/python examples/vision.py
 	@touch $@

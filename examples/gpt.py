@@ -13,7 +13,7 @@ model foretells those is told in bits per character, which do not depend on the 
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pydoc_data.topics import topics
 
 import torch
@@ -144,6 +144,10 @@ def main(size: Size | None = None) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smaller model, for seconds")
-    size = QUICK if parser.parse_args().quick else Size()
+    parser.add_argument("--epochs", type=int, help="2, or 1 with --quick")
+    options = parser.parse_args()
+    documented = QUICK if options.quick else Size()
+    size = replace(documented, epochs=options.epochs or documented.epochs)
     bits = main(size)
-    assert bits <= size.bits, f"{bits:.3f} bits per character, expected {size.bits} or fewer"
+    if size.epochs >= documented.epochs:  # fewer are for a try
+        assert bits <= size.bits, f"{bits:.3f} bits per character, expected {size.bits} or fewer"

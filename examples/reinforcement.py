@@ -138,5 +138,7 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--own-environments", action="store_true", help="one set for each rank, seeded by its rank")
-    won = main(**vars(parser.parse_args()))
-    assert won >= 400, f"a mean return of {won:.1f}, expected 400 or more"
+    options = parser.parse_args()
+    won = main(**vars(options))
+    if options.epochs >= 6:  # fewer are for a try
+        assert won >= 400, f"a mean return of {won:.1f}, expected 400 or more"

@@ -174,7 +174,9 @@ def main(updates: int = 200) -> float | None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--updates", type=int, default=200)
-    won = main(**vars(parser.parse_args()))
+    options = parser.parse_args()
+    won = main(**vars(options))
     if won is not None:
         print(f"mean return of the last {RECENT} episodes: {won:.1f} of 500")
-        assert won >= 300, f"a mean return of {won:.1f}, expected 300 or more"
+        if options.updates >= 200:  # fewer are for a try
+            assert won >= 300, f"a mean return of {won:.1f}, expected 300 or more"

@@ -10,6 +10,7 @@ lockstep run --nproc-per-node 4 uneven.py
 The model keeps a tally of what it learnt from: at the end that is each sample once.
 """
 
+import argparse
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -106,5 +107,6 @@ def main() -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     for name, tally in main().items():
         assert torch.allclose(tally.sort().values, fair(len(tally))), f"{name}: not each sample once: {tally.tolist()}"

@@ -118,5 +118,7 @@ def main(epochs: int = 10) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
-    accuracy = main(**vars(parser.parse_args()))
-    assert accuracy >= 0.92, f"accuracy {accuracy:.4f}, expected 0.92 or more"
+    options = parser.parse_args()
+    accuracy = main(**vars(options))
+    if options.epochs >= 10:  # fewer are for a try
+        assert accuracy >= 0.92, f"accuracy {accuracy:.4f}, expected 0.92 or more"

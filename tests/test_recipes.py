@@ -14,7 +14,7 @@ from PIL import Image
 
 from lockstep.strategies import STRATEGIES
 from lockstep.testing import run_ranks, state_hash
-from tiny_voc import write_voc
+from tiny_voc import write_sbd, write_voc
 from worlds import on_world
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -104,6 +104,35 @@ def test_mean_iou_is_that_of_the_classes_that_occur():
     assert counts.sum() == 5
     assert module.mean_iou(counts) == pytest.approx((2 / 3 + 1 / 3 + 0) / 3)
     assert module.of_background(counts) == pytest.approx(3 / 5 / 2)
+
+
+def test_sbd_adds_the_images_that_voc_has_in_neither_list(tmp_path):
+    module = example("segmentation")
+    voc = module.torchvision("datasets").VOCSegmentation
+    write_voc(tmp_path, train=3, val=2)
+    train, test = (voc(tmp_path, image_set=part, transforms=module.cropped(33)) for part in ("train", "val"))
+    sbd = write_sbd(tmp_path / "sbd", train=["2008_1", "2012_train00001"], val=["2012_val00000", "2008_2"])
+    everything = module.augmented(train, test, str(sbd), 33)
+    assert len(everything) == 3 + 2
+    pixels, classes = everything[4]
+    assert pixels.shape == (3, 33, 33)
+    assert set(classes.unique().tolist()) <= {0, 3, 255}
+
+
+def test_the_backbone_begins_with_the_weights_of_a_classifier(tmp_path):
+    module = example("segmentation")
+    classifier = module.torchvision("models").mobilenet_v3_large(weights=None)
+    torch.save(classifier.state_dict(), tmp_path / "weights.pth")
+    network = module.Network("mobilenet_v3_large")
+    network.load_backbone(tmp_path / "weights.pth")
+    backbone = network.deeplab.backbone.state_dict()
+    assert all(torch.equal(backbone[name], weight) for name, weight in classifier.features.state_dict().items())
+    slow, fast = network.groups(0.01)
+    assert fast["lr"] == 0.1
+    assert len(slow["params"]) + len(fast["params"]) == len(list(network.parameters()))
+    torch.save({"stem.weight": torch.zeros(1)}, tmp_path / "other.pth")
+    with pytest.raises(ValueError, match="it is of another backbone"):
+        network.load_backbone(tmp_path / "other.pth")
 
 
 # ---- reinforcement learning ------------------------------------------------------------------------------------------

@@ -1,0 +1,129 @@
+"""A language model of LSTMs over text laid in columns: the hidden state is carried from one stretch to the next."""
+
+import argparse
+import math
+from pydoc_data.topics import topics
+
+import torch
+from torch import nn
+
+import lockstep
+
+
+class RNNModel(nn.Module):
+    def __init__(self, ntoken, ninp, nhid, nlayers, dropout):
+        super().__init__()
+        self.nlayers, self.nhid = nlayers, nhid
+        self.drop = nn.Dropout(dropout)
+        self.encoder = nn.Embedding(ntoken, ninp)
+        self.rnn = nn.LSTM(ninp, nhid, nlayers, dropout=dropout, batch_first=True)
+        self.decoder = nn.Linear(nhid, ntoken)
+        self.init_weights()
+
+    def init_weights(self):
+        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
+        nn.init.zeros_(self.decoder.bias)
+        nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
+
+    def forward(self, tokens, hidden):
+        emb = self.drop(self.encoder(tokens))
+        output, hidden = self.rnn(emb, hidden)
+        return self.decoder(self.drop(output)), hidden
+
+    def init_hidden(self, bsz):
+        weight = next(self.parameters())
+        return (weight.new_zeros(self.nlayers, bsz, self.nhid), weight.new_zeros(self.nlayers, bsz, self.nhid))
+
+
+class Corpus:
+    """Characters of Python's own documentation, 7 bits each."""
+
+    def __init__(self, length):
+        text = "\n".join(topics[name] for name in sorted(topics))[:length]
+        tokens = torch.tensor(list(text.encode("ascii", "replace")))
+        self.train, self.valid = tokens[: length * 9 // 10], tokens[length * 9 // 10 :]
+
+
+def batchify(data, bsz):
+    """The text in ``bsz`` columns, one below the other as they were: (bsz, characters)."""
+    nbatch = data.size(0) // bsz
+    return data[: nbatch * bsz].view(bsz, nbatch)
+
+
+def repackage_hidden(hidden):
+    """The same without its history."""
+    return tuple(each.detach() for each in hidden)
+
+
+def stretches(source, bptt):
+    """The first stretch of every column, then the second of every one, and so on; and the characters that follow."""
+    inside = (source.size(1) - 1) // bptt * bptt
+    rows = source[:, :inside], source[:, 1 : inside + 1]
+    return tuple(row.reshape(len(row), -1, bptt).transpose(0, 1).reshape(-1, bptt) for row in rows)
+
+
+def evaluate(run, model, source, criterion):
+    model.eval()
+    with torch.no_grad():
+        for tokens, targets in run.evaluate(source):
+            hidden = model.init_hidden(tokens.size(0))
+            output, hidden = model(tokens, hidden)
+            run.measure(val_loss=criterion(output.flatten(0, 1), targets.flatten()))
+    return run.metrics["val_loss"]
+
+
+def train(run, model, source, criterion, epoch):
+    model.train()
+    for tokens, targets in run.train(source):
+        hidden = run.carry.get("hidden") or model.init_hidden(len(tokens))
+        hidden = repackage_hidden(hidden)
+        output, hidden = model(tokens, hidden)
+        run.carry["hidden"] = repackage_hidden(hidden)
+        loss = criterion(output.flatten(0, 1), targets.flatten())
+        run.step(loss)
+    run.carry.clear()
+    loss = run.metrics["loss"]
+    run.say(f"| epoch {epoch} | loss {loss:.3f} | ppl {math.exp(loss):.2f}")
+
+
+def main(args, run):
+    corpus = Corpus(args.length)
+    train_data = stretches(batchify(corpus.train, args.batch_size), args.bptt)
+    val_data = batchify(corpus.valid, args.eval_batch_size)
+    val_data = stretches(val_data, val_data.size(1) - 1)  # each column whole: an evaluation carries nothing
+    train_data = run.loader(train_data, global_batch=args.batch_size, micro_batch=args.batch_size // 4, shuffle=False)
+    val_data = run.loader(val_data, global_batch=args.eval_batch_size, micro_batch=1, shuffle=False)
+    model = run.model(RNNModel(128, args.emsize, args.nhid, args.nlayers, args.dropout))
+    criterion = nn.CrossEntropyLoss()
+    optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=args.lr))
+    figures = []
+    best_val_loss = None
+    for epoch in run.epochs(args.epochs):
+        train(run, model, train_data, criterion, epoch)
+        val_loss = evaluate(run, model, val_data, criterion)
+        run.say(f"| end of epoch {epoch} | valid loss {val_loss:.3f} | valid ppl {math.exp(val_loss):.2f}")
+        if best_val_loss is not None and val_loss > best_val_loss:
+            for group in optimizer.param_groups:  # anneal
+                group["lr"] /= 4.0
+        best_val_loss = val_loss if best_val_loss is None else min(best_val_loss, val_loss)
+        figures.append(run.log(epoch=epoch))
+    return figures
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="LSTM language model")
+    parser.add_argument("--length", type=int, default=12000, help="characters of the corpus")
+    parser.add_argument("--emsize", type=int, default=32, help="size of embeddings")
+    parser.add_argument("--nhid", type=int, default=48, help="hidden units per layer")
+    parser.add_argument("--nlayers", type=int, default=2, help="number of layers")
+    parser.add_argument("--lr", type=float, default=1e-2, help="initial learning rate")
+    parser.add_argument("--clip", type=float, default=0.25, help="gradient clipping")
+    parser.add_argument("--epochs", type=int, default=3, help="upper epoch limit")
+    parser.add_argument("--batch-size", type=int, default=16, help="columns")
+    parser.add_argument("--eval-batch-size", type=int, default=4, help="columns of the validation text")
+    parser.add_argument("--bptt", type=int, default=32, help="characters of a stretch")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=1111, help="random seed")
+    args = parser.parse_args()
+    with lockstep.Run(seed=args.seed, clip_norm=args.clip) as run:
+        figures = main(args, run)
