@@ -22,7 +22,7 @@ FLOORS = (
     ("world", "batch", "progress", "settings", "size_balancing", "formatting", "heartbeat_message", "peer_failure"),
     ("collectives", "seeding", "heartbeat", "cpu_affinity"),
     ("strategies", "checkpoint", "data", "report", "faults"),
-    ("run", "launch"),
+    ("run", "launch", "saved_run"),
     ("cli", "testing"),
     ("__init__", "__main__"),
 )
@@ -30,7 +30,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     *("errors", "launch_contract", "slurm_syntax", "world", "batch", "progress", "settings", "size_balancing"),
     *("formatting", "heartbeat_message", "peer_failure", "heartbeat", "cpu_affinity", "report", "faults", "launch"),
-    *("cli", "__init__", "__main__"),
+    *("saved_run", "cli", "__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from
 #: the launcher's side all the same, so they import torch in a function; `test_front_door.py` sees that their room stays

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from trees import same
 
 from lockstep.checkpoint import Checkpoints, LocalFileSystem, list_checkpoints, verify
@@ -223,5 +224,14 @@ def test_parts_that_make_no_whole_are_not_saved_and_the_leader_says_why(tmp_path
         "model/table: element (0, 0) is held by rank 0 and by rank 2",
     ]
     assert set(told[0][2]) == {"step-00000000", "step-00000007"}, "no scratch is left"
-    assert dict(verify(tmp_path / "step-00000000").files) == {"part-00000.bin": 36, "part-00001.bin": 12}
-    assert dict(verify(tmp_path / "step-00000007").files) == {"part-00002.bin": 48}
+    assert contents(tmp_path / "step-00000000") == {
+        "part-00000.safetensors": {"model/table[0:3,0:3]": (3, 3)},
+        "part-00001.safetensors": {"model/table[3:4,0:3]": (1, 3)},
+    }
+    assert contents(tmp_path / "step-00000007") == {"part-00002.safetensors": {"model/table": (4, 3)}}
+
+
+def contents(path):
+    """The tensors in the parts of a checkpoint, by file, as another tool sees them."""
+    parts = {name: load_file(path / name) for name in verify(path).files}
+    return {name: {key: tuple(tensor.shape) for key, tensor in part.items()} for name, part in parts.items()}

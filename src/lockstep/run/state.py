@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
+from lockstep.checkpoint import SavedModel
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.run.divergence import checksum
 from lockstep.strategies import Strategy, sparse_parameters
@@ -90,6 +91,7 @@ class State:
         """The state of every object, of whole models, whatever the strategy. Collective."""
         return {
             "models": [strategy.state_layout.model_state(m) for m in self.models],
+            "about_models": [SavedModel.of(m).tree() for m in self.models],
             "learn": [{name: p.requires_grad for name, p in m.named_parameters()} for m in self.models],
             "transient": [buffers.state() for buffers in self._transient],
             "optimizers": [strategy.state_layout.optimizer_state(o) for o in self.optimizers],
