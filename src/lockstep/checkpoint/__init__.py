@@ -13,6 +13,7 @@ from lockstep.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Piece, Tens
 from lockstep.checkpoint.model_files import (
     SafetensorsWriter,
     SavedModel,
+    averaged_state,
     check_writable,
     tensors_file,
     write_beside,
@@ -59,6 +60,7 @@ __all__ = [
     "TensorRecord",
     "Tensors",
     "Tree",
+    "averaged_state",
     "check_writable",
     "content_of",
     "expired",

@@ -1,8 +1,8 @@
 """A trained model as one file or a directory that other programs load, written whole or not at all.
 
-    model.safetensors   one tensor after the other, so that no more than one is in memory at once
-    model.pt            what torch.save writes of a state_dict; loads with weights_only=True
-    directory/          model.safetensors beside config.json, where the model has one: what from_pretrained reads
+model.safetensors   one tensor after the other, so that no more than one is in memory at once
+model.pt            what torch.save writes of a state_dict; loads with weights_only=True
+directory/          model.safetensors beside config.json, where the model has one: what from_pretrained reads
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from lockstep.errors import SettingError
 _MODEL = "model.safetensors"
 #: Read by transformers, which refuses files without it.
 _METADATA = {"format": "pt"}
+#: What `torch.optim.swa_utils.AveragedModel` has beside the model that it averages, and where it has that one.
+_COUNT, _AVERAGED = "n_averaged", "module."
 _SAFETENSORS, _TORCH = (".safetensors",), (".pt", ".pth", ".bin")
 
 
@@ -56,6 +58,13 @@ class SavedModel:
     def tree(self) -> dict[str, Any]:
         """As plain values."""
         return {"class": self.class_name, "files": dict(self.files)}
+
+
+def averaged_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of the model that an `AveragedModel` averages, if ``state`` is of one; any other state as it is."""
+    if _COUNT in state and all(key == _COUNT or key.startswith(_AVERAGED) for key in state):
+        return {key.removeprefix(_AVERAGED): value for key, value in state.items() if key != _COUNT}
+    return state
 
 
 def file_kind(out: Path) -> str:

@@ -24,4 +24,5 @@ class Parser(argparse.ArgumentParser):
     """Raises a usage error instead of printing all options and leaving; `argparse` has no other way to ask for it."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise `SettingError`."""
         raise SettingError(message)

@@ -11,7 +11,7 @@ import difflib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from datetime import datetime, time, timedelta
 from functools import partial

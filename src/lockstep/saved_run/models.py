@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.checkpoint import CheckpointReader, SavedModel, TensorRecord
+from lockstep.checkpoint import CheckpointReader, SavedModel, TensorRecord, averaged_state
 from lockstep.errors import CheckpointError, SettingError
-
-#: What `torch.optim.swa_utils.AveragedModel` has beside the model that it averages, and where it has that one.
-_COUNT, _AVERAGED = "n_averaged", "module."
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +50,14 @@ def _models_of(checkpoint: CheckpointReader) -> list[ModelState]:
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint.path} holds no model of a run: no {error} in it") from error
     models = [
-        _model_state(str(number), known, state)
-        for number, (known, state) in enumerate(zip(about, states, strict=True))
+        _model_state(str(number), known, state) for number, (known, state) in enumerate(zip(about, states, strict=True))
     ]
-    return models + [_model_state(name, _about_kept(about), _averaged(state)) for name, state in kept.items()]
+    return models + [_model_state(name, _about_kept(about), averaged_state(state)) for name, state in kept.items()]
 
 
 def _model_state(name: str, about: SavedModel, state: Mapping[str, Any]) -> ModelState:
     tensors = {key: value for key, value in state.items() if isinstance(value, TensorRecord)}
     return ModelState(name, about, tensors, {key: value for key, value in state.items() if key not in tensors})
-
-
-def _averaged(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The model that an `AveragedModel` averages; any other state as it is."""
-    if _COUNT in state and all(key == _COUNT or key.startswith(_AVERAGED) for key in state):
-        return {key.removeprefix(_AVERAGED): value for key, value in state.items() if key != _COUNT}
-    return state
 
 
 def _about_kept(about: list[SavedModel]) -> SavedModel:
