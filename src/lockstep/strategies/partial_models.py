@@ -42,7 +42,17 @@ def refuse_copies(model: nn.Module, strategy: str) -> None:
 
 
 def mark_absent(module: nn.Module, names: Collection[str], strategy: str) -> None:
-    """Let the entries of ``module``'s own tensors of these ``names`` in a ``state_dict()`` be an `AbsentTensor`."""
+    """The tensors of these ``names``, which are ``module``'s own and not here, are in no file from now on.
+
+    In a ``state_dict()`` each is an `AbsentTensor`.
+    """
+    for name in names:
+        what = half_a_model(name, strategy)
+
+        def refuse_pickle(_protocol: object, what: str = what) -> NoReturn:
+            raise UsageError(what)
+
+        vars(getattr(module, name)).update(__reduce_ex__=refuse_pickle)
 
     def replace(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
         for name in names:
