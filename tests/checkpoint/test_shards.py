@@ -10,9 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from trees import same
+from trees import bits, same
 
-from lockstep.checkpoint import Checkpoints, LocalFileSystem, list_checkpoints, verify
+from lockstep.checkpoint import (
+    LOCAL,
+    CheckpointReader,
+    Checkpoints,
+    LocalFileSystem,
+    TensorRecord,
+    list_checkpoints,
+    load_tree,
+    verify,
+)
 from lockstep.checkpoint.layout import Box, coverage_error
 from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError
@@ -153,9 +162,23 @@ def test_what_ranks_hold_together_comes_back_whole_on_any_number_of_ranks(tmp_pa
             assert loaded, (turn, ranks)
             assert said == []
             assert back == [True] * len(SEEDS), ranks
+    for one in list_checkpoints(tmp_path):
+        reader = CheckpointReader(one.path)
+        for record, tensor in paired(reader.tree, load_tree(one.path, LOCAL)):
+            assert reader.content(record) == bits(tensor), record.path
     tensors = [tensor for one in list_checkpoints(tmp_path) for tensor in verify(one.path).tensors]
     assert max(len(tensor.pieces) for tensor in tensors) == 4, "no tensor was divided among all four ranks"
     assert {len(tensor.pieces) for tensor in tensors if 0 in tensor.shape} == {0}
+
+
+def paired(records, loaded):
+    """Each record in a tree with the tensor that stands there in another one."""
+    if isinstance(records, TensorRecord):
+        yield records, loaded
+    elif isinstance(records, dict | list | tuple):
+        keys = records if isinstance(records, dict) else range(len(records))
+        for key in keys:
+            yield from paired(records[key], loaded[key])
 
 
 class Full(LocalFileSystem):

@@ -4,7 +4,7 @@ The door. A run is named by its run directory, by its directory of checkpoints, 
 """
 
 from lockstep.saved_run.export import Exported, export, load
-from lockstep.saved_run.listing import Row, check, prune, rows
-from lockstep.saved_run.locate import BEST, NEWEST
+from lockstep.saved_run.listed import Row, check, prune, rows
+from lockstep.saved_run.located import BEST, NEWEST
 
 __all__ = ["BEST", "NEWEST", "Exported", "Row", "check", "export", "load", "prune", "rows"]

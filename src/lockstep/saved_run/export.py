@@ -22,7 +22,7 @@ from lockstep.checkpoint import (
     write_beside,
 )
 from lockstep.errors import DamagedCheckpoint
-from lockstep.saved_run.locate import NEWEST, RunPath, checkpoints_of, open_checkpoint, way_out
+from lockstep.saved_run.located import NEWEST, RunPath, checkpoints_of, open_checkpoint, way_out
 from lockstep.saved_run.models import ModelState, choose_model
 
 if TYPE_CHECKING:

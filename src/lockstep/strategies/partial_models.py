@@ -88,7 +88,7 @@ class AbsentTensor(torch.Tensor):
         raise UsageError(self._what)
 
 
-class PicklingGuard:
+class PickleGuard:
     """While open, pickling a tensor that ranks hold together raises `UsageError`, as `torch.save` does.
 
     Args:

@@ -44,7 +44,7 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import MicroBatchPosition, ParameterSet, divide_by_counts, total_count
 from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.partial_models import PicklingGuard, half_a_model, outside_forward, refuse_copies
+from lockstep.strategies.partial_models import PickleGuard, half_a_model, outside_forward, refuse_copies
 from lockstep.strategies.protocol import (
     ChecksOptimizers,
     CommunicatesInForward,
@@ -139,7 +139,7 @@ class FullySharded(
             DeviceMesh.from_group(self._shard_groups.new_process_group(), group.device.type) if divides else None
         )
         self._blocks: Final[list[FSDPModule]] = []
-        self._guard: PicklingGuard | None = None
+        self._guard: PickleGuard | None = None
         self._call_checksum = 0  # a checksum of which blocks were called, in their order
         self._roots: Final[list[FSDPModule]] = []
         self.assignment = ReplicaAssignment(group.rank, group.size)
@@ -209,7 +209,7 @@ class FullySharded(
         self._roots.append(block)
         refuse_copies(model, "fsdp")
         if self._guard is None:
-            self._guard = PicklingGuard(DTensor, lambda tensor: tensor.device_mesh == mesh, "fsdp")
+            self._guard = PickleGuard(DTensor, lambda tensor: tensor.device_mesh == mesh, "fsdp")
         if any(p.requires_grad for p in model.parameters()):
             self._units.add(FsdpModel(model, units, TrackedUse(model, self._group) if watch else AllUsed()))
 

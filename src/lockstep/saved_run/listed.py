@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.checkpoint import LOCAL, CheckpointReader, Committed, Holder, expired, lock_root, remove, verify
 from lockstep.errors import CheckpointError, SettingError
-from lockstep.saved_run.locate import RunPath, best_of, checkpoints_of, is_whole
+from lockstep.saved_run.located import RunPath, best_of, checkpoints_of, is_whole
 
 
 @dataclass(frozen=True, slots=True)
