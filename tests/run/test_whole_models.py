@@ -174,6 +174,39 @@ def test_another_method_than_forward_trains_rightly_or_is_refused_by_name():
         assert any(f"under strategy {strategy} they are" in line and "Words.decode(...)" in line for line in ranks[0])
 
 
+class Tied(nn.Module):
+    """One tensor under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, x):
+        return self.out(self.words(x))
+
+
+def tied(strategy, root):
+    with Run(seed=3, strategy=strategy) as run:
+        model = run.model(Tied())
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader((torch.arange(5), torch.arange(5)), global_batch=4, micro_batch=2)
+        for _ in run.epochs(1):
+            for x, y in run.train(batches):
+                run.step(F.cross_entropy, x, y)
+        run.save(model, Path(root) / "tied.safetensors")
+        return run.state_dict(model)
+
+
+def test_a_tensor_with_two_names_is_found_under_both(tmp_path):
+    for ranks in on_world(2, [(tied, strategy, str(tmp_path)) for strategy in ("ddp", "fsdp")]):
+        assert isinstance(ranks[0], dict), ranks[0]
+        assert torch.equal(ranks[0]["words.weight"], ranks[0]["out.weight"])
+        model = Tied()
+        model.load_state_dict(load_file(tmp_path / "tied.safetensors"))
+        assert torch.equal(model.out.weight, ranks[0]["out.weight"])
+
+
 def misused(root):
     """What is said, on each rank, to calls that cannot give a whole model."""
     told = []
