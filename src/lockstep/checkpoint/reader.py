@@ -50,17 +50,22 @@ class CheckpointReader:
         whole = bytearray(length)
         element = length // max(1, elements)
         for piece in tensor.pieces:
-            content = self._read(piece)
+            if piece.shape == tensor.shape:
+                self._read(piece, whole)
+                continue
+            content = bytearray(piece.length)
+            self._read(piece, content)
             for start, end, place in _runs(piece, tensor.shape, element):
                 whole[place : place + end - start] = content[start:end]
         return whole
 
-    def _read(self, piece: Piece) -> memoryview:
+    def _read(self, piece: Piece, into: bytearray) -> None:
         with self._disk.reader(self.path / piece.file) as file:
             file.seek(piece.offset)
-            content = memoryview(file.read(piece.length))
-        compare_sums(zlib.crc32(content), piece, self.path, self.manifest)
-        return content
+            place, taken = memoryview(into), 0
+            while taken < len(place) and (more := file.readinto(place[taken:])):
+                taken += more
+        compare_sums(zlib.crc32(place[:taken]), piece, self.path, self.manifest)
 
 
 def _runs(piece: Piece, shape: Sequence[int], element: int) -> Iterator[tuple[int, int, int]]:

@@ -67,7 +67,7 @@ def mark_absent(module: nn.Module, names: Collection[str], strategy: str) -> Non
 class AbsentTensor(torch.Tensor):
     """A tensor of which nothing is on this rank: its shape and type. It cannot be read, nor written to a file."""
 
-    _what: str
+    _what: str = f"this rank holds nothing of a tensor, or of what was computed from it: {_SAVE}"
 
     @classmethod
     def like(cls, tensor: torch.Tensor, name: str, strategy: str) -> AbsentTensor:
@@ -78,6 +78,13 @@ class AbsentTensor(torch.Tensor):
 
     def cpu(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not possible."""
+        raise UsageError(self._what)
+
+    def item(self) -> NoReturn:
+        """Not possible."""
+        raise UsageError(self._what)
+
+    def __bool__(self) -> NoReturn:
         raise UsageError(self._what)
 
     def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
