@@ -34,7 +34,7 @@ def test_alone_it_says_what_it_can_do(capsys, words):
     assert cli.main(words) == 0
     said = capsys.readouterr()
     assert said.err == ""
-    assert "  run        start a script" in said.out
+    assert "  run                 start a script" in said.out
     assert said.out.count("\n  lockstep run ") == 3
     assert len(said.out.splitlines()) < 30
 

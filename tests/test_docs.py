@@ -128,7 +128,7 @@ def test_commands_exist(block, option_words):
             assert (HOUSE / arguments[0]).exists(), words
         elif name.endswith("lockstep"):
             command, *rest = arguments
-            if command == "job":
+            if command in ("job", "checkpoints", "ckpt"):
                 command, *rest = " ".join(arguments[:2]), *arguments[2:]
             script = next((n for n, a in enumerate(rest) if a.endswith(".py")), len(rest))
             for option in (a for a in rest[:script] if a.startswith("--")):

@@ -50,7 +50,11 @@ def test_the_front_door_loads_no_room():
 
 
 @pytest.mark.parametrize(
-    "room", ["errors", "world", "batch", "progress", "settings", "report", "heartbeat", "launch", "cli", "__main__"]
+    "room",
+    [
+        *("errors", "world", "batch", "progress", "settings", "report", "heartbeat", "launch", "saved_run", "cli"),
+        "__main__",
+    ],
 )
 def test_a_torch_free_room_is_free_of_torch(room):
     assert not {"torch", "numpy"} & loaded_by(f"import lockstep.{room}")

@@ -25,7 +25,7 @@ FLOORS = (
     ),
     ("collectives", "seeding", "heartbeat", "cpu_affinity"),
     ("strategies", "checkpoint", "data", "report", "faults"),
-    ("run", "launch"),
+    ("run", "launch", "saved_run"),
     ("cli", "testing"),
     ("__init__", "__main__"),
 )
@@ -33,7 +33,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     *("errors", "launch_contract", "slurm_syntax", "world", "batch", "progress", "settings", "size_balancing"),
     *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
-    *("launch", "strategy_words"),
+    *("launch", "strategy_words", "saved_run"),
     *("cli", "__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from

@@ -25,6 +25,7 @@ __all__ = [
     "WorldError",
     "__version__",
     "launch",
+    "load",
 ]
 
 TYPE_CHECKING = False  # type checkers read it as True by its name; importing it would be most of this module's cost
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from lockstep.launch import launch
     from lockstep.progress import Progress
     from lockstep.run import Run
+    from lockstep.saved_run import load
     from lockstep.world import World
 else:
     # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
@@ -55,7 +57,14 @@ else:
     import sys
     import types
 
-    _ROOM_OF = {"BatchPlan": "batch", "Progress": "progress", "Run": "run", "World": "world", "launch": "launch"}
+    _ROOM_OF = {
+        "BatchPlan": "batch",
+        "Progress": "progress",
+        "Run": "run",
+        "World": "world",
+        "launch": "launch",
+        "load": "saved_run",
+    }
 
     class _FrontDoor(types.ModuleType):
         """A package whose names are never taken by a room: `launch` stays the function when its room is loaded."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from trees import TREES, same
 
 from lockstep.checkpoint import (
@@ -59,6 +60,25 @@ def test_any_tree_comes_back_as_it_was(tmp_path_factory, trees):
     assert (newest.step, newest.about) == (len(trees) - 1, {"lr": 0.1, "betas": (0.9, 1)})
     assert same(saves.load(newest), trees[-1])
     assert said == []
+    manifest = verify(newest.path)
+    opened = {name: tensor for file in manifest.files for name, tensor in load_file(newest.path / file).items()}
+    stored = [entry for entry in manifest.tensors if entry.pieces]
+    assert len(opened) == len(stored), "each part is a file that other tools open"
+    of_path = {entry.path: opened[entry.path] for entry in stored if entry.path != "__metadata__"}
+    tensors = {path: tensor for path, tensor in leaves(trees[-1]) if path in of_path}
+    assert all(same(tensor, tensors[path]) for path, tensor in of_path.items() if only(path, stored))
+
+
+def leaves(tree, path=""):
+    if isinstance(tree, torch.Tensor):
+        yield path.removeprefix("/"), tree
+    elif isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(value, f"{path}/{key}")
+
+
+def only(path, stored):
+    return sum(entry.path.partition("#")[0] == path for entry in stored) == 1
 
 
 @pytest.mark.parametrize("make", [
@@ -199,7 +219,7 @@ def flip(path):
 DAMAGES = [shorten, lengthen, flip, Path.unlink]
 
 
-@pytest.mark.parametrize("name", [MANIFEST, "part-00000.bin"])
+@pytest.mark.parametrize("name", [MANIFEST, "part-00000.safetensors"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_newest_falls_back_to_the_one_before_loudly(tmp_path, name, damage):
     newest, before, _ = save(tmp_path, 1, 2, 3)
@@ -221,7 +241,7 @@ def test_the_newest_is_the_last_whole_one_whatever_is_damaged(tmp_path_factory, 
     save(root, *range(len(damages)), keep=9)
     for step, damage in enumerate(damages):
         if damage:
-            damage(root / f"step-{step:08d}" / "part-00000.bin")
+            damage(root / f"step-{step:08d}" / "part-00000.safetensors")
     saves, said = checkpoints(root)
     whole = [step for step, damage in enumerate(damages) if not damage]
     if whole:
@@ -234,7 +254,7 @@ def test_the_newest_is_the_last_whole_one_whatever_is_damaged(tmp_path_factory, 
 
 def test_a_damaged_step_that_is_reached_again_is_saved_anew(tmp_path):
     newest, _ = save(tmp_path, 1, 2)
-    flip(newest / "part-00000.bin")
+    flip(newest / "part-00000.safetensors")
     save(tmp_path, 2)
     assert [one.path.name for one in list_checkpoints(tmp_path)] == ["step-00000002.1", "step-00000001"]
     saves, said = checkpoints(tmp_path)
@@ -398,7 +418,7 @@ def test_a_part_that_the_leader_does_not_see_in_full_is_not_committed(tmp_path):
     saves.save(STATE, 1, {})
     assert not saves.close().committed
     (message,) = said
-    assert "part-00000.bin is not in full where the leader looks" in message
+    assert "part-00000.safetensors is not in full where the leader looks" in message
     assert list_checkpoints(tmp_path) == ()
 
 

@@ -98,8 +98,10 @@ def test_a_newer_format_is_refused_with_the_way_out():
 
 @pytest.mark.parametrize("offset", [1, 7])
 def test_bytes_that_no_sum_covers_are_refused(offset):
-    piece = Piece("part-00000.bin", offset, 8, 0, (0,), (2,))
-    manifest = Manifest(1, None, (TensorRecord("w", "float32", (2,), (piece,)),), {"part-00000.bin": 8 + offset}, {})
+    piece = Piece("part-00000.safetensors", offset, 8, 0, (0,), (2,))
+    manifest = Manifest(
+        1, None, (TensorRecord("w", "float32", (2,), (piece,)),), {"part-00000.safetensors": 8 + offset}, {}
+    )
     with pytest.raises(DamagedCheckpoint, match="gap"):
         Manifest.parse(manifest.dump(), "here")
 

@@ -125,8 +125,8 @@ def test_two_ranks_write_one_checkpoint_and_what_fails_on_one_fails_on_both(tmp_
 
     assert [c.step for c in list_checkpoints(tmp_path)] == [4, 2, 1]
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002", "step-00000004"], "no scratch is left"
-    assert set(verify(tmp_path / "step-00000002").files) == {"part-00000.bin", "part-00001.bin"}
-    assert set(verify(tmp_path / "step-00000001").files) == {"part-00000.bin"}
+    assert set(verify(tmp_path / "step-00000002").files) == {"part-00000.safetensors", "part-00001.safetensors"}
+    assert set(verify(tmp_path / "step-00000001").files) == {"part-00000.safetensors"}
     newest = one.newest()
     assert same(one.load(newest), state(4) | {"clock": 0})
 

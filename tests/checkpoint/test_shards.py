@@ -9,9 +9,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trees import same
+from safetensors.torch import load_file
+from trees import bits, same
 
-from lockstep.checkpoint import Checkpoints, LocalFileSystem, list_checkpoints, verify
+from lockstep.checkpoint import (
+    LOCAL,
+    CheckpointReader,
+    Checkpoints,
+    LocalFileSystem,
+    TensorRecord,
+    list_checkpoints,
+    load_tree,
+    verify,
+)
 from lockstep.checkpoint.layout import Box, coverage_error
 from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError
@@ -152,9 +162,23 @@ def test_what_ranks_hold_together_comes_back_whole_on_any_number_of_ranks(tmp_pa
             assert loaded, (turn, ranks)
             assert said == []
             assert back == [True] * len(SEEDS), ranks
+    for one in list_checkpoints(tmp_path):
+        reader = CheckpointReader(one.path)
+        for record, tensor in paired(reader.tree, load_tree(one.path, LOCAL)):
+            assert reader.content(record) == bits(tensor), record.path
     tensors = [tensor for one in list_checkpoints(tmp_path) for tensor in verify(one.path).tensors]
     assert max(len(tensor.pieces) for tensor in tensors) == 4, "no tensor was divided among all four ranks"
     assert {len(tensor.pieces) for tensor in tensors if 0 in tensor.shape} == {0}
+
+
+def paired(records, loaded):
+    """Each record in a tree with the tensor that stands there in another one."""
+    if isinstance(records, TensorRecord):
+        yield records, loaded
+    elif isinstance(records, dict | list | tuple):
+        keys = records if isinstance(records, dict) else range(len(records))
+        for key in keys:
+            yield from paired(records[key], loaded[key])
 
 
 class Full(LocalFileSystem):
@@ -223,5 +247,14 @@ def test_parts_that_make_no_whole_are_not_saved_and_the_leader_says_why(tmp_path
         "model/table: element (0, 0) is held by rank 0 and by rank 2",
     ]
     assert set(told[0][2]) == {"step-00000000", "step-00000007"}, "no scratch is left"
-    assert dict(verify(tmp_path / "step-00000000").files) == {"part-00000.bin": 36, "part-00001.bin": 12}
-    assert dict(verify(tmp_path / "step-00000007").files) == {"part-00002.bin": 48}
+    assert contents(tmp_path / "step-00000000") == {
+        "part-00000.safetensors": {"model/table[0:3,0:3]": (3, 3)},
+        "part-00001.safetensors": {"model/table[3:4,0:3]": (1, 3)},
+    }
+    assert contents(tmp_path / "step-00000007") == {"part-00002.safetensors": {"model/table": (4, 3)}}
+
+
+def contents(path):
+    """The tensors in the parts of a checkpoint, by file, as another tool sees them."""
+    parts = {name: load_file(path / name) for name in verify(path).files}
+    return {name: {key: tuple(tensor.shape) for key, tensor in part.items()} for name, part in parts.items()}

@@ -233,5 +233,5 @@ def test_what_cannot_be_used_is_refused(here, capsys, words, says):
 
 
 def test_each_scheduler_that_scripts_are_written_for_has_its_command():
-    commands = {name.removeprefix("job ") for name in cli._COMMANDS if name.startswith("job ")}
+    commands = {name.removeprefix("job ") for name in cli.COMMANDS if name.startswith("job ")}
     assert commands == set(JOB_SCRIPT_SCHEDULERS)

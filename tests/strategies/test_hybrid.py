@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 def held(net):
     """The hash of each tensor that this rank holds: a table that lies elsewhere shows no numbers."""
-    return {n: state_hash(t) for n, t in net.state_dict().items() if not torch.isnan(t).any()}
+    return {n: state_hash(t) for n, t in net.state_dict().items() if not t.is_meta}
 
 
 def learn(word, optimizer="sgd", epochs=2, *, sparse=False, counted=False, **settings):

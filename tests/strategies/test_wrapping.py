@@ -1,5 +1,7 @@
 """Which modules are gathered as one, and computing them twice."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -98,3 +100,15 @@ def test_computed_twice_moves_buffers_once_and_draws_the_same_numbers():
         assert len(calls) == 2 + twice
         results.append([*(p.grad for p in block.parameters()), *block.buffers()])
     assert all(torch.equal(once, again) for once, again in zip(*results, strict=True))
+
+
+def test_a_copy_of_a_block_that_is_computed_twice_computes_with_its_own_weights():
+    block = nn.Linear(3, 3)
+    recompute(block)
+    twin, x = copy.deepcopy(block), torch.ones(2, 3)
+    nn.init.zeros_(twin.weight)
+    nn.init.ones_(twin.bias)
+    assert torch.equal(twin(x), torch.ones(2, 3))
+    twin(x).sum().backward()
+    assert twin.bias.grad is not None
+    assert block.bias.grad is None

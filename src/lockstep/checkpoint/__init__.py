@@ -5,21 +5,34 @@ The door. What needs torch is loaded when it is first asked for, so that listing
 
 from typing import TYPE_CHECKING
 
-from lockstep.checkpoint.commit import Committed, list_checkpoints, verify
+from lockstep.checkpoint.commit import Committed, expired, list_checkpoints, remove, verify
 from lockstep.checkpoint.filesystem import LOCAL, FileSystem, LocalFileSystem
 from lockstep.checkpoint.json_state import Tree
+from lockstep.checkpoint.lock import Holder, lock_root
 from lockstep.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Piece, TensorRecord
+from lockstep.checkpoint.model_files import (
+    SafetensorsWriter,
+    SavedModel,
+    averaged_state,
+    check_writable,
+    tensors_file,
+    write_beside,
+)
+from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.safetensors_file import FileTensor
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.async_save import Checkpoints, Saved
     from lockstep.checkpoint.save_thread import Outcome
-    from lockstep.checkpoint.tensors import load_tree
+    from lockstep.checkpoint.tensors import Tensors, content_of, in_file, load_tree, tensor_of, write_torch_file
 else:
     # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
     import importlib
 
     def __getattr__(name):  # noqa: ANN001, ANN202 - no type checker looks here
-        homes = {"Checkpoints": "async_save", "Saved": "async_save", "Outcome": "save_thread", "load_tree": "tensors"}
+        homes = {"Checkpoints": "async_save", "Saved": "async_save", "Outcome": "save_thread"} | dict.fromkeys(
+            ("Tensors", "content_of", "in_file", "load_tree", "tensor_of", "write_torch_file"), "tensors"
+        )
         if name not in homes:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)
@@ -31,17 +44,34 @@ __all__ = [
     "FORMAT",
     "LOCAL",
     "MANIFEST",
+    "CheckpointReader",
     "Checkpoints",
     "Committed",
     "FileSystem",
+    "FileTensor",
+    "Holder",
     "LocalFileSystem",
     "Manifest",
     "Outcome",
     "Piece",
+    "SafetensorsWriter",
     "Saved",
+    "SavedModel",
     "TensorRecord",
+    "Tensors",
     "Tree",
+    "averaged_state",
+    "check_writable",
+    "content_of",
+    "expired",
+    "in_file",
     "list_checkpoints",
     "load_tree",
+    "lock_root",
+    "remove",
+    "tensor_of",
+    "tensors_file",
     "verify",
+    "write_beside",
+    "write_torch_file",
 ]

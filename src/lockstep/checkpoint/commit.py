@@ -4,7 +4,7 @@
          |
          | rename, flush root              <- the commit: before it nothing is visible, after it everything is
          v
-    root/step-00000042/                    manifest.json  part-00000.bin  part-00001.bin ...
+    root/step-00000042/                    manifest.json  part-00000.safetensors ...
          |
          | rename, flush root              <- retention: gone before the first byte is
          v
@@ -78,13 +78,14 @@ def make_directories(path: Path, disk: FileSystem) -> None:
         disk.sync_directory(directory.parent)
 
 
-def write_file(path: Path, content: memoryview, disk: FileSystem) -> None:
+def write_file(path: Path, content: Iterable[memoryview], disk: FileSystem) -> None:
     """Write a new file whose content survives a power cut. Its name does once the directory is flushed."""
     file = disk.create(path)
     try:
-        done = 0
-        while done < len(content):
-            done += disk.write(file, content[done : done + _CHUNK_BYTES])
+        for part in content:
+            done = 0
+            while done < len(part):
+                done += disk.write(file, part[done : done + _CHUNK_BYTES])
         disk.sync(file)
     finally:
         disk.close(file)
@@ -106,7 +107,7 @@ def commit(scratch: Path, manifest: Manifest, root: Path, disk: FileSystem) -> C
         remove([scratch], root, disk)
         return rivals[0]
     place = Committed(manifest.step, rivals[0].revision + 1 if rivals else 0, root)
-    write_file(scratch / MANIFEST, memoryview(manifest.dump()), disk)
+    write_file(scratch / MANIFEST, [memoryview(manifest.dump())], disk)
     disk.sync_directory(scratch)
     disk.rename(scratch, place.path)
     disk.sync_directory(root)
@@ -158,9 +159,24 @@ def verify(path: Path, disk: FileSystem = LOCAL) -> Manifest:
     plan = reads(manifest)
     for name in manifest.files:
         with disk.reader(path / name) as file:
+            skip_head(file, name, path, manifest)
             for read in (read for read in plan if read.piece.file == name):
                 compare_sums(_sum_of_next(file, read.piece.length), read.piece, path, manifest)
     return manifest
+
+
+def skip_head(file: io.BufferedIOBase, name: str, path: Path, manifest: Manifest) -> None:
+    """Read the head of a file that was just opened, if it has one; what follows is its first piece.
+
+    Raises:
+        DamagedCheckpoint: if it is not what was committed.
+    """
+    head = manifest.heads.get(name)
+    if head is not None and (found := _sum_of_next(file, head.length)) != head.crc32:
+        raise DamagedCheckpoint(
+            f"{path / name}, bytes 0 to {head.length} (its head), are not what was committed: sum {found:08x} instead "
+            f"of {head.crc32:08x}"
+        )
 
 
 def compare_sums(found: int, piece: Piece, path: Path, manifest: Manifest) -> None:

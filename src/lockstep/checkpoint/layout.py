@@ -4,10 +4,10 @@ A tensor that every rank holds whole is written by one of them: a share of them 
 that is divided among the ranks, each writes the box that it holds:
 
     tensors          a 40    b 30    c 20    d 6    and e 8, whose rows 0..2 rank 0 holds, and rank 1 row 3
-    2 ranks          part-00000.bin:  a 40, d 6, e[0:3] 6      part-00001.bin:  b 30, c 20, e[3:4] 2
+    2 ranks          part-00000:  a 40, d 6, e[0:3] 6      part-00001:  b 30, c 20, e[3:4] 2
 
 In a file the tensors with the widest elements come first. So each begins at a multiple of its element's size without
-padding between them: every byte of a file belongs to a tensor, and a sum covers it.
+padding between them: every byte of a file belongs to its head or to a tensor, and a sum covers it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Placed:
     """A tensor's place in a file."""
 
     tensor: int  #: its number in the tree
-    offset: int  #: in bytes
+    offset: int  #: in bytes, behind the file's head
     length: int  #: in bytes
 
 
@@ -61,7 +61,7 @@ class File:
 
     name: str
     tensors: tuple[Placed, ...]
-    length: int  #: in bytes
+    length: int  #: in bytes, without its head
 
 
 def lay_out(rank: int, tensors: Iterable[tuple[int, Extent]]) -> File:
@@ -70,7 +70,7 @@ def lay_out(rank: int, tensors: Iterable[tuple[int, Extent]]) -> File:
     for number, extent in sorted(tensors, key=lambda t: (-t[1].element, t[0])):
         placed.append(Placed(number, offset, extent.length))
         offset += extent.length
-    return File(f"part-{rank:05d}.bin", tuple(placed), offset)
+    return File(f"part-{rank:05d}.safetensors", tuple(placed), offset)
 
 
 def coverage_error(boxes: Sequence[tuple[str, Box]], shape: tuple[int, ...]) -> str:

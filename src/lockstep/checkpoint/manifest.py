@@ -49,6 +49,14 @@ class TensorRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Head:
+    """The bytes of a file before its first piece, which say to other tools what the others are."""
+
+    length: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """One checkpoint's table of contents."""
 
@@ -59,11 +67,13 @@ class Manifest:
     about: Mapping[str, Any]  #: plain values for people and for later checks
     lockstep: str = ""  #: version that wrote it
     torch: str = ""  #: version that wrote it
+    heads: Mapping[str, Head] = field(default_factory=dict)  #: of the files that have one
+    ranks: int = 0  #: how many wrote it together; 0: not known
     format: int = field(default=FORMAT)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all files but this one."""
         return sum(self.files.values())
 
     def same_state(self, other: Manifest) -> bool:
@@ -81,6 +91,8 @@ class Manifest:
         for tensor in values["tensors"]:
             for piece in tensor["pieces"]:
                 piece["crc32"] = f"{piece['crc32']:08x}"
+        for head in values["heads"].values():
+            head["crc32"] = f"{head['crc32']:08x}"
         body = json.dumps(values, separators=(",", ":"), allow_nan=False).encode()
         return _envelope(body)
 
@@ -108,6 +120,9 @@ class Manifest:
                 | {
                     "about": decode(values["about"], ()),
                     "tensors": tuple(_stored(entry) for entry in values["tensors"]),
+                    "heads": {
+                        name: Head(head["length"], int(head["crc32"], 16)) for name, head in values["heads"].items()
+                    },
                 }
             )
             manifest._check()
@@ -116,8 +131,10 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        """Each byte of each file belongs to exactly one piece, so that the sums cover everything."""
-        ends = dict.fromkeys(self.files, 0)
+        """Each byte of each file belongs to its head or to exactly one piece, so that the sums cover everything."""
+        if not self.heads.keys() <= self.files.keys():
+            raise ValueError("a head of a file that there is not")
+        ends = {name: self.heads[name].length if name in self.heads else 0 for name in self.files}
         pieces = [piece for tensor in self.tensors for piece in tensor.pieces]
         for piece in sorted(pieces, key=lambda p: (p.file, p.offset, p.length)):
             if ends.get(piece.file) != piece.offset:

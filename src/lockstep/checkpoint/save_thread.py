@@ -30,7 +30,8 @@ from lockstep.checkpoint.commit import (
 )
 from lockstep.checkpoint.filesystem import FileSystem
 from lockstep.checkpoint.layout import Box, File, Placed, coverage_error
-from lockstep.checkpoint.manifest import Manifest, Piece
+from lockstep.checkpoint.manifest import Head, Manifest, Piece
+from lockstep.checkpoint.safetensors_file import head_of
 from lockstep.checkpoint.tensors import TensorEntry
 from lockstep.collectives import KeyValueStore
 from lockstep.errors import CheckpointError, DamagedCheckpoint, LockstepError
@@ -76,8 +77,9 @@ class SaveRequest:
     @property
     def needed_bytes(self) -> int:
         """An upper bound of what the files take, the manifest included."""
-        more_pieces = sum(min(self.ranks, n.whole.length // n.whole.element) for n in self.names if n.divided)
-        manifest = 512 * len(self.names) + 256 * more_pieces + 2 * len(self.manifest.dump())
+        pieces = {n: min(self.ranks, n.whole.length // n.whole.element) if n.divided else 1 for n in self.names}
+        heads = sum((160 + 2 * len(named.path)) * count for named, count in pieces.items())
+        manifest = 512 * len(self.names) + 256 * sum(pieces.values()) + 2 * len(self.manifest.dump()) + heads
         return self.size_bytes + manifest + 4096 * (self.ranks + 2)
 
     def outcome(self, why_not: str = "", remarks: tuple[str, ...] = ()) -> Outcome:
@@ -151,20 +153,21 @@ class SaveWriter:
 
     def _write_part(self, save: SaveRequest, content: memoryview) -> dict[str, Any]:
         """Write this rank's part; what to tell the leader about it. Never raises."""
+        placed = [each for each in save.file.tensors if each.length]
+        head = head_of(save.names[each.tensor].in_file for each in placed) if placed else b""
         try:
-            if save.file.length:
-                write_file(save.scratch / save.file.name, content, self._disk)
+            if placed:
+                write_file(save.scratch / save.file.name, [memoryview(head), content], self._disk)
         except OSError as error:
             return {"why_not": self._explain(error, save)}
         return {
             "why_not": "",
             "digest": save.digest,
             "file": save.file.name,
-            "length": save.file.length,
+            "length": len(head) + save.file.length,
+            "head": [len(head), zlib.crc32(head)],
             "pieces": [
-                _piece_report(box, placed, content)
-                for placed in save.file.tensors
-                if placed.length and (box := save.names[placed.tensor].box)
+                _piece_report(box, each, content, len(head)) for each in placed if (box := save.names[each.tensor].box)
             ],
         }
 
@@ -181,6 +184,7 @@ class SaveWriter:
         others = [rank for rank, report in enumerate(reports) if report["digest"][1] != values]
         remarks = (f"{format_ranks(others)} held other plain values than rank 0, whose were saved",) if others else ()
         files = {report["file"]: report["length"] for report in reports if report["length"]}
+        heads = {report["file"]: Head(*report["head"]) for report in reports if report["length"]}
         for name, length in files.items():
             if self._disk.size(save.scratch / name) != length:
                 return f"{save.scratch / name} is not in full where the leader looks", ()
@@ -190,7 +194,8 @@ class SaveWriter:
             if fault:
                 return f"{named.path}: {fault}", ()
         stored = tuple(named.stored(p for _, p in pieces[number]) for number, named in enumerate(save.names))
-        commit(save.scratch, replace(save.manifest, tensors=stored, files=files), self.root, self._disk)
+        whole = replace(save.manifest, tensors=stored, files=files, heads=heads, ranks=self._ranks)
+        commit(save.scratch, whole, self.root, self._disk)
         return "", remarks
 
     def _retain(self, step: int) -> tuple[str, ...]:
@@ -281,10 +286,10 @@ class SaveThread:
         return self._outcome
 
 
-def _piece_report(box: Box, placed: Placed, content: memoryview) -> list[Any]:
-    """What a rank tells the leader about one piece."""
+def _piece_report(box: Box, placed: Placed, content: memoryview, head: int) -> list[Any]:
+    """What a rank tells the leader about one piece, behind a head of so many bytes."""
     crc32 = zlib.crc32(content[placed.offset : placed.offset + placed.length])
-    return [placed.tensor, placed.offset, placed.length, crc32, box.start, box.shape]
+    return [placed.tensor, head + placed.offset, placed.length, crc32, box.start, box.shape]
 
 
 def _pieces_by_tensor(reports: Sequence[Mapping[str, Any]]) -> dict[int, list[tuple[int, Piece]]]:

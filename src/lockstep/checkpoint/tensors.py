@@ -12,13 +12,19 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.commit import compare_sums, read_manifest
+from lockstep.checkpoint.commit import compare_sums, read_manifest, skip_head
 from lockstep.checkpoint.filesystem import FileSystem
 from lockstep.checkpoint.json_state import Tree, decode, encode
 from lockstep.checkpoint.layout import Box, Extent, File, coverage_error, reads
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorRecord
+from lockstep.checkpoint.model_files import Replacement
+from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.safetensors_file import FileTensor
 from lockstep.collectives import TensorShard
 from lockstep.errors import CheckpointError, DamagedCheckpoint
+
+Tensors = dict[str, torch.Tensor]
+"""By the names that a model's ``state_dict()`` gives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +48,17 @@ class TensorEntry:
         elements = 0 if self.box is None else self.box.elements
         return Extent(elements * self.dtype.itemsize, self.dtype.itemsize)
 
+    @property
+    def in_file(self) -> FileTensor:
+        """What the file that holds the box says of it."""
+        whole = self.box is None or self.box.shape == self.shape
+        ranges = () if self.box is None else zip(self.box.start, self.box.end, strict=True)
+        name = self.path if whole else f"{self.path}[{','.join(f'{first}:{end}' for first, end in ranges)}]"
+        return FileTensor(name, _name_of(self.dtype), () if self.box is None else self.box.shape, self.here.length)
+
     def stored(self, pieces: Iterable[Piece]) -> TensorRecord:
         """Its entry in a manifest."""
-        return TensorRecord(self.path, str(self.dtype).removeprefix("torch."), self.shape, tuple(pieces))
+        return TensorRecord(self.path, _name_of(self.dtype), self.shape, tuple(pieces))
 
 
 def flatten(tree: Tree) -> tuple[Any, tuple[TensorEntry, ...], tuple[torch.Tensor, ...]]:
@@ -133,9 +147,45 @@ def load_tree(path: Path, disk: FileSystem) -> Tree:
     plan = reads(manifest)
     for name in manifest.files:
         with disk.reader(path / name) as file:
+            skip_head(file, name, path, manifest)
             for read in (read for read in plan if read.piece.file == name):
                 compare_sums(_fill(tensors[read.tensor], read.piece, file), read.piece, path, manifest)
     return decode(manifest.tree, tensors)
+
+
+def tensor_of(record: TensorRecord, checkpoint: CheckpointReader) -> torch.Tensor:
+    """One tensor of a checkpoint, contiguous on the CPU, with memory of its own.
+
+    Raises:
+        DamagedCheckpoint: if it is not what was committed.
+        CheckpointError: if torch does not know its type.
+    """
+    dtype = _dtype(record, checkpoint.path, checkpoint.manifest)
+    content = checkpoint.content(record)
+    flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    return flat.reshape(record.shape)
+
+
+def write_torch_file(path: Path, state: Tensors) -> None:
+    """Write what `torch.save` makes of ``state``; what was at ``path`` before is replaced once all is written."""
+    replacement = Replacement(path)
+    complete = False
+    try:
+        torch.save(state, replacement.path)
+        complete = True
+    finally:
+        replacement.finish(complete=complete)
+
+
+def content_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in any memory, row-major."""
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    return plain.resolve_conj().resolve_neg().view(torch.uint8).numpy().data
+
+
+def in_file(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> FileTensor:
+    """What a file says of a tensor."""
+    return FileTensor(name, _name_of(dtype), shape, math.prod(shape) * dtype.itemsize)
 
 
 def _fill(tensor: torch.Tensor, piece: Piece, file: io.BufferedIOBase) -> int:
@@ -149,6 +199,10 @@ def _fill(tensor: torch.Tensor, piece: Piece, file: io.BufferedIOBase) -> int:
     if not whole:
         tensor[_box(piece)] = box
     return zlib.crc32(content[:taken])
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _box(piece: Piece) -> tuple[slice, ...]:

@@ -8,6 +8,7 @@ from lockstep.collectives.group import (
     single_rank_group,
     translating_peer_errors,
 )
+from lockstep.collectives.leader_gather import gather_on_leader
 from lockstep.collectives.object_channel import ObjectChannel
 from lockstep.collectives.owner_broadcast import OwnerBroadcast, open_owner_broadcast
 from lockstep.collectives.reduce_scatter import (
@@ -41,6 +42,7 @@ __all__ = [
     "as_owned_shards",
     "broadcast_from_rank0",
     "fold",
+    "gather_on_leader",
     "nodes_of",
     "open_all_reduce",
     "open_group",

@@ -157,6 +157,18 @@ class Group:
                 dist.all_reduce(total, group=self.process_group)
         return total
 
+    def send(self, tensor: torch.Tensor, to: int, what: str) -> None:
+        """Send ``tensor``, contiguous and on the CPU, to the rank ``to``, which must call `receive`."""
+        assert self._control is not None
+        with translating_peer_errors(what):
+            dist.send(tensor, group=self._control, group_dst=to)
+
+    def receive(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        """Fill ``tensor``, contiguous and on the CPU, with what the rank ``source`` sends."""
+        assert self._control is not None
+        with translating_peer_errors(what):
+            dist.recv(tensor, group=self._control, group_src=source)
+
     def barrier(self, what: str) -> None:
         """Wait until every rank has called it. Collective."""
         self.gather_objects(None, what)

@@ -36,13 +36,11 @@ class Registration:
             model = model.to(context.device)
         if context.settings.sync_batchnorm and context.group.size > 1:
             model = synchronize_batchnorm(model, context.group)
-        adopted = context.strategy.setup_model(
-            model, find_unused_parameters=find_unused_parameters, static_graph=static_graph
-        )
-        self._state.add_model(model, adopted)
+        context.strategy.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
+        self._state.add_model(model)
         if context.settings.compile:
-            adopted.compile()
-        return adopted
+            model.compile()
+        return model
 
     def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None) -> None:
         """See `Run.optimizer`."""
@@ -82,7 +80,7 @@ def check_model(model: nn.Module, state: State) -> None:
         UsageError: for a model that was given before, shares parameters with another one, is not initialised, or has
             a parameter or buffer that nothing can be copied into.
     """
-    if any(model is known for known in (*state.models, *state.adopted)):
+    if any(model is known for known in state.models):
         raise UsageError(
             f"run.model({type(model).__name__}) a second time: one call for each model, and what it returned is called "
             "from then on"

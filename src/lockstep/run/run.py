@@ -45,6 +45,7 @@ from lockstep.run.snapshot import RunSnapshot
 from lockstep.run.start import TrainingStart
 from lockstep.run.train_step import Count, Loss, LossKind, TrainStep
 from lockstep.run.training_loop import TrainingLoop
+from lockstep.run.whole_models import WholeModels
 from lockstep.script_end import close_at_script_end
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.settings import ResolvedSettings, Settings, changed
@@ -143,6 +144,7 @@ class Run:
         self._training: Final = TrainingLoop(context, self._loaders, self._start, self._train_step, end_of_step)
         self._evaluation: Final = EvaluationLoop(context, self._loaders, self._start, end_of_step)
         self._ranks: Final = RankOperations(group, context.world)
+        self._whole: Final = WholeModels(context, self._train_step)
         self._shutdown: Final = Shutdown(context, self._loaders, self._start, self._train_step, end_of_step, self._log)
         seed_generators(seed_of(context.settings.seed, "init"))
         close_at_script_end(self._shutdown.close)
@@ -205,9 +207,11 @@ class Run:
     # ---- what is trained ----------------------------------------------------------------------------------------
 
     def model(self, model: nn.Module, *, find_unused_parameters: bool = False, static_graph: bool = False) -> nn.Module:
-        """``model`` on this rank's device, equal on all ranks and kept so; call what comes back. Collective.
+        """``model`` itself, on this rank's device, equal on all ranks and kept so. Collective.
 
-        Under ``ddp`` and ``zero`` that is ``model`` itself.
+        It keeps its class, methods, attributes and the keys of its ``state_dict()``, on any number of ranks. Where a
+        rank holds only a part of it (``fsdp``, ``hsdp``, ``pipeline``, ``hybrid``), deep copies of it and files of its
+        ``state_dict()`` are refused: see `state_dict` and `save`.
 
         Args:
             model: with its parameters; their device is changed in place, but for a model that lies on several GPUs,
@@ -461,6 +465,38 @@ class Run:
         if not self._start.resumes_within_epoch:
             self._log.write(everything, self.progress.step, epoch)
         return everything
+
+    # ---- the model out ------------------------------------------------------------------------------------------
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """The whole ``model`` on the leader, whatever the strategy; an empty dict on other ranks. Collective.
+
+        Tensors are copies on the CPU, by the model's own names. Under ``local-sgd`` they are the mean over ranks.
+
+        Args:
+            model: what `model` returned, or a kept module; of an `AveragedModel` the model that it averages.
+
+        Raises:
+            UsageError: for another model, or in the middle of a step.
+        """
+        return self._whole.state_dict(model)
+
+    def save(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
+        """Write the whole ``model`` to ``path``, whatever the strategy. Collective; the leader writes.
+
+        Into a ``.safetensors`` file, a ``.pt`` file, or a directory for ``from_pretrained``. What was there before is
+        replaced once all is written. Only for ``.pt`` the leader holds more than one whole tensor at a time.
+
+        Args:
+            model: as for `state_dict`.
+            path: of a file or directory; the leader's counts.
+
+        Raises:
+            SettingError: if ``path`` cannot hold the model.
+            CheckpointError: on all ranks, if the leader could not write it.
+            UsageError: as for `state_dict`.
+        """
+        self._whole.save(model, path)
 
     # ---- between ranks ------------------------------------------------------------------------------------------
 

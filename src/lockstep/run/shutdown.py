@@ -11,11 +11,13 @@ from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.error_file import silence_interrupt, write_torchelastic_error
 from lockstep.run.loaders import Loaders
 from lockstep.run.oom_advice import MemoryPeak, add_advice, staying_bytes, wanted_bytes
+from lockstep.run.outside_forward import method_of
 from lockstep.run.run_log import RunLog
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.train_step import TrainStep
 from lockstep.script_end import forget
+from lockstep.strategies import explain
 
 
 class Shutdown:
@@ -101,6 +103,9 @@ class Shutdown:
         elif isinstance(error, Exception):
             if isinstance(error, torch.OutOfMemoryError):
                 self._advise(error)
+            method = method_of(error, self._state.models)
+            if told := explain(self._context.strategy, error, method):
+                error.add_note(told)
             write_torchelastic_error(error, os.environ)
 
     def _advise(self, error: torch.OutOfMemoryError) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from lockstep.checkpoint import SavedModel
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.run.divergence import checksum
 from lockstep.run.kept import PlainValue, Stateful, as_stateful, exposed
@@ -15,12 +16,11 @@ from lockstep.strategies import Strategy, sparse_parameters
 
 
 class State:
-    """The objects of a run: models without their wrappers, optimizers, schedulers, and what the user wants kept."""
+    """The objects of a run: models, optimizers, schedulers, and what the user wants kept."""
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
-        self.adopted: list[nn.Module] = []  # what is called in place of each
-        # Of each, as they were when it was adopted: a forward pass may leave gathered ones in place of divided ones.
+        # Of each, as they were when it was registered: a forward pass may leave gathered ones in place of divided ones.
         self.parameters: list[tuple[nn.Parameter, ...]] = []
         self.known_parameters: set[nn.Parameter] = set()  # of models, now or before
         self.learning: frozenset[nn.Parameter] = frozenset()  # those that learnt when their model was registered
@@ -33,10 +33,9 @@ class State:
         self._transient: list[TransientBuffers] = []  # of each model
         self._kept_transient: dict[str, TransientBuffers] = {}  # of each kept module
 
-    def add_model(self, model: nn.Module, adopted: nn.Module) -> None:
-        """``model`` is trained; ``adopted`` is called in its place."""
+    def add_model(self, model: nn.Module) -> None:
+        """``model`` is trained."""
         self.models.append(model)
-        self.adopted.append(adopted)
         self.parameters.append(tuple(model.parameters()))
         self.known_parameters.update(model.parameters())
         self.learning |= {p for p in model.parameters() if p.requires_grad}
@@ -75,6 +74,7 @@ class State:
         """The state of every object, of whole models, whatever the strategy. Collective."""
         return {
             "models": [strategy.state_layout.model_state(m) for m in self.models],
+            "about_models": [SavedModel.of(m).tree() for m in self.models],
             "learn": [{name: p.requires_grad for name, p in m.named_parameters()} for m in self.models],
             "transient": [buffers.state() for buffers in self._transient],
             "optimizers": [strategy.state_layout.optimizer_state(o) for o in self.optimizers],

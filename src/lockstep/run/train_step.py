@@ -360,8 +360,8 @@ class TrainStep:
                 "as in run.step(F.cross_entropy, images, labels), which is F.cross_entropy(model(images), labels)"
             )
         places = target.places
-        known = zip(self._state.parameters, self._state.adopted, strict=True)
-        models = [adopted for parameters, adopted in known if any(id(p) in places for p in parameters)]
+        known = zip(self._state.parameters, self._state.models, strict=True)
+        models = [model for parameters, model in known if any(id(p) in places for p in parameters)]
         if len(models) != 1:
             raise UsageError(
                 f"step(loss function, inputs, targets): the run has {len(models)} models that it may be of; "

@@ -12,13 +12,14 @@ GPUs, CPU threads do the same; which of them draws a random number first is left
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.parallel import data_parallel
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.protocol import Strategy, StrategyContext
@@ -52,7 +53,10 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
         others = [gpu for gpu in range(gpus) if gpu != first]
         devices = [first, *others][: options.devices or gpus]
         return SingleProcess(
-            context.group, context.runs, exact=context.exact, wrap=lambda m: nn.DataParallel(m, devices)
+            context.group,
+            context.runs,
+            exact=context.exact,
+            prepare=lambda model: _call_instead(model, GpuDataParallel(model, devices)),
         )
     if not context.rehearse:
         raise SettingError(
@@ -60,31 +64,60 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
             "them with --rehearse, which is Run(rehearse=True)"
         )
     return SingleProcess(
-        context.group, context.runs, exact=context.exact, wrap=lambda m: CpuDataParallel(m, options.devices or 2)
+        context.group,
+        context.runs,
+        exact=context.exact,
+        prepare=lambda model: _call_instead(model, CpuDataParallel(model, options.devices or 2)),
     )
 
 
-class CpuDataParallel(nn.Module):
+def _call_instead(model: nn.Module, call: Callable[..., Any]) -> None:
+    """``model(...)`` is ``call(...)`` from now on; its copies are called as they are.
+
+    Torch keeps here what `nn.Module.compile` makes, for calls alone: no copy and no file has it.
+    """
+    model._compiled_call_impl = call
+    model.compile = _refuse_compile  # type: ignore[method-assign]
+
+
+def _refuse_compile(*args: object, **kwargs: object) -> NoReturn:
+    raise SettingError("strategy dp: a compiled model would not be divided among devices; use ddp, or compile=False")
+
+
+class GpuDataParallel:
+    """``module``, computed on so many GPUs, each for some rows of its inputs."""
+
+    def __init__(self, module: nn.Module, devices: Sequence[int]) -> None:
+        self._module: Final = module
+        self._devices: Final = devices
+
+    def __call__(self, *inputs: Any, **more: Any) -> Any:
+        """As torch's DataParallel does it."""
+        # A copy that shares all tensors, and that is called as it is.
+        twin = copy.copy(self._module)
+        return data_parallel(twin, inputs, self._devices, module_kwargs=more or None)
+
+
+class CpuDataParallel:
     """``module``, computed in so many threads, each for some rows of its inputs."""
 
     def __init__(self, module: nn.Module, threads: int) -> None:
-        super().__init__()
-        self.module: Final = module
+        self._module: Final = module
         self._threads: Final = threads
 
-    def forward(self, *inputs: Any, **more: Any) -> Any:
+    def __call__(self, *inputs: Any, **more: Any) -> Any:
         """As of ``module``: tensors are divided along their first dimension, and outputs are put together along it."""
         parts = _divided((inputs, more), self._threads)
         if len(parts) < 2:
-            return self.module(*inputs, **more)
+            return self._module._call_impl(*inputs, **more)
         # Copies share the parameters, so all gradients arrive at the same ones; all else is their own.
-        shared = {id(parameter): parameter for parameter in self.module.parameters()}
-        modules = [self.module, *(copy.deepcopy(self.module, dict(shared)) for _ in parts[1:])]
+        shared = {id(parameter): parameter for parameter in self._module.parameters()}
+        modules = [self._module._call_impl, *(copy.deepcopy(self._module, dict(shared)) for _ in parts[1:])]
         # Modes of the thread that calls are not those of a new one.
         gradients, dtype = torch.is_grad_enabled(), torch.get_autocast_dtype("cpu")
         formats = torch.is_autocast_enabled("cpu")
 
-        def compute(module: nn.Module, part: Any) -> Any:
+        def compute(module: Callable[..., Any], part: Any) -> Any:
             with torch.set_grad_enabled(gradients), torch.autocast("cpu", dtype=dtype, enabled=formats):
                 return module(*part[0], **part[1])
 

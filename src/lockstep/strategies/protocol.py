@@ -99,7 +99,10 @@ class Strategy(Protocol):
     state_layout: StateLayout  #: where parameters and states lie
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """The module to call in place of ``model``; its values are rank 0's on every rank from now on. Collective."""
+        """``model`` itself, prepared in place; its values are rank 0's on every rank from now on. Collective.
+
+        Its class, methods, and names of parameters stay the user's; only `fully_shard` puts a class below.
+        """
         ...
 
     def resync(self) -> None:
@@ -384,6 +387,26 @@ class ComputesLoss(Protocol):
             The losses that have become known here, each with the index of its micro-batch; none on most ranks.
         """
         ...
+
+
+@runtime_checkable
+class ExplainsErrors(Protocol):
+    """A strategy under which torch's own words for a mistake do not tell what to do."""
+
+    def explain(self, error: Exception, method: str) -> str:
+        """What to do about ``error``; "" where the strategy has no part in it.
+
+        Args:
+            error: what ended the run.
+            method: of a model, in which it was raised without the model's forward pass; "" otherwise.
+        """
+        ...
+
+
+def explain(strategy: Strategy, error: Exception, method: str) -> str:
+    """What to do about ``error``, if it comes of how ``strategy`` holds models; else "". See `ExplainsErrors`."""
+    texts = (each.explain(error, method) for each in _delegation_chain(strategy) if isinstance(each, ExplainsErrors))
+    return next(filter(None, texts), "")
 
 
 @runtime_checkable

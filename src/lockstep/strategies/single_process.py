@@ -47,16 +47,16 @@ class SingleProcess(Strategy, UpdatesTrainable, RepeatsStep):
         group: of one rank.
         runs: the micro-batches of each rank.
         exact: whether gradients are folded along the tree.
-        wrap: what is called in place of a model.
+        prepare: what is done with a model before it is called.
     """
 
     assignment = ReplicaAssignment(0, 1)
     repeats_step = True
 
     def __init__(
-        self, group: Group, runs: Runs, *, exact: bool, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+        self, group: Group, runs: Runs, *, exact: bool, prepare: Callable[[nn.Module], None] = lambda _model: None
     ) -> None:
-        self._wrap: Final = wrap
+        self._prepare: Final = prepare
         self.state_layout = ReplicatedLayout()
         self._group: Final = group
         self._exact: Final = exact
@@ -64,9 +64,10 @@ class SingleProcess(Strategy, UpdatesTrainable, RepeatsStep):
         self._accumulators: dict[ParameterSet, TreeGradientAccumulator] = {}
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """``model`` itself, or wrapped."""
+        """``model`` itself."""
         self._buffers.setup_model(model)
-        return self._wrap(model)
+        self._prepare(model)
+        return model
 
     def update_trainable(self, target: ParameterSet) -> None:
         """Check that the models still have the buffers that they had; gradients are computed for any parameters."""

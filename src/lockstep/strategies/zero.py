@@ -68,7 +68,7 @@ class Zero(Strategy, Delegates, PreparesOptimizerStep, UpdatesTrainable):
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """As ``ddp`` does, and from now on each parameter has an owner. Collective."""
-        adopted = self._replicas.setup_model(
+        prepared = self._replicas.setup_model(
             model, find_unused_parameters=find_unused_parameters, static_graph=static_graph
         )
         # What is frozen has an owner, too, to whom its state belongs if it learns later, also after a resume.
@@ -77,7 +77,7 @@ class Zero(Strategy, Delegates, PreparesOptimizerStep, UpdatesTrainable):
         loads, self._loads = self._loads, [0] * len(self._loads)
         self._share_out(frozen)
         self._loads = loads
-        return adopted
+        return prepared
 
     def update_trainable(self, target: ParameterSet) -> None:
         """Train the parameters of ``target``; new ones get an owner, frozen ones keep theirs. Collective."""

@@ -62,6 +62,7 @@ from lockstep.strategies.parameter_server.flat_buckets import (
 from lockstep.strategies.parameter_server.parameter_store import LayoutWithHooks, ParameterStore
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles, SyncRound
 from lockstep.strategies.parameter_server.server_context import WITHOUT_GRADIENTS
+from lockstep.strategies.partial_models import mark_absent, refuse_copies
 from lockstep.strategies.protocol import (
     HasServerRanks,
     PreparesEvaluation,
@@ -166,9 +167,13 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep, P
         for name, table in tables.items():
             server = self._server_of_weight[table.weight]
             number = self._tables.add(table, server)
+            if server != self._group.rank:
+                mark_absent(table, ["weight"], "hybrid")
             self._say(f"{name} {tuple(table.weight.shape)} is served by rank {server}")
             if not self._serves:
                 table.forward = functools.partial(self._look_up, number)  # type: ignore[method-assign]
+        if tables:
+            refuse_copies(model, "hybrid")
         return model
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:

@@ -40,8 +40,9 @@ from lockstep.strategies.gradient_accumulation import (
     total_count,
 )
 from lockstep.strategies.module_states import sync_module_states
+from lockstep.strategies.partial_models import outside_forward
 from lockstep.strategies.pipelined import partition
-from lockstep.strategies.pipelined.pipelined_model import USE_RUN_STEP, Pipelined, in_mode, keep_own_tensors
+from lockstep.strategies.pipelined.pipelined_model import USE_RUN_STEP, in_mode, keep_own_tensors, prepare_in_place
 from lockstep.strategies.pipelined.schedule_run import ScheduleRun, schedule_runs
 from lockstep.strategies.pipelined.stage import (
     AutocastContext,
@@ -56,6 +57,7 @@ from lockstep.strategies.pipelined.stage import (
 from lockstep.strategies.protocol import (
     CommunicatesInForward,
     ComputesLoss,
+    ExplainsErrors,
     ReplicaAssignment,
     Strategy,
     StrategyContext,
@@ -127,7 +129,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return Pipeline(context, options, stages)
 
 
-class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
+class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors):
     """The strategy ``pipeline``."""
 
     forward_is_collective = True
@@ -161,7 +163,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
     # ---- the model ----------------------------------------------------------------------------------------------
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """Wrap ``model``, with rank 0's values; parameters of other ranks' stages take no memory here. Collective.
+        """``model`` itself, with rank 0's values; parameters of other ranks' stages take no memory here. Collective.
 
         Raises:
             SettingError: if it cannot be cut as was asked for.
@@ -199,7 +201,9 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
         # The ranks of the same stages in each replica are as far apart as a replica has ranks.
         self._layout.setup_model(model, lambda name: range(rank_of.get(name, 0), self._context.group.size, ranks))
         self._context.say(f"pipeline: {len(cuts) + 1} stages; cut before {', '.join(cuts)}")
-        return Pipelined(model, self._evaluate, self._stages)
+        absent = [name for name, owner in rank_of.items() if owner != rank]
+        prepare_in_place(model, self._evaluate, self._stages, absent)
+        return model
 
     def _cuts(self, model: nn.Module) -> list[str]:
         """The first module of each stage but the first; the same on all ranks."""
@@ -432,6 +436,10 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward):
             with translating_peer_errors("the reduction of buffers"):
                 for stage in self._stages:
                     stage.running_buffers.end_micro_batch(position)
+
+    def explain(self, error: Exception, method: str) -> str:
+        """Where torch speaks of a tensor that is on another rank."""
+        return outside_forward("pipeline", method) if method and "meta" in str(error) else ""
 
     def discard_step(self) -> None:
         """Forget queued micro-batches, and restore buffers."""

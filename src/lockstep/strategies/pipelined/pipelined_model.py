@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.strategies.pipelined.stage import (
-    Stage,
-)
+from lockstep.strategies.partial_models import mark_absent, refuse_copies
+from lockstep.strategies.pipelined.stage import Stage
 
 T = TypeVar("T")
 
@@ -21,33 +20,54 @@ USE_RUN_STEP = (
 )
 
 
-class Pipelined(nn.Module):
-    """A model of which each rank holds its stages; what `Run.model` returns.
+class PipelinedCall:
+    """What is called when a model is called of which each rank holds its stages.
 
-    Its parameters are the whole model's, in their order; those of other ranks' stages are on the device ``meta``.
+    The model's parameters are the whole one's, in their order; those of other ranks' stages are on the device ``meta``.
     """
 
-    def __init__(self, model: nn.Module, evaluate: Callable[[tuple[Any, ...]], Any], stages: Sequence[Stage]) -> None:
-        super().__init__()
-        self.module: Final = model
+    def __init__(self, model: nn.Module, evaluate: Callable[[tuple[Any, ...]], Any]) -> None:
+        self._model: Final = model
         self._evaluate: Final = evaluate
-        self._stages: Final = tuple(stages)  # no submodules: their parameters are the model's
 
-    def forward(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
         """The model's output, without gradients, on every rank of the replica; all of them must call it alike.
 
         Raises:
             UsageError: in training.
         """
-        if self.training and torch.is_grad_enabled():
+        if self._model.training and torch.is_grad_enabled():
             raise UsageError(USE_RUN_STEP)
         return self._evaluate(inputs)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+
+def prepare_in_place(
+    model: nn.Module, evaluate: Callable[[tuple[Any, ...]], Any], stages: Sequence[Stage], absent: Collection[str]
+) -> None:
+    """``model(...)`` goes through all stages from now on, and what takes this rank's part for the whole is refused.
+
+    Args:
+        model: of which this rank holds ``stages``.
+        evaluate: gives its output.
+        stages: of this rank.
+        absent: names of the tensors that are not here.
+    """
+
+    def compile_stages(*args: Any, **kwargs: Any) -> None:
         """Compile each stage of this rank, as `torch.compile` does; what is sent between them is not compiled."""
-        for stage in self._stages:
+        for stage in stages:
             stage.in_training.compile(*args, **kwargs)
             stage.in_evaluation.compile(*args, **kwargs)
+
+    # Torch keeps here what `nn.Module.compile` makes, for calls alone: no file has it.
+    model._compiled_call_impl = PipelinedCall(model, evaluate)
+    model.compile = compile_stages  # type: ignore[method-assign]
+    refuse_copies(model, "pipeline")
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        own = [name for name in (*module._parameters, *module._buffers) if prefix + name in absent]
+        if own:
+            mark_absent(module, own, "pipeline")
 
 
 def in_mode(model: nn.Module, training: bool, do: Callable[[], T]) -> T:

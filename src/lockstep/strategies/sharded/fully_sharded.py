@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.batch import MicroBatchPosition
@@ -44,9 +45,11 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
 from lockstep.strategies.module_states import sync_module_states
+from lockstep.strategies.partial_models import PickleGuard, half_a_model, outside_forward, refuse_copies
 from lockstep.strategies.protocol import (
     ChecksOptimizers,
     CommunicatesInForward,
+    ExplainsErrors,
     FinishesTraining,
     PreparesEvaluation,
     ReplicaAssignment,
@@ -100,7 +103,9 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return FullySharded(context, options, context.group.size)
 
 
-class FullySharded(Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEvaluation, FinishesTraining):
+class FullySharded(
+    Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEvaluation, FinishesTraining, ExplainsErrors
+):
     """The strategies ``fsdp`` and ``hsdp``.
 
     Args:
@@ -135,6 +140,7 @@ class FullySharded(Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEv
             DeviceMesh.from_group(self._shard_groups.new_process_group(), group.device.type) if divides else None
         )
         self._blocks: Final[list[FSDPModule]] = []
+        self._guard: PickleGuard | None = None
         self._call_checksum = 0  # a checksum of which blocks were called, in their order
         self._roots: Final[list[FSDPModule]] = []
         self.assignment = ReplicaAssignment(group.rank, group.size)
@@ -202,6 +208,9 @@ class FullySharded(Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEv
                 block.set_gradient_divide_factor(1.0)
                 block.set_force_sum_reduction_for_comms(True)
         self._roots.append(block)
+        refuse_copies(model, "fsdp")
+        if self._guard is None:
+            self._guard = PickleGuard(DTensor, lambda tensor: tensor.device_mesh == mesh, "fsdp")
         if any(p.requires_grad for p in model.parameters()):
             self._units.add(FsdpModel(model, units, TrackedUse(model, self._group) if watch else AllUsed()))
 
@@ -258,6 +267,14 @@ class FullySharded(Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEv
         """Check that all ranks called the same blocks; each holds its part of the trained model already. Collective."""
         self._compare_calls()
 
+    def explain(self, error: Exception, method: str) -> str:
+        """Where torch speaks of a tensor that is divided."""
+        if method and "mixed torch.Tensor and DTensor" in str(error):
+            return outside_forward("fsdp", method)
+        if "invalid python storage" in str(error):  # as safetensors' save_file says
+            return half_a_model("the tensors of a divided model", "fsdp")
+        return ""
+
     def discard_step(self) -> None:
         """Drop gradients, free gathered blocks, and restore buffers."""
         self._gradients.discard_step()
@@ -279,6 +296,8 @@ class FullySharded(Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEv
         self._reduce_scatter.close()
         self._all_reduce.close()
         self._shard_groups.close()
+        if self._guard is not None:
+            self._guard.close()
 
     def _record_call(self, block: int, *_: object) -> None:
         self._call_checksum = zlib.crc32(block.to_bytes(4, "little"), self._call_checksum)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -53,16 +54,27 @@ def recompute(block: nn.Module) -> None:
 
     The second time uses the same random numbers, and does not change buffers.
     """
-    forward = block.forward
+    block.forward = _Recomputed(block, block.forward)
 
-    @functools.wraps(forward)
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+
+class _Recomputed:
+    """What is called as the ``forward`` of a block; a deep copy of the block gets one of its own."""
+
+    def __init__(self, block: nn.Module, forward: Callable[..., Any]) -> None:
+        self._block: Final = block
+        self._forward: Final = forward
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        contexts = lambda: (contextlib.nullcontext(), _buffers_aside(block))  # noqa: E731
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return self._forward(*args, **kwargs)
+        contexts = lambda: (contextlib.nullcontext(), _buffers_aside(self._block))  # noqa: E731
+        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    block.forward = checkpointed
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recomputed:
+        block = copy.deepcopy(self._block, memo)  # it is being copied: its copy is in `memo`
+        method = getattr(self._forward, "__func__", None)  # a method is bound to the block that it was asked from
+        return _Recomputed(block, self._forward if method is None else method.__get__(block))
 
 
 @contextlib.contextmanager

@@ -11,14 +11,16 @@ import difflib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import fields
 from datetime import datetime, time, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lockstep
+from lockstep.cli import saved_run
+from lockstep.cli.command import Command, Parser
 from lockstep.errors import LaunchError, LockstepError, SettingError
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from lockstep.settings import ResolvedSettings, Settings, parse
@@ -43,25 +45,10 @@ _PLACES = {
     *("--help", "--nnodes", "--standalone", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--rdzv-backend"),
     *("--node-rank", "--master-addr", "--master-port", "--attach"),
 }
+#: Short forms of commands.
+_SHORT = {"ckpt": "checkpoints"}
 #: Options of `run` that are settings of `Run`; any other is given with ``--set``.
 _SETTINGS = ("checkpoint", "save_every", "strategy", "reduction", "precision", "rehearse")
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One word after ``lockstep``."""
-
-    name: str
-    does: str  #: one line
-    options: Callable[[], argparse.ArgumentParser]
-    act: Callable[[argparse.Namespace, Sequence[str]], int]  #: what was parsed, and the words it was parsed from
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises a usage error instead of printing all options and leaving; `argparse` has no other way to ask for it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise SettingError(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,29 +60,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] in ("-V", "--version"):
         print(f"lockstep {lockstep.__version__}")
         return EXIT_OK
-    group = [known for known in _COMMANDS if known.startswith(f"{words[0]} ")]
+    words[0] = _SHORT.get(words[0], words[0])
+    group = [known for known in COMMANDS if known.startswith(f"{words[0]} ")]
     if group and words[1:] in (["-h"], ["--help"]):
-        print("\n".join(f"lockstep {known:<11}{_COMMANDS[known].does}" for known in group))
+        print("\n".join(f"lockstep {known:<20}{COMMANDS[known].does}" for known in group))
         return EXIT_OK
     # Some commands are two words, such as: job slurm.
     length = 2 if group else 1
     name, rest = " ".join(words[:length]), words[length:]
     try:
-        if name not in _COMMANDS:
+        if name not in COMMANDS:
             raise SettingError(f"no such command: {name}; {_meant(name)}")
-        command = _COMMANDS[name]
+        command = COMMANDS[name]
         parsed, unknown = command.options().parse_known_args(rest)
         if unknown:
             raise SettingError(_advice(unknown[0], command))
         return command.act(parsed, rest)
     except LockstepError as error:
-        print(f"lockstep{f' {name}' if name in _COMMANDS else ''}: {error}", file=sys.stderr)
+        print(f"lockstep{f' {name}' if name in COMMANDS else ''}: {error}", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, LaunchError) else EXIT_USAGE
 
 
 def run_options() -> argparse.ArgumentParser:
     """The options of ``lockstep run``; the list is frozen in ``tests/options.txt``."""
-    parser = _Parser(
+    parser = Parser(
         prog="lockstep run",
         usage="lockstep run [options] script.py [script options]",
         description="Start a script on several ranks of this machine, or of several, and watch over them.",
@@ -236,7 +224,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
 
 def top_options() -> argparse.ArgumentParser:
     """The options of ``lockstep top``."""
-    parser = _Parser(
+    parser = Parser(
         prog="lockstep top",
         usage="lockstep top [--once] RUN_DIR",
         description="Show a run as it is now, from another terminal, until it ends: live on a terminal, else as lines.",
@@ -264,7 +252,7 @@ def job_options(name: str) -> argparse.ArgumentParser:
     from lockstep.launch import JOB_SCRIPT_SCHEDULERS
 
     scheduler, table = JOB_SCRIPT_SCHEDULERS[name], f"[{name}]"
-    parser = _Parser(
+    parser = Parser(
         prog=f"lockstep job {name}",
         usage=f"lockstep job {name} [options] script.py [script options]",
         description=f"Write a complete job script, to stdout or a file. What is not given here may stand in the table "
@@ -417,31 +405,29 @@ def _advice(unknown: str, command: Command) -> str:
 
 
 def _meant(name: str) -> str:
-    near = difflib.get_close_matches(name, _COMMANDS, n=1)
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
     if near:
         return f"did you mean {near[0]}?"
     if name.endswith(".py"):
         return f"to start a script: lockstep run {name}"
-    return f"there are {', '.join(_COMMANDS)}; see: lockstep --help"
+    return f"there are {', '.join(COMMANDS)}; see: lockstep --help"
 
 
 def _overview() -> str:
-    commands = "\n".join(f"  {command.name:<11}{command.does}" for command in _COMMANDS.values())
+    commands = "\n".join(f"  {command.name:<20}{command.does}" for command in COMMANDS.values())
     return (
         "Data-parallel PyTorch training whose result does not depend on how many GPUs computed it.\n\n"
         f"commands (lockstep COMMAND --help says more):\n{commands}\n\n{_EXAMPLES}"
     )
 
 
-_COMMANDS = {
+COMMANDS = {
     command.name: command
     for command in (
         Command("run", "start a script on several ranks and watch over them", run_options, _run),
         Command("top", "watch a run from another terminal", top_options, _top),
+        *saved_run.COMMANDS,
         Command("job slurm", "write a job script for Slurm", partial(job_options, "slurm"), partial(_job, "slurm")),
         Command("job sge", "write a job script for Grid Engine", partial(job_options, "sge"), partial(_job, "sge")),
     )
 }
-
-if __name__ == "__main__":
-    sys.exit(main())

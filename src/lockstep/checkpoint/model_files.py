@@ -1,0 +1,174 @@
+"""A trained model as one file or a directory that other programs load, written whole or not at all.
+
+model.safetensors   one tensor after the other, so that no more than one is in memory at once
+model.pt            what torch.save writes of a state_dict; loads with weights_only=True
+directory/          model.safetensors beside config.json, where the model has one: what from_pretrained reads
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.safetensors_file import FileTensor, has_type, head_of
+from lockstep.errors import SettingError
+
+_MODEL = "model.safetensors"
+#: Read by transformers, which refuses files without it.
+_METADATA = {"format": "pt"}
+#: What `torch.optim.swa_utils.AveragedModel` has beside the model that it averages, and where it has that one.
+_COUNT, _AVERAGED = "n_averaged", "module."
+_SAFETENSORS, _TORCH = (".safetensors",), (".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """What is known of a model beside its tensors."""
+
+    class_name: str
+    #: files of a directory that are no tensors, such as ``config.json``: each name with its text
+    files: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: Any) -> SavedModel:
+        """What is known of ``model``; of one of the transformers library also its configuration."""
+        files = {}
+        # `fully_shard` gives a module a class of its own, below the user's.
+        kinds = (kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed"))
+        name = next(kinds).__name__
+        for attribute, file in (("config", "config.json"), ("generation_config", "generation_config.json")):
+            config = getattr(model, attribute, None)
+            to_text = getattr(type(config), "to_json_string", None)
+            if to_text is not None:
+                values = json.loads(to_text(config))
+                if attribute == "config":
+                    values["architectures"] = [name]
+                files[file] = json.dumps(values, indent=2) + "\n"
+        return cls(name, files)
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> SavedModel:
+        """What `tree` gave."""
+        return cls(tree["class"], tree["files"])
+
+    def tree(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"class": self.class_name, "files": dict(self.files)}
+
+
+def averaged_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of the model that an `AveragedModel` averages, if ``state`` is of one; any other state as it is."""
+    if _COUNT in state and all(key == _COUNT or key.startswith(_AVERAGED) for key in state):
+        return {key.removeprefix(_AVERAGED): value for key, value in state.items() if key != _COUNT}
+    return state
+
+
+def file_kind(out: Path) -> str:
+    """``safetensors``, ``torch`` or ``directory``: what is to be written at ``out``, by its name.
+
+    Raises:
+        SettingError: for a name with another ending, or if something of another kind is there.
+    """
+    suffix = out.suffix.lower()
+    kind = "safetensors" if suffix in _SAFETENSORS else "torch" if suffix in _TORCH else "directory"
+    if kind == "directory" and out.is_file():
+        raise SettingError(f"{out} is a file: give a name that ends in .safetensors or .pt, or a directory")
+    if kind != "directory" and out.is_dir():
+        raise SettingError(f"{out} is a directory: give it another name than one that ends in {suffix}")
+    return kind
+
+
+def check_writable(out: Path, tensors: Iterable[tuple[str, str]], others: Sequence[str]) -> str:
+    """The kind of file that ``out`` will be, if it can hold the state.
+
+    Args:
+        out: path of a file or directory.
+        tensors: of the state: name and type.
+        others: names of what is no tensor.
+
+    Raises:
+        SettingError: if it cannot.
+    """
+    kind = file_kind(out)
+    if kind != "torch":
+        odd = [*others, *(name for name, dtype in tensors if not has_type(dtype))]
+        if odd:
+            raise SettingError(
+                f"{odd[0]} is nothing that a safetensors file can hold ({len(odd)} such in all); write {out.stem}.pt"
+            )
+    return kind
+
+
+class SafetensorsWriter:
+    """Writes one file, tensor by tensor; what was there before is replaced when all is written.
+
+    Use it in a ``with`` statement; left by an error, it leaves nothing behind.
+
+    Args:
+        path: of the file; missing directories are made.
+        tensors: all that will be written, in this order.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[FileTensor]) -> None:
+        self._replacement = Replacement(path)
+        self._tensors = tensors
+
+    def __enter__(self) -> SafetensorsWriter:
+        self._file = self._replacement.path.open("wb")
+        self._file.write(head_of(self._tensors, _METADATA))
+        return self
+
+    def write(self, content: memoryview) -> None:
+        """Write the bytes of the next tensor."""
+        self._file.write(content)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self._file.flush()
+        if kind is None:
+            os.fsync(self._file.fileno())
+        self._file.close()
+        self._replacement.finish(complete=kind is None)
+
+
+class Replacement:
+    """A file beside the one that it will take the place of, in one act.
+
+    Args:
+        path: of the file; missing directories are made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._final = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path.with_name(f".{path.name}.{os.getpid()}.part")  #: where to write
+
+    def finish(self, *, complete: bool) -> None:
+        """Put the file in its place, or remove it if it is not ``complete``."""
+        if not complete:
+            self.path.unlink(missing_ok=True)
+            return
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+        self.path.replace(self._final)
+        directory = os.open(self._final.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def tensors_file(out: Path) -> Path:
+    """The file that holds the tensors of the directory ``out``."""
+    return out / _MODEL
+
+
+def write_beside(directory: Path, files: Mapping[str, str]) -> None:
+    """Write texts into ``directory``, each file replaced in one act."""
+    for name, text in files.items():
+        replacement = Replacement(directory / name)
+        replacement.path.write_text(text, encoding="utf-8")
+        replacement.finish(complete=True)

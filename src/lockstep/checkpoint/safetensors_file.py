@@ -1,0 +1,78 @@
+"""The head of a safetensors file: which of the bytes behind it are which tensor.
+
+    length of the JSON  8 bytes, little-endian
+    JSON                {"w": {"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}, ...}, padded with spaces
+    bytes of tensors    row-major, little-endian, one behind the other, from offset 0
+
+Each part of a checkpoint is such a file, and so is a model that is written out: any tool that knows the format opens
+them. It is written here and not by its library, which wants all tensors of a file in memory at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "bool": "BOOL",
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+#: The one name that no tensor may have.
+_METADATA = "__metadata__"
+#: The head's length is a multiple of it, so that tensors behind it can be mapped into memory as they are.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor in a file."""
+
+    name: str
+    dtype: str  #: PyTorch's name without ``torch.``
+    shape: tuple[int, ...]
+    length: int  #: in bytes
+
+
+def has_type(dtype: str) -> bool:
+    """Whether the format has a word for a type of PyTorch's, named without ``torch.``."""
+    return dtype in _DTYPES
+
+
+def head_of(tensors: Iterable[FileTensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The bytes before those of ``tensors``, which follow in their order without gaps.
+
+    Where two have the same name, the later ones get a number behind it. A type that the format has no word for is
+    written as bytes, which are one more dimension.
+
+    Args:
+        tensors: of the file, in the order of their bytes.
+        metadata: plain texts about the file.
+    """
+    entries: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    names, offset = {_METADATA}, 0
+    for tensor in tensors:
+        name, number = tensor.name, 1
+        while name in names:
+            number += 1
+            name = f"{tensor.name}#{number}"
+        names.add(name)
+        dtype, shape = _DTYPES.get(tensor.dtype), list(tensor.shape)
+        if dtype is None:
+            dtype, shape = "U8", [*shape, tensor.length // max(1, math.prod(shape))]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + tensor.length]}
+        offset += tensor.length
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,130 @@
+"""The checkpoints of a run: what there is, whether it is whole, and which may go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lockstep.checkpoint import LOCAL, CheckpointReader, Committed, Holder, expired, lock_root, remove, verify
+from lockstep.errors import CheckpointError, SettingError
+from lockstep.saved_run.located import RunPath, best_of, checkpoints_of, is_whole
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is known of one checkpoint, without reading its tensors."""
+
+    name: str
+    step: int
+    epoch: int | None = None  #: the epoch that the next step belongs to, from 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    size_bytes: int = 0
+    age_s: float = 0.0
+    best: bool = False  #: by the run's own measure
+    strategy: str = ""
+    ranks: int | None = None  #: that wrote it
+    damaged: str = ""  #: what is wrong, if its files are not all there in full size
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def rows(run: RunPath, clock: Callable[[], float] = time.time) -> list[Row]:
+    """The checkpoints of ``run``, newest first.
+
+    Raises:
+        SettingError: if there is none.
+    """
+    found = checkpoints_of(run)
+    best = _best_step(found)
+    return [_row(one, best, clock() - one.path.stat().st_mtime) for one in found]
+
+
+def _row(one: Committed, best: int | None, age_s: float) -> Row:
+    try:
+        checkpoint = CheckpointReader(one.path)
+    except (CheckpointError, OSError) as error:
+        return Row(one.path.name, one.step, age_s=age_s, damaged=str(error))
+    tree = checkpoint.tree if isinstance(checkpoint.tree, dict) else {}
+    return Row(
+        one.path.name,
+        one.step,
+        epoch=tree.get("progress", {}).get("epoch"),
+        metrics=dict(tree.get("metrics", {})),
+        size_bytes=checkpoint.manifest.total_bytes,
+        age_s=age_s,
+        best=one.step == best,
+        strategy=tree.get("strategy", ("",))[0],
+        ranks=checkpoint.manifest.ranks or None,
+    )
+
+
+def check(run: RunPath, step: int | None = None) -> list[tuple[Committed, str]]:
+    """Read all checkpoints of ``run``, or those of ``step``, and compare them with their checksums.
+
+    Returns:
+        Each with what is wrong with it, empty if it is whole; newest first.
+
+    Raises:
+        SettingError: if there is none.
+    """
+    found = [one for one in checkpoints_of(run) if step in (None, one.step)]
+    if not found:
+        raise SettingError(f"{run} has no checkpoint of step {step}")
+    return [(one, _fault(one)) for one in found]
+
+
+def _fault(one: Committed) -> str:
+    try:
+        verify(one.path)
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def prune(run: RunPath, keep: int, say: Callable[[str], None], *, really: bool) -> list[Committed]:
+    """Which checkpoints go if the newest ``keep`` whole ones stay; with ``really``, they are gone when this returns.
+
+    Kept beside them are the best one, and those that the run itself keeps. What is kept is read and compared with its
+    checksums, so that a damaged one never pushes out a good one. Where none is whole, nothing goes.
+
+    Raises:
+        SettingError: if there is no checkpoint, ``keep`` is less than 1, or, with ``really``, a run works there.
+    """
+    if keep < 1:
+        raise SettingError(f"--keep {keep}: give a number from 1; the last good checkpoint is never removed")
+    found = checkpoints_of(run)
+    root = found[0].root
+    held = lock_root(root, Holder.here(), say) if really else None
+    try:
+        gone = _superseded(found, keep)
+        if really:
+            remove([one.path for one in gone], root, LOCAL)
+    finally:
+        if held is not None:
+            held.close()
+    return gone
+
+
+def _superseded(found: Sequence[Committed], keep: int) -> list[Committed]:
+    newest = next((one for one in found if is_whole(one)), None)
+    if newest is None:
+        return []
+    about = CheckpointReader(newest.path).manifest.about
+    best = _best_step(found)
+    protected = {*about.get("protected_steps", ()), *(() if best is None else (best,))} - {newest.step}
+    return [*expired(found, is_whole, newest, keep, protected)]
+
+
+def _best_step(found: Sequence[Committed]) -> int | None:
+    """The best step that the newest checkpoint which can be read knows of."""
+    for one in found:
+        try:
+            best = best_of(CheckpointReader(one.path))
+        except (CheckpointError, OSError):
+            continue
+        return None if best is None else int(best["step"])
+    return None

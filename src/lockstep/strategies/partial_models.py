@@ -1,0 +1,140 @@
+"""Models of which a rank holds only a part: what would take that part for the whole is refused in words.
+
+    torch.save(model.state_dict(), "model.pt")     UsageError: ... write run.save(model, path) on all ranks
+    copy.deepcopy(model)                           UsageError: ... use ddp or zero
+    model.decode(z)                                the error that follows says why, by the method's name
+
+`state_dict()` itself is allowed at any time: it tells names, shapes and what is here.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable, Collection
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+
+_SAVE = (
+    "write `run.save(model, path)` on all ranks, for a file with the whole model, or `run.state_dict(model)`, which "
+    "gives it to the leader; after the training also: lockstep export RUN_DIR model.safetensors"
+)
+
+
+def refuse_copies(model: nn.Module, strategy: str) -> None:
+    """A deep copy of ``model``, or pickling it as it is, raises `UsageError` from now on."""
+    name = type(model).__name__
+
+    def refuse_copy(_memo: object) -> NoReturn:
+        raise UsageError(
+            f"a copy of {name} under strategy {strategy}, where each rank holds a part of it: copy it before "
+            "run.model(...), or use ddp or zero, under which each rank holds the whole, also for an AveragedModel"
+        )
+
+    def refuse_pickle(_protocol: object) -> NoReturn:
+        raise UsageError(half_a_model(name, strategy))
+
+    # `copy` and `pickle` look here before they ask the class.
+    vars(model).update(__deepcopy__=refuse_copy, __reduce_ex__=refuse_pickle)
+
+
+def mark_absent(module: nn.Module, names: Collection[str], strategy: str) -> None:
+    """The tensors of these ``names``, which are ``module``'s own and not here, are in no file from now on.
+
+    In a ``state_dict()`` each is an `AbsentTensor`.
+    """
+    for name in names:
+        what = half_a_model(name, strategy)
+
+        def refuse_pickle(_protocol: object, what: str = what) -> NoReturn:
+            raise UsageError(what)
+
+        vars(getattr(module, name)).update(__reduce_ex__=refuse_pickle)
+
+    def replace(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+        for name in names:
+            value = state.get(prefix + name)
+            # With keep_vars=True, the tensors themselves were asked for.
+            if isinstance(value, torch.Tensor) and value is not getattr(module, name):
+                state[prefix + name] = AbsentTensor.like(value, prefix + name, strategy)
+
+    module.register_state_dict_post_hook(replace)
+
+
+class AbsentTensor(torch.Tensor):
+    """A tensor of which nothing is on this rank: its shape and type. It cannot be read, nor written to a file."""
+
+    _what: str = f"this rank holds nothing of a tensor, or of what was computed from it: {_SAVE}"
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor, name: str, strategy: str) -> AbsentTensor:
+        """In place of ``tensor``, which has no values here."""
+        absent = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(cls)
+        absent._what = half_a_model(name, strategy)
+        return absent
+
+    def cpu(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not possible."""
+        raise UsageError(self._what)
+
+    def item(self) -> NoReturn:
+        """Not possible."""
+        raise UsageError(self._what)
+
+    def __bool__(self) -> NoReturn:
+        raise UsageError(self._what)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not possible."""
+        raise UsageError(self._what)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise UsageError(self._what)
+
+
+class PickleGuard:
+    """While open, pickling a tensor that ranks hold together raises `UsageError`, as `torch.save` does.
+
+    Args:
+        kind: class of such tensors.
+        is_ours: whether one is divided by the strategy, and not by the user.
+        strategy: its name.
+    """
+
+    def __init__(self, kind: type[torch.Tensor], is_ours: Callable[[Any], bool], strategy: str) -> None:
+        self._kind: Final = kind
+        self._is_ours: Final = is_ours
+        self._strategy: Final = strategy
+        self._before: Final = copyreg.dispatch_table.get(kind)
+        copyreg.pickle(kind, self._reduce)
+
+    def close(self) -> None:
+        """Pickling is as it was before."""
+        if copyreg.dispatch_table.get(self._kind) == self._reduce:
+            del copyreg.dispatch_table[self._kind]
+            if self._before is not None:
+                copyreg.pickle(self._kind, self._before)
+
+    def _reduce(self, tensor: torch.Tensor) -> Any:
+        if self._is_ours(tensor):
+            raise UsageError(half_a_model(f"a tensor of shape {tuple(tensor.shape)}", self._strategy))
+        return self._before(tensor) if self._before is not None else tensor.__reduce_ex__(2)
+
+
+def half_a_model(what: str, strategy: str) -> str:
+    """What to say where a part of ``what`` is taken for the whole."""
+    return (
+        f"this rank holds only a part of {what}, or nothing, under strategy {strategy}: a file of it would be half a "
+        f"model; {_SAVE}"
+    )
+
+
+def outside_forward(strategy: str, method: str) -> str:
+    """What to say of an error that came of using parameters in ``method``, without the model's forward pass."""
+    return (
+        f"{method}(...) uses parameters, and under strategy {strategy} they are together only while the model itself "
+        "is called: compute it in forward(), as with an argument that says what is wanted, or use ddp or zero"
+    )
