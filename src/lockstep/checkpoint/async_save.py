@@ -246,7 +246,7 @@ class Checkpoints:
             )
         return load_tree(saved.path, self._disk)
 
-    def save(self, tree: Tree, step: int, about: Mapping[str, Any]) -> None:
+    def save(self, tree: Tree, step: int, about: Mapping[str, Any], *, protect: int | None = None) -> None:
         """Begin to save ``tree`` as the state after ``step``. All ranks, with equal trees; no collective.
 
         Of the tensors that every rank gives whole, each rank writes a share; of those given as `TensorShard`, each rank
@@ -260,6 +260,8 @@ class Checkpoints:
             tree: Nested dicts, lists and tuples of tensors, parts of tensors, and plain values.
             step: Optimizer steps done.
             about: Plain values to be found in the manifest.
+            protect: A step whose checkpoint retention leaves alone from this commit on, until the commit of a save that
+                does not name it. It does not count towards ``keep``.
 
         Raises:
             CheckpointError: if the tree holds something that cannot be saved; the message names its path.
@@ -280,6 +282,7 @@ class Checkpoints:
             ranks=self._group.size,
             scratch=scratch_path(self.root, step, f"{self._mark}-{self._saves}"),
             digest=_digest(encoded, names),
+            protect=protect,
         )
         messages = SaveMessages(self._store, str(self._saves), self._give_up, self._peer_timeout_s, self._clock)
         self._thread = SaveThread(self._clock, save, lambda: self._writer.write(save, content, messages))

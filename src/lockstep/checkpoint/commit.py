@@ -245,12 +245,12 @@ def expired(
     whole: Callable[[Committed], bool],
     just: Committed,
     keep: int,
-    protected: Collection[int] = (),
+    protected: Collection[int | None] = (),
 ) -> tuple[Committed, ...]:
     """Which checkpoints retention removes after ``just`` was committed; a pure plan.
 
-    Kept are all of ``protected`` steps, which do not count; and ``just`` and, to make ``keep`` in all, the newest
-    others that are ``whole``, one for each step. What is not whole does not count either, so that it never pushes out
+    Kept are all of ``protected`` steps, which do not count, but for what ``just`` replaces; and ``just`` and, to make
+    ``keep`` in all, the newest others that are ``whole``, one for each step. What is not whole does not count either, so that it never pushes out
     what is good; it goes once enough newer ones are whole.
 
     Args:
@@ -263,9 +263,9 @@ def expired(
     kept = {just.step: just} if just.step not in protected else {}
     gone = []
     for one in sorted(there, reverse=True):
-        if one == just or one.step in protected:
+        if one == just or (one.step in protected and one.step != just.step):
             continue
-        if one.step in kept or len(kept) >= keep:
+        if one.step in kept or one.step == just.step or len(kept) >= keep:
             gone.append(one)
         elif whole(one):
             kept[one.step] = one

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.batch import BatchPlan
 from lockstep.collectives import Group
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.heartbeat import is_users
@@ -48,11 +47,11 @@ class RunIdentity:
         }
 
     def data(
-        self, plan: BatchPlan | None, samples_per_epoch: int | None, lengths: Sequence[int | None]
+        self, sizes: Mapping[str, list[int]], samples_per_epoch: int | None, lengths: Sequence[int | None]
     ) -> dict[str, Any]:
-        """All but the script; ``lengths`` are those of all data sets."""
+        """All but the script; ``sizes`` of the loaders that were trained on, ``lengths`` of all data sets."""
         return {
-            "sizes": [plan.global_batch, plan.micro_batch] if plan else None,
+            "sizes": dict(sizes),
             "samples": samples_per_epoch,
             "lengths": list(lengths),
             **self._settings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from torch.utils.data import DataLoader
@@ -16,12 +17,24 @@ from lockstep.strategies import forward_is_collective
 Method = Literal["train", "evaluate"]
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenPass:
+    """A pass over a loader, between two of its steps."""
+
+    batches: Iterator[MicroBatch]
+    order: int
+    step: int  #: the next one
+
+
 class Loaders:
     """What `Run.loader` has returned, and how this rank goes through it."""
 
     def __init__(self, context: RunContext) -> None:
         self._context: Final = context
         self._by_id: Final[dict[int, MicroBatchLoader]] = {}  # of the torch loader that the script holds
+        self._names: Final[dict[int, str]] = {}  # of the micro-batch loader
+        self._since_turn: int | None = None  # loaders opened in this turn of the outer loop; None: there is no such yet
+        self._passes: Final[dict[int, _OpenPass]] = {}  # of the micro-batch loader
 
     def open(
         self,
@@ -60,8 +73,21 @@ class Loaders:
         context.group.check_equal("length and plan of a data set", (loader.length, str(plan)))
         for note in loader.notes:
             context.reporter.say(note)
+        if self._since_turn is None:
+            self._names[id(loader)] = str(len(self._by_id))
+        else:
+            self._names[id(loader)] = f"+{self._since_turn}"
+            self._since_turn += 1
         self._by_id[id(loader.data_loader)] = loader
         return loader.data_loader
+
+    def begin_turn(self) -> None:
+        """A turn of the outer loop begins: what is opened in it, a resumed script opens again."""
+        self._since_turn = 0
+
+    def name(self, loader: MicroBatchLoader) -> str:
+        """By which a resumed run knows ``loader``."""
+        return self._names[id(loader)]
 
     def find(self, data_loader: DataLoader[Any], method: Method) -> MicroBatchLoader:
         """The micro-batches behind ``data_loader``, which the script gave to ``method``.
@@ -76,30 +102,44 @@ class Loaders:
             )
         return loader
 
-    def training(self, loader: MicroBatchLoader, epoch: int, first_step: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of ``epoch``; none on a rank that serves others."""
-        if self._context.share.replica is None:
-            return iter(())
-        return loader.epoch(epoch, first_step, padding=self._padding("train"))
+    def step(self, loader: MicroBatchLoader, order: int, step: int) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of one step of the pass in ``order``; none at the end of the pass.
+
+        Steps that follow each other are read in one go, also where something else comes between them.
+        """
+        held = self._passes.pop(id(loader), None)
+        if held is None or (held.order, held.step) != (order, step):
+            held = _OpenPass(loader.epoch(order, step, padding=self._padding("train")), order, step)
+        for batch in held.batches:
+            if batch.position.last:
+                self._passes[id(loader)] = _OpenPass(held.batches, order, step + 1)
+                yield batch
+                return
+            yield batch
 
     def evaluation(self, loader: MicroBatchLoader) -> Iterator[MicroBatch]:
         """This rank's micro-batches of an evaluation; none on a rank that serves others."""
         if self._context.share.replica is None:
             return iter(())
+        self._passes.pop(id(loader), None)  # one pass over a loader at a time
         return loader.evaluation(padding=self._padding("evaluate"))
 
     def may_leave_early(self, loader: MicroBatchLoader) -> bool:
         """Whether a rank may leave an evaluation by itself: ranks that communicate in it leave together or not."""
         return loader.length is not None and self._padding("evaluate") != "even"
 
-    def length(self, data_loader: DataLoader[Any], method: Method, first_step: int = 0) -> int | None:
-        """How many micro-batches a pass hands out here; None for a stream that does not know its length."""
-        loader = self.find(data_loader, method)
+    def training_length(self, loader: MicroBatchLoader, first_step: int) -> int | None:
+        """How many micro-batches a pass of `train` has here from ``first_step`` on; None for a stream without length."""
         if self._context.share.replica is None:
             return 0
-        if method == "train":
-            return loader.micro_batches(first_step, padding=self._padding(method))
-        return loader.micro_batches_of_evaluation(padding=self._padding(method))
+        return loader.micro_batches(first_step, padding=self._padding("train"))
+
+    def evaluation_length(self, data_loader: DataLoader[Any]) -> int | None:
+        """How many micro-batches an evaluation hands out here; None for a stream without length."""
+        loader = self.find(data_loader, "evaluate")
+        if self._context.share.replica is None:
+            return 0
+        return loader.micro_batches_of_evaluation(padding=self._padding("evaluate"))
 
     @property
     def lengths(self) -> list[int | None]:
@@ -108,6 +148,7 @@ class Loaders:
 
     def close(self) -> None:
         """No loader process is left."""
+        self._passes.clear()
         for loader in self._by_id.values():
             loader.close()
 

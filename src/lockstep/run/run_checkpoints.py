@@ -30,12 +30,18 @@ class RunCheckpointer(Protocol):
         """The newest whole checkpoint's tree; None: begin at the beginning, as ``fresh`` asks for."""
         ...
 
-    def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
+    def compare(self, identity: Identity, *, within_pass: bool) -> None:
         """Report what differs from the run that was resumed, or refuse it; only the parts that ``identity`` names."""
         ...
 
-    def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
-        """Begin to save ``tree()`` as the state after ``step``, unless that is done already."""
+    def save(
+        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, anew: bool, protect: int | None
+    ) -> None:
+        """Begin to save ``tree()`` as the state after ``step``, unless that is done already and not to be done ``anew``.
+
+        From its commit on, the checkpoint of step ``protect`` is kept beside those that are kept anyway, and the one
+        that was protected so before is not.
+        """
         ...
 
     def committed_step(self) -> int | None:
@@ -83,10 +89,12 @@ class NoCheckpointer(RunCheckpointer):
         """Nothing."""
         return None
 
-    def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
+    def compare(self, identity: Identity, *, within_pass: bool) -> None:
         """Nothing was resumed."""
 
-    def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
+    def save(
+        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, anew: bool, protect: int | None
+    ) -> None:
         """Nothing is saved."""
 
     def committed_step(self) -> int | None:
@@ -126,6 +134,7 @@ class DirectoryCheckpointer(RunCheckpointer):
         self._end: Final = end  # gets to know how long a save takes
         self._began_s: float | None = None  # the save whose end was not seen yet
         self._resumed: Identity | None = None
+        self._said: set[str] = set()  # of what differs from it
         self._ended: Outcome | None = None  # how the last save ended
         self.saved_step: int | None = None
 
@@ -153,7 +162,7 @@ class DirectoryCheckpointer(RunCheckpointer):
         self._say(f"resumed at step {saved.step} from {saved.path}")
         return tree
 
-    def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
+    def compare(self, identity: Identity, *, within_pass: bool) -> None:
         """See `RunCheckpointer.compare`.
 
         Raises:
@@ -161,27 +170,33 @@ class DirectoryCheckpointer(RunCheckpointer):
                 of another class.
         """
         before = self._resumed or identity
-        if "sizes" in identity and before["sizes"] not in (None, identity["sizes"]):
-            (was_global, was_micro), (global_batch, micro_batch) = before["sizes"], identity["sizes"]
+        for name, (global_batch, micro_batch) in identity.get("sizes", {}).items():
+            was_global, was_micro = before["sizes"].get(name, (global_batch, micro_batch))
+            if (was_global, was_micro) == (global_batch, micro_batch):
+                continue
             raise CheckpointError(
                 f"the checkpoint was trained with global_batch={was_global}, micro_batch={was_micro}, and this script "
                 f"says {global_batch}, {micro_batch}: its steps would hold other samples. Give the sizes of before, or "
                 "begin anew with --fresh"
             )
-        if mid_epoch and before["samples"] != identity["samples"]:
+        if within_pass and before["samples"] != identity["samples"]:
             raise CheckpointError(
                 f"the checkpoint was taken within an epoch of {before['samples']} samples, and this script's data set "
                 f"has {identity['samples']}: what is left of the epoch would not be what was left then. Give the data "
                 "set of before, or begin anew with --fresh"
             )
         for text in differences(before, identity):
-            self._say(text)
+            if text not in self._said:
+                self._say(text)
+            self._said.add(text)
 
     @override
-    def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
-        if self.saved_step != step:
+    def save(
+        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, anew: bool, protect: int | None
+    ) -> None:
+        if anew or self.saved_step != step:
             self._began_s = time.monotonic()
-            self._checkpoints.save(tree(), step, identity)
+            self._checkpoints.save(tree(), step, identity, protect=protect)
             self.saved_step = step
 
     @override

@@ -10,6 +10,7 @@ from torch import nn
 
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.run.divergence import checksum
+from lockstep.run.early_stopping import EarlyStopping
 from lockstep.strategies import Strategy, sparse_parameters
 
 
@@ -40,6 +41,7 @@ class State:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.kept: dict[str, Stateful] = {}
+        self.early_stopping: dict[str, EarlyStopping] = {}  # by metric
         self._transient: list[TransientBuffers] = []  # of each model
         self._kept_transient: dict[str, TransientBuffers] = {}  # of each kept module
 
