@@ -511,7 +511,7 @@ def limited_epochs(directory, die_in_evaluation=False):
                 run.measure(output=model(batch).squeeze(1))
                 if die_in_evaluation and run.rank == 0:
                     deadline = time.monotonic() + 60
-                    while not _has(2, directory) and time.monotonic() < deadline:
+                    while not _has(1, directory) and time.monotonic() < deadline:
                         time.sleep(0.005)
                     os.kill(os.getpid(), signal.SIGKILL)
         return run.progress, state_hash(model, optimizer), run.metrics

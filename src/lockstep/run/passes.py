@@ -125,10 +125,9 @@ class Passes:
         """The next step of the loader's pass."""
         return self._cursors[name].step
 
-    def next_step(self, names: Sequence[str]) -> int:
-        """The step at which a call of `Run.train` would begin."""
-        cursor = self._cursors.get(names[0], Cursor())
-        return 0 if cursor.complete else cursor.step
+    def next_steps(self) -> dict[str, int]:
+        """The step at which a call of `Run.train` would begin, by loader; 0 for those that are not there."""
+        return {name: cursor.step for name, cursor in self._cursors.items() if not cursor.complete}
 
     def after_step(self) -> None:
         """A step of the open pass is done."""

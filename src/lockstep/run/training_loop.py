@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from lockstep.run.loaders import Loaders, refuse_uneven
 from lockstep.run.metrics import MetricMeans
 from lockstep.run.micro_batches import MicroBatches
 from lockstep.run.parameter_sets import Optimizers
+from lockstep.run.passes import OuterLoop
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.step_data import StepData
@@ -102,16 +103,18 @@ class TrainingLoop:
         self._loaders.begin_turn()
         finish_training(self._context.strategy)
 
-    def _enter(self, loop: str, caller: CodeType) -> None:
+    def _enter(self, loop: OuterLoop, caller: CodeType) -> None:
         passes = self._passes
-        if self._start.resumes_within_turn and passes.loop != loop:
+        if self._start.resumes_within_turn and passes.loop != loop and "steps" in (passes.loop, loop):
             raise CheckpointError(
                 f"the checkpoint was taken in {_OUTER[passes.loop]}, and this script says run.{loop}(...) there: "
                 "give it the loop of before, or begin anew with --fresh"
             )
         passes.caller = caller
-        if not self._start.resumes_within_turn:
-            passes.enter("epochs" if loop == "epochs" else "steps", self._position.progress.epoch)
+        if self._start.resumes_within_turn:
+            passes.loop = loop
+        else:
+            passes.enter(loop, self._position.progress.epoch)
 
     def _begin_turn(self) -> None:
         self._loaders.begin_turn()
@@ -148,8 +151,10 @@ class TrainingLoop:
         this: list[weakref.ref[Generator[Any]]] = []
         generator = self._pass(data_loaders, site, this)
         this.append(weakref.ref(generator))
-        first = self._length_from(data_loaders)
-        return MicroBatches(generator, lambda: self._length(data_loaders, *first))
+        passes = self._passes
+        first_steps = passes.next_steps()
+        steps = max(0, passes.until - self._position.progress.step) if passes.loop == "steps" else None
+        return MicroBatches(generator, lambda: self._length(data_loaders, first_steps, steps))
 
     def _pass(
         self, data_loaders: Sequence[DataLoader[Any]], site: str, this: Sequence[weakref.ref[Generator[Any]]]
@@ -315,24 +320,29 @@ class TrainingLoop:
 
     # ---- its length ----------------------------------------------------------------------------------------------
 
-    def _length_from(self, data_loaders: Sequence[DataLoader[Any]]) -> tuple[int, int | None]:
-        """At which step a pass would begin now, and after how many steps it ends by `Run.steps`."""
-        loaders = [self._loaders.find(each, "train") for each in data_loaders]
-        names = [self._loaders.name(loader) for loader in loaders]
-        passes, step = self._passes, self._position.progress.step
-        return passes.next_step(names), max(0, passes.until - step) if passes.loop == "steps" else None
+    def _length(
+        self, data_loaders: Sequence[DataLoader[Any]], first_steps: Mapping[str, int], steps: int | None
+    ) -> int | None:
+        """How many micro-batches of this rank a pass has, that begins where its loaders were; None if nobody knows.
 
-    def _length(self, data_loaders: Sequence[DataLoader[Any]], first_step: int, steps: int | None) -> int | None:
-        """How many micro-batches of this rank that makes; None where it is not known."""
+        In `Run.steps` it ends after ``steps``.
+        """
         loaders = [self._loaders.find(each, "train") for each in data_loaders]
-        if steps is None:
-            lengths = [self._loaders.training_length(loader, first_step) for loader in loaders]
-            return None if None in lengths else min(length for length in lengths if length is not None)
-        loader, length = loaders[0], 0
-        if loader.steps_per_epoch is None:
+        lengths = []
+        for loader in loaders:
+            first_step = first_steps.get(self._loaders.name(loader), 0)
+            if steps is None:
+                lengths.append(self._loaders.training_length(loader, first_step))
+            else:
+                lengths.append(self._length_of_stretch(loader, first_step, steps))
+        return None if None in lengths else min(length for length in lengths if length is not None)
+
+    def _length_of_stretch(self, loader: MicroBatchLoader, first_step: int, steps: int) -> int | None:
+        per_epoch, length = loader.steps_per_epoch, 0
+        if not per_epoch:
             return None
         while steps > 0:
-            last = min(loader.steps_per_epoch, first_step + steps)
+            last = min(per_epoch, first_step + steps)
             from_first, from_last = (self._loaders.training_length(loader, step) or 0 for step in (first_step, last))
             length, steps, first_step = length + from_first - from_last, steps - (last - first_step), 0
         return length
