@@ -227,7 +227,10 @@ def test_an_evaluation_in_the_body_that_does_not_end_with_it():
 
 def test_next_that_counts_micro_batches():
     run, model, _, batches = opened()
-    with refused(r"the iterator over run\.train\(\.\.\.\) was left in the middle of step 2, .* go on until run\.step"), run:
+    with (
+        refused(r"the iterator over run\.train\(\.\.\.\) was left in the middle of step 2, .* go on until run\.step"),
+        run,
+    ):
         iterator = iter(run.train(batches))
         for _ in range(6):
             run.step(model(next(iterator)).mean())

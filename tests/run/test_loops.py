@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from lockstep.checkpoint import list_checkpoints
 from lockstep.launch_contract import RESUME
 from lockstep.report import MetricsFile
 from lockstep.run import Run
@@ -124,16 +123,15 @@ def two_parts(t):
 def alternating(t):
     """Several steps on one loader for each step on another one, until the steps are done."""
     for _ in t.run.steps(12, every=6):
-        while t.run.progress.step % 6 or t.run.progress.step == 0 or t.run.progress.step == 6:
-            before = t.run.progress.step
+        over = False
+        while not over:
             for batch in t.run.train(t.batches):
                 if t.step(batch):
                     break
             for batch in t.run.train(t.others):
                 if t.step(batch, 2.0) and t.run.progress.step % 3 == 0:
                     break
-            if t.run.progress.step in (before, 6, 12):
-                break
+            over = t.run.progress.step % 6 == 0
         t.evaluate()
 
 
@@ -181,9 +179,9 @@ def by_next(t):
 
     batches = forever()
     for _ in t.run.steps(12, every=6):
-        while t.run.progress.step % 6 or not t.step(next(batches)):
-            if t.step(next(batches)) and t.run.progress.step % 6 == 0:
-                break
+        over = False
+        while not over:
+            over = t.step(next(batches)) and t.run.progress.step % 6 == 0
         t.evaluate()
 
 
@@ -261,38 +259,29 @@ def lines(directory):
     return [{k: v for k, v in row.items() if k != "wall_s"} for row in MetricsFile.read(directory / "metrics.jsonl")]
 
 
+#: On how many ranks each leg runs, and in which step it dies or is asked to stop: a stop on one rank is obeyed at once.
+LEGS = [(2, ("die", 3)), (1, ("stop", 4)), (3, ("die", 6)), (2, None)]
+
+
 @pytest.fixture(scope="module")
-def legs(tmp_path_factory):
-    """What each shape came to in one go on each world, and in legs that die or stop, each on another world."""
-    root = tmp_path_factory.mktemp("loops")
-    ends = {
-        shape.__name__: [("die", 3), ("stop", 4), ("die", 5), ("die", 6), ("stop", 7), ("die", 8)] for shape in SHAPES
-    }
-    whole, split = {}, {}
-    for world in (1, 2, 3):
-        calls = [(leg, shape, root / f"{shape.__name__}-{world}") for shape in SHAPES]
-        for (_, shape, directory), ranks in zip(calls, on_world(world, calls), strict=True):
-            whole[shape.__name__, world] = (ranks, lines(directory) if isinstance(ranks[0], tuple) else None)
-    for number, world in enumerate((2, 3, 1, 3, 2, 1, 3)):
-        calls = [
-            (leg, shape, root / f"{shape.__name__}-legs", (ends[shape.__name__] + [None])[number]) for shape in SHAPES
-        ]
-        for (_, shape, directory, _), ranks in zip(calls, on_world(world, calls), strict=True):
-            split.setdefault(shape.__name__, []).append(ranks)
-            if number == 6:
-                saved = list_checkpoints(directory)
-                split[shape.__name__].append(lines(directory) if saved else None)
-    return whole, split
+def whole(tmp_path_factory):
+    """What one rank makes of each shape in one go, and the record of it."""
+    directories = {shape: tmp_path_factory.mktemp(shape.__name__) for shape in SHAPES}
+    results = on_world(1, [(leg, shape, directory) for shape, directory in directories.items()])
+    return {shape: (alone, lines(directories[shape])) for shape, (alone,) in zip(SHAPES, results, strict=True)}
 
 
-@pytest.mark.parametrize("shape", [shape.__name__ for shape in SHAPES])
-def test_the_same_on_any_world_and_after_any_kill(legs, shape):
-    whole, split = legs
-    ranks, record = whole[shape, 1]
-    assert isinstance(ranks[0], tuple), ranks[0]
-    for world in (2, 3):
-        assert whole[shape, world] == (ranks * world, record)
-    *ended, last, split_record = split[shape]
-    assert all(one is None for each in ended for one in each), ended
-    assert last == ranks * len(last)
-    assert split_record == record
+def test_a_loop_is_the_same_on_any_world(whole, tmp_path):
+    calls = [(leg, shape, tmp_path / shape.__name__) for shape in SHAPES]
+    for shape, ranks in zip(SHAPES, on_world(3, calls), strict=True):
+        assert ranks == [whole[shape][0]] * 3, shape
+        assert lines(tmp_path / shape.__name__) == whole[shape][1], shape
+
+
+def test_a_loop_is_the_same_whatever_ended_it_on_the_way(whole, tmp_path):
+    for world, end in LEGS:
+        calls = [(leg, shape, tmp_path / shape.__name__, end) for shape in SHAPES]
+        for shape, ranks in zip(SHAPES, on_world(world, calls), strict=True):
+            assert ranks == [None if end else whole[shape][0]] * world, shape
+    for shape in SHAPES:
+        assert lines(tmp_path / shape.__name__) == whole[shape][1], shape

@@ -10,6 +10,7 @@ script repeats the turn, and could not be brought to a place in it that lies beh
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Final
 
 from lockstep.errors import LockstepError
@@ -168,8 +169,12 @@ class EndOfStep:
         if self._context.settings.on_nan == "warn":
             self._warnings.say_all()
 
-    def compare_data(self, *, within_pass: bool) -> None:
-        """What the bits depend on is compared with the run that was resumed, now that the data is known."""
+    def compare_data(self, *, within_pass: Collection[str]) -> None:
+        """What the bits depend on is compared with the run that was resumed, now that the data is known.
+
+        Args:
+            within_pass: the loaders in whose passes it goes on.
+        """
         self._context.checkpointer.compare(self._data_identity(), within_pass=within_pass)
 
     def show(self, state: DisplayState) -> None:
@@ -187,8 +192,8 @@ class EndOfStep:
         return self._identity.script | self._data_identity()
 
     def _data_identity(self) -> dict[str, Any]:
-        samples = self._position.length.samples_per_epoch
-        return self._identity.data(self._context.plan.sizes, samples, self._loaders.lengths)
+        plan = self._context.plan
+        return self._identity.data(plan.sizes, plan.samples, self._loaders.lengths)
 
     @property
     def _is_check_due(self) -> bool:

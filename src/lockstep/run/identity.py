@@ -47,12 +47,12 @@ class RunIdentity:
         }
 
     def data(
-        self, sizes: Mapping[str, list[int]], samples_per_epoch: int | None, lengths: Sequence[int | None]
+        self, sizes: Mapping[str, list[int]], samples: Mapping[str, int | None], lengths: Sequence[int | None]
     ) -> dict[str, Any]:
-        """All but the script; ``sizes`` of the loaders that were trained on, ``lengths`` of all data sets."""
+        """All but the script; ``sizes`` and ``samples`` of loaders that were trained on, ``lengths`` of all."""
         return {
             "sizes": dict(sizes),
-            "samples": samples_per_epoch,
+            "samples": dict(samples),
             "lengths": list(lengths),
             **self._settings,
             "threads": self._threads,

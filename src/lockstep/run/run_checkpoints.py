@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol
 
@@ -30,7 +30,7 @@ class RunCheckpointer(Protocol):
         """The newest whole checkpoint's tree; None: begin at the beginning, as ``fresh`` asks for."""
         ...
 
-    def compare(self, identity: Identity, *, within_pass: bool) -> None:
+    def compare(self, identity: Identity, *, within_pass: Collection[str]) -> None:
         """Report what differs from the run that was resumed, or refuse it; only the parts that ``identity`` names."""
         ...
 
@@ -89,7 +89,7 @@ class NoCheckpointer(RunCheckpointer):
         """Nothing."""
         return None
 
-    def compare(self, identity: Identity, *, within_pass: bool) -> None:
+    def compare(self, identity: Identity, *, within_pass: Collection[str]) -> None:
         """Nothing was resumed."""
 
     def save(
@@ -162,7 +162,7 @@ class DirectoryCheckpointer(RunCheckpointer):
         self._say(f"resumed at step {saved.step} from {saved.path}")
         return tree
 
-    def compare(self, identity: Identity, *, within_pass: bool) -> None:
+    def compare(self, identity: Identity, *, within_pass: Collection[str]) -> None:
         """See `RunCheckpointer.compare`.
 
         Raises:
@@ -179,10 +179,14 @@ class DirectoryCheckpointer(RunCheckpointer):
                 f"says {global_batch}, {micro_batch}: its steps would hold other samples. Give the sizes of before, or "
                 "begin anew with --fresh"
             )
-        if within_pass and before["samples"] != identity["samples"]:
+        for name in within_pass:
+            samples = identity["samples"][name]
+            was = before["samples"].get(name, samples)
+            if was == samples:
+                continue
             raise CheckpointError(
-                f"the checkpoint was taken within an epoch of {before['samples']} samples, and this script's data set "
-                f"has {identity['samples']}: what is left of the epoch would not be what was left then. Give the data "
+                f"the checkpoint was taken within an epoch of {was} samples, and this script's data set "
+                f"has {samples}: what is left of the epoch would not be what was left then. Give the data "
                 "set of before, or begin anew with --fresh"
             )
         for text in differences(before, identity):

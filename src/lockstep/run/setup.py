@@ -38,6 +38,7 @@ class TrainingPlan:
     def __init__(self) -> None:
         self.plan: BatchPlan | None = None
         self.sizes: dict[str, list[int]] = {}  #: global batch and micro-batch of each loader that was trained on
+        self.samples: dict[str, int | None] = {}  #: of an epoch of each of them
 
     def micro_batches_of(self, rank: int, micro_batches: int) -> range:
         """The micro-batches that ``rank`` computes in a step of ``micro_batches``."""

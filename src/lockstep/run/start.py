@@ -98,7 +98,7 @@ class TrainingStart:
         )
         if tree is None:
             return
-        checkpointer.compare(self._identity.script, within_pass=False)
+        checkpointer.compare(self._identity.script, within_pass=())
         if changed := self._snapshot.restore(tree):
             self._context.reporter.say(
                 f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} "

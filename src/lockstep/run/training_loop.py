@@ -246,8 +246,9 @@ class TrainingLoop:
             name: [loader.plan.global_batch, loader.plan.micro_batch]
             for name, loader in zip(names, loaders, strict=True)
         }
+        training_plan.samples |= {name: loader.length for name, loader in zip(names, loaders, strict=True)}
         if new:
-            self._end_of_step.compare_data(within_pass=any(map(self._passes.step, names)))
+            self._end_of_step.compare_data(within_pass=[name for name in names if self._passes.step(name)])
 
     def _begin_pass(self) -> None:
         if self._passes.is_new(self._position.progress.step):
