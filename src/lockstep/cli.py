@@ -153,6 +153,7 @@ def run_options() -> argparse.ArgumentParser:
     files = parser.add_argument_group("files")
     files.add_argument("--run-dir", metavar="DIR", help="logs, record, checkpoints (default: a new one under runs/)")
     files.add_argument("--resume", action="store_true", help="from the newest whole checkpoint of the run directory")
+    files.add_argument("--resume-from", metavar="best|STEP", help="from that checkpoint, with the later ones set aside")
     files.add_argument("--fresh", action="store_true", help="move an earlier run in the run directory aside")
     settings = parser.add_argument_group("settings of the run, over what the script says")
     settings.add_argument("--checkpoint", metavar="DIR", help="where checkpoints are (default: in the run directory)")
@@ -175,6 +176,8 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if parsed.script is None:
         raise SettingError("say what to run: lockstep run train.py")
     settings = _settings(parsed)
+    if parsed.resume_from not in (None, "best") and not parsed.resume_from.isdecimal():
+        raise SettingError(f"--resume-from {parsed.resume_from}: give best, or the step of a checkpoint")
     # Late, for what it loads is needed only from here on.
     from lockstep.launch import Module, Nodes, Request, Script, start
 
@@ -185,7 +188,8 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             program,
             nproc_per_node=parsed.nproc_per_node,
             run_dir=parsed.run_dir,
-            resume=parsed.resume,
+            resume=parsed.resume or parsed.resume_from is not None,
+            resume_from=parsed.resume_from,
             fresh=parsed.fresh,
             max_restarts=parsed.max_restarts,
             settings=settings,
@@ -359,9 +363,11 @@ def _repeatable(own: list[str]) -> tuple[str, ...]:
     kept: list[str] = []
     words = iter(own)
     for word in words:
-        if word == "--run-dir":
+        if word in ("--run-dir", "--resume-from"):
             next(words, None)
-        elif word not in ("--resume", "--fresh", "-m", "--module", "--") and not word.startswith("--run-dir="):
+        elif word not in ("--resume", "--fresh", "-m", "--module", "--") and not word.startswith(
+            ("--run-dir=", "--resume-from=")
+        ):
             kept.append(word)
     return tuple(kept)
 

@@ -194,8 +194,8 @@ class Checkpoints:
         except OSError as error:
             self._say(f"cannot remove what interrupted saves left in {self.root}: {error}")
 
-    def archive(self) -> Path | None:
-        """Start anew: what is committed moves into a new directory under the root, where no later run finds it.
+    def archive(self, *, after: int = -1) -> Path | None:
+        """What is committed ``after`` that step moves into a new directory under the root, where no run finds it.
 
         Collective.
 
@@ -210,15 +210,24 @@ class Checkpoints:
         why_not = ""
         if self._group.leads:
             try:
-                place = archive(self.root, self._disk)
+                place = archive(self.root, self._disk, after=after)
             except OSError as error:
                 why_not = f"cannot set aside the checkpoints in {self.root}: {error}"
             self._remove_partial_saves()
         place, why_not = self._group.broadcast_object((place, why_not), "setting aside of checkpoints")
         if why_not:
             raise CheckpointError(why_not)
-        self._last_committed_step, self._protected = None, frozenset()
+        self._last_committed_step = None
+        self._protected = frozenset(step for step in self._protected if step <= after)
         return place
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps of which something is committed, the newest first; the leader's answer. Collective."""
+        found: list[int] = []
+        if self._group.leads:
+            with contextlib.suppress(OSError):
+                found = list(dict.fromkeys(one.step for one in list_checkpoints(self.root, self._disk)))
+        return tuple(self._group.broadcast_object(found, "steps of the checkpoints"))
 
     def protect_newest(self) -> None:
         """Retention leaves the newest checkpoint alone from now on, and the one being saved, should it be committed.

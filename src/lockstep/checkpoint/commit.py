@@ -222,12 +222,13 @@ def partial_saves(root: Path, disk: FileSystem) -> tuple[Path, ...]:
     return tuple(root / name for name in sorted(disk.names(root)) if name.startswith((_SAVING, _REMOVING)))
 
 
-def archive(root: Path, disk: FileSystem) -> Path | None:
-    """Move all that is committed under ``root`` into a new directory there, which is returned; None if there is none.
+def archive(root: Path, disk: FileSystem, *, after: int = -1) -> Path | None:
+    """Move all that is committed ``after`` that step into a new directory under ``root``; None if there is none.
 
-    The oldest goes last: cut short, this leaves what is there to be found as it was, or some of it.
+    Returns the directory. The oldest goes last: cut short, this leaves what is there to be found as it was, or some of
+    it.
     """
-    there = list_checkpoints(root, disk)
+    there = [one for one in list_checkpoints(root, disk) if one.step > after]
     if not there:
         return None
     taken = set(disk.names(root))

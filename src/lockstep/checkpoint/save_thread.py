@@ -135,7 +135,9 @@ class SaveWriter:
         except (LockstepError, RuntimeError) as error:
             remarks += (f"the other ranks could not be told how it ended: {_one_line(error)}",)
         if not why_not:
-            remarks += self._retain(save.manifest.step, (*self._protected(), save.protect))
+            # The step itself is kept anyway, as the newest one, and counts as such.
+            best = {save.protect} - {save.manifest.step}
+            remarks += self._retain(save.manifest.step, self._protected() | best)
         return save.outcome(why_not, remarks)
 
     def _open(self, save: SaveRequest) -> str:

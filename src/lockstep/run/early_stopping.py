@@ -62,7 +62,7 @@ class EarlyStopping:
             UsageError: if the metric was never measured.
         """
         metrics, measured_at = self._position.metrics, self._position.measured_at
-        if self._metric not in metrics:
+        if self._metric not in metrics and self._seen < 0:
             raise UsageError(
                 f"run.early_stopping({self._metric!r}): run.metrics has {', '.join(metrics) or 'nothing yet'}; ask "
                 "after the loop in which run.measure(...) measures it"

@@ -50,8 +50,9 @@ class RunPosition:
 
     def set_metrics(self, values: Mapping[str, float], *, keep: bool) -> None:
         """``values`` have been measured; ``keep`` the others of before."""
+        now = dict.fromkeys(values, self.progress.step)
         self.metrics = {**(self.metrics if keep else {}), **values}
-        self.measured_at |= dict.fromkeys(values, self.progress.step)
+        self.measured_at = {**(self.measured_at if keep else {}), **now}
 
     def note_best(self) -> bool:
         """Whether what has just been measured is the best value so far, which is then noted."""

@@ -10,9 +10,9 @@ from typing import Any, Final, NoReturn, Protocol
 
 from typing_extensions import override
 
-from lockstep.checkpoint import Checkpoints, Outcome
+from lockstep.checkpoint import Checkpoints, Outcome, Saved
 from lockstep.errors import CheckpointError, SettingError
-from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME
+from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME, RESUME_FROM
 from lockstep.run.identity import differences
 from lockstep.run.stop_requests import JobDeadline
 
@@ -26,8 +26,11 @@ class RunCheckpointer(Protocol):
 
     saved_step: int | None  #: step of the last save that was begun or resumed from
 
-    def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
-        """The newest whole checkpoint's tree; None: begin at the beginning, as ``fresh`` asks for."""
+    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> dict[str, Any] | None:
+        """The newest whole checkpoint's tree; None: begin at the beginning, as ``fresh`` asks for.
+
+        With ``back_to``, the tree of the step that it is, or of the ``best`` one; later ones are set aside.
+        """
         ...
 
     def compare(self, identity: Identity, *, within_pass: Collection[str]) -> None:
@@ -85,7 +88,7 @@ class NoCheckpointer(RunCheckpointer):
 
     saved_step: int | None = None
 
-    def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
+    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> dict[str, Any] | None:
         """Nothing."""
         return None
 
@@ -138,16 +141,18 @@ class DirectoryCheckpointer(RunCheckpointer):
         self._ended: Outcome | None = None  # how the last save ended
         self.saved_step: int | None = None
 
-    def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
+    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> dict[str, Any] | None:
         """See `RunCheckpointer.resume`. With ``fresh``, earlier checkpoints are set aside and kept.
 
         Raises:
             SettingError: if there is one and it was not asked for: to go on with it, or to overwrite it, is the
-                user's choice.
+                user's choice. Also for a ``back_to`` that is not there.
         """
         if fresh and (aside := self._checkpoints.archive()) is not None:
             self._say(f"beginning anew; the earlier checkpoints are in {aside}")
         saved = self._checkpoints.newest()
+        if saved is not None and back_to is not None:
+            saved = self._back_to(back_to, saved)
         if saved is None:
             return None
         if not asked:
@@ -161,6 +166,20 @@ class DirectoryCheckpointer(RunCheckpointer):
         self._resumed, self.saved_step = saved.about, saved.step
         self._say(f"resumed at step {saved.step} from {saved.path}")
         return tree
+
+    def _back_to(self, wanted: str, newest: Saved) -> Saved | None:
+        best = self._checkpoints.load(newest).get("best") if wanted == "best" else None
+        step = best["step"] if best else int(wanted) if wanted.isdecimal() else None
+        there = self._checkpoints.steps()
+        if step not in there:
+            what = "it has no best one: give Run(best='max accuracy'), or" if wanted == "best" and not best else "give"
+            raise SettingError(
+                f"{RESUME_FROM}={wanted}: {self._checkpoints.root} has checkpoints of steps "
+                f"{', '.join(map(str, there))}; {what} one of these"
+            )
+        if (aside := self._checkpoints.archive(after=step)) is not None:
+            self._say(f"going back to step {step}; later checkpoints are in {aside}")
+        return self._checkpoints.newest()
 
     def compare(self, identity: Identity, *, within_pass: Collection[str]) -> None:
         """See `RunCheckpointer.compare`.

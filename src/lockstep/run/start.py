@@ -7,7 +7,7 @@ import threading
 from typing import Any, Final
 
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.launch_contract import FRESH, RESUME
+from lockstep.launch_contract import FRESH, RESUME, RESUME_FROM
 from lockstep.run.identity import compare_ranks
 from lockstep.run.run_log import RunLog
 from lockstep.run.setup import RunContext
@@ -93,8 +93,13 @@ class TrainingStart:
     def _resume(self) -> None:
         checkpointer = self._context.checkpointer
         restarted = self._context.world.generation > 0
+        # Our launcher asks for it once; others leave it in the environment of the generations after a failure.
+        once = self._context.world.run_dir is not None or not restarted
+        back_to = os.environ.get(RESUME_FROM) if once else None
         tree = checkpointer.resume(
-            asked=restarted or os.environ.get(RESUME) == "1", fresh=os.environ.get(FRESH) == "1" and not restarted
+            asked=restarted or os.environ.get(RESUME) == "1" or back_to is not None,
+            fresh=os.environ.get(FRESH) == "1" and not restarted,
+            back_to=back_to,
         )
         if tree is None:
             return
