@@ -174,7 +174,8 @@ class TrainingLoop:
         try:
             if self._context.share.replica is None:
                 self._serve(loaders, steps_before)
-            yield from self._micro_batches(loaders, steps_before)
+            else:
+                yield from self._micro_batches(loaders, steps_before)
             whole = self._train_step.end_loop(whole=True)
         except GeneratorExit:
             if self._train_step.current is not None:  # else the run is closed
