@@ -42,7 +42,8 @@ def test_by_hand_it_is_sgd_through_one_shuffled_epoch_after_another():
             losses.append(run.metrics["loss"])
         assert (run.progress.epoch, run.progress.step) == (2, 15)
     assert begun == [0, 7, 14]
-    epochs = [sum(seen[first : first + 6], []) for first in (0, 6)]  # 5 steps of 4, and one of a single sample
+    # An epoch has 5 steps of 4 samples, and one of a single sample.
+    epochs = [[number for step in seen[first : first + 6] for number in step] for first in (0, 6)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(21))
     assert epochs[0] != epochs[1]
     optimizer, means = torch.optim.SGD(by_hand.parameters(), lr=0.1), []

@@ -129,7 +129,7 @@ class Loaders:
         return loader.length is not None and self._padding("evaluate") != "even"
 
     def training_length(self, loader: MicroBatchLoader, first_step: int) -> int | None:
-        """How many micro-batches a pass of `train` has here from ``first_step`` on; None for a stream without length."""
+        """How many micro-batches `train` has here from ``first_step`` on; None for a stream without length."""
         if self._context.share.replica is None:
             return 0
         return loader.micro_batches(first_step, padding=self._padding("train"))

@@ -318,11 +318,10 @@ class Run:
             for step in run.steps(10_000, every=500):          # 0, 500, 1000, ...
                 for images, labels in run.train(batches):      # 500 steps, through as many epochs as that takes
                     run.step(F.cross_entropy(model(images), labels))
-                ...                                            # evaluate, log, adapt
 
-        `train` goes through its data set again and again, each time in another order, until the stretch's steps are
-        done; `progress.epoch` counts these passes. Where a stretch ends within a pass, the next one goes on there. After
-        a resume the first stretch is the one in which the checkpoint was taken, with what was left of it.
+        `train` goes through its data set again and again, each time in another order, until the stretch is over;
+        `progress.epoch` counts that. The next stretch goes on where it ended. After a resume the first one is that in
+        which the checkpoint was taken, with what was left of it.
 
         Args:
             steps: of the whole run.
@@ -345,10 +344,9 @@ class Run:
         gets no micro-batch, and continues after the loop when they do.
 
         Several passes may follow each other in one epoch, over several loaders or over one, each time in another order.
-
-        Given several loaders, each step takes one step of each, and the body gets a tuple with a micro-batch of each.
-        They need equally many micro-batches in a step. In `epochs` the shortest ends the pass. A loss weighs what the
-        first one's micro-batch holds; give ``count`` to say otherwise.
+        Given several loaders, each step takes one step of each, and the body gets a tuple with a micro-batch of each,
+        of which there must be equally many. In `epochs` the shortest ends the pass. A loss weighs what the first one's
+        micro-batch holds; give ``count`` to say otherwise.
 
         Its length is this rank's number of micro-batches; that of a loader is the number of steps of an epoch.
 
@@ -416,13 +414,9 @@ class Run:
         Models are in evaluation mode and gradients are off. At the end, `metrics` holds what was measured, added to
         the means of the training before it.
 
-        Also in the body of `train`, once the step is done, on all ranks::
-
-            if run.step(loss) and run.progress.step % 500 == 0:
-                for images, labels in run.evaluate(held_out): ...
-
-        What is trained afterwards has the bits that it has without the evaluation. A run that is asked to stop
-        meanwhile stops at the end of the body. Not under strategies with ranks that serve others.
+        Also in the body of `train`, once the step is done, but not under strategies with ranks that serve others: ``if
+        run.step(loss) and run.progress.step % 500 == 0:``. What is trained afterwards has the bits that it has without
+        the evaluation. A run that is asked to stop meanwhile stops at the end of the body.
 
         Each rank gets one block of the data, in the order of ranks: what each appends to a list and `gather` brings
         together is in the data set's order, without ``shuffle``. Not so for a data set that can only be iterated. Its

@@ -40,7 +40,7 @@ class RunCheckpointer(Protocol):
     def save(
         self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, anew: bool, protect: int | None
     ) -> None:
-        """Begin to save ``tree()`` as the state after ``step``, unless that is done already and not to be done ``anew``.
+        """Begin to save ``tree()`` as the state after ``step``, unless that is done and not to be done ``anew``.
 
         From its commit on, the checkpoint of step ``protect`` is kept beside those that are kept anyway, and the one
         that was protected so before is not.
