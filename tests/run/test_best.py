@@ -1,6 +1,8 @@
 """The best checkpoint by a metric is kept beside the newest ones, and training can go back to it."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -78,6 +80,41 @@ def test_the_best_value_survives_a_resume_and_one_can_go_back_to_it(tmp_path):
     assert trained(tmp_path, epochs=3, back_to="best") == (4, 6)
     assert on_disk(tmp_path) == ([6, 4], best_of(4))
     assert [one.step for one in list_checkpoints(tmp_path / "before-1")] == [12]
+
+
+SCRIPT = """
+import lockstep, torch
+with lockstep.Run(best="max held", keep=1, save_every="1 step") as run:
+    model = run.model(torch.nn.Linear(1, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = run.loader(torch.ones(4, 1), global_batch=2, micro_batch=1)
+    for epoch in run.epochs(3):
+        print("EPOCH", epoch)
+        for batch in run.train(batches):
+            run.step(model(batch).mean())
+        for batch in run.evaluate(batches):
+            run.measure(held=1.0 if epoch == 1 else 0.0)
+"""
+
+
+def test_the_command_line_goes_back_to_it_once(tmp_path):
+    script, place = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(SCRIPT)
+
+    def lockstep(*options):
+        command = [sys.executable, "-m", "lockstep", "run", "--nproc-per-node", "2", "--run-dir", str(place), *options]
+        return subprocess.run([*command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+
+    assert lockstep().returncode == 0
+    assert on_disk(place / "checkpoints") == ([6, 4], {"metric": "held", "mode": "max", "value": 1.0, "step": 4})
+    back = lockstep("--resume-from", "best", "--max-restarts", "1", "--fault", "kill rank 1 at step 5")
+    assert back.returncode == 0, back.stderr
+    assert "going back to step 4; later checkpoints are in" in back.stdout + back.stderr
+    assert (back.stdout + back.stderr).count("going back") == 1, "what starts it again goes on from the newest"
+    assert (back.stdout + back.stderr).count("resumed at step") == 2
+    wrong = lockstep("--resume-from", "last")
+    assert wrong.returncode == 2
+    assert "--resume-from last: give best, or the step of a checkpoint" in wrong.stderr
 
 
 def test_without_a_best_one_there_is_none_to_go_back_to(tmp_path):

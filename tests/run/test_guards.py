@@ -206,7 +206,7 @@ def test_loops_within_loops():
             with refused(r"run\.train\(\.\.\.\) inside of run\.train\(\.\.\.\): leave that loop first"):
                 next(iter(run.train(batches)))
             with refused(
-                r"run\.evaluate\(\.\.\.\) in the middle of step 1, on micro-batch 0 of 4, .*: write `if run\.step\(loss\)"
+                r"run\.evaluate\(\.\.\.\) in the middle of step 1, on micro-batch 0 of 4, .*: write `if run\.step"
             ):
                 next(iter(run.evaluate(batches)))
             run.step(model(batch).mean())

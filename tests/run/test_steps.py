@@ -1,4 +1,4 @@
-"""`Run.steps` by hand, evaluation inside of the loop's body, the place of a micro-batch, and early stopping at its end."""
+"""`Run.steps` by hand, evaluation in the loop's body, the place of a micro-batch, and early stopping at its end."""
 
 import os
 

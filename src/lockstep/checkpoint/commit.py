@@ -251,8 +251,8 @@ def expired(
     """Which checkpoints retention removes after ``just`` was committed; a pure plan.
 
     Kept are all of ``protected`` steps, which do not count, but for what ``just`` replaces; and ``just`` and, to make
-    ``keep`` in all, the newest others that are ``whole``, one for each step. What is not whole does not count either, so
-    that it never pushes out what is good; it goes once enough newer ones are whole.
+    ``keep`` in all, the newest others that are ``whole``, one for each step. What is not whole does not count either,
+    so that it never pushes out what is good; it goes once enough newer ones are whole.
 
     Args:
         there: All that is committed, ``just`` included.
