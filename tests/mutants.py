@@ -34,6 +34,7 @@ STRATEGIES = "tests/strategies/test_strategies.py"
 LEARNS = "tests/run/test_what_learns.py"
 CARRY = "tests/run/test_carry.py"
 STEP = "tests/run/test_end_of_step.py"
+LOOPS = "tests/run/test_loops.py"
 DIVERGENCE = "tests/run/test_divergence.py"
 IDENTITY = "tests/run/test_identity.py"
 FINITE = "tests/run/test_nonfinite.py"
@@ -382,7 +383,7 @@ MUTANTS = [
     mutant("run/snapshot.py", 'self._metrics.train.load(tree["measures"], context.group)', "pass", STEP, WORLDS),
     mutant(
         "run/snapshot.py",
-        'self._position.metrics = dict(tree.get("metrics", {}))',
+        'self._position.metrics = dict(tree["metrics"])',
         "pass",
         STEP,
         LOOP,
@@ -443,15 +444,30 @@ MUTANTS = [
         BUFFERS,
     ),
     mutant("run/start.py", "        self._snapshot.restore(tree)\n", "", STEP),
-    mutant("run/training_loop.py", "            self._position.is_left = self._in_epochs\n", "", STEP),
+    mutant(
+        "run/training_loop.py",
+        "            self._position.is_left = True\n            raise",
+        "            raise",
+        STEP,
+        LOOPS,
+    ),
+    mutant(
+        "run/training_loop.py",
+        "            if not self._passes.is_open(names, site):\n                return False\n",
+        "",
+        LOOPS,
+    ),
+    mutant("run/passes.py", "        if cursor.moved and cursor.site != site:\n            return False\n", "", LOOPS),
+    mutant("run/passes.py", "if number == 0 else seed_of", "if True else seed_of", LOOPS),
+    mutant("run/evaluation_loop.py", '"body" if in_body else "outside"', '"outside"', LOOPS),
     mutant(
         "run/start.py",
-        "self._tree_within_epoch = tree if self._snapshot.restore_position(tree) else None",
-        "self._tree_within_epoch = tree if self._snapshot.restore_position(tree) or True else None",
+        "self._tree_within_turn = tree if self._snapshot.restore_position(tree) else None",
+        "self._tree_within_turn = tree if self._snapshot.restore_position(tree) or True else None",
         STEP,
         LOOP,
     ),
-    mutant("run/run.py", "if not self._start.resumes_within_epoch:", "if True:", STEP),
+    mutant("run/run.py", "if not self._start.resumes_within_turn:", "if True:", STEP),
     mutant(
         "progress.py",
         "replace(self, epoch=self.epoch + 1, epoch_step=0)",

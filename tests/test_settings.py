@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import SettingError
 from lockstep.run import Run
-from lockstep.settings import OPTIONS_VARIABLE, Interval, ResolvedSettings, Settings, parse
+from lockstep.settings import OPTIONS_VARIABLE, BestMetric, Interval, ResolvedSettings, Settings, parse
 
 
 @given(st.integers(1, 10**6), st.sampled_from(["step", "second", "epoch"]))
@@ -54,6 +54,7 @@ GIVEN = {
     "log_every": (Interval(5, "step"), "5 steps"),
     "track": ("tensorboard", "tensorboard"),
     "keep": (5, "5"),
+    "best": (BestMetric("max", "accuracy"), "max accuracy"),
     "clip_norm": (0.5, "0.5"),
     "sync_batchnorm": (True, "true"),
     "compile": (True, "1"),
@@ -109,7 +110,7 @@ def test_the_nearest_to_the_user_wins(values, layers):
     assert told.values.seed == expected
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "save_every", "clip_norm", "threads", "workers", "bucket_mb"])
+@pytest.mark.parametrize("name", ["checkpoint", "save_every", "best", "clip_norm", "threads", "workers", "bucket_mb"])
 def test_what_may_be_absent_can_be_taken_back(name):
     value, _ = GIVEN[name]
     told = ResolvedSettings.resolve({name: value}, {f"LOCKSTEP_{name.upper()}": "none"})

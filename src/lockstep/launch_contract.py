@@ -10,6 +10,7 @@ RUN_ID = "LOCKSTEP_RUN_ID"  #: names the run, through all its generations; set f
 RUN_DIR = "LOCKSTEP_RUN_DIR"  #: directory of the run's records, logs and checkpoints
 GENERATION = "LOCKSTEP_GENERATION"  #: worlds that this run had before this one
 RESUME = "LOCKSTEP_RESUME"  #: "1": load the newest whole checkpoint
+RESUME_FROM = "LOCKSTEP_RESUME_FROM"  #: "best", or a step: load that checkpoint, and set later ones aside
 FRESH = "LOCKSTEP_FRESH"  #: "1": begin anew, whatever checkpoints there are
 STATUS = "LOCKSTEP_STATUS"  #: path where the leader writes its progress instead of drawing it
 ENDS_AT = "LOCKSTEP_ENDS_AT"  #: when the job that holds this run ends, in seconds since 1970

@@ -10,6 +10,7 @@ import difflib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, Self
@@ -62,6 +63,44 @@ class Interval:
         return f"{self.every:g} {self.unit}{'' if self.every == 1 else 's'}"
 
 
+#: Words in the names of metrics of which it is plain what is better.
+_LESS_IS_BETTER = frozenset(("loss", "error", "perplexity"))
+_MORE_IS_BETTER = frozenset(("accuracy", "acc", "f1", "auc", "iou", "bleu"))
+
+
+@dataclass(frozen=True, slots=True)
+class BestMetric:
+    """The metric by which checkpoints are judged, and what is better."""
+
+    mode: Literal["min", "max"]
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``"max accuracy"``, ``"min val_loss"``, or a name of which it is plain what is better.
+
+        Raises:
+            SettingError: if the text is none of these.
+        """
+        words = str(text).split()
+        if len(words) == 2 and words[0] in ("min", "max"):
+            return cls("min" if words[0] == "min" else "max", words[1])
+        parts = set(re.findall("[a-z]+1?", str(text).lower()))
+        less, more = bool(parts & _LESS_IS_BETTER), bool(parts & _MORE_IS_BETTER)
+        if len(words) != 1 or less == more:
+            name = words[-1] if words else "accuracy"
+            raise SettingError(f"best={text!r}: say what is better, 'max {name}' or 'min {name}'")
+        return cls("min" if less else "max", words[0])
+
+    def is_better(self, value: float, than: float) -> bool:
+        """Whether ``value`` is better than the other."""
+        return value < than if self.mode == "min" else value > than
+
+    def __str__(self) -> str:
+        """Such as ``max accuracy``."""
+        return f"{self.mode} {self.name}"
+
+
 @dataclass(frozen=True, slots=True)
 class Reader:
     """How a text becomes a value of one type."""
@@ -76,6 +115,7 @@ _READERS = {
     "float": Reader(float, "a number"),
     "bool": Reader(lambda text: _TRUTHS[text.lower()], "true or false"),
     "Interval": Reader(Interval.parse, "a number and a unit"),
+    "BestMetric": Reader(BestMetric.parse, "max or min, and the name of a metric"),
 }
 _WORD = Reader(str, "a word")
 
@@ -133,6 +173,10 @@ class Settings:
         metadata=_about("who gets what is logged, too: tensorboard, wandb, mlflow, or several with commas"),
     )
     keep: int = field(default=3, metadata=_about("checkpoints kept, the newest ones", least=1))
+    best: BestMetric | None = field(
+        default=None,
+        metadata=_about("'max accuracy', 'min val_loss': the checkpoint of the best value is kept beside the newest"),
+    )
     clip_norm: float | None = field(
         default=None, metadata=_about("greatest global norm of the gradient of one step", above=0)
     )
@@ -212,7 +256,7 @@ class ResolvedSettings:
 
     def as_dict(self) -> dict[str, str | int | float | bool | None]:
         """Plain values, for the record of a run."""
-        return {name: str(value) if isinstance(value, Interval) else value for name, value, _ in self}
+        return {name: str(value) if isinstance(value, Interval | BestMetric) else value for name, value, _ in self}
 
     def __str__(self) -> str:
         """One line for each setting, with its source."""

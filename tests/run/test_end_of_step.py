@@ -509,7 +509,7 @@ def limited_epochs(directory, die_in_evaluation=False):
             for batch in run.evaluate(batches):
                 run.measure(output=model(batch).squeeze(1))
                 if die_in_evaluation and run.rank == 0:
-                    wait_until(lambda: _has(2, directory), "the checkpoint of step 2")
+                    wait_until(lambda: _has(1, directory), "the checkpoint of step 1")
                     os.kill(os.getpid(), signal.SIGKILL)
         return run.progress, state_hash(model, optimizer), run.metrics
 

@@ -190,16 +190,6 @@ def test_optimizers_that_share_a_model_and_step_apart():
                 run.step(model(batch).mean(), optimizer=first)
 
 
-def test_a_second_train_in_one_epoch():
-    run, model, _, batches = opened()
-    with run:
-        for _ in run.epochs(1):
-            for batch in run.train(batches):
-                run.step(model(batch).mean())
-            with refused(r"a second run\.train\(\.\.\.\) in one epoch: give both data sets to one loader"):
-                next(iter(run.train(batches)))
-
-
 def test_a_second_train_without_epochs():
     run, model, _, batches = opened()
     with run:
@@ -210,12 +200,96 @@ def test_a_second_train_without_epochs():
 
 
 def test_loops_within_loops():
-    run, _, _, batches = opened()
+    run, model, _, batches = opened()
     with run:
-        for _ in run.train(batches):
-            with refused(r"run\.evaluate\(\.\.\.\) inside of run\.train\(\.\.\.\): finish that loop first"):
+        for batch in run.train(batches):
+            with refused(r"run\.train\(\.\.\.\) inside of run\.train\(\.\.\.\): leave that loop first"):
+                next(iter(run.train(batches)))
+            with refused(
+                r"run\.evaluate\(\.\.\.\) in the middle of step 1, on micro-batch 0 of 4, .*: write `if run\.step"
+            ):
                 next(iter(run.evaluate(batches)))
+            run.step(model(batch).mean())
             break
+        for _ in run.evaluate(batches):
+            with refused(r"run\.evaluate\(\.\.\.\) inside of run\.evaluate\(\.\.\.\): leave that loop first"):
+                next(iter(run.evaluate(batches)))
+
+
+def test_an_evaluation_in_the_body_that_does_not_end_with_it():
+    run, model, _, batches = opened()
+    with refused(r"the loop's body ended and its run\.evaluate\(\.\.\.\) had not"), run:
+        for batch in run.train(batches):
+            if run.step(model(batch).mean()):
+                held = iter(run.evaluate(batches))
+                next(held)
+
+
+def test_next_that_counts_micro_batches():
+    run, model, _, batches = opened()
+    with (
+        refused(r"the iterator over run\.train\(\.\.\.\) was left in the middle of step 2, .* go on until run\.step"),
+        run,
+    ):
+        iterator = iter(run.train(batches))
+        for _ in range(6):
+            run.step(model(next(iterator)).mean())
+
+
+def test_a_micro_batch_outside_of_the_loops():
+    run, model, _, batches = opened()
+    with run:
+        with refused(r"run\.micro_batch outside of run\.train"):
+            print(run.micro_batch)
+        for batch in run.train(batches):
+            run.step(model(batch).mean())
+        with refused(r"run\.micro_batch outside of run\.train"):
+            print(run.micro_batch)
+
+
+def test_a_stretch_without_a_step():
+    run, _, _, _ = opened()
+    with refused(r"run\.steps\(\.\.\.\) gave 0, and no step followed: train with"), run:
+        for _ in run.steps(3):
+            pass
+    run, *_ = opened()
+    with refused(r"run\.steps\(0, every=None\): both count steps; give numbers from 1"), run:
+        list(run.steps(0))
+
+
+def test_loaders_whose_steps_differ():
+    run, model, _, batches = opened()
+    with run:
+        with refused(r"loaders whose steps differ: 8 samples/step = 4 .*, and 4 samples/step = 2"):
+            next(run.train(batches, run.loader(DATA, global_batch=4, micro_batch=2)))
+        short = run.loader(DATA[:10], **SIZES)
+        with refused(r"in a step the first one has 4 micro-batches and another one 1.* drop_last=True"):
+            for batch, _ in run.train(batches, short):
+                run.step(model(batch).mean())
+        with refused(r"run\.train\(\): give what run\.loader"):
+            next(run.train())
+
+
+def test_an_epoch_without_a_step():
+    run, *_ = opened()
+    empty = run.loader(DATA[:3], drop_last=True, **SIZES)
+    with refused("an epoch of the data set has no step: it has 3 samples, and drop_last=True", DataError), run:
+        for _ in run.steps(2):
+            next(run.train(empty))
+
+
+def test_early_stopping_that_cannot_be():
+    run, *_ = opened()
+    with run:
+        with refused(r"run\.early_stopping\('loss', mode='less'\): give 'min' or 'max'"):
+            run.early_stopping("loss", patience=1, mode="less")
+        with refused(r"patience=0, min_delta=0\.0\): give a patience from 1"):
+            run.early_stopping("loss", patience=0)
+        stopper = run.early_stopping("loss", patience=1)
+        with refused(r"run\.early_stopping\('loss'\) a second time"):
+            run.early_stopping("loss", patience=2)
+        with refused(r"run\.early_stopping\('loss'\): run\.metrics has nothing yet; ask after the loop"):
+            stopper.should_stop()
 
 
 def test_a_loader_from_elsewhere():
@@ -228,19 +302,6 @@ def test_a_loader_from_elsewhere():
             run.loader(DataLoader(TensorDataset(DATA)), **SIZES)
         with refused("a DataLoader was passed", DataError):
             run.loader(type("Other", (DataLoader,), {})(TensorDataset(DATA)), **SIZES)
-
-
-def test_two_plans():
-    run, model, _, batches = opened()
-    other = run.loader(DATA, global_batch=4, micro_batch=2)
-    with run:
-        for epoch in run.epochs(2):
-            if epoch:
-                with refused(r"with two plans: 8 samples/step = .* before, 4 samples/step = .* now; keep to one"):
-                    next(iter(run.train(other)))
-                break
-            for batch in run.train(batches):
-                run.step(model(batch).mean())
 
 
 def test_counts_of_nothing():

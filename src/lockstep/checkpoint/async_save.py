@@ -195,8 +195,8 @@ class Checkpoints:
         except OSError as error:
             self._say(f"cannot remove what interrupted saves left in {self.root}: {error}")
 
-    def archive(self) -> Path | None:
-        """Start anew: what is committed moves into a new directory under the root, where no later run finds it.
+    def archive(self, *, after: int = -1) -> Path | None:
+        """What is committed ``after`` that step moves into a new directory under the root, where no run finds it.
 
         Collective.
 
@@ -211,15 +211,24 @@ class Checkpoints:
         why_not = ""
         if self._group.leads:
             try:
-                place = archive(self.root, self._disk)
+                place = archive(self.root, self._disk, after=after)
             except OSError as error:
                 why_not = f"cannot set aside the checkpoints in {self.root}: {error}"
             self._remove_partial_saves()
         place, why_not = self._group.broadcast_object((place, why_not), "setting aside of checkpoints")
         if why_not:
             raise CheckpointError(why_not)
-        self._last_committed_step, self._protected = None, frozenset()
+        self._last_committed_step = None
+        self._protected = frozenset(step for step in self._protected if step <= after)
         return place
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps of which something is committed, the newest first; the leader's answer. Collective."""
+        found: list[int] = []
+        if self._group.leads:
+            with contextlib.suppress(OSError):
+                found = list(dict.fromkeys(one.step for one in list_checkpoints(self.root, self._disk)))
+        return tuple(self._group.broadcast_object(found, "steps of the checkpoints"))
 
     def protect_newest(self) -> None:
         """Retention leaves the newest checkpoint alone from now on, and the one being saved, should it be committed.
@@ -247,7 +256,7 @@ class Checkpoints:
             )
         return load_tree(saved.path, self._disk)
 
-    def save(self, tree: Tree, step: int, about: Mapping[str, Any]) -> None:
+    def save(self, tree: Tree, step: int, about: Mapping[str, Any], *, protect: int | None = None) -> None:
         """Begin to save ``tree`` as the state after ``step``. All ranks, with equal trees; no collective.
 
         Of the tensors that every rank gives whole, each rank writes a share; of those given as `TensorShard`, each rank
@@ -261,6 +270,8 @@ class Checkpoints:
             tree: Nested dicts, lists and tuples of tensors, parts of tensors, and plain values.
             step: Optimizer steps done.
             about: Plain values to be found in the manifest.
+            protect: A step whose checkpoint retention leaves alone from this commit on, until the commit of a save that
+                does not name it. It does not count towards ``keep``.
 
         Raises:
             CheckpointError: if the tree holds something that cannot be saved; the message names its path.
@@ -281,6 +292,7 @@ class Checkpoints:
             ranks=self._group.size,
             scratch=scratch_path(self.root, step, f"{self._mark}-{self._saves}"),
             digest=_digest(encoded, names),
+            protect=protect,
         )
         messages = SaveMessages(self._store, str(self._saves), self._give_up, self._peer_timeout_s, self._clock)
         self._thread = SaveThread(self._clock, save, lambda: self._writer.write(save, content, messages))

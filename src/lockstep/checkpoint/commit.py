@@ -238,12 +238,13 @@ def partial_saves(root: Path, disk: FileSystem) -> tuple[Path, ...]:
     return tuple(root / name for name in sorted(disk.names(root)) if name.startswith((_SAVING, _REMOVING)))
 
 
-def archive(root: Path, disk: FileSystem) -> Path | None:
-    """Move all that is committed under ``root`` into a new directory there, which is returned; None if there is none.
+def archive(root: Path, disk: FileSystem, *, after: int = -1) -> Path | None:
+    """Move all that is committed ``after`` that step into a new directory under ``root``; None if there is none.
 
-    The oldest goes last: cut short, this leaves what is there to be found as it was, or some of it.
+    Returns the directory. The oldest goes last: cut short, this leaves what is there to be found as it was, or some of
+    it.
     """
-    there = list_checkpoints(root, disk)
+    there = [one for one in list_checkpoints(root, disk) if one.step > after]
     if not there:
         return None
     taken = set(disk.names(root))
@@ -261,13 +262,13 @@ def expired(
     whole: Callable[[Committed], bool],
     just: Committed,
     keep: int,
-    protected: Collection[int] = (),
+    protected: Collection[int | None] = (),
 ) -> tuple[Committed, ...]:
     """Which checkpoints retention removes after ``just`` was committed; a pure plan.
 
-    Kept are all of ``protected`` steps, which do not count; and ``just`` and, to make ``keep`` in all, the newest
-    others that are ``whole``, one for each step. What is not whole does not count either, so that it never pushes out
-    what is good; it goes once enough newer ones are whole.
+    Kept are all of ``protected`` steps, which do not count, but for what ``just`` replaces; and ``just`` and, to make
+    ``keep`` in all, the newest others that are ``whole``, one for each step. What is not whole does not count either,
+    so that it never pushes out what is good; it goes once enough newer ones are whole.
 
     Args:
         there: All that is committed, ``just`` included.
@@ -279,9 +280,9 @@ def expired(
     kept = {just.step: just} if just.step not in protected else {}
     gone = []
     for one in sorted(there, reverse=True):
-        if one == just or one.step in protected:
+        if one == just or (one.step in protected and one.step != just.step):
             continue
-        if one.step in kept or len(kept) >= keep:
+        if one.step in kept or one.step == just.step or len(kept) >= keep:
             gone.append(one)
         elif whole(one):
             kept[one.step] = one

@@ -13,7 +13,7 @@ import json
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ class SaveRequest:
     ranks: int  #: that save together
     scratch: Path
     digest: list[int]  #: sums of the tree's shape and of its plain values
+    protect: int | None = None  #: a step that retention leaves alone once this one is committed
 
     @property
     def size_bytes(self) -> int:
@@ -136,7 +137,9 @@ class SaveWriter:
         except (LockstepError, RuntimeError) as error:
             remarks += (f"the other ranks could not be told how it ended: {_one_line(error)}",)
         if not why_not:
-            remarks += self._retain(save.manifest.step)
+            # The step itself is kept anyway, as the newest one, and counts as such.
+            best = {save.protect} - {save.manifest.step}
+            remarks += self._retain(save.manifest.step, self._protected() | best)
         return save.outcome(why_not, remarks)
 
     def _open(self, save: SaveRequest) -> str:
@@ -198,12 +201,12 @@ class SaveWriter:
         commit(save.scratch, whole, self.root, self._disk)
         return "", remarks
 
-    def _retain(self, step: int) -> tuple[str, ...]:
+    def _retain(self, step: int, protected: Collection[int | None]) -> tuple[str, ...]:
         """Remove what is superseded; a remark, if that fails."""
         try:
             found = list_checkpoints(self.root, self._disk)
             newest = next(one for one in found if one.step == step)
-            superseded = expired(found, self._whole, newest, self._keep, self._protected())
+            superseded = expired(found, self._whole, newest, self._keep, protected)
             remove([one.path for one in superseded], self.root, self._disk)
         except OSError as error:
             return (f"cannot remove older checkpoints: {error}",)

@@ -143,6 +143,7 @@ def run_options() -> argparse.ArgumentParser:
     files = parser.add_argument_group("files")
     files.add_argument("--run-dir", metavar="DIR", help="logs, record, checkpoints (default: a new one under runs/)")
     files.add_argument("--resume", action="store_true", help="from the newest whole checkpoint of the run directory")
+    files.add_argument("--resume-from", metavar="best|STEP", help="from that checkpoint, with the later ones set aside")
     files.add_argument("--fresh", action="store_true", help="move an earlier run in the run directory aside")
     settings = parser.add_argument_group("settings of the run, over what the script says")
     settings.add_argument("--checkpoint", metavar="DIR", help="where checkpoints are (default: in the run directory)")
@@ -180,6 +181,8 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if parsed.script is None:
         raise SettingError("say what to run: lockstep run train.py")
     settings = _settings(parsed)
+    if parsed.resume_from not in (None, "best") and not parsed.resume_from.isdecimal():
+        raise SettingError(f"--resume-from {parsed.resume_from}: give best, or the step of a checkpoint")
     # Late, for what it loads is needed only from here on.
     from lockstep.launch import Module, Nodes, Request, Script, asks_for_help, check_program, show_help, start
 
@@ -193,7 +196,8 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             program,
             nproc_per_node=parsed.nproc_per_node,
             run_dir=parsed.run_dir,
-            resume=parsed.resume,
+            resume=parsed.resume or parsed.resume_from is not None,
+            resume_from=parsed.resume_from,
             fresh=parsed.fresh,
             max_restarts=parsed.max_restarts,
             settings=settings,
@@ -381,7 +385,7 @@ def _repeatable(own: list[str]) -> tuple[str, ...]:
     words = iter(own)
     for word in words:
         option, equals, _ = word.replace("_", "-").partition("=")
-        if option == "--run-dir":
+        if option in ("--run-dir", "--resume-from"):
             if not equals:
                 next(words, None)
         elif word not in ("--resume", "--fresh", "-m", "--module", "--"):

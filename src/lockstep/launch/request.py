@@ -178,6 +178,7 @@ class Request:
     nproc_per_node: int | str | None = None  #: a number, "gpu", "cpu", "auto"; None: one for each GPU, else one
     run_dir: str | None = None  #: None: a new directory under ``runs``
     resume: bool = False  #: from the newest whole checkpoint
+    resume_from: str | None = None  #: not the newest but the best, as "best", or the one of this step
     fresh: bool = False  #: move an earlier run in ``run_dir`` aside
     max_restarts: int = 0  #: generations beyond the first that may be started after failures
     settings: Mapping[str, str] = field(default_factory=dict)  #: for `Run`, where they replace what the script says

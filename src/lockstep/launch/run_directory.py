@@ -206,7 +206,8 @@ def note_generation(job: Job, generation: int, *, ranks: int, hosts: Sequence[st
 def begin_options(job: Job) -> list[str]:
     """The options that say in which directory and how ``job`` begins, as it was decided."""
     begins = {"new": [], "resume": ["--resume"], "fresh": ["--fresh"]}[job.begins]
-    return [*begins, "--run-dir", shown(job.run_dir)]
+    back_to = [] if job.request.resume_from is None else ["--resume-from", job.request.resume_from]
+    return [*begins, *back_to, "--run-dir", shown(job.run_dir)]
 
 
 def shown(path: Path) -> str:

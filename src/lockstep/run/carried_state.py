@@ -8,6 +8,7 @@ micro-batch 2   c ► c ► c ►          another number of ranks
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Final
 
@@ -78,6 +79,15 @@ class CarriedState(MutableMapping[str, Any]):
         """The step is discarded, with what its bodies have written."""
         self._written = {}
         self._current = None
+
+    @contextlib.contextmanager
+    def out_of_reach(self) -> Iterator[None]:
+        """A context in which there is no body: an evaluation inside of one is not a place to carry from."""
+        current, self._current = self._current, None
+        try:
+            yield
+        finally:
+            self._current = current
 
     def state(self) -> dict[str, Any]:
         """What is carried at each place; `TensorShard` for tensors. Collective."""

@@ -3,10 +3,14 @@
 the body    ... run.step(loss) makes the step       counted at once, as `Run.progress` says
             the rest of the body
 its end     [checks of the GPU's flags, save/stop agreement, comparison of ranks, checkpoint, stop]
+
+Where the loop is left by ``break``, the end comes at the next pass, or when the outer loop's turn is over: a resumed
+script repeats the turn, and could not be brought to a place in it that lies behind a break.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Final
 
 from lockstep.errors import LockstepError
@@ -17,6 +21,7 @@ from lockstep.run.run_log import RunLog
 from lockstep.run.save_stop import Decision
 from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot
+from lockstep.strategies import HasServerRanks
 
 
 class EndOfStep:
@@ -41,6 +46,8 @@ class EndOfStep:
         self._log: Final = log
         self._save_stop: Final = context.save_stop
         self._open_step = 0  # a step that is done, and whose body has not ended; 0: none
+        self._checked = False  # of the open step: whether its loop was left, and all but the decisions was done
+        self._save_anew = False  # what a checkpoint of the last step would hold has changed since it was saved
         self.error: LockstepError | None = None  #: met where a loop was left by `break`, to be raised at the end
         self.steps = 0  #: done by this process
         self.stopped = False  #: whether the run was asked to stop, and has
@@ -50,37 +57,79 @@ class EndOfStep:
         if self._open_step:
             return
         self._position.progress = self._position.progress.after_step(samples)
+        self._position.passes.after_step()
         self._open_step = self._position.progress.step
         self.steps += 1
-        self._position.evaluations = 0
+        self._position.evaluations = self._position.evaluations_done = 0
         self._context.metrics.step_is_done()
         # In what is left of the body ranks stand at different micro-batches, and are to draw alike.
         self._position.seed_script("body")
         self._context.marker.set_step(self._open_step)
 
+    @property
+    def waits(self) -> bool:
+        """Whether decisions to save and to stop must wait: a step has not ended, or its loop was left by ``break``."""
+        is_left = self._position.is_left and not isinstance(self._context.strategy, HasServerRanks)
+        return bool(self._open_step) or is_left
+
     def finish(self, *, steps_before_pass: int | None = None) -> None:
         """The body in which a step was done is over: what belongs to the step's end comes now. Collective.
+
+        To be called where a resume can go on.
 
         Args:
             steps_before_pass: `steps` when the pass began; ranks are compared after its first one.
         """
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
+        self._raise_error()
         step, self._open_step = self._open_step, 0
         if not step:
+            if self._save_anew:
+                self.save()
             return
-        self._finite.step_ended()
+        checked, self._checked = self._checked, False
+        if not checked:
+            self._finite.step_ended()
         self._log_recent(step)  # before it is saved: a run that goes on from here has logged it
         decision = self._save_stop.after_step(step)
         is_first = steps_before_pass is not None and self.steps == steps_before_pass + 1
-        if (is_first or self.steps % self._context.settings.check_every == 0) and not decision.saves:
+        if not checked and (is_first or self._is_check_due) and not decision.saves:
             self._snapshot.compare_ranks()
         self.carry_out(decision)
         position = self._position
         self._context.reporter.step(
             position.progress, position.length, position.loss, self._context.checkpointer.committed_step
         )
+
+    def finish_left(self) -> None:
+        """The loop was left by ``break``, and the script is not yet where a resume can go on. Collective.
+
+        A resumed script repeats a turn of its outer loop, and cannot know that it was past its break: so the decisions
+        wait for the next pass, or for the end of the turn. Not so where ranks serve others, for servers do not learn of
+        a break before they have ended the step.
+        """
+        if not self._position.is_left or isinstance(self._context.strategy, HasServerRanks):
+            self.finish()
+            return
+        self._raise_error()
+        if self._open_step and not self._checked:
+            self._checked = True
+            self._finite.step_ended()
+            if self._is_check_due:
+                self._snapshot.compare_ranks()
+
+    def save_if_best(self) -> None:
+        """Metrics were measured: a checkpoint is to be kept if the one that the run is judged by is best. Collective.
+
+        It is saved now, or where the step ends.
+        """
+        if self._position.note_best():
+            self._save_anew = True
+            if not self.waits:
+                self.save()
+
+    def note_end(self) -> None:
+        """Early stopping has ended the training: the last save says so, whatever was saved of the last step."""
+        self._save_anew = True
 
     def finish_last(self) -> None:
         """The training is over: the last step ends, and is saved or at least compared between ranks. Collective."""
@@ -96,7 +145,7 @@ class EndOfStep:
         Raises:
             SystemExit: with code 75, for a stop.
         """
-        if decision.saves:
+        if decision.saves or self._save_anew:
             self.save()
         if decision.stop:
             self.stopped = True
@@ -111,7 +160,14 @@ class EndOfStep:
         phase = self._context.marker.set_phase("save")
         self._finite.settle()
         self.say_warnings()
-        self._context.checkpointer.save(self._snapshot.take, self._position.progress.step, self._whole_identity())
+        anew, self._save_anew = self._save_anew, False
+        self._context.checkpointer.save(
+            self._snapshot.take,
+            self._position.progress.step,
+            self._whole_identity(),
+            anew=anew,
+            protect=self._position.best.step,
+        )
         self._save_stop.saved()
         self._context.marker.set_phase(phase)
 
@@ -120,9 +176,13 @@ class EndOfStep:
         if self._context.settings.on_nan == "warn":
             self._warnings.say_all()
 
-    def compare_data(self) -> None:
-        """What the bits depend on is compared with the run that was resumed, now that the data is known."""
-        self._context.checkpointer.compare(self._data_identity(), mid_epoch=self._position.progress.epoch_step > 0)
+    def compare_data(self, *, within_pass: Collection[str]) -> None:
+        """What the bits depend on is compared with the run that was resumed, now that the data is known.
+
+        Args:
+            within_pass: the loaders in whose passes it goes on.
+        """
+        self._context.checkpointer.compare(self._data_identity(), within_pass=within_pass)
 
     def show(self, state: DisplayState) -> None:
         """Tell the user and the launcher where the run is now."""
@@ -149,5 +209,14 @@ class EndOfStep:
         return self._identity.script | self._data_identity()
 
     def _data_identity(self) -> dict[str, Any]:
-        samples = self._position.length.samples_per_epoch
-        return self._identity.data(self._context.plan.plan, samples, self._loaders.lengths, self._loaders.orders)
+        plan = self._context.plan
+        return self._identity.data(plan.sizes, plan.samples, self._loaders.lengths, self._loaders.orders)
+
+    @property
+    def _is_check_due(self) -> bool:
+        return self.steps % self._context.settings.check_every == 0
+
+    def _raise_error(self) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error

@@ -10,15 +10,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.data import MicroBatchLoader
+from lockstep.errors import UsageError
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.evaluation_buffers import EvaluationBuffers
 from lockstep.run.loaders import Loaders
-from lockstep.run.metrics import MetricMeans
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.to_device import to_device
+from lockstep.run.train_step import TrainStep
 from lockstep.seeding import seed_generators, seed_of
-from lockstep.strategies import ComputesLoss, evaluating
+from lockstep.strategies import ComputesLoss, HasServerRanks, evaluating
 
 
 class EvaluationLoop:
@@ -29,12 +30,14 @@ class EvaluationLoop:
         context: RunContext,
         loaders: Loaders,
         start: TrainingStart,
+        train_step: TrainStep,
         end_of_step: EndOfStep,
     ) -> None:
         self._context: Final = context
         self._state: Final = context.state
         self._loaders: Final = loaders
         self._start: Final = start
+        self._train_step: Final = train_step
         self._end_of_step: Final = end_of_step
         self._position: Final = context.position
         self._metrics: Final = context.metrics
@@ -44,40 +47,69 @@ class EvaluationLoop:
     def evaluate(self, data_loader: DataLoader[Any]) -> Generator[Any]:
         """See `Run.evaluate`."""
         self._start.begin()
-        self._metrics.refuse_nested("evaluate")
         loader = self._loaders.find(data_loader, "evaluate")
-        self._end_of_step.finish()
-        with self._evaluation_mode():
-            self._metrics.evaluate = MetricMeans()
-            self._metrics.enter("evaluate")
-            self._context.marker.set_phase("evaluate")
+        in_body = self._metrics.inside == "train"
+        if in_body:
+            self._require_complete_step()
+        else:
+            self._metrics.refuse_nested("evaluate")
+            self._end_of_step.finish_left()
+        # Where a step's end is still to come, so are the decisions that belong to it: a run stops where it can go on.
+        waits = self._end_of_step.waits
+        with self._evaluation_mode(in_body=in_body):
             self._end_of_step.show("evaluating")
-            yield from self._micro_batches(loader)
-        if self._context.directory:
+            yield from self._micro_batches(loader, may_leave_early=not waits)
+        if self._context.directory and not waits:
             self._end_of_step.carry_out(self._save_stop.after_evaluation())
-        self._position.metrics = self._position.metrics | self._metrics.evaluate.reduce(self._context.group)
+        self._position.set_metrics(self._metrics.evaluate.reduce(self._context.group), keep=True)
+        if in_body:
+            self._position.evaluations_done = self._position.evaluations
+            # As where a pass begins: strategies start from what models hold now.
+            self._context.strategy.resync()
+        if not self._start.resumes_within_turn:
+            self._end_of_step.save_if_best()
         self._end_of_step.show("training")
 
+    def _require_complete_step(self) -> None:
+        current = self._train_step.current
+        if isinstance(self._context.strategy, HasServerRanks):
+            raise UsageError(
+                "run.evaluate(...) in the body of run.train(...): under this strategy some ranks serve the others, and "
+                "have no body; leave the loop by break and evaluate after it, in an epoch or a stretch of "
+                "run.steps(n, every=...)"
+            )
+        if current is None or not current.complete:
+            where = "" if current is None else f", on micro-batch {current.position.index} of {current.position.of}"
+            raise UsageError(
+                f"run.evaluate(...) in the middle of step {self._position.progress.step + 1}{where}, where each rank "
+                "has another number of bodies: write `if run.step(loss) and run.progress.step % 500 == 0:` before it, "
+                "which is true once a step on every rank, or leave the loop by break"
+            )
+        self._train_step.checks.require_buffers_unchanged()
+
     @contextlib.contextmanager
-    def _evaluation_mode(self) -> Iterator[None]:
-        """Modules are in evaluation mode within, and afterwards in the mode of before."""
+    def _evaluation_mode(self, *, in_body: bool) -> Iterator[None]:
+        """Modules are in evaluation mode within, and afterwards all is as it was before."""
         modes = [(module, module.training) for model in self._state.models for module in model.modules()]
         for model in self._state.models:
             model.eval()
+        phase = self._context.marker.set_phase("evaluate")
         try:
-            yield
+            with self._metrics.evaluating(), self._context.carried.out_of_reach():
+                yield
         finally:
-            self._metrics.leave()
-            self._context.marker.set_phase("script")
+            self._context.marker.set_phase(phase if in_body else "script")
             for module, training in modes:
                 module.training = training
-            self._position.seed_script()
+            self._position.seed_script("body" if in_body else "outside")
+            if in_body:
+                self._train_step.checks.note_buffers()
 
-    def _micro_batches(self, loader: MicroBatchLoader) -> Generator[Any]:
+    def _micro_batches(self, loader: MicroBatchLoader, *, may_leave_early: bool) -> Generator[Any]:
         context, position = self._context, self._position
         seed_key = (context.settings.seed, "evaluate", position.progress.step, position.evaluations)
         position.evaluations += 1
-        may_leave_early = self._loaders.may_leave_early(loader) and not isinstance(context.strategy, ComputesLoss)
+        may_leave_early &= self._loaders.may_leave_early(loader) and not isinstance(context.strategy, ComputesLoss)
         with evaluating(context.strategy), self._buffers() as buffers:
             for at, batch in self._loaders.evaluation(loader):
                 self._metrics.hand_out(at)

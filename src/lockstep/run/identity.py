@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.batch import BatchPlan
 from lockstep.collectives import Group
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import plural
@@ -50,15 +49,18 @@ class RunIdentity:
 
     def data(
         self,
-        plan: BatchPlan | None,
-        samples_per_epoch: int | None,
+        sizes: Mapping[str, list[int]],
+        samples: Mapping[str, int | None],
         lengths: Sequence[int | None],
         orders: Mapping[str, tuple[int, str]],
     ) -> dict[str, Any]:
-        """All but the script; ``lengths`` are those of all data sets, ``orders`` the epochs that they are in."""
+        """All but the script; ``sizes`` and ``samples`` of loaders that were trained on, ``lengths`` of all.
+
+        ``orders`` are those of the passes that they are in, where they are drawn.
+        """
         return {
-            "sizes": [plan.global_batch, plan.micro_batch] if plan else None,
-            "samples": samples_per_epoch,
+            "sizes": dict(sizes),
+            "samples": dict(samples),
             "lengths": list(lengths),
             "orders": {number: list(order) for number, order in orders.items()},
             **self._settings,

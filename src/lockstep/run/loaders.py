@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from torch.utils.data import DataLoader
 
-from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition
+from lockstep.batch import BatchPlan, EpochSteps
 from lockstep.data import (
     MicroBatch,
     MicroBatchLoader,
@@ -27,13 +28,25 @@ from lockstep.strategies import forward_is_collective
 Method = Literal["train", "evaluate"]
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenPass:
+    """A pass over a loader, between two of its steps."""
+
+    batches: Iterator[MicroBatch]
+    order: int
+    step: int  #: the next one
+
+
 class Loaders:
     """What `Run.loader` has returned, and how this rank goes through it."""
 
     def __init__(self, context: RunContext) -> None:
         self._context: Final = context
         self._by_id: Final[dict[int, MicroBatchLoader]] = {}  # of the torch loader that the script holds
-        self._numbers: Final[dict[int, int]] = {}  # of each loader, in the order in which they were opened
+        self._names: Final[dict[int, str]] = {}  # of the micro-batch loader
+        self._since_turn: int | None = None  # loaders opened in this turn of the outer loop; None: there is no such yet
+        self._passes: Final[dict[int, _OpenPass]] = {}  # of the micro-batch loader
+        self._begun: Final[dict[int, int]] = {}  # the order that each is in
         self._orders: Final[dict[str, tuple[int, str]]] = {}
 
     def open(self, arguments: LoaderArguments) -> DataLoader[Any]:
@@ -76,12 +89,28 @@ class Loaders:
                 "that read nothing; give a data set with __getitem__ and __len__, or use ddp"
             )
         context.group.check_equal("length and plan of a data set", (loader.length, str(plan)))
-        self._numbers[id(loader)] = len(self._by_id)
         self._draw(loader, 0)
         for note in loader.notes:
             context.reporter.say(note)
+        if self._since_turn is None:
+            self._names[id(loader)] = str(len(self._by_id))
+        else:
+            self._names[id(loader)] = f"+{self._since_turn}"
+            self._since_turn += 1
         self._by_id[id(loader.data_loader)] = loader
         return loader.data_loader
+
+    def begin_turn(self) -> None:
+        """A turn of the outer loop begins: what is opened in it, a resumed script opens again."""
+        self._since_turn = 0
+
+    def name(self, loader: MicroBatchLoader) -> str:
+        """By which a resumed run knows ``loader``."""
+        return self._names[id(loader)]
+
+    def names(self, data_loaders: Sequence[DataLoader[Any]]) -> list[str]:
+        """Those of the loaders that `open` returned."""
+        return [self.name(self._by_id[id(each)]) for each in data_loaders if id(each) in self._by_id]
 
     def find(self, data_loader: DataLoader[Any], method: Method) -> MicroBatchLoader:
         """The micro-batches behind ``data_loader``, which the script gave to ``method``.
@@ -99,28 +128,31 @@ class Loaders:
             loader.plan.require_work_for_all_ranks()
         return loader
 
-    def training(self, loader: MicroBatchLoader, epoch: int, first_step: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of ``epoch``; none on a rank that serves others, which calls `served` instead.
-
-        Collective, with `served`.
+    def begin(self, loader: MicroBatchLoader, order: int) -> None:
+        """A pass in ``order`` begins, or goes on. Collective where it begins.
 
         Raises:
             MismatchError: if ranks draw different orders.
-            CheckpointError: for another order than that of the epoch in which the run was saved.
+            CheckpointError: for another order than that in which the run was saved.
         """
-        if self._context.share.replica is None:
-            return iter(())
-        self._begin_epoch(loader, epoch)
-        return loader.epoch(epoch, first_step, padding=self._padding("train"))
+        if self._begun.get(id(loader)) != order:
+            self._begun[id(loader)] = order
+            self._compare_order(loader, order)
 
-    def served(self, loader: MicroBatchLoader, epoch: int, first_step: int) -> Iterator[MicroBatchPosition]:
-        """For a rank that serves others, a position for each step of ``epoch``; see `training`."""
-        self._begin_epoch(loader, epoch)
-        steps = loader.steps(epoch)
-        return (
-            loader.plan.position(step, steps.step_samples(step), 0, last=True, is_padding=True)
-            for step in range(first_step, len(steps))
-        )
+    def step(self, loader: MicroBatchLoader, order: int, step: int) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of one step of the pass in ``order``; none at the end of the pass.
+
+        Steps that follow each other are read in one go, also where something else comes between them.
+        """
+        held = self._passes.pop(id(loader), None)
+        if held is None or (held.order, held.step) != (order, step):
+            held = _OpenPass(loader.epoch(order, step, padding=self._padding("train")), order, step)
+        for batch in held.batches:
+            if batch.position.last:
+                self._passes[id(loader)] = _OpenPass(held.batches, order, step + 1)
+                yield batch
+                return
+            yield batch
 
     def evaluation(self, loader: MicroBatchLoader) -> Iterator[MicroBatch]:
         """This rank's micro-batches of an evaluation; none on a rank that serves others. Collective.
@@ -129,22 +161,28 @@ class Loaders:
             MismatchError: if ranks draw different orders.
         """
         self._draw(loader, 0)
+        self._begun.pop(id(loader), None)
         if self._context.share.replica is None:
             return iter(())
+        self._passes.pop(id(loader), None)  # one pass over a loader at a time
         return loader.evaluation(padding=self._padding("evaluate"))
 
     def may_leave_early(self, loader: MicroBatchLoader) -> bool:
         """Whether a rank may leave an evaluation by itself: ranks that communicate in it leave together or not."""
         return loader.length is not None and self._padding("evaluate") != "even"
 
-    def length(self, data_loader: DataLoader[Any], method: Method, epoch: int = 0, first_step: int = 0) -> int | None:
-        """How many micro-batches a pass hands out here; None for a stream that does not know its length."""
-        loader = self.find(data_loader, method)
+    def training_length(self, loader: MicroBatchLoader, order: int, first_step: int) -> int | None:
+        """How many micro-batches `train` has here from ``first_step`` on; None for a stream without length."""
         if self._context.share.replica is None:
             return 0
-        if method == "train":
-            return loader.micro_batches(epoch, first_step, padding=self._padding(method))
-        return loader.micro_batches_of_evaluation(padding=self._padding(method))
+        return loader.micro_batches(order, first_step, padding=self._padding("train"))
+
+    def evaluation_length(self, data_loader: DataLoader[Any]) -> int | None:
+        """How many micro-batches an evaluation hands out here; None for a stream without length."""
+        loader = self.find(data_loader, "evaluate")
+        if self._context.share.replica is None:
+            return 0
+        return loader.micro_batches_of_evaluation(padding=self._padding("evaluate"))
 
     @property
     def lengths(self) -> list[int | None]:
@@ -153,29 +191,30 @@ class Loaders:
 
     @property
     def orders(self) -> dict[str, tuple[int, str]]:
-        """By number of the data set: the epoch that was begun last, and the digest of its order, if that was drawn."""
+        """By name of the loader: the epoch that was begun last, and the digest of its order, if that was drawn."""
         return dict(self._orders)
 
     def close(self) -> None:
         """No loader process is left."""
+        self._passes.clear()
         for loader in self._by_id.values():
             loader.close()
 
-    def _begin_epoch(self, loader: MicroBatchLoader, epoch: int) -> None:
-        digest, number = self._draw(loader, epoch), str(self._numbers[id(loader)])
+    def _compare_order(self, loader: MicroBatchLoader, epoch: int) -> None:
+        digest, name = self._draw(loader, epoch), self.name(loader)
         if digest is None:
             return
         if self._context.settings.sync_batchnorm:
             _refuse_uneven_epoch(loader.steps(epoch), self._context.group.size, epoch)
         if loader.steps_per_epoch is None:
             self._context.position.length.steps_per_epoch = None
-        before, self._orders[number] = self._orders.get(number), (epoch, digest)
+        before, self._orders[name] = self._orders.get(name), (epoch, digest)
         if before is not None and before[0] == epoch and before[1] != digest:
             raise UsageError(
                 f"the order of epoch {epoch} is another one than when the epoch began: change what a sampler or order= "
                 "depends on between epochs only"
             )
-        self._context.checkpointer.compare({"orders": self.orders}, mid_epoch=False)
+        self._context.checkpointer.compare({"orders": self.orders})
 
     def _draw(self, loader: MicroBatchLoader, epoch: int) -> str | None:
         """The order of a pass that begins is drawn; its digest, the same on all ranks. Collective."""

@@ -5,8 +5,9 @@ A float is a whole number of units of 2**-1074, so its sums are kept as Python's
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
 import torch
@@ -145,8 +146,9 @@ class PassMetrics:
         self.recent = MetricMeans()  #: of the steps since it was reduced last, in whatever pass
         self._step = MetricMeans()  # of the step under way, which may be discarded
         self.evaluate = MetricMeans()
-        self._inside: Literal["train", "evaluate"] | None = None
-        self.samples = 0  #: of the micro-batch in the user's hands; 0 for one that counts for nothing on this rank
+        self.inside: Literal["train", "evaluate"] | None = None  #: which pass the script is in
+        self.position: MicroBatchPosition | None = None  #: of the micro-batch in the user's hands
+        self.samples = 0  #: in it; 0 for one that counts for nothing on this rank
 
     def refuse_nested(self, method: str) -> None:
         """Nothing, outside of a pass.
@@ -154,20 +156,46 @@ class PassMetrics:
         Raises:
             UsageError: inside of one, where the script calls ``method``.
         """
-        if self._inside is not None:
-            raise UsageError(f"run.{method}(...) inside of run.{self._inside}(...): finish that loop first")
+        if self.inside is not None:
+            raise UsageError(
+                f"run.{method}(...) inside of run.{self.inside}(...): leave that loop first, by break or at its end"
+            )
+
+    def require_ended(self, method: Literal["train", "evaluate"]) -> None:
+        """Nothing, where no pass of ``method`` is open.
+
+        Raises:
+            UsageError: where one is, such as an iterator that the script still holds.
+        """
+        if self.inside == method:
+            raise UsageError(
+                f"the loop's body ended and its run.{method}(...) had not: go through it in a `for` loop, which ends it"
+            )
 
     def enter(self, method: Literal["train", "evaluate"]) -> None:
         """A pass begins."""
-        self._inside = method
+        self.inside = method
         self._step = MetricMeans()
 
     def leave(self) -> None:
         """The pass is over."""
-        self._inside = None
+        self.inside = self.position = None
+        self.samples = 0
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context for an evaluation, also one inside of the body of `Run.train`, which has its means again after."""
+        before = self.inside, self.position, self.samples
+        self.evaluate = MetricMeans()
+        self.inside = "evaluate"
+        try:
+            yield
+        finally:
+            self.inside, self.position, self.samples = before
 
     def hand_out(self, position: MicroBatchPosition) -> None:
         """The micro-batch at ``position`` is the one to measure now."""
+        self.position = position
         self.samples = 0 if position.is_padding or not self._counts else position.samples
 
     def add_loss(self, value: torch.Tensor, items: int | torch.Tensor) -> None:
@@ -183,9 +211,9 @@ class PassMetrics:
 
     def measure(self, values: Mapping[str, object], count: int | torch.Tensor | None) -> None:
         """See `Run.measure`."""
-        if self._inside is None:
+        if self.inside is None:
             raise UsageError("run.measure(...) outside of run.train(...) and run.evaluate(...): there are no samples")
-        if self._inside == "train" and "loss" in values:
+        if self.inside == "train" and "loss" in values:
             raise UsageError(
                 "run.measure(loss=...) in run.train(...): run.step(loss) measures its loss under that name; give "
                 "yours another, such as run.measure(my_loss=...)"
@@ -195,7 +223,7 @@ class PassMetrics:
         if not self.samples:
             return
         for name, value in values.items():
-            for means in self._training() if self._inside == "train" else (self.evaluate,):
+            for means in self._training() if self.inside == "train" else (self.evaluate,):
                 means.add(name, value, self.samples, count)
 
     def _training(self) -> tuple[MetricMeans, ...]:

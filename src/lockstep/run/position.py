@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, Literal
 
 import torch
 
 from lockstep.progress import Progress
 from lockstep.report import epoch_number
+from lockstep.run.best import BestValue
+from lockstep.run.passes import Passes
 from lockstep.run.progress_reporter import RunLength
 from lockstep.seeding import seed_generators, seed_of
+from lockstep.settings import BestMetric
 
 
 class RunPosition:
@@ -17,14 +21,20 @@ class RunPosition:
 
     Args:
         seed: of the run.
+        best: the metric that it is judged by.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, best: BestMetric | None = None) -> None:
         self._seed: Final = seed
         self.progress = Progress()
         self.metrics: dict[str, float] = {}  #: the means of the last training pass, and of each evaluation since
+        self.measured_at: dict[str, int] = {}  #: steps done when this process measured each of them last
+        self.passes: Final = Passes()
+        self.best: Final = BestValue(best)
+        self.ended = False  #: whether early stopping has ended the training, so that nothing is left to train
         self.evaluations = 0  #: evaluations since the last step
-        self.is_left = False  #: whether the epoch's loop was left by `break`, and the script has not left `epochs`
+        self.evaluations_done = 0  #: of these, what a resume does not repeat
+        self.is_left = False  #: whether the loop of `train` was left by `break`, and nothing says yet where it goes on
         self.loss: torch.Tensor | None = None  #: of the last micro-batch trained on
         self.length = RunLength()
 
@@ -32,6 +42,27 @@ class RunPosition:
     def epoch_number(self) -> int:
         """The epoch in work, as it is shown and recorded."""
         return epoch_number(self.progress.epoch, self.length.epochs)
+
+    @property
+    def within_turn(self) -> bool:
+        """Whether a step of the outer loop's turn is done: a resume goes on in the middle of it."""
+        return self.progress.step > self.passes.began
+
+    def begin_turn(self) -> None:
+        """A turn of the outer loop begins here."""
+        self.passes.begin_turn(self.progress.step)
+        self.is_left = False
+        self.evaluations_done = self.evaluations
+
+    def set_metrics(self, values: Mapping[str, float], *, keep: bool) -> None:
+        """``values`` have been measured; ``keep`` the others of before."""
+        now = dict.fromkeys(values, self.progress.step)
+        self.metrics = {**(self.metrics if keep else {}), **values}
+        self.measured_at = {**(self.measured_at if keep else {}), **now}
+
+    def note_best(self) -> bool:
+        """Whether what has just been measured is the best value so far, which is then noted."""
+        return self.best.note(self.metrics, self.measured_at, self.progress.step)
 
     def seed_script(self, where: Literal["body", "outside"] = "outside") -> None:
         """Random numbers that the script draws from here on are the same on all ranks."""

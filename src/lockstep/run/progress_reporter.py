@@ -30,8 +30,23 @@ class RunLength:
     """How long the run is, as far as it is known."""
 
     epochs: int | None = None
+    steps: int | None = None  #: where the run counts steps, and not epochs
     steps_per_epoch: int | None = None
     samples_per_epoch: int | None = None
+
+    def steps_total(self) -> int | None:
+        """Steps of the whole run."""
+        if self.epochs is None or self.steps_per_epoch is None:
+            return self.steps
+        return self.epochs * self.steps_per_epoch
+
+    def samples_left(self, progress: Progress) -> int | None:
+        """Samples that are still to train on."""
+        if self.steps is not None:
+            return (self.steps - progress.step) * progress.samples // progress.step if progress.step else None
+        if self.epochs is None or self.samples_per_epoch is None:
+            return None
+        return max(0, self.epochs * self.samples_per_epoch - progress.samples)
 
 
 class ProgressReporter:
@@ -76,14 +91,10 @@ class ProgressReporter:
         # While a GPU computes, the loss of the time before: by now it is there, so reading it waits for nothing.
         waits = loss is not None and loss.device.type != "cpu" and state not in _ENDS
         value, self._loss = (self._loss if waits else loss), loss
-        steps, left = None, None
-        if length.epochs is not None and length.steps_per_epoch is not None:
-            steps = length.epochs * length.steps_per_epoch
-            if length.samples_per_epoch is not None:
-                left = max(0, length.epochs * length.samples_per_epoch - progress.samples)
+        left = length.samples_left(progress)
         self._status = Status(
             step=progress.step,
-            steps_total=steps,
+            steps_total=length.steps_total(),
             epoch=progress.epoch,
             epochs=length.epochs,
             samples_per_s=self._pace.samples_per_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
 from lockstep.run.closures import check_closures, needs_closure, refuse_beside
+from lockstep.run.early_stopping import EarlyStopping
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.state import State
@@ -65,6 +66,19 @@ class Registration:
                 "call run.optimizer(optimizer) first, and make the scheduler from what it returns"
             )
         self._state.schedulers.append(scheduler)
+
+    def early_stopping(
+        self, metric: str, patience: int, mode: Literal["min", "max"], min_delta: float
+    ) -> EarlyStopping:
+        """See `Run.early_stopping`."""
+        self._start.refuse_late("early_stopping")
+        if metric in self._state.early_stopping:
+            raise UsageError(f"run.early_stopping({metric!r}) a second time: one for each metric")
+        stopping = EarlyStopping(
+            self._context.position, lambda: self._start.resumes_within_turn, metric, patience, mode, min_delta
+        )
+        self._state.early_stopping[metric] = stopping
+        return stopping
 
     def keep(self, objects: Mapping[str, object]) -> None:
         """See `Run.keep`."""

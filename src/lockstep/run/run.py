@@ -14,6 +14,7 @@ Shutdown ─────┘
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -23,11 +24,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.data import CollateFunction, OrderFunction
-from lockstep.errors import SettingError
+from lockstep.errors import SettingError, UsageError
 from lockstep.progress import Progress
 from lockstep.report import LogsValues
 from lockstep.run.carried_state import CarriedState
+from lockstep.run.early_stopping import EarlyStopping
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.evaluation_loop import EvaluationLoop
 from lockstep.run.kept import Kept
@@ -36,6 +39,7 @@ from lockstep.run.loaders import Loaders
 from lockstep.run.micro_batches import MicroBatches
 from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
 from lockstep.run.parameter_sets import Optimizers
+from lockstep.run.passes import call_site
 from lockstep.run.rank_operations import RankOperations
 from lockstep.run.registration import Registration
 from lockstep.run.run_log import RunLog
@@ -79,7 +83,10 @@ class Run:
         track: ``tensorboard``, ``wandb``, ``mlflow``, or several with commas between them, get what is logged, and the
             settings; or an object with ``log(values, step)`` does. Only the leader's. One that fails or hangs is
             dropped, and the training goes on. None: ``metrics.jsonl`` alone.
-        keep: how many checkpoints are kept.
+        keep: how many checkpoints are kept, the newest ones.
+        best: such as ``"max accuracy"`` or ``"min val_loss"``: when that metric is better than ever, a checkpoint is
+            saved, and kept beside the newest ones until there is a better one. Of loss, error and perplexity less is
+            better, of accuracy, acc, f1, auc, iou and bleu more: there the name will do.
         clip_norm: greatest global norm of a step's gradient.
         sync_batchnorm: BatchNorm over the micro-batches that all ranks compute at once; the result depends on how many.
         compile: `torch.compile` each model.
@@ -110,6 +117,7 @@ class Run:
         log_every: str | None = None,
         track: str | LogsValues | None = None,
         keep: int = _DEFAULTS.keep,
+        best: str | None = None,
         clip_norm: float | None = None,
         sync_batchnorm: bool = False,
         compile: bool = False,
@@ -142,10 +150,18 @@ class Run:
         self._registration: Final = Registration(context, self._start)
         end_of_step = EndOfStep(context, snapshot, self._loaders, finite, warnings, self._log)
         self._training: Final = TrainingLoop(context, self._loaders, self._start, self._train_step, end_of_step)
-        self._evaluation: Final = EvaluationLoop(context, self._loaders, self._start, end_of_step)
+        self._evaluation: Final = EvaluationLoop(context, self._loaders, self._start, self._train_step, end_of_step)
         self._ranks: Final = RankOperations(group, context.world)
         self._whole: Final = WholeModels(context, self._train_step)
-        self._shutdown: Final = Shutdown(context, self._loaders, self._start, self._train_step, end_of_step, self._log)
+        self._shutdown: Final = Shutdown(
+            context,
+            self._loaders,
+            self._start,
+            self._train_step,
+            end_of_step,
+            self._log,
+            self._training.end_open_pass,
+        )
         seed_generators(seed_of(context.settings.seed, "init"))
         close_at_script_end(self._shutdown.close)
         context.marker.set_phase("script")
@@ -185,6 +201,18 @@ class Run:
         replica counts it. `measure` and `step` take care of that by themselves.
         """
         return self._context.metrics.samples > 0
+
+    @property
+    def micro_batch(self) -> MicroBatchPosition:
+        """Where the micro-batch in hand stands in its step: its index, how many there are, how many samples it holds.
+
+        Raises:
+            UsageError: outside of the loops of `train` and `evaluate`.
+        """
+        position = self._context.metrics.position
+        if position is None:
+            raise UsageError("run.micro_batch outside of run.train(...) and run.evaluate(...): there is none in hand")
+        return position
 
     @property
     def carry(self) -> CarriedState:
@@ -267,6 +295,25 @@ class Run:
         """
         return Kept(self._context.state.kept)
 
+    def early_stopping(
+        self, metric: str, patience: int, mode: Literal["min", "max"] = "min", min_delta: float = 0.0
+    ) -> EarlyStopping:
+        """Whether to stop because ``metric`` no longer improves: ``if stopper.should_stop(): break``.
+
+        Its state is saved. A run that ends after it has said to stop is finished: resumed, it trains no further step,
+        unless it is given more patience.
+
+        Args:
+            metric: a name in `metrics`.
+            patience: how often in a row it may be measured without improving.
+            mode: whether ``min`` or ``max`` is better.
+            min_delta: what improves it by no more than this does not count.
+
+        Raises:
+            UsageError: for a value that cannot be used, a second one for the same metric, or after the training began.
+        """
+        return self._registration.early_stopping(metric, patience, mode, min_delta)
+
     def loader(
         self,
         dataset: Any,
@@ -342,26 +389,54 @@ class Run:
 
         Collective. At the end of each epoch a checkpoint is saved if ``save_every`` says so, and after the last one.
         """
-        return self._training.epochs(epochs)
+        return self._training.epochs(epochs, sys._getframe(1).f_code)
 
-    def train(self, loader: DataLoader[Any]) -> MicroBatches:
-        """This rank's micro-batches of the current epoch, on its device, each to be given to `step`. Collective.
+    def steps(self, steps: int, every: int | None = None) -> Iterator[int]:
+        """Stretches of training, ``steps`` in all: gives how many steps were done when each began. Collective.
 
-        Models are in training mode. Before each micro-batch the random generators are seeded for it, so dropout does
-        not depend on the ranks. At the end, `metrics` holds the means of the epoch: ``loss``, and what was measured.
-        A loop that is left by ``break`` must be left on all ranks after the same step; then `metrics` stays as it was.
-        A rank that serves others gets no micro-batch, and continues after the loop when they do.
+        ::
 
-        Its length is this rank's number of micro-batches; that of ``loader`` is the number of steps of an epoch.
+            for step in run.steps(10_000, every=500):          # 0, 500, 1000, ...
+                for images, labels in run.train(batches):      # 500 steps, through as many epochs as that takes
+                    run.step(F.cross_entropy(model(images), labels))
+
+        `train` goes through its data set again and again, each time in another order, until the stretch is over;
+        `progress.epoch` counts that. The next stretch goes on where it ended. After a resume the first one is that in
+        which the checkpoint was taken, with what was left of it.
+
+        Args:
+            steps: of the whole run.
+            every: a stretch ends where the number of steps done divides by it. None: one stretch.
 
         Raises:
-            UsageError: if a micro-batch went by without `step`, or for a second pass in one epoch.
+            UsageError: for a stretch in which no step was made.
+        """
+        return self._training.steps(steps, every, sys._getframe(1).f_code)
+
+    def train(self, *loaders: DataLoader[Any]) -> MicroBatches:
+        """This rank's micro-batches of a pass over a data set, on its device, each to be given to `step`. Collective.
+
+        In `epochs` a pass visits each sample once; in `steps` it goes on until the stretch is over.
+
+        Models are in training mode. Before each micro-batch the random generators are seeded for it, so dropout does
+        not depend on the ranks. At the end, `metrics` holds the means of the pass: ``loss``, and what was measured.
+        A loop that is left by ``break`` must be left on all ranks after the same step; then `metrics` stays as it was,
+        and `train` with the same loader goes on at the next step, until the epoch is over. A rank that serves others
+        gets no micro-batch, and continues after the loop when they do.
+
+        Several passes may follow each other in one epoch, over several loaders or over one, each time in another order.
+        Given several loaders, each step takes one step of each, and the body gets a tuple with a micro-batch of each,
+        of which there must be equally many. In `epochs` the shortest ends the pass. A loss weighs what the first one's
+        micro-batch holds; give ``count`` to say otherwise.
+
+        Its length is this rank's number of micro-batches; that of a loader is the number of steps of an epoch.
+
+        Raises:
+            UsageError: if a micro-batch went by without `step`, for loaders whose steps differ, or for a second pass
+                outside of `epochs` and `steps`.
             PlanError: if there are more ranks than micro-batches in a full step.
         """
-        at = self.progress
-        return MicroBatches(
-            self._training.train(loader), lambda: self._loaders.length(loader, "train", at.epoch, at.epoch_step)
-        )
+        return self._training.train(loaders, call_site(self._context.position.passes.caller))
 
     def backward(
         self, loss: Loss, *data: Any, count: Count = None, loss_is: LossKind = "mean", optimizer: Optimizers = None
@@ -427,11 +502,18 @@ class Run:
         Models are in evaluation mode and gradients are off. At the end, `metrics` holds what was measured, added to
         the means of the training before it.
 
+        Also in the body of `train`, once the step is done, but not under strategies with ranks that serve others: ``if
+        run.step(loss) and run.progress.step % 500 == 0:``. What is trained afterwards has the bits that it has without
+        the evaluation. A run that is asked to stop meanwhile stops at the end of the body.
+
         Each rank gets one block of the data, in the order of ranks: what each appends to a list and `gather` brings
         together is in the data set's order, without ``shuffle``. Not so for a data set that can only be iterated. Its
         length is this rank's number of micro-batches.
+
+        Raises:
+            UsageError: in the middle of a step.
         """
-        return MicroBatches(self._evaluation.evaluate(loader), lambda: self._loaders.length(loader, "evaluate"))
+        return MicroBatches(self._evaluation.evaluate(loader), lambda: self._loaders.evaluation_length(loader))
 
     def measure(self, *, count: Count = None, **values: object) -> None:
         """Add to the means over all samples: one number per sample, or one number for the micro-batch. No waiting.
@@ -461,8 +543,8 @@ class Run:
         everything: dict[str, object] = {**values, **self.metrics} | values
         if everything.get("epoch") == epoch - 1:
             everything["epoch"] = epoch
-        # What stands between the beginning of an epoch and its training runs again after a resume within the epoch.
-        if not self._start.resumes_within_epoch:
+        # What stands in a turn before the pass that goes on runs again after a resume.
+        if not self._start.resumes_within_turn:
             self._log.write(everything, self.progress.step, epoch)
         return everything
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol
 
 from typing_extensions import override
 
-from lockstep.checkpoint import Checkpoints, Outcome
+from lockstep.checkpoint import Checkpoints, Outcome, Saved
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.formatting import plural
-from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME
+from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME, RESUME_FROM
 from lockstep.run.identity import differences
 from lockstep.run.stop_requests import JobDeadline
 
@@ -27,16 +27,25 @@ class RunCheckpointer(Protocol):
 
     saved_step: int | None  #: step of the last save that was begun or resumed from
 
-    def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
-        """The newest whole checkpoint's tree; None: begin at the beginning, as ``fresh`` asks for."""
+    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> dict[str, Any] | None:
+        """The newest whole checkpoint's tree; None: begin at the beginning, as ``fresh`` asks for.
+
+        With ``back_to``, the tree of the step that it is, or of the ``best`` one; later ones are set aside.
+        """
         ...
 
-    def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
+    def compare(self, identity: Identity, *, within_pass: Collection[str]) -> None:
         """Report what differs from the run that was resumed, or refuse it; only the parts that ``identity`` names."""
         ...
 
-    def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
-        """Begin to save ``tree()`` as the state after ``step``, unless that is done already."""
+    def save(
+        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, anew: bool, protect: int | None
+    ) -> None:
+        """Begin to save ``tree()`` as the state after ``step``, unless that is done and not to be done ``anew``.
+
+        From its commit on, the checkpoint of step ``protect`` is kept beside those that are kept anyway, and the one
+        that was protected so before is not.
+        """
         ...
 
     def committed_step(self) -> int | None:
@@ -80,14 +89,16 @@ class NoCheckpointer(RunCheckpointer):
 
     saved_step: int | None = None
 
-    def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
+    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> dict[str, Any] | None:
         """Nothing."""
         return None
 
-    def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
+    def compare(self, identity: Identity, *, within_pass: Collection[str]) -> None:
         """Nothing was resumed."""
 
-    def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
+    def save(
+        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, anew: bool, protect: int | None
+    ) -> None:
         """Nothing is saved."""
 
     def committed_step(self) -> int | None:
@@ -127,19 +138,22 @@ class DirectoryCheckpointer(RunCheckpointer):
         self._end: Final = end  # gets to know how long a save takes
         self._began_s: float | None = None  # the save whose end was not seen yet
         self._resumed: Identity | None = None
+        self._said: set[str] = set()  # of what differs from it
         self._ended: Outcome | None = None  # how the last save ended
         self.saved_step: int | None = None
 
-    def resume(self, *, asked: bool, fresh: bool) -> dict[str, Any] | None:
+    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> dict[str, Any] | None:
         """See `RunCheckpointer.resume`. With ``fresh``, earlier checkpoints are set aside and kept.
 
         Raises:
             SettingError: if there is one and it was not asked for: to go on with it, or to overwrite it, is the
-                user's choice.
+                user's choice. Also for a ``back_to`` that is not there.
         """
         if fresh and (aside := self._checkpoints.archive()) is not None:
             self._say(f"beginning anew; the earlier checkpoints are in {aside}")
         saved = self._checkpoints.newest()
+        if saved is not None and back_to is not None:
+            saved = self._back_to(back_to, saved)
         if saved is None:
             return None
         if not asked:
@@ -154,7 +168,21 @@ class DirectoryCheckpointer(RunCheckpointer):
         self._say(f"resumed at step {saved.step} from {saved.path}")
         return tree
 
-    def compare(self, identity: Identity, *, mid_epoch: bool) -> None:
+    def _back_to(self, wanted: str, newest: Saved) -> Saved | None:
+        best = self._checkpoints.load(newest).get("best") if wanted == "best" else None
+        step = best["step"] if best else int(wanted) if wanted.isdecimal() else None
+        there = self._checkpoints.steps()
+        if step not in there:
+            what = "it has no best one: give Run(best='max accuracy'), or" if wanted == "best" and not best else "give"
+            raise SettingError(
+                f"{RESUME_FROM}={wanted}: {self._checkpoints.root} has checkpoints of steps "
+                f"{', '.join(map(str, there))}; {what} one of these"
+            )
+        if (aside := self._checkpoints.archive(after=step)) is not None:
+            self._say(f"going back to step {step}; later checkpoints are in {aside}")
+        return self._checkpoints.newest()
+
+    def compare(self, identity: Identity, *, within_pass: Collection[str]) -> None:
         """See `RunCheckpointer.compare`.
 
         Raises:
@@ -162,18 +190,24 @@ class DirectoryCheckpointer(RunCheckpointer):
                 of another class.
         """
         before = self._resumed or identity
-        if "sizes" in identity and before["sizes"] not in (None, identity["sizes"]):
-            (was_global, was_micro), (global_batch, micro_batch) = before["sizes"], identity["sizes"]
+        for name, (global_batch, micro_batch) in identity.get("sizes", {}).items():
+            was_global, was_micro = before["sizes"].get(name, (global_batch, micro_batch))
+            if (was_global, was_micro) == (global_batch, micro_batch):
+                continue
             raise CheckpointError(
                 f"the checkpoint was trained with global_batch={was_global}, micro_batch={was_micro}, and this script "
                 f"says {global_batch}, {micro_batch}: its steps would hold other samples. Give the sizes of before, or "
                 "begin anew with --fresh"
             )
-        if mid_epoch and before["samples"] != identity["samples"]:
+        for name in within_pass:
+            samples = identity["samples"][name]
+            was = before["samples"].get(name, samples)
+            if was == samples:
+                continue
             raise CheckpointError(
-                f"the checkpoint was taken within an epoch of {plural(before['samples'], 'sample')}, and this script's "
-                f"data set has {identity['samples']}: what is left of the epoch would not be what was left then. Give "
-                "the data set of before, or begin anew with --fresh"
+                f"the checkpoint was taken within an epoch of {plural(was, 'sample')}, and this script's data set "
+                f"has {samples}: what is left of the epoch would not be what was left then. Give the data "
+                "set of before, or begin anew with --fresh"
             )
         for number, (epoch, digest) in identity.get("orders", {}).items():
             was_epoch, was = before.get("orders", {}).get(number, (None, None))
@@ -184,13 +218,17 @@ class DirectoryCheckpointer(RunCheckpointer):
                     "with run.keep(...), or begin anew with --fresh"
                 )
         for text in differences(before, identity):
-            self._say(text)
+            if text not in self._said:
+                self._say(text)
+            self._said.add(text)
 
     @override
-    def save(self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity) -> None:
-        if self.saved_step != step:
+    def save(
+        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, anew: bool, protect: int | None
+    ) -> None:
+        if anew or self.saved_step != step:
             self._began_s = time.monotonic()
-            self._checkpoints.save(tree(), step, identity)
+            self._checkpoints.save(tree(), step, identity, protect=protect)
             self.saved_step = step
 
     @override

@@ -35,10 +35,12 @@ from lockstep.world import World
 
 
 class TrainingPlan:
-    """How the steps are divided, from the first `Run.train` on; what the strategy asks while it reduces."""
+    """How the steps of the pass are divided; what the strategy asks while it reduces."""
 
     def __init__(self) -> None:
         self.plan: BatchPlan | None = None
+        self.sizes: dict[str, list[int]] = {}  #: global batch and micro-batch of each loader that was trained on
+        self.samples: dict[str, int | None] = {}  #: of an epoch of each of them
 
     def micro_batches_of(self, rank: int, micro_batches: int) -> range:
         """The micro-batches that ``rank`` computes in a step of ``micro_batches``."""
@@ -143,7 +145,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         ),
         identity=RunIdentity(settings, threads, device),
         state=State(),
-        position=RunPosition(settings.seed),
+        position=RunPosition(settings.seed, settings.best),
         metrics=PassMetrics(counts=share.counts, recent=settings.log_every is not None),
         carried=CarriedState(group, plan.micro_batches_of, has_server_ranks=share.replicas != group.size),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -31,6 +32,7 @@ class Shutdown:
         train_step: TrainStep,
         end_of_step: EndOfStep,
         log: RunLog,
+        end_open_pass: Callable[[], None],
     ) -> None:
         self._context: Final = context
         self._state: Final = context.state
@@ -40,6 +42,7 @@ class Shutdown:
         self._end_of_step: Final = end_of_step
         self._position: Final = context.position
         self._log: Final = log
+        self._end_open_pass: Final = end_open_pass  # of a script that goes through it by `next`
         self._save_stop: Final = context.save_stop
         self._closed = False
 
@@ -50,14 +53,18 @@ class Shutdown:
         self._closed = True
         forget(self.close)
         context = self._context
-        self._train_step.close()
-        context.marker.set_phase("exit")
         # sys.exit() without a complaint is an end like any other.
         # At the end of a script the exit by which the run was stopped is not known.
         ends_well = not self._end_of_step.stopped and (
             error is None or (isinstance(error, SystemExit) and not error.code)
         )
         try:
+            try:
+                if error is None:
+                    self._end_open_pass()
+            finally:
+                self._train_step.close()
+                context.marker.set_phase("exit")
             if ends_well:
                 self._finish()
             else:
@@ -83,6 +90,9 @@ class Shutdown:
         checkpointer, step = self._context.checkpointer, self._position.progress.step
         if self._start.done:
             self._position.is_left = False  # to be gone on with, if the script leaves `epochs` and the run in it
+            if not self._position.ended and any(one.stopped for one in self._state.early_stopping.values()):
+                self._position.ended = True
+                self._end_of_step.note_end()
             self._end_of_step.finish_last()
         checkpointer.close()
         missing = self._start.done and not checkpointer.has(step)

@@ -38,9 +38,14 @@ class RunSnapshot:
             "measures": self._metrics.train.state(self._context.group),
             "recent": self._metrics.recent.state(self._context.group) if self._context.settings.log_every else {},
             "metrics": self._position.metrics,
-            "evaluations": self._position.evaluations,
+            "measured_at": self._position.measured_at,
+            "evaluations": self._position.evaluations_done,
             "carry": self._carried.state(),
-            "is_left": self._position.is_left,
+            "passes": self._position.passes.as_dict(),
+            "is_left": self._position.is_left and self._position.passes.loop == "epochs",
+            "early_stopping": {name: one.state_dict() for name, one in self._state.early_stopping.items()},
+            "ended": self._position.ended,
+            "best": self._position.best.as_dict(),
         }
         self._divergence.compare(tree, self._position.progress.step)
         return tree
@@ -64,17 +69,28 @@ class RunSnapshot:
         self._metrics.train.load(tree["measures"], context.group)
         self._metrics.recent.load(tree["recent"] if context.settings.log_every else {}, context.group)
         self._carried.load(tree["carry"])
-        self._position.metrics = dict(tree.get("metrics", {}))
+        self._position.metrics = dict(tree["metrics"])
+        self._position.measured_at = dict(tree["measured_at"])
+        self._position.best.load(tree["best"])
+        for name, one in self._state.early_stopping.items():
+            if name in tree["early_stopping"]:
+                one.load_state_dict(tree["early_stopping"][name])
         return changed
 
     def restore_position(self, tree: Mapping[str, Any]) -> bool:
-        """Put back how far the run was; whether that is within an epoch."""
+        """After `restore`: put back how far the run was; whether that is within a turn of the outer loop."""
         position = self._position
         position.progress = Progress.from_dict(tree["progress"])
-        within_epoch = position.progress.epoch_step > 0
-        position.evaluations = 0 if within_epoch else tree.get("evaluations", 0)
+        position.passes.load(tree["passes"])
         position.is_left = tree["is_left"]
-        return within_epoch
+        self.restore_evaluations(tree)
+        # With more patience than the run that ended, this one goes on.
+        position.ended = tree["ended"] and any(one.stopped for one in self._state.early_stopping.values())
+        return position.within_turn and not position.ended
+
+    def restore_evaluations(self, tree: Mapping[str, Any]) -> None:
+        """Put back how many evaluations came since the last step, but for those that a resumed script repeats."""
+        self._position.evaluations = self._position.evaluations_done = tree["evaluations"]
 
     def _objects(self) -> dict[str, Any]:
         """The state of models, optimizers, schedulers and of what is kept. Collective."""

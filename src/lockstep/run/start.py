@@ -6,8 +6,8 @@ import os
 import threading
 from typing import Any, Final
 
-from lockstep.errors import UsageError
-from lockstep.launch_contract import FRESH, RESUME
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.launch_contract import FRESH, RESUME, RESUME_FROM
 from lockstep.run.identity import compare_ranks
 from lockstep.run.run_log import RunLog
 from lockstep.run.setup import RunContext
@@ -30,13 +30,13 @@ class TrainingStart:
         self._identity: Final = context.identity
         self._log: Final = log
         self._save_stop: Final = context.save_stop
-        self._tree_within_epoch: dict[str, Any] | None = None  # of a checkpoint, until the epoch's `train` begins
+        self._tree_within_turn: dict[str, Any] | None = None  # of a checkpoint, until its pass goes on
         self.done = False
 
     @property
-    def resumes_within_epoch(self) -> bool:
-        """Whether the script repeats what stands before an epoch's training, of which a part is done already."""
-        return self._tree_within_epoch is not None
+    def resumes_within_turn(self) -> bool:
+        """Whether the script repeats what stands in a turn of its outer loop before the pass that goes on."""
+        return self._tree_within_turn is not None
 
     def refuse_late(self, method: str) -> None:
         """Nothing, before the start.
@@ -65,31 +65,49 @@ class TrainingStart:
             self._save_stop.open()
 
     def finish_resume(self) -> bool:
-        """The epoch's training begins: what the script has done since the start must not count within an epoch.
+        """The pass goes on: what the script has done since the start must not count within a turn.
 
         Returns:
-            Whether the epoch's loop had been left by ``break`` when the checkpoint was saved.
+            Whether the pass had been left by ``break`` when the checkpoint was saved.
         """
-        tree, self._tree_within_epoch = self._tree_within_epoch, None
+        tree, self._tree_within_turn = self._tree_within_turn, None
         if tree is None:
             return False
         self._snapshot.restore(tree)
-        self._position.evaluations = 0  # those which the epoch began with came before this step
+        self._snapshot.restore_evaluations(tree)
         return self._position.is_left
+
+    def require_resumed(self) -> None:
+        """Nothing, if the script has come to the pass in which the checkpoint was taken.
+
+        Raises:
+            CheckpointError: if it was through with the turn of its outer loop and had not.
+        """
+        if self.resumes_within_turn:
+            raise CheckpointError(
+                f"the checkpoint of step {self._position.progress.step} was taken in a loop over run.train(...) that "
+                "this script did not come to again: it has other loops, or their order depends on what is in no "
+                "checkpoint. Give the script of before, run.keep(...) what decides, or begin anew with --fresh"
+            )
 
     def _resume(self) -> None:
         checkpointer = self._context.checkpointer
         restarted = self._context.world.generation > 0
+        # Our launcher asks for it once; others leave it in the environment of the generations after a failure.
+        once = self._context.world.run_dir is not None or not restarted
+        back_to = os.environ.get(RESUME_FROM) if once else None
         tree = checkpointer.resume(
-            asked=restarted or os.environ.get(RESUME) == "1", fresh=os.environ.get(FRESH) == "1" and not restarted
+            asked=restarted or os.environ.get(RESUME) == "1" or back_to is not None,
+            fresh=os.environ.get(FRESH) == "1" and not restarted,
+            back_to=back_to,
         )
         if tree is None:
             return
-        checkpointer.compare(self._identity.script, mid_epoch=False)
+        checkpointer.compare(self._identity.script, within_pass=())
         if changed := self._snapshot.restore(tree):
             self._context.reporter.say(
                 f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} "
                 "learned, or did not, when the checkpoint was saved, and the script has it otherwise: the "
                 "checkpoint holds"
             )
-        self._tree_within_epoch = tree if self._snapshot.restore_position(tree) else None
+        self._tree_within_turn = tree if self._snapshot.restore_position(tree) else None

@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.checkpoint import SavedModel
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.run.divergence import checksum
+from lockstep.run.early_stopping import EarlyStopping
 from lockstep.run.kept import PlainValue, Stateful, as_stateful, exposed
 from lockstep.strategies import Strategy, sparse_parameters
 
@@ -30,6 +31,7 @@ class State:
         self.with_closure = False  #: whether the run's only optimizer computes losses through a closure
         self.schedulers: list[Any] = []
         self.kept: dict[str, Stateful] = {}
+        self.early_stopping: dict[str, EarlyStopping] = {}  # by metric
         self._transient: list[TransientBuffers] = []  # of each model
         self._kept_transient: dict[str, TransientBuffers] = {}  # of each kept module
 

@@ -1,28 +1,34 @@
-"""The training loop: epochs, the micro-batches of each, and what the script does with one."""
+"""The training loop: its turns, the micro-batches of each pass over a data set, and what the script does with one."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import weakref
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any, Final
 
 from torch.utils.data import DataLoader
 
+from lockstep.batch import MicroBatchPosition
 from lockstep.data import MicroBatchLoader
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import CheckpointError, LockstepError, UsageError
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.loaders import Loaders, refuse_uneven
 from lockstep.run.metrics import MetricMeans
+from lockstep.run.micro_batches import MicroBatches
 from lockstep.run.parameter_sets import Optimizers
+from lockstep.run.passes import OuterLoop
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
+from lockstep.run.step_data import StepData
 from lockstep.run.to_device import to_device
 from lockstep.run.train_step import Count, Loss, LossKind, TrainStep
 from lockstep.seeding import seed_generators, seed_of
-from lockstep.strategies import finish_training
+from lockstep.strategies import HasServerRanks, finish_training
 
 
 class TrainingLoop:
-    """Hands out the micro-batches of each epoch, and turns the losses of the script into steps."""
+    """Hands out the micro-batches of each pass, and turns the losses of the script into steps."""
 
     def __init__(
         self,
@@ -39,57 +45,156 @@ class TrainingLoop:
         self._train_step: Final = train_step
         self._end_of_step: Final = end_of_step
         self._position: Final = context.position
+        self._passes: Final = context.position.passes
         self._metrics: Final = context.metrics
         self._carried: Final = context.carried
         self._save_stop: Final = context.save_stop
-        self._in_epochs = False
-        self._passes = 0  # of `train` since the epoch began
+        self._data: Final = StepData(context, loaders, end_of_step)
+        self._generator: weakref.ref[Generator[Any]] | None = None  # of the pass that the script is in
 
-    def epochs(self, epochs: int) -> Iterator[int]:
-        """See `Run.epochs`."""
+    # ---- the outer loop ------------------------------------------------------------------------------------------
+
+    def epochs(self, epochs: int, caller: CodeType) -> Iterator[int]:
+        """See `Run.epochs`; ``caller`` called it."""
         self._start.begin()
-        position = self._position
-        position.length.epochs = epochs
-        self._in_epochs = True
-        while position.progress.epoch < epochs:
-            self._passes = 0
-            seed_generators(seed_of(self._context.settings.seed, "epoch", position.progress.epoch))
-            yield position.progress.epoch
-            # A step whose loop was left by `break` ends in the next epoch: a resume does not go on in this one.
-            position.progress, position.is_left = position.progress.after_epoch(), False
-            self._end_of_step.finish()
-            self._end_of_step.carry_out(self._save_stop.after_epoch(position.progress.epoch))
-        self._in_epochs = False
+        position, passes = self._position, self._passes
+        position.length.epochs, position.length.steps = epochs, None
+        if position.progress.epoch < epochs and not position.ended:
+            self._enter("epochs", caller)
+            while position.progress.epoch < epochs:
+                self._begin_turn()
+                seed_generators(seed_of(self._context.settings.seed, "epoch", position.progress.epoch))
+                yield position.progress.epoch
+                self._end_turn()
+                # A step whose loop was left by `break` ends in the next epoch: a resume does not go on in this one.
+                position.progress = position.progress.after_epoch()
+                position.begin_turn()
+                self._end_of_step.finish()
+                self._end_of_step.carry_out(self._save_stop.after_epoch(position.progress.epoch))
+            passes.enter("none", position.progress.epoch)
+        self._loaders.begin_turn()
         finish_training(self._context.strategy)
 
-    def train(self, data_loader: DataLoader[Any]) -> Generator[Any]:
-        """See `Run.train`."""
+    def steps(self, steps: int, every: int | None, caller: CodeType) -> Iterator[int]:
+        """See `Run.steps`; ``caller`` called it."""
+        if steps < 1 or (every is not None and every < 1):
+            raise UsageError(f"run.steps({steps}, every={every}): both count steps; give numbers from 1")
+        self._start.begin()
+        position, passes = self._position, self._passes
+        position.length.epochs, position.length.steps = None, steps
+        # Also where the last step is done, and the script was in what comes after it.
+        if passes.began < steps and (position.progress.step < steps or position.within_turn) and not position.ended:
+            self._enter("steps", caller)
+            while position.progress.step < steps or position.within_turn:
+                self._begin_turn()
+                began = passes.began
+                passes.until = steps if every is None else min(steps, (began // every + 1) * every)
+                seed_generators(seed_of(self._context.settings.seed, "stretch", began))
+                yield began
+                self._end_turn()
+                if position.progress.step == began:
+                    raise UsageError(
+                        f"run.steps(...) gave {began}, and no step followed: train with `for batch in "
+                        "run.train(loader)` in its loop, or leave that loop by break"
+                    )
+                position.begin_turn()
+                self._end_of_step.finish()
+            passes.enter("none", position.progress.epoch)
+        self._loaders.begin_turn()
+        finish_training(self._context.strategy)
+
+    def _enter(self, loop: OuterLoop, caller: CodeType) -> None:
+        passes = self._passes
+        if self._start.resumes_within_turn and passes.loop != loop and "steps" in (passes.loop, loop):
+            raise CheckpointError(
+                f"the checkpoint was taken in {_OUTER[passes.loop]}, and this script says run.{loop}(...) there: "
+                "give it the loop of before, or begin anew with --fresh"
+            )
+        passes.caller = caller
+        if self._start.resumes_within_turn:
+            passes.loop = loop
+        else:
+            passes.enter(loop, self._position.progress.epoch)
+
+    def _begin_turn(self) -> None:
+        self._loaders.begin_turn()
+        if not self._start.resumes_within_turn:
+            self._position.begin_turn()
+
+    def _end_turn(self) -> None:
+        """The script comes back to the outer loop."""
+        self.end_open_pass()
+        self._start.require_resumed()
+
+    def end_open_pass(self) -> None:
+        """A pass that the script goes through by ``next(...)`` ends here, as a loop does that is left by ``break``.
+
+        Raises:
+            UsageError: in the middle of a step.
+        """
+        generator = None if self._generator is None else self._generator()
+        current = self._train_step.current
+        if generator is None or current is None:
+            return
+        if not current.complete:
+            raise UsageError(
+                f"the iterator over run.train(...) was left in the middle of step {self._position.progress.step + 1}, "
+                "as where calls of next(...) are counted: they count micro-batches, of which each rank has others. "
+                "Count steps: go on until run.step(loss) has returned True, or write `for batch in run.train(loader)`"
+            )
+        generator.close()
+
+    # ---- a pass --------------------------------------------------------------------------------------------------
+
+    def train(self, data_loaders: Sequence[DataLoader[Any]], site: str) -> MicroBatches:
+        """See `Run.train`; ``site`` is where the script calls it."""
+        this: list[weakref.ref[Generator[Any]]] = []
+        generator = self._pass(data_loaders, site, this)
+        this.append(weakref.ref(generator))
+        passes, progress = self._passes, self._position.progress
+        # What is asked later is how long the pass was when it began.
+        begins = {name: passes.next(name, progress.epoch) for name in self._loaders.names(data_loaders)}
+        steps = max(0, passes.until - progress.step) if passes.loop == "steps" else None
+        return MicroBatches(generator, lambda: self._length(data_loaders, begins, steps))
+
+    def _pass(
+        self, data_loaders: Sequence[DataLoader[Any]], site: str, this: Sequence[weakref.ref[Generator[Any]]]
+    ) -> Generator[Any]:
         self._start.begin()
         self._metrics.refuse_nested("train")
-        loader = self._loaders.find(data_loader, "train")
-        self._refuse_second_pass()
-        self._passes += 1
-        self._set_plan(loader)
-        if self._start.finish_resume():
+        if self._position.ended:
+            return
+        if not data_loaders:
+            raise UsageError("run.train(): give what run.loader(dataset, global_batch=...) returned")
+        loaders = [self._loaders.find(each, "train") for each in data_loaders]
+        if not self._open(loaders, site):
             return
         self._begin_pass()
+        self._generator = this[0]
         steps_before = self._end_of_step.steps
         try:
             if self._context.share.replica is None:
-                self._serve(loader, steps_before)
-            yield from self._micro_batches(loader, steps_before)
+                self._serve(loaders, steps_before)
+            else:
+                yield from self._micro_batches(loaders, steps_before)
             whole = self._train_step.end_loop(whole=True)
         except GeneratorExit:
             if self._train_step.current is not None:  # else the run is closed
                 self._train_step.end_loop(whole=False)
-            self._position.is_left = self._in_epochs
+            self._position.is_left = True
             raise
         finally:
             self._leave()
         if whole:
-            # Nothing was measured where a checkpoint was taken between the epoch's last step and its end.
-            self._position.metrics = self._metrics.train.reduce(self._context.group) or self._position.metrics
+            self._passes.complete()
+            # Nothing was measured where a checkpoint was taken between the last step and the end.
+            self._position.evaluations_done = self._position.evaluations
+            if means := self._metrics.train.reduce(self._context.group):
+                self._position.set_metrics(means, keep=False)
+                self._end_of_step.save_if_best()
             self._end_of_step.say_warnings()
+        else:
+            self._position.is_left = True
 
     def backward(
         self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
@@ -108,31 +213,50 @@ class TrainingLoop:
             self._end_of_step.count(self._train_step.current.position.step_samples)
         return done
 
-    def _refuse_second_pass(self) -> None:
-        if self._passes:
-            raise UsageError(
-                "a second run.train(...) in one epoch: give both data sets to one loader, as ConcatDataset"
-                if self._in_epochs
-                else "a second run.train(...) outside of epochs: write `for epoch in run.epochs(n):` around it"
-            )
+    def _open(self, loaders: Sequence[MicroBatchLoader], site: str) -> bool:
+        """Whether there is a pass to go through, which is then open: not so where a resumed script repeats one."""
+        names = [self._loaders.name(loader) for loader in loaders]
+        if self._start.resumes_within_turn:
+            if not self._passes.is_open(names, site):
+                return False
+            self._set_plan(loaders, names)
+            return not self._start.finish_resume()
+        may_take_up = not isinstance(self._context.strategy, HasServerRanks)
+        self._passes.begin(names, site, may_take_up=may_take_up)
+        self._set_plan(loaders, names)
+        # A step whose loop was left by `break` ends here: a resume goes on in this pass.
+        self._position.is_left = False
+        self._position.evaluations_done = self._position.evaluations
+        self._end_of_step.finish()
+        return True
 
-    def _set_plan(self, loader: MicroBatchLoader) -> None:
-        training_plan, length = self._context.plan, self._position.length
-        if training_plan.plan not in (None, loader.plan):
-            raise UsageError(
-                f"run.train(...) with two plans: {training_plan.plan} before, {loader.plan} now; keep to one"
-            )
+    def _set_plan(self, loaders: Sequence[MicroBatchLoader], names: Sequence[str]) -> None:
+        training_plan, length, first = self._context.plan, self._position.length, loaders[0]
+        for other in loaders[1:]:
+            if other.plan.micro_batches != first.plan.micro_batches:
+                raise UsageError(
+                    f"run.train(...) of loaders whose steps differ: {first.plan}, and {other.plan}; a step takes one "
+                    "micro-batch of each at a time: give sizes that make equally many"
+                )
         if self._context.settings.sync_batchnorm and self._context.group.size > 1:
-            refuse_uneven(loader, self._context.group.size)
-        is_first, training_plan.plan = training_plan.plan is None, loader.plan
-        length.steps_per_epoch, length.samples_per_epoch = loader.steps_per_epoch, loader.length
-        if is_first:
-            self._context.reporter.say(str(loader.plan))
-            self._end_of_step.compare_data()
+            for loader in loaders:
+                refuse_uneven(loader, self._context.group.size)
+        if training_plan.plan != first.plan:
+            self._context.reporter.say(str(first.plan))
+        training_plan.plan = first.plan
+        length.steps_per_epoch, length.samples_per_epoch = first.steps_per_epoch, first.length
+        new = [name for name in names if name not in training_plan.sizes]
+        training_plan.sizes |= {
+            name: [loader.plan.global_batch, loader.plan.micro_batch]
+            for name, loader in zip(names, loaders, strict=True)
+        }
+        training_plan.samples |= {name: loader.length for name, loader in zip(names, loaders, strict=True)}
+        if new:
+            self._end_of_step.compare_data(within_pass=[name for name in names if self._passes.step(name)])
 
     def _begin_pass(self) -> None:
-        if not self._position.progress.epoch_step:
-            # What an epoch that was left by `break` measured is not this one's.
+        if self._passes.is_new(self._position.progress.step):
+            # What a pass that was left by `break` measured is not this one's.
             self._metrics.train = MetricMeans()
         # A checkpoint or the script may have filled buffers since, such as with what was trained elsewhere.
         self._context.strategy.resync()
@@ -143,30 +267,33 @@ class TrainingLoop:
         self._metrics.enter("train")
         self._context.marker.set_phase("data")
 
-    def _micro_batches(self, loader: MicroBatchLoader, steps_before: int) -> Generator[Any]:
+    def _micro_batches(self, loaders: Sequence[MicroBatchLoader], steps_before: int) -> Generator[Any]:
         context, train_step, end_of_step = self._context, self._train_step, self._end_of_step
-        settings, progress = context.settings, self._position.progress
-        for position, batch in self._loaders.training(loader, progress.epoch, progress.epoch_step):
-            data = to_device(batch, context.device)
-            self._metrics.hand_out(position)
-            step = self._position.progress.step
-            compare = end_of_step.steps < 2 or end_of_step.steps % settings.check_every == 0
-            current = train_step.begin(position, step, compare=compare)
-            self._carried.micro_batch_begins(position)
-            seed_generators(seed_of(settings.seed, "step", step, position.index))
-            context.marker.set_phase("forward")
-            with context.precision.forward():
-                yield data
-            if train_step.end(current):
-                end_of_step.count(position.step_samples)
-                self._carried.step_is_done()
-                end_of_step.finish(steps_before_pass=steps_before)
-            context.marker.set_phase("data")
+        settings = context.settings
+        while (batches := self._data.next_step(loaders)) is not None:
+            for position, batch in batches:
+                data = to_device(batch, context.device)
+                self._metrics.hand_out(position)
+                step = self._position.progress.step
+                compare = end_of_step.steps < 2 or end_of_step.steps % settings.check_every == 0
+                current = train_step.begin(position, step, compare=compare)
+                self._carried.micro_batch_begins(position)
+                seed_generators(seed_of(settings.seed, "step", step, position.index))
+                context.marker.set_phase("forward")
+                with context.precision.forward():
+                    yield data
+                self._metrics.require_ended("evaluate")
+                if train_step.end(current):
+                    end_of_step.count(position.step_samples)
+                    self._carried.step_is_done()
+                    end_of_step.finish(steps_before_pass=steps_before)
+                context.marker.set_phase("data")
 
-    def _serve(self, loader: MicroBatchLoader, steps_before: int) -> None:
-        """The rest of the epoch's steps, or those that the others make; for a rank without micro-batches of its own."""
-        progress = self._position.progress
-        for position in self._loaders.served(loader, progress.epoch, progress.epoch_step):
+    def _serve(self, loaders: Sequence[MicroBatchLoader], steps_before: int) -> None:
+        """The rest of the pass's steps, or those that the others make; for a rank without micro-batches of its own."""
+        while (samples := self._data.samples_of_next_step(loaders)) is not None:
+            step = self._passes.step(self._loaders.name(loaders[0]))
+            position: MicroBatchPosition = loaders[0].plan.position(step, samples, 0, last=True, is_padding=True)
             current = self._train_step.begin(position, self._position.progress.step, compare=False)
             if not self._train_step.serve(current):
                 break
@@ -182,6 +309,7 @@ class TrainingLoop:
         be an error on this rank alone, and no other rank would join the collectives.
         """
         current = self._train_step.current
+        self._generator = None
         self._metrics.leave()
         self._context.marker.set_phase("script")
         try:
@@ -194,3 +322,42 @@ class TrainingLoop:
             self._train_step.leave()
             self._carried.forget_step()
             self._position.seed_script()
+
+    # ---- its length ----------------------------------------------------------------------------------------------
+
+    def _length(
+        self, data_loaders: Sequence[DataLoader[Any]], begins: Mapping[str, tuple[int, int]], steps: int | None
+    ) -> int | None:
+        """How many micro-batches of this rank a pass has, that begins where its loaders were; None if nobody knows.
+
+        In `Run.steps` it ends after ``steps``.
+        """
+        loaders = [self._loaders.find(each, "train") for each in data_loaders]
+        lengths = []
+        for loader in loaders:
+            order, first_step = begins[self._loaders.name(loader)]
+            if steps is None:
+                lengths.append(self._loaders.training_length(loader, order, first_step))
+            else:
+                lengths.append(self._length_of_stretch(loader, order, first_step, steps))
+        return None if None in lengths else min(length for length in lengths if length is not None)
+
+    def _length_of_stretch(self, loader: MicroBatchLoader, order: int, first_step: int, steps: int) -> int | None:
+        per_epoch, length = loader.steps_per_epoch, 0
+        if not per_epoch:
+            return None
+        while steps > 0:
+            last = min(per_epoch, first_step + steps)
+            from_first, from_last = (
+                self._loaders.training_length(loader, order, step) or 0 for step in (first_step, last)
+            )
+            length, steps = length + from_first - from_last, steps - (last - first_step)
+            order, first_step = order + 1, 0
+        return length
+
+
+_OUTER: Final = {
+    "none": "no outer loop",
+    "epochs": "the loop of run.epochs(...)",
+    "steps": "the loop of run.steps(...)",
+}

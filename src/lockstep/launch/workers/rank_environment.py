@@ -10,7 +10,19 @@ from lockstep.launch.host import INTERFACES
 from lockstep.launch.program import local_rank_option
 from lockstep.launch.run_directory import Job
 from lockstep.launch.workers.rank_process import LOCAL_RANK_OPTION, RESULT
-from lockstep.launch_contract import BIND, CHANNEL, FAILURE, FRESH, GENERATION, RESUME, RUN_DIR, RUN_ID, STACKS, STATUS
+from lockstep.launch_contract import (
+    BIND,
+    CHANNEL,
+    FAILURE,
+    FRESH,
+    GENERATION,
+    RESUME,
+    RESUME_FROM,
+    RUN_DIR,
+    RUN_ID,
+    STACKS,
+    STATUS,
+)
 from lockstep.settings import OPTIONS_VARIABLE
 from lockstep.world import World
 
@@ -32,7 +44,7 @@ def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[s
     # The others wait for a rank whose user thinks; the launcher ends them should that rank die.
     attached = job.request.attach is not None and "LOCKSTEP_PEER_TIMEOUT_S" not in env
     patience = {"peer_timeout_s": _ATTACHED_TIMEOUT_S} if attached else {}
-    kept = {name: value for name, value in env.items() if name not in (RESUME, FRESH)}
+    kept = {name: value for name, value in env.items() if name not in (RESUME, RESUME_FROM, FRESH)}
     return {
         **threads,
         # With the threads that NumPy's import starts, the process could not be forked; where the user has set
@@ -69,6 +81,8 @@ def rank_environment(job: Job, world: World, restart: int, interface: str = "") 
     """
     # A restart goes on from what the generation before it has saved, also where the run itself began anew.
     begins = "resume" if restart else job.begins
+    # Once: a job that the scheduler starts again goes on from what it has saved since.
+    back_to = None if job.given.restarts else job.request.resume_from
     return {
         **world.rank_variables(),
         "ROLE_NAME": "default",
@@ -80,6 +94,7 @@ def rank_environment(job: Job, world: World, restart: int, interface: str = "") 
         RESULT: str(job.result(world.rank)),
         STACKS: str(job.stacks(world.rank)),
         **({RESUME: "1"} if begins == "resume" else {}),
+        **({RESUME_FROM: back_to} if back_to and not restart else {}),
         **({FRESH: "1"} if begins == "fresh" else {}),
         **(dict.fromkeys(INTERFACES, interface) if interface else {}),
     }

@@ -1,0 +1,187 @@
+"""Where the script is in its passes over data sets: what a resume needs to go on in the right one.
+
+    for epoch in run.epochs(2):             a turn of the outer loop
+        for batch in run.train(a): ...      pass 0 over a, left by break after 3 steps
+        for batch in run.evaluate(b): ...
+        for batch in run.train(a): ...      the same pass, from its step 3 on
+        for batch in run.train(c): ...      pass 0 over c
+                                            killed here: {a: pass 0, step 5; c: pass 0, step 2}, c is open
+
+A resumed script repeats the turn from its beginning. Passes that were over give it nothing, and what it does between
+them is undone when it comes to the pass that was open.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any, Final, Literal
+
+from lockstep.errors import UsageError
+from lockstep.seeding import seed_of
+
+OuterLoop = Literal["none", "epochs", "steps"]
+_ORDERS: Final = 2**31  # numbers for orders of samples, which a data set's ``set_epoch`` may be given
+
+
+@dataclass(slots=True)
+class Cursor:
+    """Where one loader is."""
+
+    number: int = 0  #: of the pass: over this loader in this turn; in `Run.steps`, since that began
+    step: int = 0  #: of the pass, the next one
+    complete: bool = False  #: whether the pass came to its end; the next one is another
+    site: str = ""  #: where the script took the pass up last
+    moved: bool = False  #: whether it began elsewhere, so that the place tells which loop goes on
+
+
+class Passes:
+    """Of one run; the same on all ranks. A loader is known by a name that is the same in a resumed run."""
+
+    def __init__(self) -> None:
+        self.loop: OuterLoop = "none"  #: that the script is in
+        self.began = 0  #: steps of the run when the turn began
+        self.until = 0  #: steps of the run when the turn ends, in `Run.steps`
+        self.caller: CodeType | None = None  #: the function that called `Run.epochs` or `Run.steps`
+        self._first_order = 0  # in `Run.steps`: epochs that were done before it
+        self._open: tuple[str, ...] = ()  # loaders of the pass that was taken up last
+        self._of_turn: dict[str, Cursor] = {}
+        self._of_steps: dict[str, Cursor] = {}  # in `Run.steps`, where loaders go on from turn to turn
+        self._repeated: dict[str, int] = {}  # passes of this turn that a resumed script has gone through, by loader
+
+    def enter(self, loop: OuterLoop, epochs: int) -> None:
+        """An outer loop begins, after so many epochs."""
+        if loop == "steps" and not self._of_steps:
+            self._first_order = epochs
+        if loop != self.loop:
+            self._of_turn = {}
+        self.loop = loop
+
+    def begin_turn(self, step: int) -> None:
+        """A turn of the outer loop begins after ``step`` steps. In `Run.steps` loaders stay where they are."""
+        self.began, self._open = step, ()
+        self._of_turn = {}
+        for cursor in self._of_steps.values():
+            cursor.site, cursor.moved = "", False
+
+    def begin(self, names: Sequence[str], site: str, *, may_take_up: bool) -> None:
+        """`Run.train` is called at ``site``: a new pass begins, or one that was left goes on.
+
+        Raises:
+            UsageError: for a second pass where a resume could not tell it from the first, and for one that cannot be
+                taken up.
+        """
+        cursors = [self._cursors.setdefault(name, Cursor()) for name in names]
+        if self.loop == "none" and any(cursor.complete for cursor in cursors):
+            raise UsageError(
+                "a second run.train(...) outside of epochs: write `for epoch in run.epochs(n):` around it, or "
+                "`for step in run.steps(n):`"
+            )
+        if not may_take_up and any(cursor.step and not cursor.complete for cursor in cursors):
+            raise UsageError(
+                "run.train(...) again for a loop that was left by break: ranks that serve others cannot take it up; "
+                "under this strategy give each part an epoch of its own, or use ddp or zero"
+            )
+        for cursor in cursors:
+            if cursor.complete:
+                cursor.number, cursor.step, cursor.complete = cursor.number + 1, 0, False
+                cursor.site, cursor.moved = "", False
+            cursor.moved |= cursor.site not in ("", site)
+            cursor.site = site
+        self._open = tuple(names)
+
+    def is_open(self, names: Sequence[str], site: str) -> bool:
+        """In a resumed script that calls `Run.train` at ``site``: whether this is the pass that goes on.
+
+        Once for each call: passes that were over count up to the one that was open.
+        """
+        cursor = self._cursors.get(names[0], Cursor())
+        over = self.loop != "steps" and self._repeated.get(names[0], 0) < cursor.number
+        if over or tuple(names) != self._open:
+            self._repeated |= {name: self._repeated.get(name, 0) + 1 for name in names}
+            return False
+        if cursor.moved and cursor.site != site:
+            return False
+        self._repeated.clear()
+        for name in names:
+            self._cursors[name].complete = False
+        return True
+
+    def is_new(self, step: int) -> bool:
+        """After ``step`` steps of the run: whether the first step of the open pass, or of the turn, is to come."""
+        return step == self.began if self.loop == "steps" else self._cursors[self._open[0]].step == 0
+
+    def order(self, name: str, epoch: int) -> int:
+        """The number of the order in which the loader's pass visits its samples; ``epoch`` is the run's."""
+        return self._order(self._cursors[name].number, epoch)
+
+    def _order(self, number: int, epoch: int) -> int:
+        if self.loop == "steps":
+            return self._first_order + number
+        return epoch if number == 0 else seed_of("pass", epoch, number) % _ORDERS
+
+    def step(self, name: str) -> int:
+        """The next step of the loader's pass."""
+        return self._cursors[name].step
+
+    def next(self, name: str, epoch: int) -> tuple[int, int]:
+        """The order and the step at which a call of `Run.train` would begin; ``epoch`` is the run's."""
+        cursor = self._cursors.get(name, Cursor())
+        if cursor.complete:
+            return self._order(cursor.number + 1, epoch), 0
+        return self._order(cursor.number, epoch), cursor.step
+
+    def after_step(self) -> None:
+        """A step of the open pass is done."""
+        for name in self._open:
+            self._cursors[name].step += 1
+
+    def next_pass(self, name: str) -> None:
+        """In `Run.steps`, the loader has come to its end, and begins anew."""
+        cursor = self._cursors[name]
+        cursor.number, cursor.step = cursor.number + 1, 0
+
+    def complete(self) -> None:
+        """The open pass came to its end. In `Run.steps` the turn did, and the loaders stay where they are."""
+        if self.loop != "steps":
+            for name in self._open:
+                self._cursors[name].complete = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return {
+            "loop": self.loop,
+            "began": self.began,
+            "first_order": self._first_order,
+            "open": list(self._open),
+            "of_turn": {name: asdict(cursor) for name, cursor in self._of_turn.items()},
+            "of_steps": {name: asdict(cursor) for name, cursor in self._of_steps.items()},
+        }
+
+    def load(self, values: Mapping[str, Any]) -> None:
+        """Go on from `as_dict`."""
+        self.loop, self.began, self._first_order = values["loop"], values["began"], values["first_order"]
+        self._open = tuple(values["open"])
+        self._of_turn = {name: Cursor(**cursor) for name, cursor in values["of_turn"].items()}
+        self._of_steps = {name: Cursor(**cursor) for name, cursor in values["of_steps"].items()}
+        self._repeated = {}
+
+    @property
+    def _cursors(self) -> dict[str, Cursor]:
+        return self._of_steps if self.loop == "steps" else self._of_turn
+
+
+def call_site(up_to: CodeType | None) -> str:
+    """Where the script calls the method of `Run` that calls this: its line, and those that led there from ``up_to``."""
+    frame = sys._getframe(2)
+    lines = []
+    place: Any = frame
+    while place is not None:
+        lines.append(f"{Path(place.f_code.co_filename).name}:{place.f_lineno}")
+        if place.f_code is up_to:
+            return " < ".join(lines)
+        place = place.f_back
+    return lines[0]

@@ -1,0 +1,139 @@
+"""`Run.steps` by hand, evaluation in the loop's body, the place of a micro-batch, and early stopping at its end."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep.launch_contract import RESUME
+from lockstep.run import Run
+from lockstep.testing import state_hash
+from worlds import on_world
+
+X = torch.sin(torch.arange(80.0)).view(40, 2)
+SIZES = {"global_batch": 8, "micro_batch": 2}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+
+
+def test_by_hand_it_is_sgd_through_one_shuffled_epoch_after_another():
+    """In float64, on the samples that the loop says it has handed out."""
+    data = TensorDataset(torch.arange(21), torch.sin(torch.arange(42.0).double()).view(21, 2))
+    by_hand, seen, losses, begun = nn.Linear(2, 1).double(), [], [], []
+    with Run() as run:
+        model = run.model(nn.Linear(2, 1).double())
+        by_hand.load_state_dict(model.state_dict())
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader(data, global_batch=4, micro_batch=2)
+        for step in run.steps(15, every=7):
+            begun.append(step)
+            assert len(run.train(batches)) == {0: 13, 7: 13, 14: 2}[step]
+            for numbers, x in run.train(batches):
+                if run.micro_batch.index == 0:
+                    seen.append([])
+                assert run.micro_batch.of == len(range(0, run.micro_batch.step_samples, 2))
+                seen[-1] += numbers.tolist()
+                run.step((model(x) - 1).square().mean())
+            losses.append(run.metrics["loss"])
+        assert (run.progress.epoch, run.progress.step) == (2, 15)
+    assert begun == [0, 7, 14]
+    # An epoch has 5 steps of 4 samples, and one of a single sample.
+    epochs = [[number for step in seen[first : first + 6] for number in step] for first in (0, 6)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(21))
+    assert epochs[0] != epochs[1]
+    optimizer, means = torch.optim.SGD(by_hand.parameters(), lr=0.1), []
+    for numbers in seen:
+        loss = (by_hand(data.tensors[1][numbers]) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        means.append((loss.item(), len(numbers)))
+    for mine, other in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    for loss, part in zip(losses, (means[:7], means[7:14], means[14:]), strict=True):
+        assert loss == pytest.approx(sum(mean * n for mean, n in part) / sum(n for _, n in part))
+
+
+def evaluated(strategy, in_body):
+    """What was measured in the bodies, and all that the training came to."""
+    with Run(seed=1, strategy=strategy) as run:
+        module = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Dropout(0.2), nn.Linear(6, 1))
+        model = run.model(module)
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        batches, held_out = (run.loader(data, **SIZES) for data in (X, X[:10]))
+        held, draws, bodies = [], [], 0
+        for _ in run.epochs(2):
+            for batch in run.train(batches):
+                bodies += 1
+                if run.step(lambda out, x: (out - x[:, :1]).square().mean(), batch, batch):
+                    if in_body and run.progress.step % 2 == 0:
+                        for part in run.evaluate(held_out):
+                            assert not torch.is_grad_enabled()
+                            out = model(part)
+                            run.measure(held=out.squeeze(1) if out is not None and out.dim() else part[:, 0])
+                        assert module.training
+                        held.append(run.metrics["held"])
+                    draws.append(torch.rand(()).item())
+                run.measure(samples=run.micro_batch.samples)
+        return held, draws if not in_body else len(draws), run.metrics["loss"], run.metrics["samples"]
+
+
+STRATEGIES = ("ddp", "zero", "fsdp", "local-sgd:period=3", "diloco:period=3", "pipeline")
+
+
+def test_an_evaluation_in_the_body_leaves_the_training_as_it_is():
+    calls = [(evaluated, strategy, in_body) for strategy in STRATEGIES for in_body in (False, True)]
+    results = on_world(2, calls)
+    for strategy, without, with_it in zip(STRATEGIES, results[::2], results[1::2], strict=True):
+        assert len(with_it[0][0]) == 5, (strategy, with_it)
+        for one, other in zip(without, with_it, strict=True):
+            assert one[2:] == other[2:], strategy
+            assert len(one[1]) == other[1]
+            assert other[0] == with_it[0][0], "the same on all ranks"
+    assert results[1][0][0] == results[3][0][0] == results[5][0][0] == evaluated("none", in_body=True)[0]
+    assert results[0][0][1] == results[0][1][1], "what is drawn in the body is drawn alike"
+
+
+def test_servers_run_no_body_to_evaluate_in():
+    ((worker, _),) = on_world(
+        2, [(evaluated, "parameter-server:servers=1", True)], env={"LOCKSTEP_PEER_TIMEOUT_S": "3"}
+    )
+    assert "UsageError: run.evaluate(...) in the body of run.train(...): under this strategy some ranks serve" in worker
+
+
+def stopping(directory, patience, resume):
+    """Early stopping in the body, at step 6 with a patience of 2; how many steps this leg made."""
+    if resume:
+        os.environ[RESUME] = "1"
+    try:
+        with Run(checkpoint=directory, save_every="1 step") as run:
+            model = run.model(nn.Linear(2, 1))
+            run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            stopper = run.early_stopping("worse", patience=patience, mode="min", min_delta=0.5)
+            made = 0
+            for _ in run.epochs(4):
+                for batch in run.train(run.loader(X, **SIZES)):
+                    if run.step(model(batch).square().mean()):
+                        made += 1
+                        if run.progress.step % 2 == 0:
+                            for part in run.evaluate(run.loader(X[:10], **SIZES)):
+                                run.measure(worse=torch.full((len(part),), 0.25 * run.progress.step))
+                        if run.progress.step > 1 and stopper.should_stop():
+                            break
+                if stopper.stopped:
+                    break
+        return made, run.progress.step, stopper.should_stop(), state_hash(model)
+    finally:
+        os.environ.pop(RESUME, None)
+
+
+def test_a_run_that_was_stopped_early_is_finished_unless_it_is_given_more_patience(tmp_path):
+    ended, again = on_world(2, [(stopping, tmp_path, 2, False), (stopping, tmp_path, 2, True)])
+    assert [one[:3] for one in ended] == [(6, 6, True)] * 2
+    assert again == [(0, *ended[0][1:])] * 2
+    assert stopping(tmp_path, 4, resume=True)[:3] == (4, 10, True)
