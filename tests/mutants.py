@@ -458,8 +458,6 @@ MUTANTS = [
         LOOPS,
     ),
     mutant("run/passes.py", "        if cursor.moved and cursor.site != site:\n            return False\n", "", LOOPS),
-    mutant("run/passes.py", "if number == 0 else seed_of", "if True else seed_of", LOOPS),
-    mutant("run/evaluation_loop.py", '"body" if in_body else "outside"', '"outside"', LOOPS),
     mutant(
         "run/start.py",
         "self._tree_within_turn = tree if self._snapshot.restore_position(tree) else None",
