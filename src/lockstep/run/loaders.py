@@ -214,7 +214,7 @@ class Loaders:
                 f"the order of epoch {epoch} is another one than when the epoch began: change what a sampler or order= "
                 "depends on between epochs only"
             )
-        self._context.checkpointer.compare({"orders": self.orders})
+        self._context.checkpointer.compare({"orders": self.orders}, within_pass=())
 
     def _draw(self, loader: MicroBatchLoader, epoch: int) -> str | None:
         """The order of a pass that begins is drawn; its digest, the same on all ranks. Collective."""

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from lockstep.checkpoint import Checkpoints, Outcome, Saved
 from lockstep.errors import CheckpointError, SettingError
-from lockstep.formatting import plural
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME, RESUME_FROM
 from lockstep.run.identity import differences
 from lockstep.run.stop_requests import JobDeadline
@@ -205,7 +204,7 @@ class DirectoryCheckpointer(RunCheckpointer):
             if was == samples:
                 continue
             raise CheckpointError(
-                f"the checkpoint was taken within an epoch of {plural(was, 'sample')}, and this script's data set "
+                f"the checkpoint was taken within an epoch of {was} samples, and this script's data set "
                 f"has {samples}: what is left of the epoch would not be what was left then. Give the data "
                 "set of before, or begin anew with --fresh"
             )
