@@ -99,6 +99,6 @@ def _together(batches: Sequence[Iterator[MicroBatch]]) -> Iterator[tuple[MicroBa
 
 def _without_a_step(loader: MicroBatchLoader) -> DataError:
     return DataError(
-        f"an epoch of the data set has no step: it has {loader.length} samples, and drop_last=True leaves out a step "
-        f"of fewer than global_batch={loader.plan.global_batch}; give a smaller one, or drop_last=False"
+        "an epoch of the data set has no step: drop_last=True leaves out a step of fewer than "
+        f"global_batch={loader.plan.global_batch} samples; give a smaller one, more samples, or drop_last=False"
     )
