@@ -50,7 +50,8 @@ BANISHED = re.compile(
     "vigil|nursery|council|creed|heeded|preside|seats?|crew|heart|sights?|agenda|appointment|wishes|tell(er|ing)|keeper|pupil|"
     "lessons?|lots?|stock|shop|staff|hogwild|letter|parting|commons|bury|birth|spot|taught|foretold"
 )
-#: Longer classes and files tell more than one story. The door of `Run` is as wide as what a script may ask for.
+#: Longer classes and files tell more than one story. The door of `Run` is as wide as what a script may ask for, and what
+#: it promises for each stands there: its docstrings do not count.
 MOST_METHODS, WIDE_DOOR = 25, "run/run.py"
 MOST_LINES = 500
 NOT_A_NAME = re.compile(r"(?i)^_*(utils?|helpers?|common|base|managers?|core|misc)_*$")
@@ -250,13 +251,22 @@ def test_the_glossary_explains_every_word_that_is_not_torchs_own():
     assert not unexplained, f"docs/house.md, under Words, does not explain {unexplained}"
 
 
+def docstring_lines(node: ast.AST) -> int:
+    """How many lines the docstring of a class or function takes."""
+    if not isinstance(node, ast.ClassDef | ast.FunctionDef) or ast.get_docstring(node) is None:
+        return 0
+    return (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+
+
 def test_classes_and_files_tell_one_story_each():
     found = []
     for path in HOUSE.rglob("*.py"):
         file, source = path.relative_to(HOUSE).as_posix(), path.read_text()
-        if (lines := len(source.splitlines())) > MOST_LINES:
+        nodes = list(ast.walk(ast.parse(source)))
+        lines = len(source.splitlines()) - (file == WIDE_DOOR) * sum(map(docstring_lines, nodes))
+        if lines > MOST_LINES:
             found.append(f"{file}: {lines} lines")
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes:
             if isinstance(node, ast.ClassDef) and file != WIDE_DOOR:
                 methods = sum(isinstance(child, ast.FunctionDef) for child in node.body)
                 found += [f"{file}: {node.name} has {methods} methods"] if methods > MOST_METHODS else []
