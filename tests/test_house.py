@@ -50,8 +50,8 @@ BANISHED = re.compile(
     "vigil|nursery|council|creed|heeded|preside|seats?|crew|heart|sights?|agenda|appointment|wishes|tell(er|ing)|keeper|pupil|"
     "lessons?|lots?|stock|shop|staff|hogwild|letter|parting|commons|bury|birth|spot|taught|foretold"
 )
-#: Longer classes and files tell more than one story. The door of `Run` is as wide as what a script may ask for, and what
-#: it promises for each stands there: its docstrings do not count.
+#: Longer classes and files tell more than one story. The door of `Run` is as wide as what a script may ask for, and
+#: what it promises for each stands there: its docstrings do not count.
 MOST_METHODS, WIDE_DOOR = 25, "run/run.py"
 MOST_LINES = 500
 NOT_A_NAME = re.compile(r"(?i)^_*(utils?|helpers?|common|base|managers?|core|misc)_*$")
