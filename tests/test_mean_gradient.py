@@ -112,7 +112,7 @@ def test_a_sum_is_reported_as_the_mean():
         with Run(threads=1) as run:
             model = run.model(make_net())
             run.optimizer(torch.optim.SGD(model.parameters(), lr=LR))
-            batches = iter(run.train(run.loader(make_data(4)[0], global_batch=4)))
+            batches = iter(run.train(run.loader(make_data(4)[0], global_batch=4, micro_batch=4)))
             x = next(batches)
             with pytest.raises(UsageError, match=r"loss_is='total'\): give 'mean', or 'sum'"):
                 run.step(model(x).sum(), loss_is="total")
