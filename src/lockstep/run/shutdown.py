@@ -75,10 +75,13 @@ class Shutdown:
             context.stop_requests.unlisten()
             self._loaders.close()
             self._log.close(failed=error is not None and not isinstance(error, SystemExit))
+            # After an error, a GPU may wait for what never comes.
+            waits = error is None or type(error) is SystemExit or context.device.type == "cpu"
+            if waits and context.profiler is not None:
+                context.profiler.close(failed=error is not None)
             context.reporter.close()
             context.checkpointer.release()
-            # After an error, a GPU may wait for what never comes.
-            if error is None or type(error) is SystemExit or context.device.type == "cpu":
+            if waits:
                 try:
                     context.strategy.close()
                 finally:
