@@ -61,7 +61,7 @@ class EvaluationLoop:
             yield from self._micro_batches(loader, may_leave_early=not waits)
         if self._context.directory and not waits:
             self._end_of_step.carry_out(self._save_stop.after_evaluation())
-        self._position.set_metrics(self._metrics.evaluate.reduce(self._context.group), keep=True)
+        self._position.set_metrics(self._metrics.evaluate.reduce(self._context.group), keep_after=-1)
         if in_body:
             self._position.evaluations_done = self._position.evaluations
             # As where a pass begins: strategies start from what models hold now.

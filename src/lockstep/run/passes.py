@@ -110,9 +110,9 @@ class Passes:
             self._cursors[name].complete = False
         return True
 
-    def is_new(self, step: int) -> bool:
-        """After ``step`` steps of the run: whether the first step of the open pass, or of the turn, is to come."""
-        return step == self.began if self.loop == "steps" else self._cursors[self._open[0]].step == 0
+    def began_at(self, step: int) -> int:
+        """After ``step`` steps of the run: how many were done when the open pass began; in `Run.steps`, the turn."""
+        return self.began if self.loop == "steps" else step - self._cursors[self._open[0]].step
 
     def order(self, name: str, epoch: int) -> int:
         """The number of the order in which the loader's pass visits its samples; ``epoch`` is the run's."""

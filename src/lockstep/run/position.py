@@ -54,11 +54,12 @@ class RunPosition:
         self.is_left = False
         self.evaluations_done = self.evaluations
 
-    def set_metrics(self, values: Mapping[str, float], *, keep: bool) -> None:
-        """``values`` have been measured; ``keep`` the others of before."""
+    def set_metrics(self, values: Mapping[str, float], *, keep_after: int) -> None:
+        """``values`` have been measured; of the others those are kept that were measured after step ``keep_after``."""
+        kept = {name for name, step in self.measured_at.items() if step > keep_after}
         now = dict.fromkeys(values, self.progress.step)
-        self.metrics = {**(self.metrics if keep else {}), **values}
-        self.measured_at = {**(self.measured_at if keep else {}), **now}
+        self.metrics = {name: value for name, value in self.metrics.items() if name in kept} | dict(values)
+        self.measured_at = {name: step for name, step in self.measured_at.items() if name in kept} | now
 
     def note_best(self) -> bool:
         """Whether what has just been measured is the best value so far, which is then noted."""

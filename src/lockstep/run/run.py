@@ -194,7 +194,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The means of the last `train`, and of each `evaluate` since."""
+        """The means of the last `train`, and of each `evaluate` since that began."""
         return self._context.position.metrics
 
     @property

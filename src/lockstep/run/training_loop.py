@@ -190,7 +190,7 @@ class TrainingLoop:
             # Nothing was measured where a checkpoint was taken between the last step and the end.
             self._position.evaluations_done = self._position.evaluations
             if means := self._metrics.train.reduce(self._context.group):
-                self._position.set_metrics(means, keep=False)
+                self._position.set_metrics(means, keep_after=self._passes.began_at(self._position.progress.step))
                 self._end_of_step.save_if_best()
             self._end_of_step.say_warnings()
         else:
@@ -255,7 +255,7 @@ class TrainingLoop:
             self._end_of_step.compare_data(within_pass=[name for name in names if self._passes.step(name)])
 
     def _begin_pass(self) -> None:
-        if self._passes.is_new(self._position.progress.step):
+        if self._passes.began_at(self._position.progress.step) == self._position.progress.step:
             # What a pass that was left by `break` measured is not this one's.
             self._metrics.train = MetricMeans()
         # A checkpoint or the script may have filled buffers since, such as with what was trained elsewhere.
