@@ -884,7 +884,7 @@ class Verdict:
 
 
 def called(loop: Callable[[], Any]) -> Any:
-    """On a rank: what the loop returns, or the error of Lockstep's that it raises, or one that the run says more about."""
+    """On a rank: what the loop returns, or the error of Lockstep's that it raises, or one it says more about."""
     try:
         return loop()
     except LockstepError as error:

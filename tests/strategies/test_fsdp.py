@@ -223,11 +223,12 @@ def refused():
         told(UsageError, with_parameter, nn.Parameter(torch.ones(3, 2).t())),
         told(UsageError, with_parameter, nn.Parameter(torch.ones(3, dtype=torch.float64))),
         told(SettingError, Run, strategy="hsdp:shard=2"),
+        told(UsageError, with_parameter, nn.Parameter(torch.ones(())), "hsdp:shard=3"),
     ]
 
 
-def with_parameter(parameter):
-    with Run(strategy="fsdp") as run:
+def with_parameter(parameter, strategy="fsdp"):
+    with Run(strategy=strategy) as run:
         net = nn.Linear(2, 2)
         net.more = parameter
         run.model(net)
@@ -321,6 +322,7 @@ def test_on_three_ranks(tmp_path):
         "the parameter more of shape (2, 3) has strides (1, 2)",
         "Linear is gathered as one, and its parameters have several types: weight torch.float32, more torch.float64",
         "strategy='hsdp' with 2 of 3 ranks to a copy; shard=N takes a divisor of the number of ranks",
+        "the parameter more has no dimension, and hsdp divides rows",
     ]
     for of_one in messages:
         assert [text in message for text, message in zip(says, of_one, strict=True)] == [True] * len(says), of_one
