@@ -27,7 +27,14 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -210,6 +217,9 @@ class FullySharded(
                 block.set_gradient_divide_factor(1.0)
                 block.set_force_sum_reduction_for_comms(True)
         self._roots.append(block)
+        if callable(getattr(model, "generate", None)):
+            # Models of transformers use parameters in it outside of forward(): an encoder is called by itself.
+            register_fsdp_forward_method(model, "generate")
         refuse_copies(model, self._name)
         if self._guard is None:
             self._guard = PickleGuard(DTensor, lambda tensor: tensor.device_mesh == mesh, self._name)
