@@ -884,10 +884,14 @@ class Verdict:
 
 
 def called(loop: Callable[[], Any]) -> Any:
-    """On a rank: what the loop returns, or the error of Lockstep's that it raises."""
+    """On a rank: what the loop returns, or the error of Lockstep's that it raises, or one it says more about."""
     try:
         return loop()
     except LockstepError as error:
+        return error
+    except Exception as error:
+        if not getattr(error, "__notes__", None):
+            raise
         return error
 
 
@@ -899,11 +903,11 @@ def verdicts(shapes: list[Shape], worlds: tuple[int, ...] = WORLDS) -> dict[str,
 
 
 def _verdict(results: list[Any]) -> Verdict:
-    errors = [one for one in results if isinstance(one, LockstepError)]
+    errors = [one for one in results if isinstance(one, Exception)]
     if errors and len(errors) == len(results):
         own = [error for error in errors if not isinstance(error, PeerLost)] or errors  # others lost a rank that raised
         kinds = " or ".join(sorted({type(error).__name__ for error in own}))
-        return Verdict(f"refused: {kinds}", str(own[0]))
+        return Verdict(f"refused: {kinds}", "\n".join([str(own[0]), *getattr(own[0], "__notes__", ())]))
     if all(repr(one) == repr(results[0]) for one in results) and "Traceback" not in str(results[0]):
         return Verdict("same bits", repr(results[0]))
     return Verdict("differs", "\n".join(map(str, results)))

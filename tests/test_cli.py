@@ -96,6 +96,8 @@ def test_help_of_run_fits_a_screen(capsys):
         ("run --reduction exactly train.py", "reduction='exactly': give one of exact, fast"),
         ("run --save-every often train.py", "give a number and a unit"),
         ("run --start thread train.py", "choose from 'fork', 'plain'"),
+        ("run --resume=best train.py", "--resume takes no value; did you mean --resume-from best?"),
+        ("run --fresh=yes train.py", "--fresh takes no value"),
         ("run --resume train.py", "say which run, with --run-dir DIR"),
         ("run --resume --fresh --run-dir r train.py", "contradict"),
         ("run -m trian", "no such module: trian; did you mean train?"),

@@ -24,7 +24,7 @@ FLOORS = (
         *("peer_failure", "strategy_words", "script_end"),
     ),
     ("collectives", "seeding", "heartbeat", "cpu_affinity"),
-    ("strategies", "checkpoint", "data", "report", "faults"),
+    ("strategies", "checkpoint", "data", "report", "faults", "error_advice"),
     ("run", "launch", "saved_run"),
     ("cli", "testing"),
     ("__init__", "__main__"),
@@ -33,7 +33,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     *("errors", "launch_contract", "slurm_syntax", "world", "batch", "progress", "settings", "size_balancing"),
     *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
-    *("launch", "strategy_words", "saved_run"),
+    *("launch", "strategy_words", "saved_run", "error_advice"),
     *("cli", "__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from

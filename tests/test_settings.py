@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import SettingError
 from lockstep.run import Run
-from lockstep.settings import OPTIONS_VARIABLE, BestMetric, Interval, ResolvedSettings, Settings, parse
+from lockstep.settings import OPTIONS_VARIABLE, BestMetric, Interval, ResolvedSettings, Settings, StepRange, parse
 
 
 @given(st.integers(1, 10**6), st.sampled_from(["step", "second", "epoch"]))
@@ -42,6 +42,15 @@ def test_a_cadence_that_is_none(text):
         Interval.parse(text)
 
 
+@pytest.mark.parametrize(
+    "text", ["", "10:20", "steps", "steps 10", "steps 20:10", "steps 5:5", "steps -1:3", "epochs 1:2"]
+)
+def test_a_range_of_steps_that_is_none(text):
+    assert str(StepRange.parse(" step 0:3 ")) == "steps 0:3"
+    with pytest.raises(SettingError, match=r"give .*'steps \d+:\d+'"):
+        StepRange.parse(text)
+
+
 #: A value for each setting, as a script gives it and as text.
 GIVEN = {
     "seed": (7, "7"),
@@ -53,6 +62,7 @@ GIVEN = {
     "save_every": (Interval(2, "step"), "2 steps"),
     "log_every": (Interval(5, "step"), "5 steps"),
     "track": ("tensorboard", "tensorboard"),
+    "profile": (StepRange(10, 20), "steps 10:20"),
     "keep": (5, "5"),
     "best": (BestMetric("max", "accuracy"), "max accuracy"),
     "clip_norm": (0.5, "0.5"),

@@ -102,6 +102,35 @@ class BestMetric:
 
 
 @dataclass(frozen=True, slots=True)
+class StepRange:
+    """Some steps of a run, by how many are done: from when ``first`` are, to when ``last`` are."""
+
+    first: int
+    last: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``"steps 10:20"``, which are ten steps: the 11th to the 20th.
+
+        Raises:
+            SettingError: if the text is none, or of no step.
+        """
+        match = re.fullmatch(r"\s*steps?\s+(\d+)\s*:\s*(\d+)\s*", str(text))
+        if match is None:
+            raise SettingError(
+                f"profile={text!r}: give a range of steps, such as 'steps 10:20', from when 10 are done to when 20 are"
+            )
+        first, last = int(match[1]), int(match[2])
+        if first >= last:
+            raise SettingError(f"profile={text!r}: it ends before a step is done; give 'steps {first}:{first + 10}'")
+        return cls(first, last)
+
+    def __str__(self) -> str:
+        """Such as ``steps 10:20``."""
+        return f"steps {self.first}:{self.last}"
+
+
+@dataclass(frozen=True, slots=True)
 class Reader:
     """How a text becomes a value of one type."""
 
@@ -116,8 +145,10 @@ _READERS = {
     "bool": Reader(lambda text: _TRUTHS[text.lower()], "true or false"),
     "Interval": Reader(Interval.parse, "a number and a unit"),
     "BestMetric": Reader(BestMetric.parse, "max or min, and the name of a metric"),
+    "StepRange": Reader(StepRange.parse, "a range of steps"),
 }
 _WORD = Reader(str, "a word")
+_READ = (Interval, BestMetric, StepRange)  # whose text is the value as it was given
 
 
 def reader_of(field: Field[Any]) -> Reader:
@@ -171,6 +202,9 @@ class Settings:
     track: str | None = field(
         default=None,
         metadata=_about("who gets what is logged, too: tensorboard, wandb, mlflow, or several with commas"),
+    )
+    profile: StepRange | None = field(
+        default=None, metadata=_about("'steps 10:20': what each rank does in these steps, recorded by torch.profiler")
     )
     keep: int = field(default=3, metadata=_about("checkpoints kept, the newest ones", least=1))
     best: BestMetric | None = field(
@@ -256,7 +290,7 @@ class ResolvedSettings:
 
     def as_dict(self) -> dict[str, str | int | float | bool | None]:
         """Plain values, for the record of a run."""
-        return {name: str(value) if isinstance(value, Interval | BestMetric) else value for name, value, _ in self}
+        return {name: str(value) if isinstance(value, _READ) else value for name, value, _ in self}
 
     def __str__(self) -> str:
         """One line for each setting, with its source."""

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.run.oom_advice import MemoryPeak, add_advice, advice, staying_bytes, wanted_bytes
+from lockstep.run.oom_advice import MemoryPeak, add_memory_advice, advice, staying_bytes, wanted_bytes
 
 GIB = 1 << 30
 
@@ -38,8 +38,8 @@ def test_the_error_says_it_once():
     error = RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.1 GiB")
     assert wanted_bytes(error) == int(2.5 * GIB)
     assert wanted_bytes(RuntimeError("no")) == 0
-    add_advice(error, peak())
-    add_advice(error, peak())
+    add_memory_advice(error, peak())
+    add_memory_advice(error, peak())
     assert error.__notes__ == advice(peak())
 
 

@@ -110,7 +110,7 @@ def test_an_update_without_a_gradient():
     [
         (lambda outputs: outputs, r"step\(tensor of shape.*the loss must be a tensor of no dimension"),
         (lambda outputs: outputs.mean().detach(), "do not detach it"),
-        (lambda outputs: outputs.mean().item(), "the loss must be a tensor"),
+        (lambda outputs: outputs.mean().item(), r"step\(float\): the loss must be a tensor"),
     ],
 )
 def test_a_loss_that_is_none(make, says):

@@ -223,11 +223,12 @@ def refused():
         told(UsageError, with_parameter, nn.Parameter(torch.ones(3, 2).t())),
         told(UsageError, with_parameter, nn.Parameter(torch.ones(3, dtype=torch.float64))),
         told(SettingError, Run, strategy="hsdp:shard=2"),
+        told(UsageError, with_parameter, nn.Parameter(torch.ones(())), "hsdp:shard=3"),
     ]
 
 
-def with_parameter(parameter):
-    with Run(strategy="fsdp") as run:
+def with_parameter(parameter, strategy="fsdp"):
+    with Run(strategy=strategy) as run:
         net = nn.Linear(2, 2)
         net.more = parameter
         run.model(net)
@@ -321,6 +322,7 @@ def test_on_three_ranks(tmp_path):
         "the parameter more of shape (2, 3) has strides (1, 2)",
         "Linear is gathered as one, and its parameters have several types: weight torch.float32, more torch.float64",
         "strategy='hsdp' with 2 of 3 ranks to a copy; shard=N takes a divisor of the number of ranks",
+        "the parameter more has no dimension, and hsdp divides rows",
     ]
     for of_one in messages:
         assert [text in message for text, message in zip(says, of_one, strict=True)] == [True] * len(says), of_one
@@ -394,3 +396,49 @@ def test_no_blocks_to_recompute_is_told():
         "checkpoint_activations: Net has no blocks by wrap=whole, so all of its activations are kept; name the classes "
         "of its blocks in wrap=..."
     ]
+
+
+class Translator(nn.Module):
+    """Calls its encoder by itself before it generates, as T5 of transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+
+    def forward(self, tokens, encoded=None):
+        return self.head(self.encoder(tokens) if encoded is None else encoded)
+
+    @torch.no_grad()
+    def generate(self, tokens):
+        encoded = self.encoder(tokens)
+        return (self(None, encoded) + self(tokens)).argmax(-1).tolist()
+
+    def score(self, tokens):
+        return self.encoder(tokens).sum()
+
+
+def generates(strategy):
+    found = []
+    with Run(strategy=strategy) as run:
+        model = run.model(Translator())
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        tokens = torch.arange(48) * 5 % 8
+        for _ in run.epochs(2):
+            for batch in run.train(run.loader(tokens, global_batch=8, micro_batch=2, workers=0)):
+                run.step(F.cross_entropy(model(batch), (batch + 1) % 8))
+            found.append(model.generate(tokens[:8]))
+    return found
+
+
+def uses_an_encoder_elsewhere():
+    with Run(strategy="fsdp:wrap=whole") as run:
+        run.model(Translator()).score(torch.arange(4))
+
+
+def test_generate_may_call_parts_of_the_model():
+    found = on_world(
+        2, [(generates, "fsdp:wrap=whole"), (generates, "fsdp:wrap=Embedding"), (uses_an_encoder_elsewhere,)]
+    )
+    expected = generates("none")
+    assert found[:2] == [[expected] * 2] * 2
+    assert all("Translator.score(...) uses parameters" in said for said in found[2])

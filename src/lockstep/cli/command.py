@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -25,4 +26,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `SettingError`."""
+        if given := re.match(r"argument (--[\w-]+).*: ignored explicit argument '(.*)'", message):
+            option, value = given.groups()
+            known = [name for action in self._actions for name in action.option_strings]
+            longer = next((name for name in known if name.startswith(f"{option}-")), "")
+            message = f"{option} takes no value" + (f"; did you mean {longer} {value}?" if longer else "")
         raise SettingError(message)

@@ -99,6 +99,12 @@ class EndOfStep:
         self._context.reporter.step(
             position.progress, position.length, position.loss, self._context.checkpointer.committed_step
         )
+        self.begin_next()
+
+    def begin_next(self) -> None:
+        """What follows belongs to the next step, where steps are recorded."""
+        if self._context.profiler is not None:
+            self._context.profiler.at(self._position.progress.step)
 
     def finish_left(self) -> None:
         """The loop was left by ``break``, and the script is not yet where a resume can go on. Collective.

@@ -90,7 +90,7 @@ def staying_bytes(tensors: list[torch.Tensor], gradients: list[torch.Tensor]) ->
     return sum(t.numel() * t.element_size() for t in [*tensors, *gradients])
 
 
-def add_advice(error: BaseException, peak: MemoryPeak) -> None:
+def add_memory_advice(error: BaseException, peak: MemoryPeak) -> None:
     """``error`` says it too, from here on; once."""
     if not getattr(error, "__notes__", None):
         for line in advice(peak):

@@ -83,6 +83,9 @@ class Run:
         track: ``tensorboard``, ``wandb``, ``mlflow``, or several with commas between them, get what is logged, and the
             settings; or an object with ``log(values, step)`` does. Only the leader's. One that fails or hangs is
             dropped, and the training goes on. None: ``metrics.jsonl`` alone.
+        profile: such as ``"steps 10:20"``: what each rank does from when 10 steps are done to when 20 are, recorded by
+            `torch.profiler`, as one Chrome trace for each rank under ``profile`` in the run's directory or that of its
+            checkpoints, else in the working directory. None: nothing is recorded, and nothing slowed down.
         keep: how many checkpoints are kept, the newest ones.
         best: such as ``"max accuracy"`` or ``"min val_loss"``: when that metric is better than ever, a checkpoint is
             saved, and kept beside the newest ones until there is a better one. Of loss, error and perplexity less is
@@ -116,6 +119,7 @@ class Run:
         save_every: str | None = None,
         log_every: str | None = None,
         track: str | LogsValues | None = None,
+        profile: str | None = None,
         keep: int = _DEFAULTS.keep,
         best: str | None = None,
         clip_norm: float | None = None,

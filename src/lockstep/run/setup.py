@@ -24,6 +24,7 @@ from lockstep.run.metrics import PassMetrics
 from lockstep.run.oom_advice import free_bytes
 from lockstep.run.position import RunPosition
 from lockstep.run.precision import Precision
+from lockstep.run.profile import StepProfiler
 from lockstep.run.progress_reporter import ProgressReporter
 from lockstep.run.run_checkpoints import DirectoryCheckpointer, NoCheckpointer, RunCheckpointer
 from lockstep.run.save_stop import SaveStopController
@@ -73,6 +74,7 @@ class RunContext:
     position: RunPosition
     metrics: PassMetrics
     carried: CarriedState
+    profiler: StepProfiler | None  #: None: no steps are recorded
 
     @property
     def settings(self) -> Settings:
@@ -148,6 +150,11 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         position=RunPosition(settings.seed, settings.best),
         metrics=PassMetrics(counts=share.counts, recent=settings.log_every is not None),
         carried=CarriedState(group, plan.micro_batches_of, has_server_ranks=share.replicas != group.size),
+        profiler=None
+        if settings.profile is None
+        else StepProfiler(
+            settings.profile, Path(directory or ".", "profile"), group.rank, device, marker, reporter.say
+        ),
     )
 
 

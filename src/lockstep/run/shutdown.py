@@ -8,10 +8,11 @@ from typing import Final
 
 import torch
 
+from lockstep.error_advice import add_advice
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.error_file import silence_interrupt, write_torchelastic_error
 from lockstep.run.loaders import Loaders
-from lockstep.run.oom_advice import MemoryPeak, add_advice, staying_bytes, wanted_bytes
+from lockstep.run.oom_advice import MemoryPeak, add_memory_advice, staying_bytes, wanted_bytes
 from lockstep.run.outside_forward import method_of
 from lockstep.run.run_log import RunLog
 from lockstep.run.setup import RunContext
@@ -75,10 +76,13 @@ class Shutdown:
             context.stop_requests.unlisten()
             self._loaders.close()
             self._log.close(failed=error is not None and not isinstance(error, SystemExit))
+            # After an error, a GPU may wait for what never comes.
+            waits = error is None or type(error) is SystemExit or context.device.type == "cpu"
+            if waits and context.profiler is not None:
+                context.profiler.close(failed=error is not None)
             context.reporter.close()
             context.checkpointer.release()
-            # After an error, a GPU may wait for what never comes.
-            if error is None or type(error) is SystemExit or context.device.type == "cpu":
+            if waits:
                 try:
                     context.strategy.close()
                 finally:
@@ -116,6 +120,7 @@ class Shutdown:
             method = method_of(error, self._state.models)
             if told := explain(self._context.strategy, error, method):
                 error.add_note(told)
+            add_advice(error)
             write_torchelastic_error(error, os.environ)
 
     def _advise(self, error: torch.OutOfMemoryError) -> None:
@@ -134,4 +139,4 @@ class Shutdown:
             global_batch=plan.global_batch,
             precision=self._context.settings.precision,
         )
-        add_advice(error, peak)
+        add_memory_advice(error, peak)

@@ -40,6 +40,7 @@ from lockstep.strategies import (
     before_optimizer_step,
     begin_micro_batch,
     can_update_trainable,
+    describe_loss,
     is_loss,
 )
 
@@ -142,7 +143,7 @@ class TrainStep:
                 loss = task()
         if pipelines is None and not is_loss(loss):
             raise UsageError(
-                f"step({_description(loss)}): the loss must be a tensor of no dimension that depends on the model's "
+                f"step({describe_loss(loss)}): the loss must be a tensor of no dimension that depends on the model's "
                 "parameters; reduce it with .mean(), and do not detach it"
             )
         if isinstance(loss, torch.Tensor) and not self._precision.scales and not position.is_padding:
@@ -355,8 +356,9 @@ class TrainStep:
     def _task(self, loss: Callable[..., torch.Tensor], data: tuple[Any, ...], target: ParameterSet) -> LossCall:
         """What the user would compute: ``loss(model(inputs), targets)``."""
         if len(data) != 2:
+            name = getattr(loss, "__name__", type(loss).__name__)
             raise UsageError(
-                f"step({loss!r:.60}{', ...' * len(data)}): give the loss, a tensor; or a function and what it is of, "
+                f"step({name}{', ...' * len(data)}): give the loss, a tensor; or a function and what it is of, "
                 "as in run.step(F.cross_entropy, images, labels), which is F.cross_entropy(model(images), labels)"
             )
         places = target.places
@@ -380,12 +382,6 @@ def _mean_of(loss: Loss, loss_is: LossKind, items: int | torch.Tensor) -> Loss:
         return loss / divisor
     whole = loss
     return lambda *data: whole(*data) / divisor
-
-
-def _description(loss: object) -> str:
-    if isinstance(loss, torch.Tensor):
-        return f"tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-    return f"{loss!r:.60}"
 
 
 def _refuse_forgotten(current: CurrentMicroBatch) -> None:

@@ -16,6 +16,7 @@ from lockstep.strategies.buffers import same
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
     ParameterSet,
+    describe_loss,
     has_gradient,
     is_loss,
     parameters_of,
@@ -60,6 +61,7 @@ __all__ = [
     "can_repeat_step",
     "can_update_trainable",
     "check_can_step",
+    "describe_loss",
     "evaluating",
     "explain",
     "finish_training",

@@ -141,6 +141,13 @@ def is_loss(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not value.dim() and value.requires_grad
 
 
+def describe_loss(value: object) -> str:
+    """What ``value`` is, which is no loss, in words that are the same on all ranks."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor of shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
+    return f"{type(value).__name__}"
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """All parameters that ``optimizer`` steps, in the order of the numbers that they have in its state."""
     return [p for group in optimizer.param_groups for p in group["params"]]

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.cpu_affinity import own_cpus
+from lockstep.error_advice import add_advice
 from lockstep.errors import PlanError, SettingError
 from lockstep.faults import FaultPlan
 from lockstep.formatting import size
 from lockstep.heartbeat import HeartbeatSender, open_channel, progress_marker, register_stacks
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
-from lockstep.launch.diagnosis.error_advice import advice_for
 from lockstep.launch.diagnosis.error_record import Failure, strip_own_frames, user_frame
 from lockstep.launch.request import Function, Module, Program, Script
 from lockstep.launch.workers.nested_ranks import refuse_nested_ranks
@@ -123,8 +123,7 @@ def run_program(program: Program) -> NoReturn:
         file, line = user_frame(error)
         sys.stderr.write(f"interrupted at {Path(file).name}:{line}\n")
     except BaseException as error:  # noqa: BLE001 - whatever it is, it ends here
-        if advice := advice_for(error, attached=TERMINAL in os.environ):
-            error.add_note(advice)
+        add_advice(error, attached=TERMINAL in os.environ)
         # Some settings can be checked only once the script has made its data set, such as the size of the world.
         code = EXIT_USAGE if isinstance(error, SettingError | PlanError) else EXIT_FAILED
         _write_record(error)

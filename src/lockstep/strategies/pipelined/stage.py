@@ -18,6 +18,7 @@ from lockstep.strategies.gradient_accumulation import (
     LossCall,
     Tensors,
     add_into_left,
+    describe_loss,
     is_loss,
     pop_gradients,
 )
@@ -217,8 +218,8 @@ class Stage(nn.Module):
             loss = task.loss(output, *task.targets)
         if not is_loss(loss):
             raise UsageError(
-                f"step(loss function, ...): it gave {loss!r:.60}; the loss must be a tensor of no dimension that "
-                "depends on the model's parameters"
+                f"step(loss function, ...): it gave a {describe_loss(loss)}; the loss must be a tensor of no dimension "
+                "that depends on the model's parameters"
             )
         self._losses.append((micro.position.index, loss.detach().clone()))
         loss = task.scale(loss)

@@ -27,7 +27,14 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -100,7 +107,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """The strategy ``fsdp``; one rank alone divides nothing. Collective."""
     if context.group.size == 1 and options.mixed == "none" and not options.checkpoint_activations:
         return SingleProcess(context.group, context.runs, exact=context.exact)
-    return FullySharded(context, options, context.group.size)
+    return FullySharded(context, options, context.group.size, "fsdp")
 
 
 class FullySharded(
@@ -112,12 +119,14 @@ class FullySharded(
         context: the conditions.
         options: of the strategy.
         ranks: that hold one copy of the model; neighbours, and a divisor of all.
+        name: of the two, as the user said it.
     """
 
-    def __init__(self, context: StrategyContext, options: Options, ranks: int) -> None:
+    def __init__(self, context: StrategyContext, options: Options, ranks: int, name: str) -> None:
         group = context.group
         self._group: Final = group
         self._options: Final = options
+        self._name: Final = name
         self._say: Final = context.say
         self._shard_groups: Final = ShardGroups(group, ranks)
         self._reduce_scatter: Final[ReduceScatter] = (
@@ -156,7 +165,7 @@ class FullySharded(
             MismatchError: if ranks made different models.
             UsageError: for a parameter that cannot be divided.
         """
-        refuse_sparse(model, "fsdp")
+        refuse_sparse(model, self._name)
         sync_module_states(self._group, model)
         blocks = blocks_of(model, self._options.wrap)
         if self._options.checkpoint_activations:
@@ -174,7 +183,7 @@ class FullySharded(
         return model
 
     def _shard_model(self, model: nn.Module, blocks: Sequence[nn.Module], watch: bool, mesh: DeviceMesh) -> None:
-        _check_divisible(model)
+        _check_divisible(model, self._name)
         options = self._options
         lower = _MIXED[options.mixed]
         if lower:
@@ -208,9 +217,12 @@ class FullySharded(
                 block.set_gradient_divide_factor(1.0)
                 block.set_force_sum_reduction_for_comms(True)
         self._roots.append(block)
-        refuse_copies(model, "fsdp")
+        if callable(getattr(model, "generate", None)):
+            # Models of transformers use parameters in it outside of forward(): an encoder is called by itself.
+            register_fsdp_forward_method(model, "generate")
+        refuse_copies(model, self._name)
         if self._guard is None:
-            self._guard = PickleGuard(DTensor, lambda tensor: tensor.device_mesh == mesh, "fsdp")
+            self._guard = PickleGuard(DTensor, lambda tensor: tensor.device_mesh == mesh, self._name)
         if any(p.requires_grad for p in model.parameters()):
             self._units.add(FsdpModel(model, units, TrackedUse(model, self._group) if watch else AllUsed()))
 
@@ -270,9 +282,9 @@ class FullySharded(
     def explain(self, error: Exception, method: str) -> str:
         """Where torch speaks of a tensor that is divided."""
         if method and "mixed torch.Tensor and DTensor" in str(error):
-            return outside_forward("fsdp", method)
+            return outside_forward(self._name, method)
         if "invalid python storage" in str(error):  # as safetensors' save_file says
-            return half_a_model("the tensors of a divided model", "fsdp")
+            return half_a_model("the tensors of a divided model", self._name)
         return ""
 
     def discard_step(self) -> None:
@@ -324,17 +336,17 @@ def _tree(micro_batches: int) -> UnitSums:
     return TreeAccumulator(micro_batches, lambda left, right: left.add_(right))
 
 
-def _check_divisible(model: nn.Module) -> None:
+def _check_divisible(model: nn.Module, strategy: str) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise UsageError(
-                f"the parameter {name} has no dimension, and fsdp divides rows; make it of shape (1,), as with "
+                f"the parameter {name} has no dimension, and {strategy} divides rows; make it of shape (1,), as with "
                 "nn.Parameter(torch.ones(1))"
             )
         if not parameter.is_contiguous():
             raise UsageError(
-                f"the parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and fsdp "
-                "divides contiguous rows; leave out .to(memory_format=...), or use ddp"
+                f"the parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and "
+                f"{strategy} divides contiguous rows; leave out .to(memory_format=...), or use ddp"
             )
 
 

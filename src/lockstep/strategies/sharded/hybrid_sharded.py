@@ -48,7 +48,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     )
     if context.group.size == 1:
         return fully_sharded.open_strategy(context, alike)
-    return FullySharded(context, alike, ranks_of_a_copy(context.group, options.shard))
+    return FullySharded(context, alike, ranks_of_a_copy(context.group, options.shard), "hsdp")
 
 
 def ranks_of_a_copy(group: Group, shard: int) -> int:

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 import lockstep.run  # the advice on models is for scripts that use it
-from lockstep.batch import BatchPlan
-from lockstep.data import open_micro_batch_loader
-from lockstep.launch.diagnosis.error_advice import advice_for
+from lockstep.error_advice import add_advice, advice_for
 
 TERMINAL = "lockstep run --attach RANK"
 
@@ -67,14 +65,40 @@ def test_a_device_that_is_not_there_is_no_business_of_the_script():
     assert "leave .to(...) and .cuda() out" in advice_for(caught(lambda: torch.ones(1).to("cuda")), attached=False)
 
 
-def test_an_error_in_the_data_set_or_its_collation_is_placed_there():
-    def collate(samples):
-        return samples[0]["label"]
+def trains_with_a_scaler_of_its_own():
+    with lockstep.run.Run() as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        scaler = torch.amp.GradScaler("cpu")
+        for x in run.train(run.loader(torch.ones(4, 2), global_batch=2, workers=0)):
+            run.step(scaler.scale(model(x).mean()))
+            scaler.update()
 
-    loader = open_micro_batch_loader(
-        [{"x": 1}] * 4, BatchPlan(4, 2, 1), 0, seed=0, shuffle=False, drop_last=False, workers=0, collate_fn=collate,
-        agree=list,
-    )  # fmt: skip
-    error = caught(lambda: list(loader.epoch(0, 0, padding="none")))
+
+def asks_for_what_ddp_had():
+    with lockstep.run.Run() as run:
+        _ = run.model(nn.Linear(2, 1)).module
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [(trains_with_a_scaler_of_its_own, "leave the GradScaler out"), (asks_for_what_ddp_had, "leave .module out")],
+)
+def test_a_run_says_it_itself_and_a_launcher_not_again(script, says):
+    error = caught(script)
+    add_advice(error, attached=False)  # as a rank of `lockstep run` does with whatever ends it
+    (note,) = error.__notes__
+    assert says in note
+
+
+def collates_wrongly():
+    with lockstep.run.Run() as run:
+        run.model(nn.Linear(2, 1))
+        batches = run.loader([{"x": 1}] * 4, global_batch=4, workers=0, collate_fn=lambda samples: samples[0]["label"])
+        next(run.train(batches))
+
+
+def test_an_error_in_the_data_set_or_its_collation_is_placed_there():
+    error = caught(collates_wrongly)
     assert isinstance(error, KeyError)
-    assert "in the data set or its collate function" in advice_for(error, attached=False)
+    assert "in the data set or its collate function" in "".join(error.__notes__)

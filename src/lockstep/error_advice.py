@@ -1,4 +1,7 @@
-"""What to do about errors whose own text does not say it, because they come from Python or torch."""
+"""What to do about errors whose own text does not say it, because they come from Python or torch.
+
+`Run` adds it as a note under whatever has started the script, ``lockstep run`` to the errors of all its scripts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from typing import Final
 
 from lockstep.heartbeat import is_users
 
-_DATA: Final = str(Path(__file__).parents[2] / "data")
+_DATA: Final = str(Path(__file__).parent / "data")
+_GRAD_SCALER: Final = "/torch/amp/grad_scaler.py"
 _NO_GPU: Final = re.compile("not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available")
 #: Attributes of DistributedDataParallel, which scripts that used it ask the model for.
 _OF_DDP: Final = {
@@ -24,12 +28,19 @@ _OF_DDP: Final = {
 }
 
 
+def add_advice(error: BaseException, *, attached: bool = True) -> None:
+    """``error`` has what `advice_for` says as a note from here on; once, however often it is called."""
+    advice = advice_for(error, attached=attached)
+    if advice and advice not in getattr(error, "__notes__", ()):
+        error.add_note(advice)
+
+
 def advice_for(error: BaseException, *, attached: bool) -> str:
     """What to do about ``error``, in a line that is the same on all ranks; "" if its own text is enough.
 
     Args:
         error: with its traceback.
-        attached: whether the rank that raised it has a terminal.
+        attached: whether the rank that raised it has a terminal; False only under ``lockstep run``, which lends one.
     """
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     advices = [advice(error, frames) for advice in _ADVICES]
@@ -80,4 +91,14 @@ def _ddp(error: BaseException, frames: Frames) -> str:
     return _OF_DDP.get(error.name or "", "")
 
 
-_ADVICES: Final[tuple[Callable[[BaseException, Frames], str], ...]] = (_data, _gpu, _ddp)
+def _grad_scaler(error: BaseException, frames: Frames) -> str:
+    by_scaler = any(file.endswith(_GRAD_SCALER) for file, _ in frames)
+    if not (isinstance(error, AssertionError) and by_scaler and "lockstep.run" in sys.modules):
+        return ""
+    return (
+        'leave the GradScaler out: with lockstep.Run(precision="fp16") run.step(loss) scales the loss, unscales the '
+        "gradient, and skips a step that overflows"
+    )
+
+
+_ADVICES: Final[tuple[Callable[[BaseException, Frames], str], ...]] = (_data, _gpu, _ddp, _grad_scaler)

@@ -1,0 +1,130 @@
+"""`profile="steps 10:20"`: what each rank did in these steps, as `torch.profiler` records it, in one file per rank.
+
+    DIRECTORY/profile/steps-10-20-rank0.json.gz     a Chrome trace: chrome://tracing, ui.perfetto.dev, TensorBoard, HTA
+    DIRECTORY/profile/steps-10-20-rank1.json.gz
+
+A process that resumes within the range records the rest of it, and names its files after that.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch.autograd import profiler
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from lockstep.errors import UsageError
+from lockstep.heartbeat import ProgressMarker
+from lockstep.settings import StepRange
+
+_ACTIVITIES: Final = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
+
+
+class StepProfiler:
+    """Records some of the steps of this rank; without any communication.
+
+    Args:
+        steps: which.
+        directory: for the traces; made when there is one.
+        rank: this one.
+        device: that it computes on.
+        marker: where it notes that a trace is written, which takes seconds.
+        say: tells the user, from the leader.
+    """
+
+    def __init__(
+        self,
+        steps: StepRange,
+        directory: Path,
+        rank: int,
+        device: torch.device,
+        marker: ProgressMarker,
+        say: Callable[[str], None],
+    ) -> None:
+        self._steps: Final = steps
+        self._directory: Final = directory
+        self._rank: Final = rank
+        self._kinds: Final = [ProfilerActivity.CPU, *filter(None, [_ACTIVITIES.get(device.type)])]
+        self._marker: Final = marker
+        self._say: Final = say
+        self._profile: profile | None = None
+        self._step_range: record_function | None = None  # of the step in work
+        self._began = 0  # steps that were done when recording began
+        self._done = 0  # ... and when it came to its last one
+        self._is_over = False
+
+    def at(self, step: int) -> None:
+        """``step`` steps are done, and the next one begins: recording begins, goes on or ends.
+
+        Raises:
+            UsageError: if the script has a profiler of its own on where recording would begin.
+        """
+        if self._is_over:
+            return
+        if self._profile is None:
+            if not self._steps.first <= step < self._steps.last:
+                return
+            self._begin(step)
+        elif step == self._done:
+            return  # another pass begins
+        self._done = step
+        if step >= self._steps.last:
+            self._end()
+        else:
+            self._mark_step()
+
+    def close(self, *, failed: bool) -> None:
+        """The run ends: what was recorded is written; if nothing was, and it has not ``failed``, the leader says so."""
+        if self._profile is not None:
+            self._end()
+        if self._done == self._began and not failed:
+            self._say(f"profile='{self._steps}': none of these steps was done here, so there is no trace")
+
+    def _begin(self, step: int) -> None:
+        if profiler._is_profiler_enabled:
+            raise UsageError(
+                f"profile='{self._steps}' while the script has a profiler of its own on, and torch has one at a time: "
+                "leave one of the two out"
+            )
+        self._began = step
+        self._profile = profile(activities=self._kinds)
+        self._profile.start()
+
+    def _mark_step(self) -> None:
+        """The next step is a range in the trace, under the name by which tools know steps."""
+        self._end_step()
+        self._step_range = record_function(f"ProfilerStep#{self._done + 1}")
+        self._step_range.__enter__()
+
+    def _end_step(self) -> None:
+        if self._step_range is not None:
+            self._step_range.__exit__(None, None, None)
+            self._step_range = None
+
+    def _end(self) -> None:
+        recorded, self._profile = self._profile, None
+        assert recorded is not None
+        self._is_over = True
+        self._end_step()
+        recorded.stop()
+        if self._done == self._began:
+            return
+        phase = self._marker.set_phase("save")
+        name = f"steps-{self._began}-{self._done}-rank{self._rank}.json.gz"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            # By its ending torch knows that it is to be compressed.
+            scratch = self._directory / f".{name}"
+            recorded.export_chrome_trace(str(scratch))
+            scratch.replace(self._directory / name)
+        except OSError as error:
+            # A full disk must not end the training.
+            warnings.warn(f"rank {self._rank} could not write {self._directory / name}: {error}", stacklevel=2)
+        else:
+            each = name.replace(f"rank{self._rank}", "rank*")
+            self._say(f"profile: steps {self._began + 1} to {self._done} of each rank are in {self._directory / each}")
+        self._marker.set_phase(phase)
