@@ -112,7 +112,7 @@ def measure_one(millions: float, micro: int, rounds: int, group: Group) -> Seen:
     batches = [(torch.randn(BATCH, width), torch.randint(width, (BATCH,))) for _ in range(micro)]
     steps = min(10, max(1, round(10 / millions / micro)))
     seen: Seen = {way: [] for way in ways}
-    for number in range(-2, rounds):  # two to warm up: DDP lays out its buckets anew after the first step
+    for number in range(-2, rounds):  # two to warm up: DDP lays out its buckets again after the first step
         names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             group.barrier("round")

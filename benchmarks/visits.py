@@ -37,7 +37,7 @@ from lockstep.strategies import STRATEGIES, split
 from lockstep.world import World
 from ranks import memory_bytes, return_freed_memory
 
-WARM_UP = 2  # steps: DDP lays out its buckets anew after the first
+WARM_UP = 2  # steps: DDP lays out its buckets again after the first
 INPUTS, CLASSES = 784, 10
 ALONE = "none"  # the way in which each rank computes by itself, at the same time as the others
 LOOPBACK = "loopback"  # the speed where all ranks share one host
@@ -58,7 +58,7 @@ class Way:
 
     @property
     def period(self) -> int:
-        """Steps after which what it does begins anew."""
+        """Steps after which what it does repeats."""
         return int(split(self.spec)[1].get("period", "1"))
 
 

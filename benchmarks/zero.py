@@ -140,7 +140,7 @@ def measure(millions: float, rounds: int, out: str) -> None:
     inputs, labels = torch.randn(BATCH, width), torch.randint(width, (BATCH,))
     steps = min(10, max(1, round(10 / millions)))
     found: dict[str, dict[str, Any]] = {name: {"step_s": [], "cpu_s": [], "save_s": []} for name in ways}
-    for number in range(-2, rounds):  # two to warm up: DDP lays out its buckets anew after the first step
+    for number in range(-2, rounds):  # two to warm up: DDP lays out its buckets again after the first step
         names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             group.barrier("round")

@@ -7,7 +7,7 @@
 python reinforcement.py
 lockstep run --nproc-per-node 2 reinforcement.py
 
-The samples are episodes: each is a seed for an environment, drawn anew in every epoch, and a micro-batch is the
+The samples are episodes: each is a seed for an environment, drawn again in every epoch, and a micro-batch is the
 episodes that a rank plays at once. So the result does not depend on the number of ranks. With ``--own-environments``
 each rank has environments of its own, seeded by its rank once and never again, as is usual: then it does depend.
 """

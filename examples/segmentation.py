@@ -48,7 +48,7 @@ def padded(image: Tensor, mask: Tensor, height: int, width: int) -> Pair:
 
 
 def cropped(crop: int) -> Callable[[Any, Any], Pair]:
-    """For training: scaled, cut and mirrored anew each time, to ``crop`` pixels each way.
+    """For training: scaled, cut and mirrored differently each time, to ``crop`` pixels each way.
 
     The shorter side becomes 0.5 to 2 times 520 pixels for a crop of 480, and in proportion for others.
     """

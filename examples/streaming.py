@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch-lockstep", "transformers>=4.56", "datasets>=3.0"]
 # ///
-"""A causal language model of `transformers` on a stream of `datasets`, shuffled anew in each epoch.
+"""A causal language model of `transformers` on a stream of `datasets`, shuffled again in each epoch.
 
 python streaming.py
 lockstep run --nproc-per-node 2 streaming.py

@@ -355,7 +355,7 @@ def test_schedules_count_only_the_steps_that_were_made():
     assert rates[-1] == pytest.approx(0.1 * 0.9**made)
 
 
-def test_augmentation_and_dropout_are_drawn_anew_in_each_epoch():
+def test_augmentation_and_dropout_are_drawn_again_in_each_epoch():
     draws = [str(notes) for notes in wanted("augmented").told]
     assert len(draws) == len(set(draws)) == 2 * 14
 

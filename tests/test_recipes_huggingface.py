@@ -113,7 +113,7 @@ def test_ranks_and_an_interruption_do_not_matter(name, played):
             assert not isinstance(each, str), each
             assert each[:3] == alone[:3]
     assert alone[3] == 0
-    assert worlds[-1][0][3] > 0, "the interrupted run began anew"
+    assert worlds[-1][0][3] > 0, "the interrupted run started over"
 
 
 def test_fine_tuning_weighs_tokens_as_one_padded_batch_would(played):

@@ -23,7 +23,7 @@ STEPS = 6
 
 
 class Images(Dataset):
-    """Augmented by all three generators, each time anew."""
+    """Augmented by all three generators, differently each time."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(5)

@@ -252,7 +252,7 @@ def test_the_newest_is_the_last_whole_one_whatever_is_damaged(tmp_path_factory, 
             saves.newest()
 
 
-def test_a_damaged_step_that_is_reached_again_is_saved_anew(tmp_path):
+def test_a_damaged_step_that_is_reached_again_is_saved_again(tmp_path):
     newest, _ = save(tmp_path, 1, 2)
     flip(newest / "part-00000.safetensors")
     save(tmp_path, 2)
@@ -295,7 +295,7 @@ def test_leftovers_of_a_crash_are_swept_and_nothing_else_is(tmp_path):
     assert said == []
 
 
-def test_starting_anew_sets_the_old_ones_aside(tmp_path):
+def test_starting_over_sets_the_old_ones_aside(tmp_path):
     save(tmp_path, 50, 60)
     saves, _ = checkpoints(tmp_path, keep=1)
     assert saves.archive() == tmp_path / "before-1"
@@ -349,13 +349,13 @@ def test_the_newest_is_protected_also_by_those_who_resume_from_a_later_one(tmp_p
     resumed.close()
     assert steps_in(tmp_path) == [8, 6, 2]
 
-    anew, said = checkpoints(tmp_path, keep=1)
-    anew.newest()
-    anew.archive()
+    later, said = checkpoints(tmp_path, keep=1)
+    later.newest()
+    later.archive()
     for step in (2, 6, 9):
-        anew.save(STATE, step, {})
-        anew.wait()
-    anew.close()
+        later.save(STATE, step, {})
+        later.wait()
+    later.close()
     assert steps_in(tmp_path) == [9], "another run's protection is not this one's"
     assert said == []
 

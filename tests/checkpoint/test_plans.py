@@ -147,7 +147,7 @@ def test_retention_leaves_protected_steps_alone_and_the_rest_as_if_they_were_not
     just = data.draw(st.sampled_from(sorted(whole)))
     gone = expired(list(whole), whole.__getitem__, just, keep, protected)
     assert just not in gone
-    assert not {one.step for one in gone} - {just.step} & protected, "but for what was saved anew"
+    assert not {one.step for one in gone} - {just.step} & protected, "but for what was saved again"
     rest = [one for one in whole if one.step not in protected]
     if just in rest:
         assert set(gone) == set(expired(rest, whole.__getitem__, just, keep))

@@ -35,7 +35,7 @@ def _shared():
     return sum(int(end, 16) - int(first, 16) for first, end in spans)
 
 
-def test_sums_that_are_cut_anew_take_the_memory_that_is_there():
+def test_sums_that_are_cut_again_take_the_memory_that_is_there():
     for taken in run_ranks(shared_bytes, 3):
         assert 3 * 400_000 <= taken[0] < 3 * 400_000 + 8192
         assert taken == taken[:1] * 4

@@ -85,7 +85,7 @@ def test_each_place_of_an_order_comes_once_on_any_world(order, way, global_batch
 
 
 class Growing:
-    """A curriculum: each epoch one sample more, drawn anew."""
+    """A curriculum: each epoch one sample more, drawn again."""
 
     def __call__(self, epoch, generator):
         return torch.randperm(N, generator=generator)[: 4 + epoch]
@@ -192,7 +192,7 @@ class Augmented(Dataset):
         return torch.tensor([index, torch.rand(()).item()], dtype=torch.float64)
 
 
-def test_a_repeated_sample_is_augmented_anew_and_alike_on_any_world_and_with_loader_processes():
+def test_a_repeated_sample_is_augmented_differently_and_alike_on_any_world_and_with_loader_processes():
     def rows(world, workers=0):
         got = on_world(Augmented(), (3, 1), world, sampler=[5] * 6, workers=workers)
         return sorted(tuple(row) for rank in got for b in rank for row in b.data.tolist())

@@ -117,7 +117,7 @@ def test_a_node_that_says_nothing_grows_silent_and_one_that_left_says_so(store):
         assert nodes()["c"].silent_s < nodes()["quiet"].silent_s
 
 
-def test_a_store_that_does_not_answer_is_noticed_and_asked_anew(store):
+def test_a_store_that_does_not_answer_is_noticed_and_asked_again(store):
     endpoint, process = store
     with clients(endpoint, "c", "other", lost_after_s=0.5) as (_, other):
         wait_until(lambda: other.silent_s() < 0.4)

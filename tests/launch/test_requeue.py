@@ -41,7 +41,7 @@ def test_each_run_of_a_job_goes_on_in_its_own_directory(tmp_path_factory, comman
                 first.append(name)
 
 
-def test_another_job_begins_anew(tmp_path):
+def test_another_job_starts_over(tmp_path):
     disk = FileSystem()
     assert disk.start(Allocation(SLURM, "5"), "a", tmp_path) == ("train-job5", False)
     assert disk.start(Allocation(SLURM, "6", restarts=1), "a", tmp_path) == ("train-job6", False)

@@ -188,7 +188,7 @@ def test_a_notebook_is_told_in_python_what_to_do(here):
     with pytest.raises(SettingError) as refused:
         launch(run_dir="same", nproc_per_node=2)
     assert str(refused.value).splitlines() == [
-        "run_dir='same' holds an earlier run; continue it, or set it aside and begin anew:",
+        "run_dir='same' holds an earlier run; continue it, or set it aside and start over:",
         "  lockstep.launch(train, ranks=2, resume=True, run_dir='same')",
         "  lockstep.launch(train, ranks=2, fresh=True, run_dir='same')",
     ]

@@ -111,7 +111,7 @@ def test_an_interrupted_run_reads_as_one(tmp_path_factory, stops):
     ]
 
 
-def test_a_run_from_the_start_begins_the_record_anew(tmp_path):
+def test_a_run_from_the_start_starts_the_record_over(tmp_path):
     logged(tmp_path / "m", [(0, {"a": 1}), (5, {"a": 1})])
     assert MetricsFile.read(logged(tmp_path / "m", [])) == []
 

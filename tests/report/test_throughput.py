@@ -68,7 +68,7 @@ def test_a_change_for_good_becomes_the_speed():
     assert pace.samples_per_s == pytest.approx(3.2)
 
 
-def test_a_count_that_falls_begins_anew():
+def test_a_count_that_falls_starts_over():
     clock = Clock()
     pace = Throughput(now=clock)
     for samples in (5000, 5032, 4000, 4032, 4064):

@@ -402,7 +402,7 @@ def naive(kind):
 
 
 def as_it_should_be(kind):
-    """The same once a step, and kept objects whose state is made anew each time it is asked for."""
+    """The same once a step, and kept objects whose state is made again each time it is asked for."""
     with Run() as run:
         module = nn.Linear(2, 1)
         model = run.model(module)

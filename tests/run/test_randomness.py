@@ -79,7 +79,7 @@ def test_the_script_draws_alike_on_all_ranks_and_worlds():
     assert len(first) == 2 + 3 * 4 + 12
 
 
-def test_an_evaluation_draws_for_each_micro_batch_and_pass_anew_and_the_same_on_every_world():
+def test_an_evaluation_draws_for_each_micro_batch_and_pass_again_and_the_same_on_every_world():
     first = None
     for world in (1, 2, 4):
         (ranks,) = on_world(world, [(drawn_in_evaluations,)])

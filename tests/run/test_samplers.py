@@ -174,7 +174,7 @@ def test_the_same_bits_on_any_world_and_after_a_crash_on_another(tmp_path):
             same_as_alone(result, way)
     for way in WAYS:
         found = resumed(way, dirs[way], f"{dirs[way]}-1", "none")
-        assert len(found[2]) < 3, "it began anew"
+        assert len(found[2]) < 3, "it started over"
         same_as_alone(found, way)
 
 

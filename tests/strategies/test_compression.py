@@ -307,8 +307,8 @@ def moves_to_fewer_ranks():
         sums = reduce(fewer, gradients_of(model, two.rank, 0))
         fresh = PowerSGD(two, rank=3, start=0, may_skip=False)
         fresh.setup_model(model)
-        anew = state_hash(sums) == state_hash(reduce(fresh, gradients_of(model, two.rank, 0)))
-        result = len(kept), max(kept), anew
+        restarted = state_hash(sums) == state_hash(reduce(fresh, gradients_of(model, two.rank, 0)))
+        result = len(kept), max(kept), restarted
     leave(group)
     return result
 
@@ -452,10 +452,10 @@ def test_on_three_ranks():
         assert len(set(ends)) == 1
         assert same_errors
     assert found[moves_to_fewer_ranks,][2] is None
-    for matrices, lost, anew in found[moves_to_fewer_ranks,][:2]:
+    for matrices, lost, restarted in found[moves_to_fewer_ranks,][:2]:
         assert matrices > 0
         assert lost < 1e-5
-        assert anew
+        assert restarted
     for name, digits in (("float16", 11), ("bfloat16", 8)):
         results = found[casts, name]
         assert 0 < results[0][0] < 16 * 2.0**-digits

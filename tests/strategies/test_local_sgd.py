@@ -311,7 +311,7 @@ def test_on_two_ranks():
     for ranks, said in zip(elsewhere, (told, [], []), strict=True):
         assert [r[:3] for r in ranks] == [(True, True, said)] * 3, ranks
     assert elsewhere[0][0][3] > 1e-3
-    assert elsewhere[1][0][3] == elsewhere[2][0][3] == 0  # the third step of the period, which began anew; and ddp
+    assert elsewhere[1][0][3] == elsewhere[2][0][3] == 0  # the third step of the period, which started over; and ddp
 
 
 def test_on_three_ranks():

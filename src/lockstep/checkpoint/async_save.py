@@ -185,7 +185,7 @@ class Checkpoints:
         if found:
             return None, (
                 f"none of {plural(len(found), 'checkpoint')} in {self.root} is whole: restore one from a backup, or "
-                "start anew with --fresh"
+                "start over with --fresh"
             )
         return None, ""
 

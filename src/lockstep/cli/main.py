@@ -380,7 +380,7 @@ def _names() -> list[str]:
 
 
 def _repeatable(own: list[str]) -> tuple[str, ...]:
-    """Options of ours without those that say where and how the run begins: a later command says that anew."""
+    """Options of ours without those that say where and how the run begins: a later command says that itself."""
     kept: list[str] = []
     words = iter(own)
     for word in words:

@@ -77,8 +77,8 @@ class NativeAllReduce:
 class RankOrderAllReduce:
     """Sums of one tensor from each rank, along the tree over ranks.
 
-    Torch's all-reduce adds in an order that depends on where in a bucket an element lies, and DDP cuts its buckets anew
-    after the first step, also after a resume. Here the bits depend only on the values and on the number of ranks.
+    Torch's all-reduce adds in an order that depends on where in a bucket an element lies, and DDP cuts its buckets
+    again after the first step, also after a resume. Here the bits depend only on the values and on the number of ranks.
     """
 
     def __init__(self, group: Group) -> None:

@@ -83,7 +83,7 @@ class SharedMemoryAllReduce:
     def _area(self, nodes: int, out: torch.Tensor) -> torch.Tensor:
         """Room for the step's next sum, of shape (nodes, elements); the same memory on all ranks.
 
-        The sums of a step share areas, however they are cut: DDP cuts its buckets anew after the first step, and what
+        The sums of a step share areas, however they are cut: DDP cuts its buckets again after the first step, and what
         was one sum of all gradients is many from then on.
         """
         size = nodes * out.numel() * out.element_size()

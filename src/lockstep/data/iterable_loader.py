@@ -137,7 +137,7 @@ class IterableLoader(MicroBatchLoader):
             )
         if samples == 0 and step == 0:
             raise DataError(
-                f"the data set gave no sample in epoch {epoch}; it needs at least one, and __iter__ must begin anew "
+                f"the data set gave no sample in epoch {epoch}; it needs at least one, and __iter__ must start over "
                 "each time it is called"
             )
         return samples

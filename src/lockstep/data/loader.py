@@ -166,7 +166,7 @@ def _refuse_what_is_no_data_set(dataset: Any) -> None:
         )
     if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset):
         raise DataError(
-            f"an iterator ({type(dataset).__name__}) can be read only once; pass an object whose __iter__ begins anew"
+            f"an iterator ({type(dataset).__name__}) can be read only once; pass an object whose __iter__ starts over"
         )
     if not any(hasattr(dataset, name) for name in ("__getitem__", "__iter__", "stride")):
         raise DataError(

@@ -29,7 +29,7 @@ class LoaderPass(NamedTuple):
 
     epoch: int
     steps: EpochSteps
-    positions: Callable[[], Iterator[MicroBatchPosition]]  #: begins anew each time
+    positions: Callable[[], Iterator[MicroBatchPosition]]  #: starts over each time
 
 
 class MicroBatchSampler(Sampler[Picks]):

@@ -23,7 +23,7 @@ class MicroBatchLoader(Protocol):
     notes: tuple[str, ...]  #: lines to print once for the user
 
     def draw(self, epoch: int) -> str | None:
-        """The order of ``epoch`` is drawn anew, for the pass that is to begin. Its digest, for ranks to compare.
+        """The order of ``epoch`` is drawn again, for the pass that is to begin. Its digest, for ranks to compare.
 
         None for an order that depends on the seed and the epoch alone. A pass draws by itself what was not drawn.
         """

@@ -149,7 +149,7 @@ class SampledOrder(Order):
             drawn = self._give(epoch)
         if not len(drawn.indices):
             raise DataError(
-                f"{self._name} gives no sample in epoch {epoch}; it must begin anew each time, as a list does and an "
+                f"{self._name} gives no sample in epoch {epoch}; it must start over each time, as a list does and an "
                 f"iterator does not; {_WAY_OUT}"
             )
         return drawn
@@ -305,6 +305,6 @@ def _refuse_divided(name: str, sampler: Any) -> None:
             )
     if isinstance(sampler, Iterator):
         raise UsageError(
-            f"{name} is an iterator, which can be read only once: give something that begins anew for each epoch, or "
+            f"{name} is an iterator, which can be read only once: give something that starts over for each epoch, or "
             f"{_WAY_OUT}"
         )

@@ -122,7 +122,7 @@ def begin_pass(loader: DataLoader[Any]) -> Any:
 
 
 def end_passes(loader: DataLoader[Any], *passes: Any) -> None:
-    """No process of ``loader`` or of ``passes`` over it runs afterwards. The loader may be iterated anew."""
+    """No process of ``loader`` or of ``passes`` over it runs afterwards. The loader may be iterated again."""
     # Kept by torch while its workers persist. There is no public way to end them but to delete the loader, which is
     # the user's.
     kept, loader._iterator = loader._iterator, None

@@ -285,13 +285,13 @@ def _run_dir(
         raise SettingError(f"{spelt} is not empty and holds no run (no {MARK}); give a new directory, or empty it")
     if request.resume:
         return run_dir, "resume", ()
-    # Before --fresh: a job that began with it is not to begin anew each time the scheduler starts it again.
+    # Before --fresh: a job that began with it is not to start over each time the scheduler starts it again.
     if goes_on(given, request.subject, _about(run_dir)):
         return run_dir, "resume", (again,)
     if request.fresh:
         return run_dir, "fresh", ()
     raise SettingError(
-        f"{spelt} holds an earlier run; continue it, or set it aside and begin anew:\n"
+        f"{spelt} holds an earlier run; continue it, or set it aside and start over:\n"
         f"  {request.command('--resume', '--run-dir', request.run_dir)}\n"
         f"  {request.command('--fresh', '--run-dir', request.run_dir)}"
     )

@@ -29,7 +29,7 @@ class MetricsFile:
 
     Opening it for a run that goes on after ``step`` steps cuts off what was logged after that step, and a last line
     that a crash left unfinished; the run will log those again. What was logged at that very step stays, and if the
-    run repeats it, as when it evaluates again, it is not written twice. At step 0 the file begins anew.
+    run repeats it, as when it evaluates again, it is not written twice. At step 0 the file starts over.
 
     Each record is one whole line, written at once and visible to readers at once: ``step`` (optimizer steps done),
     ``epoch`` (from 1), ``wall_s`` (seconds since 1970) and the values by name. JSON has no number for nan, which is

@@ -39,7 +39,7 @@ class Throughput:
     def observe(self, samples: int) -> None:
         """Note that ``samples`` are done by now, counted from any beginning. Costs about a microsecond.
 
-        A count below the one before begins anew, as after a restart from an older checkpoint.
+        A count below the one before starts over, as after a restart from an older checkpoint.
         """
         now_s = self._now()
         if self._start is None or samples < self._start[1]:

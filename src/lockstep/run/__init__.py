@@ -3,18 +3,23 @@
 run                  Run: what the user calls; each call goes to one of these
 setup                device, threads, process group, strategy, checkpoints; what the parts of a run share
 registration         models, optimizers, schedulers; what cannot be trained alike is refused
-loaders              data sets
+loaders              data sets; loader_arguments: what they were given with
 start                a checkpoint is loaded, signals are listened to
 training_loop        epochs and micro-batches
+passes               which pass over which data set is open; what a resume repeats
+step_data            the micro-batches of a step, from one loader or from several
+micro_batches        what train and evaluate hand out; to_device: on their way to the device
 evaluation_loop      every sample once
 train_step           the order of events within a step
 parameter_sets       what each set of optimizers updates
+closures             optimizers that compute the loss several times in a step
 end_of_step          comparison of ranks, save, stop
-shutdown             the last save; what an error says
+shutdown             the last save; what an error says; error_file: what is left of it
 rank_operations      sum, mean, gather, broadcast, barrier
 
 position             where the run is
 state                models, optimizers and what is kept
+kept                 what the script has named in keep
 carried_state        what the script carries from step to step
 snapshot             what a checkpoint holds
 run_checkpoints      resume, save, stop with a checkpoint
@@ -23,9 +28,14 @@ step_agreement       ... and after which step
 stop_requests        signals, the STOP file, the end of the job
 metrics              means over samples that do not depend on the ranks
 precision            the number format of forward passes, loss scaling
+best, early_stopping by which metric a run is judged, and when it no longer improves
+run_log              the record of metrics, and the trackers
+whole_models         models out of a run, wherever their parts lie
 progress_reporter    where the run is, for the user and for the launcher
 
 loop_checks          what the loop's body must not do
+outside_forward      methods of a model that do not train, named
+oom_advice           what to change where a GPU's memory is full
 evaluation_buffers   buffers in an evaluation are put back
 divergence           ranks that hold different values are named
 nonfinite            losses and gradients must be finite

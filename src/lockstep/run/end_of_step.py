@@ -47,7 +47,7 @@ class EndOfStep:
         self._save_stop: Final = context.save_stop
         self._open_step = 0  # a step that is done, and whose body has not ended; 0: none
         self._checked = False  # of the open step: whether its loop was left, and all but the decisions was done
-        self._save_anew = False  # what a checkpoint of the last step would hold has changed since it was saved
+        self._save_again = False  # what a checkpoint of the last step would hold has changed since it was saved
         self.error: LockstepError | None = None  #: met where a loop was left by `break`, to be raised at the end
         self.steps = 0  #: done by this process
         self.stopped = False  #: whether the run was asked to stop, and has
@@ -83,7 +83,7 @@ class EndOfStep:
         self._raise_error()
         step, self._open_step = self._open_step, 0
         if not step:
-            if self._save_anew:
+            if self._save_again:
                 self.save()
             return
         checked, self._checked = self._checked, False
@@ -129,13 +129,13 @@ class EndOfStep:
         It is saved now, or where the step ends.
         """
         if self._position.note_best():
-            self._save_anew = True
+            self._save_again = True
             if not self.waits:
                 self.save()
 
     def note_end(self) -> None:
         """Early stopping has ended the training: the last save says so, whatever was saved of the last step."""
-        self._save_anew = True
+        self._save_again = True
 
     def finish_last(self) -> None:
         """The training is over: the last step ends, and is saved or at least compared between ranks. Collective."""
@@ -151,7 +151,7 @@ class EndOfStep:
         Raises:
             SystemExit: with code 75, for a stop.
         """
-        if decision.saves or self._save_anew:
+        if decision.saves or self._save_again:
             self.save()
         if decision.stop:
             self.stopped = True
@@ -166,12 +166,12 @@ class EndOfStep:
         phase = self._context.marker.set_phase("save")
         self._finite.settle()
         self.say_warnings()
-        anew, self._save_anew = self._save_anew, False
+        again, self._save_again = self._save_again, False
         self._context.checkpointer.save(
             self._snapshot.take,
             self._position.progress.step,
             self._whole_identity(),
-            anew=anew,
+            again=again,
             protect=self._position.best.step,
         )
         self._save_stop.saved()

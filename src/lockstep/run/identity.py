@@ -206,7 +206,7 @@ def _describe_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]
         if was != kind:
             raise CheckpointError(
                 f"the checkpoint's optimizer is {was}, and this script's {kind}, which remembers other things: use "
-                f"{was}, or begin anew with --fresh"
+                f"{was}, or start over with --fresh"
             )
         for old, new in zip(were, groups, strict=False):
             odd = [name for name in new if old.get(name, new[name]) != new[name]]

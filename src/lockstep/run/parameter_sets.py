@@ -26,7 +26,7 @@ class ParameterSets:
         self._strategy: Final = strategy
         self._state: Final = state
         self._by_optimizers: Final[dict[tuple[int, ...], ParameterSet]] = {}
-        self._to_check: set[tuple[int, ...]] = set()  # keys of sets to be made anew
+        self._to_check: set[tuple[int, ...]] = set()  # keys of sets to be made again
 
     def named(self, optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
         """The optimizers that the script means by ``optimizer``.

@@ -140,7 +140,7 @@ class Passes:
             self._cursors[name].step += 1
 
     def next_pass(self, name: str) -> None:
-        """In `Run.steps`, the loader has come to its end, and begins anew."""
+        """In `Run.steps`, the loader has come to its end, and starts over."""
         cursor = self._cursors[name]
         cursor.number, cursor.step = cursor.number + 1, 0
 

@@ -38,9 +38,9 @@ class RunCheckpointer(Protocol):
         ...
 
     def save(
-        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, anew: bool, protect: int | None
+        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, again: bool, protect: int | None
     ) -> None:
-        """Begin to save ``tree()`` as the state after ``step``, unless that is done and not to be done ``anew``.
+        """Begin to save ``tree()`` as the state after ``step``, unless that is done and not to be done ``again``.
 
         From its commit on, the checkpoint of step ``protect`` is kept beside those that are kept anyway, and the one
         that was protected so before is not.
@@ -96,7 +96,7 @@ class NoCheckpointer(RunCheckpointer):
         """Nothing was resumed."""
 
     def save(
-        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, anew: bool, protect: int | None
+        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, again: bool, protect: int | None
     ) -> None:
         """Nothing is saved."""
 
@@ -149,7 +149,7 @@ class DirectoryCheckpointer(RunCheckpointer):
                 user's choice. Also for a ``back_to`` that is not there.
         """
         if fresh and (aside := self._checkpoints.archive()) is not None:
-            self._say(f"beginning anew; the earlier checkpoints are in {aside}")
+            self._say(f"starting over; the earlier checkpoints are in {aside}")
         saved = self._checkpoints.newest()
         if saved is not None and back_to is not None:
             saved = self._back_to(back_to, saved)
@@ -160,7 +160,7 @@ class DirectoryCheckpointer(RunCheckpointer):
             raise SettingError(
                 f"{self._checkpoints.root} holds a run that got to step {saved.step}. To go on with it: "
                 f"lockstep run --resume ... {script}, or {RESUME}=1 python {script}. "
-                f"To begin anew: lockstep run --fresh ..., {FRESH}=1 python {script}, or another directory"
+                f"To start over: lockstep run --fresh ..., {FRESH}=1 python {script}, or another directory"
             )
         tree: dict[str, Any] = self._checkpoints.load(saved)
         self._resumed, self.saved_step = saved.about, saved.step
@@ -196,7 +196,7 @@ class DirectoryCheckpointer(RunCheckpointer):
             raise CheckpointError(
                 f"the checkpoint was trained with global_batch={was_global}, micro_batch={was_micro}, and this script "
                 f"says {global_batch}, {micro_batch}: its steps would hold other samples. Give the sizes of before, or "
-                "begin anew with --fresh"
+                "start over with --fresh"
             )
         for name in within_pass:
             samples = identity["samples"][name]
@@ -206,7 +206,7 @@ class DirectoryCheckpointer(RunCheckpointer):
             raise CheckpointError(
                 f"the checkpoint was taken within an epoch of {was} samples, and this script's data set "
                 f"has {samples}: what is left of the epoch would not be what was left then. Give the data "
-                "set of before, or begin anew with --fresh"
+                "set of before, or start over with --fresh"
             )
         for number, (epoch, digest) in identity.get("orders", {}).items():
             was_epoch, was = before.get("orders", {}).get(number, (None, None))
@@ -214,7 +214,7 @@ class DirectoryCheckpointer(RunCheckpointer):
                 raise CheckpointError(
                     f"the checkpoint was taken within epoch {epoch}, whose order of samples is another one now: what "
                     "is left of the epoch would not be what was left then. Keep what the sampler or order= depends on, "
-                    "with run.keep(...), or begin anew with --fresh"
+                    "with run.keep(...), or start over with --fresh"
                 )
         for text in differences(before, identity):
             if text not in self._said:
@@ -223,9 +223,9 @@ class DirectoryCheckpointer(RunCheckpointer):
 
     @override
     def save(
-        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, anew: bool, protect: int | None
+        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, again: bool, protect: int | None
     ) -> None:
-        if anew or self.saved_step != step:
+        if again or self.saved_step != step:
             self._began_s = time.monotonic()
             self._checkpoints.save(tree(), step, identity, protect=protect)
             self.saved_step = step

@@ -87,7 +87,7 @@ class TrainingStart:
             raise CheckpointError(
                 f"the checkpoint of step {self._position.progress.step} was taken in a loop over run.train(...) that "
                 "this script did not come to again: it has other loops, or their order depends on what is in no "
-                "checkpoint. Give the script of before, run.keep(...) what decides, or begin anew with --fresh"
+                "checkpoint. Give the script of before, run.keep(...) what decides, or start over with --fresh"
             )
 
     def _resume(self) -> None:

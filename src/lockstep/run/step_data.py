@@ -75,7 +75,7 @@ class StepData:
         return self._passes.step(self._loaders.name(loader))
 
     def _goes_on(self, loader: MicroBatchLoader, *, is_first: bool) -> bool:
-        """``loader`` came to its end: whether it begins anew. The first one's passes are the run's epochs."""
+        """``loader`` came to its end: whether it starts over. The first one's passes are the run's epochs."""
         if self._passes.loop != "steps":
             return False
         self._passes.next_pass(self._loaders.name(loader))

@@ -44,7 +44,7 @@ class Compression(Protocol):
         ...
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load `state_dict`, in which every tensor is whole; empty: begin anew. Collective."""
+        """Load `state_dict`, in which every tensor is whole; empty: start over. Collective."""
         ...
 
     def close(self) -> None:

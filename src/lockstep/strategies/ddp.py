@@ -8,7 +8,7 @@ goes on::
     exchange          [  bucket 0  ][  bucket 1  ]
 
 The user calls the model itself: of DDP only the hooks on gradients are used, and `backward` enables them.
-So the model is what it is on one rank, and DDP can be made anew when other parameters are trained.
+So the model is what it is on one rank, and DDP can be made again when other parameters are trained.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
@@ -288,10 +288,10 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
         self._buffers.resync()
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Let DDP see a forward pass; in the first one of a step it may lay out its buckets anew, on all ranks."""
+        """Let DDP see a forward pass; in the first one of a step it may lay out its buckets again, on all ranks."""
         reducing = [model.ddp for model in self._models if model.ddp is not None]
         if not self._step_has_begun:
-            # DDP lays out its buckets anew after the first step, which is collective. Left to the forward pass, one
+            # DDP lays out its buckets again after the first step, which is collective. Left to the forward pass, one
             # rank could do so for the second model while another one already reduces the first.
             self._step_has_begun = True
             for ddp in reducing:
@@ -362,7 +362,7 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
         return self._compression.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Let the compression of gradients go on from what it had not sent; empty: it begins anew. Collective."""
+        """Let the compression of gradients go on from what it had not sent; empty: it starts over. Collective."""
         self._compression.load_state_dict(state)
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ class PowerSGD(Compression):
         """Sum the approximations of all gradients that were begun, of all models at once. Collective."""
         gradients, self._gradients = self._gradients, {}
         flats, self._flats = self._flats, {}
-        # In the models' order, not in that of the buckets: DDP cuts them anew after the first step.
+        # In the models' order, not in that of the buckets: DDP cuts them again after the first step.
         begun = [self._models[number] for number in sorted(flats)]
         compressed = [factors for factors in begun if factors.steps >= self._start]
         self._sums.finish()
@@ -92,10 +92,10 @@ class PowerSGD(Compression):
         return {"models": [factors.state(self._group) for factors in self._models]}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Go on from `state_dict`; empty: begin anew. Collective.
+        """Go on from `state_dict`; empty: start over. Collective.
 
         As many ranks as before go on to the bit. Another number of ranks divides the sum of all errors evenly, so it
-        still holds that nothing is lost. Where the rank r was another one, q begins anew.
+        still holds that nothing is lost. Where the rank r was another one, q starts over.
         """
         saved = state.get("models", [])
         for factors in self._models:
@@ -205,7 +205,7 @@ class _Factors:
         return {"steps": self.steps, "q": qs, "errors": errors}
 
     def load(self, state: StateDict, group: Group) -> None:
-        """Load `state`, in which errors are whole; what it lacks begins anew."""
+        """Load `state`, in which errors are whole; what it lacks starts over."""
         self.steps = state.get("steps", 0)
         self.stacks = []
         qs, errors = state.get("q", {}), state.get("errors", {})

@@ -7,7 +7,6 @@ from pydoc_data.topics import topics
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 import lockstep
 
@@ -87,18 +86,15 @@ def load_text(length):
     return {"train": data[: length * 9 // 10], "val": data[length * 9 // 10 :]}
 
 
-class Windows(Dataset):
+def get_batches(run, data, args, iters):
     """Windows that begin anywhere in the text."""
 
-    def __init__(self, data, args, iters):
-        self.data, self.block_size, self.samples = data, args.block_size, iters * args.batch_size
+    def order(epoch, generator):
+        return torch.randint(len(data) - args.block_size, (iters * args.batch_size,), generator=generator)
 
-    def __len__(self):
-        return self.samples
-
-    def __getitem__(self, index):
-        i = int(torch.randint(len(self.data) - self.block_size, ()))
-        return self.data[i : i + self.block_size], self.data[i + 1 : i + 1 + self.block_size]
+    x = data[:-1].unfold(0, args.block_size, 1)
+    y = data[1:].unfold(0, args.block_size, 1)
+    return run.loader((x, y), order=order, global_batch=args.batch_size, micro_batch=args.batch_size // 4)
 
 
 def get_lr(it, args):
@@ -110,33 +106,30 @@ def get_lr(it, args):
 
 
 @torch.no_grad()
-def estimate_loss(run, model, loaders):
-    model.eval()
+def estimate_loss(run, model, held_out):
     for split in ("train", "val"):
-        for x, y in run.evaluate(loaders[split]):
+        for x, y in run.evaluate(held_out[split]):
             run.measure(**{split: model(x, y)[1]})
     return run.metrics
 
 
 def main(args, run):
     data = load_text(args.length)
-    model = GPT(128, args.block_size, args.n_layer, args.n_head, args.n_embd, args.dropout)
-    model = run.model(model)
+    batches = get_batches(run, data["train"], args, args.max_iters)
+    held_out = {split: get_batches(run, data[split], args, args.eval_iters) for split in data}
+    model = run.model(GPT(128, args.block_size, args.n_layer, args.n_head, args.n_embd, args.dropout))
     optimizer = run.optimizer(model.configure_optimizers(args.weight_decay, args.learning_rate))
     run.scheduler(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda iter_num: get_lr(iter_num, args)))
-    sizes = {"global_batch": args.batch_size, "micro_batch": args.batch_size // 4}
-    batches = run.loader(Windows(data["train"], args, args.eval_interval), **sizes)
-    loaders = {split: run.loader(Windows(data[split], args, args.eval_iters), **sizes, shuffle=False) for split in data}
     figures = []
-    for _ in run.epochs(args.max_iters // args.eval_interval):
+    for _ in run.steps(args.max_iters):
         for x, y in run.train(batches):
             _, loss = model(x, y)
-            run.step(loss)
-        losses = estimate_loss(run, model, loaders)
-        run.say(f"step {run.progress.step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
-        figures.append(run.log())
+            if run.step(loss) and run.progress.step % args.eval_interval == 0:
+                losses = estimate_loss(run, model, held_out)
+                print(f"step {run.progress.step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+                figures.append(run.log())
     written = model.generate(torch.tensor([[84, 104, 101]], device=run.device), 60)
-    run.say(bytes(written[0].tolist()).decode("ascii"))
+    print(bytes(written[0].tolist()).decode("ascii"))
     return figures
 
 

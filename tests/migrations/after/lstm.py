@@ -55,58 +55,63 @@ def repackage_hidden(hidden):
     return tuple(each.detach() for each in hidden)
 
 
-def stretches(source, bptt):
-    """The first stretch of every column, then the second of every one, and so on; and the characters that follow."""
-    inside = (source.size(1) - 1) // bptt * bptt
-    rows = source[:, :inside], source[:, 1 : inside + 1]
-    return tuple(row.reshape(len(row), -1, bptt).transpose(0, 1).reshape(-1, bptt) for row in rows)
+def get_batch(source, i, bptt):
+    """Stretch ``i`` of every column, and the characters that follow."""
+    seq_len = min(bptt, source.size(1) - 1 - i)
+    return source[:, i : i + seq_len], source[:, i + 1 : i + 1 + seq_len]
 
 
-def evaluate(run, model, source, criterion):
+def evaluate(args, model, source, criterion):
     model.eval()
+    total_loss, count = 0.0, 0
+    hidden = model.init_hidden(source.size(0))
     with torch.no_grad():
-        for tokens, targets in run.evaluate(source):
-            hidden = model.init_hidden(tokens.size(0))
+        for i in range(0, source.size(1) - 1, args.bptt):
+            tokens, targets = get_batch(source, i, args.bptt)
             output, hidden = model(tokens, hidden)
-            run.measure(val_loss=criterion(output.flatten(0, 1), targets.flatten()))
-    return run.metrics["val_loss"]
+            total_loss += criterion(output.flatten(0, 1), targets.flatten()).item() * targets.numel()
+            count += targets.numel()
+    return total_loss / count
+
+
+def stretches(run, source, bptt):
+    """The first stretch of every column, then the second of every one, and so on: a step holds one stretch of each."""
+    starts = range(0, source.size(1) - 1, bptt)
+    samples = [sample for i in starts for sample in zip(*get_batch(source, i, bptt), strict=True)]
+    return run.loader(samples, global_batch=len(source), micro_batch=len(source) // 4, shuffle=False)
 
 
 def train(run, model, source, criterion, epoch):
     model.train()
     for tokens, targets in run.train(source):
         hidden = run.carry.get("hidden") or model.init_hidden(len(tokens))
-        hidden = repackage_hidden(hidden)
         output, hidden = model(tokens, hidden)
         run.carry["hidden"] = repackage_hidden(hidden)
         loss = criterion(output.flatten(0, 1), targets.flatten())
         run.step(loss)
     run.carry.clear()
     loss = run.metrics["loss"]
-    run.say(f"| epoch {epoch} | loss {loss:.3f} | ppl {math.exp(loss):.2f}")
+    print(f"| epoch {epoch} | loss {loss:.3f} | ppl {math.exp(loss):.2f}")
 
 
 def main(args, run):
     corpus = Corpus(args.length)
-    train_data = stretches(batchify(corpus.train, args.batch_size), args.bptt)
-    val_data = batchify(corpus.valid, args.eval_batch_size)
-    val_data = stretches(val_data, val_data.size(1) - 1)  # each column whole: an evaluation carries nothing
-    train_data = run.loader(train_data, global_batch=args.batch_size, micro_batch=args.batch_size // 4, shuffle=False)
-    val_data = run.loader(val_data, global_batch=args.eval_batch_size, micro_batch=1, shuffle=False)
+    train_data = stretches(run, batchify(corpus.train, args.batch_size), args.bptt)
+    val_data = batchify(corpus.valid, args.eval_batch_size).to(run.device)  # whole on every rank: it cannot be divided
     model = run.model(RNNModel(128, args.emsize, args.nhid, args.nlayers, args.dropout))
     criterion = nn.CrossEntropyLoss()
     optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=args.lr))
     figures = []
-    best_val_loss = None
+    run.keep(best_val_loss=math.inf)
     for epoch in run.epochs(args.epochs):
         train(run, model, train_data, criterion, epoch)
-        val_loss = evaluate(run, model, val_data, criterion)
-        run.say(f"| end of epoch {epoch} | valid loss {val_loss:.3f} | valid ppl {math.exp(val_loss):.2f}")
-        if best_val_loss is not None and val_loss > best_val_loss:
+        val_loss = evaluate(args, model, val_data, criterion)
+        print(f"| end of epoch {epoch} | valid loss {val_loss:.3f} | valid ppl {math.exp(val_loss):.2f}")
+        if val_loss > run.kept.best_val_loss:
             for group in optimizer.param_groups:  # anneal
                 group["lr"] /= 4.0
-        best_val_loss = val_loss if best_val_loss is None else min(best_val_loss, val_loss)
-        figures.append(run.log(epoch=epoch))
+        run.kept.best_val_loss = min(run.kept.best_val_loss, val_loss)
+        figures.append(run.log(val_loss=val_loss))
     return figures
 
 

@@ -79,7 +79,7 @@ def rank_environment(job: Job, world: World, restart: int, interface: str = "") 
         restart: generations of this launcher before this one.
         interface: the network interface that leads to the other nodes; "": the rank finds it out.
     """
-    # A restart goes on from what the generation before it has saved, also where the run itself began anew.
+    # A restart goes on from what the generation before it has saved, also where the run itself started over.
     begins = "resume" if restart else job.begins
     # Once: a job that the scheduler starts again goes on from what it has saved since.
     back_to = None if job.given.restarts else job.request.resume_from

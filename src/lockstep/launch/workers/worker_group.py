@@ -164,7 +164,7 @@ class WorkerGroup:
             self._kill_at_s = time.monotonic() + min(grace_s, _PEER_LOST_GRACE_S)
 
     def forget(self) -> None:
-        """Forget the last generation, since another coordinator counts generations anew."""
+        """Forget the last generation, since another coordinator counts generations from 0."""
         self._generation, self._ranks, self._exited, self.endings = -1, range(0), {}, ()
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ class Options:
     #: ``bf16``: blocks are gathered and computed in bf16, with master parameters and sums in fp32. The bits are the
     #: same for any number of ranks, and those of no other strategy.
     mixed: str = "none"
-    #: Drop a block after its forward pass and gather it anew for the backward pass: less memory, more traffic.
+    #: Drop a block after its forward pass and gather it again for the backward pass: less memory, more traffic.
     reshard: bool = True
     #: Keep parameters, gradients and optimizer state in the memory of the CPU, for models on GPUs.
     offload: bool = False
