@@ -149,6 +149,31 @@ def test_ranks_that_serve_follow_through_stretches_a_break_and_a_resume(tmp_path
     assert resumed == [(progress, measured[1:]) for progress, measured in whole], "it does not train on after its break"
 
 
+def left_within_a_step():
+    """A pass that is left before the third step is made, and taken up again: the step is made once, and measured once."""
+    with Run(log_every="5 steps") as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches, begun = run.loader(X, **SIZES), 0
+        while not run.metrics:
+            begun += 1
+            for batch in run.train(batches):
+                run.measure(before=batch[:, 0])
+                if begun == 1 and run.progress.step == 2:
+                    break
+                done = run.step(model(batch).square().mean())
+                run.measure(after=batch[:, 0])
+                if done and begun == 2 and run.progress.step == 4:
+                    break
+        return run.metrics
+
+
+def test_what_a_discarded_step_measured_counts_for_nothing():
+    ((alone,),) = on_world(1, [(left_within_a_step,)])
+    assert alone["before"] == alone["after"] == pytest.approx(X[:, 0].double().mean().item(), abs=1e-7)
+    assert on_world(3, [(left_within_a_step,)]) == [[alone] * 3]
+
+
 def stopping(directory, patience, resume):
     """Early stopping in the body, at step 6 with a patience of 2; how many steps this leg made."""
     if resume:
