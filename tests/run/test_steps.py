@@ -150,7 +150,7 @@ def test_ranks_that_serve_follow_through_stretches_a_break_and_a_resume(tmp_path
 
 
 def left_within_a_step():
-    """A pass that is left before the third step is made, and taken up again: the step is made once, and measured once."""
+    """A pass that is left within its third step, and taken up again: the step is made and measured once."""
     with Run(log_every="5 steps") as run:
         model = run.model(nn.Linear(2, 1))
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
