@@ -314,8 +314,8 @@ MUTANTS = [
     mutant("run/train_step.py", "if id(scheduler.optimizer) in stepped:", "if True:", LOOP, STEP, HAND),
     mutant(
         "run/train_step.py",
-        "            self._losses = _StepLosses()\n            self._strategy.discard_step()",
-        "            self._strategy.discard_step()",
+        "            self._losses = _StepLosses()\n            self._closures.discard()",
+        "            self._closures.discard()",
         LOOP,
         STEP,
         MEAN,

@@ -273,7 +273,13 @@ def test_loaders_whose_steps_differ():
 def test_an_epoch_without_a_step():
     run, *_ = opened()
     empty = run.loader(DATA[:3], drop_last=True, **SIZES)
-    with refused("an epoch of the data set has no step: drop_last=True leaves out a step of fewer than global_batch=8", DataError), run:
+    with (
+        refused(
+            "an epoch of the data set has no step: drop_last=True leaves out a step of fewer than global_batch=8",
+            DataError,
+        ),
+        run,
+    ):
         for _ in run.steps(2):
             next(run.train(empty))
 
