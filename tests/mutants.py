@@ -35,6 +35,7 @@ LEARNS = "tests/run/test_what_learns.py"
 CARRY = "tests/run/test_carry.py"
 STEP = "tests/run/test_end_of_step.py"
 LOOPS = "tests/run/test_loops.py"
+STEPS = "tests/run/test_steps.py"
 DIVERGENCE = "tests/run/test_divergence.py"
 IDENTITY = "tests/run/test_identity.py"
 FINITE = "tests/run/test_nonfinite.py"
@@ -458,6 +459,25 @@ MUTANTS = [
         LOOPS,
     ),
     mutant("run/passes.py", "        if cursor.moved and cursor.site != site:\n            return False\n", "", LOOPS),
+    mutant("run/passes.py", "self._repeated.get(names[0], 0) < cursor.number", "False", LOOPS),
+    mutant("run/passes.py", "return epoch if number == 0 else seed_of", "return epoch if True else seed_of", LOOPS),
+    mutant(
+        "run/evaluation_loop.py",
+        "            self._position.evaluations_done = self._position.evaluations\n",
+        "",
+        LOOPS,
+    ),
+    mutant(
+        "run/evaluation_loop.py",
+        'self._position.seed_script("body" if in_body else "outside")',
+        "self._position.seed_script()",
+        LOOPS,
+    ),
+    mutant(
+        "run/evaluation_loop.py", 'self._position.seed_script("body" if in_body else "outside")', "pass", LOOPS, STEPS
+    ),
+    mutant("run/training_loop.py", "            self._metrics.forget_step()\n", "", STEPS),
+    mutant("run/step_data.py", "and not self._strategy.goes_on()", "and False", STEPS),
     mutant(
         "run/start.py",
         "self._tree_within_turn = tree if self._snapshot.restore_position(tree) else None",

@@ -26,7 +26,7 @@ class Training:
     """A model and its data; ``end`` is the step in whose body the run dies, or is asked to stop."""
 
     def __init__(self, run, end):
-        self.run, self.end = run, end
+        self.run, self.end, self.evaluations = run, end, 0
         self.module = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1))
         self.model = run.model(self.module)
         self.optimizer = run.optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.05))
@@ -48,6 +48,10 @@ class Training:
             noise = torch.rand(len(batch))  # as where a model draws in evaluation
             self.run.measure(held=self.model(batch).squeeze(1), noise=noise)
         self.run.log(held=self.run.metrics["held"], noise=self.run.metrics["noise"])
+        self.evaluations += 1
+        if self.end == ("evaluated", self.evaluations):
+            self.run._context.checkpointer._checkpoints.wait()
+            raise Die
 
 
 def stretches(t):
@@ -284,3 +288,42 @@ def test_a_loop_is_the_same_whatever_ended_it_on_the_way(whole, tmp_path):
             assert ranks == [None if end else whole[shape][0]] * world, shape
     for shape in SHAPES:
         assert lines(tmp_path / shape.__name__) == whole[shape][1], shape
+
+
+#: A second pass over the same loader in one epoch, and an evaluation that follows one in the last step's body.
+DEEP_LEGS = [(in_turn, ("die", 9)), (in_the_body, ("evaluated", 7))]
+
+
+def drawn():
+    """The samples of two passes over one loader in one epoch, and what is drawn in the last body and after it."""
+    with Run(seed=3) as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches, passes, draws = run.loader(torch.arange(16.0).view(8, 2), global_batch=4, micro_batch=1), [], []
+        for _ in run.epochs(1):
+            for _ in range(2):
+                samples = []
+                for batch in run.train(batches):
+                    samples.append((run.progress.step, run.micro_batch.index, batch[0, 0].item()))
+                    if run.step(model(batch).mean()) and run.progress.step % 2 == 0:
+                        for part in run.evaluate(batches):
+                            run.measure(held=part[:, 0])
+                        draws.append(torch.rand(()).item())
+                passes.append([number for *_, number in sorted(one for part in run.gather(samples) for one in part)])
+                draws.append(torch.rand(()).item())
+        return passes, draws
+
+
+def test_deep_in_a_turn_a_resume_finds_its_pass_and_its_evaluation(whole, tmp_path):
+    calls = []
+    for shape, end in DEEP_LEGS:
+        calls += [(leg, shape, tmp_path / shape.__name__, end), (leg, shape, tmp_path / shape.__name__)]
+    results = on_world(2, [*calls, (drawn,)])
+    for number, (shape, _) in enumerate(DEEP_LEGS):
+        assert results[2 * number : 2 * number + 2] == [[None] * 2, [whole[shape][0]] * 2], shape
+        assert lines(tmp_path / shape.__name__) == whole[shape][1], shape
+    (passes, draws), other = results[-1]
+    assert passes[0] != passes[1], "another order"
+    assert sorted(passes[0]) == sorted(passes[1]) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert other == (passes, draws), "drawn alike on all ranks"
+    assert len(set(draws)) == len(draws), "and not once more when the loop is left"

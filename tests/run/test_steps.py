@@ -1,6 +1,7 @@
 """`Run.steps` by hand, evaluation in the loop's body, the place of a micro-batch, and early stopping at its end."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -104,6 +105,73 @@ def test_servers_run_no_body_to_evaluate_in():
         2, [(evaluated, "parameter-server:servers=1", True)], env={"LOCKSTEP_PEER_TIMEOUT_S": "3"}
     )
     assert "UsageError: run.evaluate(...) in the body of run.train(...): under this strategy some ranks serve" in worker
+
+
+def served(strategy, directory, stop=False):
+    """Stretches through several epochs; one is left by break where an epoch ends, and perhaps stopped after that."""
+    os.environ[RESUME] = "1"
+    try:
+        with Run(seed=3, strategy=strategy, checkpoint=directory) as run:
+            model = run.model(nn.Linear(2, 1))
+            run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+            order = lambda epoch, generator: torch.randperm(40, generator=generator)  # noqa: E731
+            batches, held_out, measured = run.loader(X, order=order, **SIZES), run.loader(X[:10], **SIZES), []
+            for begun in run.steps(13, every=6):
+                for batch in run.train(batches):
+                    if run.step((model(batch) - 1).square().mean()) and run.progress.step == 10:
+                        break
+                for batch in run.evaluate(held_out):
+                    run.measure(held=model(batch).squeeze(1))
+                    if stop and run.progress.step == 10:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                measured.append((begun, run.metrics["held"]))
+        return run.progress, measured
+    except SystemExit as ended:
+        return ended.code
+    finally:
+        os.environ.pop(RESUME, None)
+
+
+def test_ranks_that_serve_follow_through_stretches_a_break_and_a_resume(tmp_path):
+    """A server reads nothing and runs no body: it must learn where the others go on and where they do not."""
+    calls = [
+        (served, "ddp", tmp_path / "ddp"),
+        *((served, f"parameter-server:mode={mode}", tmp_path / mode) for mode in ("sync", "async,staleness=0")),
+        (served, "parameter-server", tmp_path / "stopped", True),
+        (served, "parameter-server", tmp_path / "stopped"),
+    ]
+    whole, sync, asynchronous, stopped, resumed = on_world(3, calls)
+    assert whole[0][0].epoch == 2
+    assert [begun for begun, _ in whole[0][1]] == [0, 6, 10, 12]
+    assert sync == whole
+    assert [progress for progress, _ in asynchronous] == [progress for progress, _ in whole]
+    assert stopped == [75] * 3
+    assert resumed == [(progress, measured[1:]) for progress, measured in whole], "it does not train on after its break"
+
+
+def left_within_a_step():
+    """A pass that is left within its third step, and taken up again: the step is made and measured once."""
+    with Run(log_every="5 steps") as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches, begun = run.loader(X, **SIZES), 0
+        while not run.metrics:
+            begun += 1
+            for batch in run.train(batches):
+                run.measure(before=batch[:, 0])
+                if begun == 1 and run.progress.step == 2:
+                    break
+                done = run.step(model(batch).square().mean())
+                run.measure(after=batch[:, 0])
+                if done and begun == 2 and run.progress.step == 4:
+                    break
+        return run.metrics
+
+
+def test_what_a_discarded_step_measured_counts_for_nothing():
+    ((alone,),) = on_world(1, [(left_within_a_step,)])
+    assert alone["before"] == alone["after"] == pytest.approx(X[:, 0].double().mean().item(), abs=1e-7)
+    assert on_world(3, [(left_within_a_step,)]) == [[alone] * 3]
 
 
 def stopping(directory, patience, resume):

@@ -89,6 +89,7 @@ class EndOfStep:
         checked, self._checked = self._checked, False
         if not checked:
             self._finite.step_ended()
+        self._context.metrics.step_is_done()  # what the rest of the body has measured
         self._log_recent(step)  # before it is saved: a run that goes on from here has logged it
         decision = self._save_stop.after_step(step)
         is_first = steps_before_pass is not None and self.steps == steps_before_pass + 1
@@ -202,7 +203,6 @@ class EndOfStep:
         every, metrics = self._context.settings.log_every, self._context.metrics
         if every is None:
             return
-        metrics.step_is_done()  # what the rest of the body has measured
         if step % int(every.every) == 0:
             means = {f"{name}_step": mean for name, mean in metrics.recent.reduce(self._context.group).items()}
             self._log.write({**means}, step, self._position.epoch_number)

@@ -93,7 +93,7 @@ class MetricMeans:
             self.add_mean(name, number, samples if count is None else count)
 
     def absorb(self, other: MetricMeans) -> None:
-        """What ``other`` has measured is measured here, and ``other`` not used any more. Does not wait."""
+        """What ``other`` has measured is measured here, too, and nothing more by ``other``. Does not wait."""
         for name, mean in other._means.items():
             self._of(name).absorb(mean)
 
@@ -142,7 +142,7 @@ class PassMetrics:
     def __init__(self, *, counts: bool, recent: bool = False) -> None:
         self._counts: Final = counts
         self._wants_recent: Final = recent
-        self.train = MetricMeans()
+        self.train = MetricMeans()  #: of the steps of this pass
         self.recent = MetricMeans()  #: of the steps since it was reduced last, in whatever pass
         self._step = MetricMeans()  # of the step under way, which may be discarded
         self.evaluate = MetricMeans()
@@ -175,7 +175,6 @@ class PassMetrics:
     def enter(self, method: Literal["train", "evaluate"]) -> None:
         """A pass begins."""
         self.inside = method
-        self._step = MetricMeans()
 
     def leave(self) -> None:
         """The pass is over."""
@@ -201,12 +200,17 @@ class PassMetrics:
     def add_loss(self, value: torch.Tensor, items: int | torch.Tensor) -> None:
         """``value`` is the loss of a micro-batch, the mean over ``items``."""
         if self._counts:
-            for means in self._training():
-                means.add_mean("loss", value, items)
+            self._step.add_mean("loss", value, items)
 
     def step_is_done(self) -> None:
         """What was measured since the last call belongs to a step that was made."""
-        self.recent.absorb(self._step)
+        self.train.absorb(self._step)
+        if self._wants_recent:
+            self.recent.absorb(self._step)
+        self._step = MetricMeans()
+
+    def forget_step(self) -> None:
+        """What was measured since the last `step_is_done` belongs to a step that is discarded."""
         self._step = MetricMeans()
 
     def measure(self, values: Mapping[str, object], count: int | torch.Tensor | None) -> None:
@@ -223,11 +227,8 @@ class PassMetrics:
         if not self.samples:
             return
         for name, value in values.items():
-            for means in self._training() if self.inside == "train" else (self.evaluate,):
-                means.add(name, value, self.samples, count)
-
-    def _training(self) -> tuple[MetricMeans, ...]:
-        return (self.train, self._step) if self._wants_recent else (self.train,)
+            means = self._step if self.inside == "train" else self.evaluate
+            means.add(name, value, self.samples, count)
 
 
 def _mean(units: int | float, odd: int | float, count: int | float) -> float:

@@ -80,7 +80,7 @@ class Passes:
                 "a second run.train(...) outside of epochs: write `for epoch in run.epochs(n):` around it, or "
                 "`for step in run.steps(n):`"
             )
-        if not may_take_up and any(cursor.step and not cursor.complete for cursor in cursors):
+        if not may_take_up and any(self._is_left(cursor) for cursor in cursors):
             raise UsageError(
                 "run.train(...) again for a loop that was left by break: ranks that serve others cannot take it up; "
                 "under this strategy give each part an epoch of its own, or use ddp or zero"
@@ -92,6 +92,10 @@ class Passes:
             cursor.moved |= cursor.site not in ("", site)
             cursor.site = site
         self._open = tuple(names)
+
+    def _is_left(self, cursor: Cursor) -> bool:
+        """Whether the pass was left by ``break`` in this turn. In `Run.steps` a pass goes on in the next one anyway."""
+        return bool(cursor.step) and not cursor.complete and (self.loop != "steps" or cursor.site != "")
 
     def is_open(self, names: Sequence[str], site: str) -> bool:
         """In a resumed script that calls `Run.train` at ``site``: whether this is the pass that goes on.

@@ -42,7 +42,7 @@ class RunSnapshot:
             "evaluations": self._position.evaluations_done,
             "carry": self._carried.state(),
             "passes": self._position.passes.as_dict(),
-            "is_left": self._position.is_left and self._position.passes.loop == "epochs",
+            "is_left": self._position.is_left,
             "early_stopping": {name: one.state_dict() for name, one in self._state.early_stopping.items()},
             "ended": self._position.ended,
             "best": self._position.best.as_dict(),

@@ -12,12 +12,14 @@ from lockstep.errors import DataError, UsageError
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.loaders import Loaders
 from lockstep.run.setup import RunContext
+from lockstep.strategies import HasServerRanks
 
 
 class StepData:
     """Goes through the open pass, and in `Run.steps` from one pass over a loader to the next."""
 
     def __init__(self, context: RunContext, loaders: Loaders, end_of_step: EndOfStep) -> None:
+        self._strategy: Final = context.strategy
         self._loaders: Final = loaders
         self._end_of_step: Final = end_of_step
         self._position: Final = context.position
@@ -77,6 +79,8 @@ class StepData:
     def _goes_on(self, loader: MicroBatchLoader, *, is_first: bool) -> bool:
         """``loader`` came to its end: whether it starts over. The first one's passes are the run's epochs."""
         if self._passes.loop != "steps":
+            return False
+        if isinstance(self._strategy, HasServerRanks) and not self._strategy.goes_on():
             return False
         self._passes.next_pass(self._loaders.name(loader))
         if is_first:

@@ -314,13 +314,16 @@ class TrainingLoop:
         self._metrics.leave()
         self._context.marker.set_phase("script")
         try:
-            if current is not None and current.complete and not current.ended:
-                self._train_step.end(current)
-                self._carried.step_is_done()
+            if current is not None and current.complete:
+                self._metrics.step_is_done()
+                if not current.ended:
+                    self._train_step.end(current)
+                    self._carried.step_is_done()
         except LockstepError as error:
             self._end_of_step.error = error
         finally:
             self._train_step.leave()
+            self._metrics.forget_step()
             self._carried.forget_step()
             self._position.seed_script()
 

@@ -421,6 +421,20 @@ class HasServerRanks(Protocol):
         """
         ...
 
+    def goes_on(self) -> bool:
+        """Whether ranks that compute go on after the last step of an epoch of the data. Collective.
+
+        A loop that goes through several epochs may be left by ``break`` there, which serving ranks would not see.
+
+        Returns:
+            True on ranks that compute, which go on; where this rank serves, False if they have left their loop over
+            micro-batches, and `end_loop` is next.
+
+        Raises:
+            PeerLost: where this rank serves, if the others did not leave the loop after the same step.
+        """
+        ...
+
     def end_loop(self, *, complete: bool) -> bool:
         """End the loop over micro-batches. Collective; ranks that compute do not wait for the others.
 

@@ -23,6 +23,7 @@ from lockstep.strategies.parameter_server.parameter_store import PULL, LayoutWit
 from lockstep.strategies.parameter_server.rpc import (
     Answer,
     EndOfLoop,
+    LoopGoesOn,
     RpcRequest,
     ServerRoles,
     SyncRound,
@@ -104,6 +105,10 @@ class AsyncParameterServer(
         self._target = target
         self._applying = self._next_push()
         return self._applying is not None or min(self._done.values()) > self._step
+
+    def goes_on(self) -> bool:
+        """Whether the loop goes on with the next epoch. Collective."""
+        return self._round.goes_on()
 
     def end_loop(self, *, complete: bool) -> bool:
         """End the loop over micro-batches; whether it was complete. Collective."""
@@ -189,7 +194,7 @@ class AsyncParameterServer(
                     raise unexpected_end_of_loop(rank for rank in ended if self._done[rank] <= self._step)
                 return None
             request = self._context.endpoint.take(f"the push of {format_ranks(waiting)}")
-            if isinstance(request.content, EndOfLoop):
+            if isinstance(request.content, EndOfLoop | LoopGoesOn):
                 self._round.keep(request)
                 continue
             push: Push = request.content

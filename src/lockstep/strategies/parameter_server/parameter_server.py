@@ -155,6 +155,10 @@ class SyncParameterServer(Strategy, HasServerRanks, PreparesOptimizerStep, Finis
             divide_by_counts(target, position.step_samples, counted)
         return True
 
+    def goes_on(self) -> bool:
+        """Whether the loop goes on with the next epoch. Collective."""
+        return self._round.goes_on()
+
     def end_loop(self, *, complete: bool) -> bool:
         """End the loop over micro-batches; whether it was complete. Collective."""
         return self._round.end_loop(complete=complete)

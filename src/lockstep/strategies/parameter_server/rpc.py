@@ -211,6 +211,11 @@ class EndOfLoop:
     complete: bool  #: whether it came to its end
 
 
+@dataclass(frozen=True, slots=True)
+class LoopGoesOn:
+    """What a worker sends where its loop over micro-batches goes from one epoch of the data to the next."""
+
+
 class SyncRound:
     """In each step every worker sends one request to every server, and a server answers all of them together.
 
@@ -286,6 +291,19 @@ class SyncRound:
         self.answer(lambda: None)
         return end_of_loop.complete
 
+    def goes_on(self) -> bool:
+        """Whether the loop goes on, see `HasServerRanks.goes_on`."""
+        if self._endpoint.rank in self._roles.workers:
+            self.unsent = dict.fromkeys(self._roles.servers, LoopGoesOn())
+            self.send()
+            for _ in self.answers(_NEXT_EPOCH):
+                pass
+            return True
+        if self.is_over(_NEXT_EPOCH):
+            return False
+        self.answer(lambda: None)
+        return True
+
     def rejoin(self) -> None:
         """On a worker: wait until servers have ended the loop before, which is when their `end_loop` has returned."""
         for _ in self.answers(_END):
@@ -318,6 +336,7 @@ def translating_rpc_errors(rank: int, what: str) -> Iterator[None]:
 
 
 _END: Final = "the end of the loop over micro-batches"
+_NEXT_EPOCH: Final = "the next epoch of the data"
 
 #: The endpoint of this process, if it has one. Remote calls name functions of a module, so the module must know it.
 _open: Final[list[RpcEndpoint]] = []
