@@ -191,7 +191,10 @@ class DirectoryCheckpointer(RunCheckpointer):
         before = self._resumed or identity
         for name, (global_batch, micro_batch) in identity.get("sizes", {}).items():
             was_global, was_micro = before["sizes"].get(name, (global_batch, micro_batch))
-            if (was_global, was_micro) == (global_batch, micro_batch):
+            # What is opened within the outer loop, and so named by +, may have other sizes in its next turn.
+            if (was_global, was_micro) == (global_batch, micro_batch) or (
+                name.startswith("+") and name not in within_pass
+            ):
                 continue
             raise CheckpointError(
                 f"the checkpoint was trained with global_batch={was_global}, micro_batch={was_micro}, and this script "
