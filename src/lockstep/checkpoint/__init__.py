@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.commit import Committed, expired, list_checkpoints, remove, verify
 from lockstep.checkpoint.filesystem import LOCAL, FileSystem, LocalFileSystem
-from lockstep.checkpoint.json_state import Tree
+from lockstep.checkpoint.json_state import SavedTree, StateTree, Tree
 from lockstep.checkpoint.lock import Holder, lock_root
 from lockstep.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Piece, TensorRecord
 from lockstep.checkpoint.model_files import (
@@ -57,6 +57,8 @@ __all__ = [
     "SafetensorsWriter",
     "Saved",
     "SavedModel",
+    "SavedTree",
+    "StateTree",
     "TensorRecord",
     "Tensors",
     "Tree",

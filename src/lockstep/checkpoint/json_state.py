@@ -12,13 +12,16 @@ a tensor                     {"tensor": 5}                      the fifth of the
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import CheckpointError
 
 #: A nested dict, list or tuple of tensors and plain values (None, bool, int, float, str, bytes); keys are str or int.
 Tree = Any
+#: The same with names: what a run or one of its parts saves, and what it gets back.
+StateTree = dict[str, Any]
+SavedTree = Mapping[str, Any]
 
 # PyTorch's own state dicts hold these three: modules give an OrderedDict, MultiStepLR a Counter.
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

@@ -16,16 +16,19 @@ No rank number decides what a micro-batch holds: a rank only decides which of th
 from lockstep.data.loader import is_in_memory, open_micro_batch_loader, open_order
 from lockstep.data.micro_batch_loader import MicroBatchLoader
 from lockstep.data.orders import Order, OrderFunction
-from lockstep.data.sampling import MicroBatch, Padding
+from lockstep.data.sampling import Data, MicroBatch, Padding, TorchLoader, UserDataset
 from lockstep.data.workers import CollateFunction, WorkerOptions, choose_workers
 
 __all__ = [
     "CollateFunction",
+    "Data",
     "MicroBatch",
     "MicroBatchLoader",
     "Order",
     "OrderFunction",
     "Padding",
+    "TorchLoader",
+    "UserDataset",
     "WorkerOptions",
     "choose_workers",
     "is_in_memory",

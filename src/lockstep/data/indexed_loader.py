@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 from typing_extensions import override
 
 from lockstep.batch import EpochSteps
 from lockstep.data.map_dataset import LoaderPass, MicroBatchSampler, Picks, SeededDataset
 from lockstep.data.micro_batch_loader import MicroBatchLoader
-from lockstep.data.sampling import MicroBatch, Padding
+from lockstep.data.sampling import Data, MicroBatch, Padding, TorchLoader, UserDataset
 from lockstep.data.tensor_dataset import TensorColumns
 from lockstep.data.workers import CollateFunction, WorkerOptions, as_it_is, begin_pass, end_passes, open_loader
 
@@ -21,9 +21,9 @@ from lockstep.data.workers import CollateFunction, WorkerOptions, as_it_is, begi
 class BatchSource(Protocol):
     """Where the data of micro-batches comes from."""
 
-    data_loader: DataLoader[Any]
+    data_loader: TorchLoader
 
-    def read(self, selected: LoaderPass) -> Iterator[Any]:
+    def read(self, selected: LoaderPass) -> Iterator[Data]:
         """The data of each micro-batch of the pass; one pass at a time."""
 
     def close(self) -> None:
@@ -81,12 +81,14 @@ class IndexedLoader(MicroBatchLoader):
 class TensorSource(BatchSource):
     """Tensors in memory: one gather for each micro-batch and tensor, and a few microseconds."""
 
-    def __init__(self, dataset: Any, columns: TensorColumns, sampler: MicroBatchSampler, *, pin_memory: bool) -> None:
+    def __init__(
+        self, dataset: UserDataset, columns: TensorColumns, sampler: MicroBatchSampler, *, pin_memory: bool
+    ) -> None:
         self._columns = columns
         self._sampler = sampler
         self._pin = pin_memory
 
-        def take(indices: list[int]) -> Any:
+        def take(indices: list[int]) -> Data:
             return columns.take(columns.arranged(torch.tensor(indices)))
 
         self.data_loader = open_loader(
@@ -101,7 +103,7 @@ class TensorSource(BatchSource):
         )
 
     @override
-    def read(self, selected: LoaderPass) -> Iterator[Any]:
+    def read(self, selected: LoaderPass) -> Iterator[Data]:
         take, pin = self._columns.take, self._pin
         rows = self._columns.arranged(self._sampler.order.indices(selected.epoch))
         for position in selected.positions():
@@ -118,7 +120,7 @@ class SampleSource(BatchSource):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: UserDataset,
         sampler: MicroBatchSampler,
         *,
         workers: WorkerOptions,
@@ -129,7 +131,7 @@ class SampleSource(BatchSource):
         self._pass: Any = None
         samples, collate = SeededDataset(dataset), collate_fn or default_collate
 
-        def read(picks: Picks) -> Any:
+        def read(picks: Picks) -> Data:
             data = collate(samples.__getitems__(picks))
             return pinned(data) if pin_memory else data
 
@@ -148,12 +150,12 @@ class SampleSource(BatchSource):
         )
 
     @override
-    def read(self, selected: LoaderPass) -> Iterator[Any]:
+    def read(self, selected: LoaderPass) -> Iterator[Data]:
         self._sampler.selected = selected
         if self._read_here is not None:
             return map(self._read_here, self._sampler)
         self._pass = begin_pass(self.data_loader)
-        batches: Iterator[Any] = self._pass
+        batches: Iterator[Data] = self._pass
         return batches
 
     @override
@@ -162,7 +164,7 @@ class SampleSource(BatchSource):
         self._pass = None
 
 
-def pinned(data: Any) -> Any:
+def pinned(data: Data) -> Data:
     """``data`` with its tensors in page-locked memory; what is neither a tensor nor holds any stays as it is."""
     if isinstance(data, Tensor):
         return data if data.is_cuda else data.pin_memory()

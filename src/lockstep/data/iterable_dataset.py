@@ -26,11 +26,13 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lockstep.batch import BatchPlan
+from lockstep.data.sampling import Data, Sample, UserDataset
 from lockstep.data.single_process_view import single_process_view
+from lockstep.data.workers import CollateFunction
 from lockstep.errors import DataError
 from lockstep.seeding import seed_generators, seed_of
 
-Collate = Callable[[list[Any], int, int, int], Any]
+Collate = Callable[[list[Sample], int, int, int], Data]
 """A batch of samples that are in an epoch, a step, and a micro-batch of it."""
 
 _LOOKED_AT = 1024  # elements of an array or a text that count for its checksum, evenly spread
@@ -40,8 +42,8 @@ class StreamStep(NamedTuple):
     """What one rank found for its run of a full step's micro-batches."""
 
     counts: list[int]  #: samples of each
-    batches: list[Any]  #: the data of those that hold any
-    heads: list[Any]  #: in a step too short for all ranks, each sample as a micro-batch, if known here
+    batches: list[Data]  #: the data of those that hold any
+    heads: list[Data]  #: in a step too short for all ranks, each sample as a micro-batch, if known here
     mark: int  #: a checksum of the step's first sample, for a stream that all ranks read; else 0
 
 
@@ -51,7 +53,7 @@ class Reader(Protocol):
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
         """From ``first_step`` on, up to and with the first step that is known here not to be full."""
 
-    def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Any]:
+    def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Data]:
         """Micro-batches ``indices`` of a step that holds one sample in each."""
 
 
@@ -59,7 +61,7 @@ class Reader(Protocol):
 class StreamShare:
     """What one rank is to read of a stream."""
 
-    dataset: Any
+    dataset: UserDataset
     plan: BatchPlan
     rank: int
     run: range  #: its micro-batches of a full step
@@ -67,9 +69,7 @@ class StreamShare:
     collate: Collate
 
     @classmethod
-    def of(
-        cls, dataset: Any, plan: BatchPlan, rank: int, seed: int, collate: Callable[[list[Any]], Any]
-    ) -> StreamShare:
+    def of(cls, dataset: UserDataset, plan: BatchPlan, rank: int, seed: int, collate: CollateFunction) -> StreamShare:
         """With ``collate`` under generators that depend on (seed, epoch, step, micro-batch) and on nothing else.
 
         A rank collates several micro-batches one after another, of which another rank may do each by itself.
@@ -101,13 +101,13 @@ class StridedReader(Reader):
             if any(count < self._share.plan.micro_batch for count in counts):
                 return
 
-    def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Any]:
+    def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Data]:
         """Opens the stride of each once more, in this process."""
         with single_process_view():
             _tell_epoch(self._share.dataset, epoch)
             return [self._share.collate([next(self._open(epoch, step, m))], epoch, step, m) for m in indices]
 
-    def _open(self, epoch: int, step: int, index: int) -> Iterator[Any]:
+    def _open(self, epoch: int, step: int, index: int) -> Iterator[Sample]:
         start, stride = step * self._share.plan.global_batch + index, self._share.plan.micro_batches
         seed_generators(seed_of(self._share.seed, "stream", epoch))
         return _seeded(iter(self._share.dataset.stride(start, stride)), self._share.seed, epoch, count(start, stride))
@@ -136,11 +136,11 @@ class OnePassReader(Reader):
             if samples < self._share.plan.global_batch:
                 return
 
-    def _find(self, stream: Iterator[Any], epoch: int, step: int) -> tuple[StreamStep, int]:
+    def _find(self, stream: Iterator[Sample], epoch: int, step: int) -> tuple[StreamStep, int]:
         """The next step of ``stream``, and how many samples it holds over all ranks."""
         m = self._share.plan.micro_batches
-        groups: list[list[Any]] = [[] for _ in self._share.run]
-        first: list[Any] = []  # one sample of each micro-batch: all there are, in a step too short for the ranks
+        groups: list[list[Sample]] = [[] for _ in self._share.run]
+        first: list[Sample] = []  # one sample of each micro-batch: all there are, in a step too short for the ranks
         samples = 0
         for sample in islice(stream, self._share.plan.global_batch):
             index = samples % m
@@ -159,7 +159,7 @@ class OnePassReader(Reader):
         ]
         return StreamStep([len(group) for group in groups], batches, heads, mark), samples
 
-    def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Any]:
+    def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Data]:
         """Every rank has seen them all."""
         return [found.heads[m] for m in indices]
 
@@ -170,11 +170,11 @@ class Batches(IterableDataset[Any]):
     The micro-batches of a last step that is too short for all ranks stay where they were found.
     """
 
-    def __init__(self, dataset: Any, reader: Reader) -> None:
+    def __init__(self, dataset: UserDataset, reader: Reader) -> None:
         self.dataset = dataset
         self.reader = reader
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Sample]:
         for found in self.reader.steps(0, 0):
             yield from found.batches
 
@@ -197,7 +197,7 @@ def sizes_of(plan: BatchPlan, samples: int) -> list[int]:
     return [len(range(index, samples, m)) for index in range(m)]
 
 
-def checksum(sample: Any) -> int:
+def checksum(sample: Sample) -> int:
     """Equal for equal samples in every process, and hardly ever for others; some microseconds, whatever their size.
 
     Parts that are neither numbers, arrays, text nor nests of them count not.
@@ -238,14 +238,12 @@ def _spread(length: int) -> int:
     return -(-length // _LOOKED_AT) or 1
 
 
-def _collate(
-    collate: Callable[[list[Any]], Any], seed: int, samples: list[Any], epoch: int, step: int, index: int
-) -> Any:
+def _collate(collate: CollateFunction, seed: int, samples: list[Sample], epoch: int, step: int, index: int) -> Data:
     seed_generators(seed_of(seed, "collate", epoch, step, index))
     return collate(samples)
 
 
-def _seeded(stream: Iterator[Any], seed: int, epoch: int, numbers: Iterator[int]) -> Iterator[Any]:
+def _seeded(stream: Iterator[Sample], seed: int, epoch: int, numbers: Iterator[int]) -> Iterator[Sample]:
     for number in numbers:
         seed_generators(seed_of(seed, "sample", epoch, number))
         try:
@@ -255,7 +253,7 @@ def _seeded(stream: Iterator[Any], seed: int, epoch: int, numbers: Iterator[int]
         yield sample
 
 
-def _tell_epoch(dataset: Any, epoch: int) -> None:
+def _tell_epoch(dataset: UserDataset, epoch: int) -> None:
     set_epoch = getattr(dataset, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
@@ -265,7 +263,7 @@ def _tell_epoch(dataset: Any, epoch: int) -> None:
             stage.epoch = epoch - 1
 
 
-def _stages_of_webdataset(dataset: Any) -> Iterator[Any]:
+def _stages_of_webdataset(dataset: UserDataset) -> Iterator[Any]:
     pipeline = getattr(dataset, "pipeline", None)
     for stage in pipeline if isinstance(pipeline, list) else ():
         if type(stage).__module__.startswith("webdataset."):

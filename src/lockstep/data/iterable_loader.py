@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lockstep.batch import EpochSteps, MicroBatchPosition
@@ -20,7 +20,7 @@ from lockstep.data.iterable_dataset import (
     sizes_of,
 )
 from lockstep.data.micro_batch_loader import MicroBatchLoader
-from lockstep.data.sampling import MicroBatch, Padding, count_of_steps, padding_of
+from lockstep.data.sampling import MicroBatch, Padding, TorchLoader, UserDataset, count_of_steps, padding_of
 from lockstep.data.workers import WorkerOptions, as_it_is, begin_pass, end_passes, open_loader
 from lockstep.errors import DataError
 
@@ -142,7 +142,7 @@ class IterableLoader(MicroBatchLoader):
             )
         return samples
 
-    def _open(self, dataset: IterableDataset[Any], workers: WorkerOptions) -> DataLoader[Any]:
+    def _open(self, dataset: IterableDataset[Any], workers: WorkerOptions) -> TorchLoader:
         return open_loader(
             dataset,
             self._steps,
@@ -170,7 +170,7 @@ class IterableLoader(MicroBatchLoader):
         self._pass = None
 
 
-def _length_if_known(dataset: Any) -> int | None:
+def _length_if_known(dataset: UserDataset) -> int | None:
     """The length that a stream says it has, if it says one."""
     try:
         return len(dataset) if isinstance(dataset, Sized) else None
@@ -178,7 +178,7 @@ def _length_if_known(dataset: Any) -> int | None:
         return None
 
 
-def _note(dataset: Any, ranks: int) -> str:
+def _note(dataset: UserDataset, ranks: int) -> str:
     return (
         f"each of {ranks} ranks reads the whole of {type(dataset).__name__} and keeps its share, as it has no method "
         "stride(start, step) that gives every step-th sample from start on"

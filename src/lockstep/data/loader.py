@@ -22,13 +22,14 @@ from lockstep.data.orders import (
     order_of_function,
     order_of_sampler,
 )
+from lockstep.data.sampling import UserDataset
 from lockstep.data.tensor_dataset import columns_of
 from lockstep.data.workers import CollateFunction, WorkerOptions
 from lockstep.errors import DataError, UsageError
 
 
 def open_order(
-    dataset: Any,
+    dataset: UserDataset,
     *,
     seed: int,
     shuffle: bool | None,
@@ -84,7 +85,7 @@ def open_order(
 
 
 def open_micro_batch_loader(
-    dataset: Any,
+    dataset: UserDataset,
     plan: BatchPlan,
     rank: int,
     *,
@@ -128,7 +129,7 @@ def open_micro_batch_loader(
     return IndexedLoader(sampler, source)
 
 
-def is_in_memory(dataset: Any) -> bool:
+def is_in_memory(dataset: UserDataset) -> bool:
     """Whether ``dataset`` lies in memory as tensors, so that loader processes would help nothing."""
     try:
         return columns_of(dataset) is not None
@@ -138,14 +139,14 @@ def is_in_memory(dataset: Any) -> bool:
         return True
 
 
-def _is_stream(dataset: Any) -> bool:
+def _is_stream(dataset: UserDataset) -> bool:
     # torch's IterableDataset has a __getitem__ too, which only raises.
     return isinstance(dataset, IterableDataset) or (
         not hasattr(dataset, "__getitem__") and (hasattr(dataset, "__iter__") or hasattr(dataset, "stride"))
     )
 
 
-def _length_of(dataset: Any) -> int:
+def _length_of(dataset: UserDataset) -> int:
     try:
         length = len(dataset)
     except TypeError:
@@ -158,7 +159,7 @@ def _length_of(dataset: Any) -> int:
     return length
 
 
-def _refuse_what_is_no_data_set(dataset: Any) -> None:
+def _refuse_what_is_no_data_set(dataset: UserDataset) -> None:
     if isinstance(dataset, DataLoader):
         raise DataError(
             "a DataLoader was passed, which has already divided its data into batches; pass its data set instead "

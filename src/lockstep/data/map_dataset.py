@@ -11,7 +11,10 @@ from torch.utils.data import Dataset, Sampler, Subset
 from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition
 from lockstep.data.orders import Indices, Order
 from lockstep.data.sampling import (
+    Data,
     Padding,
+    Sample,
+    UserDataset,
     count_of_rank,
     count_of_steps,
     epoch_positions,
@@ -95,7 +98,7 @@ class SeededDataset(Dataset[Any]):
     does not depend on ranks or on loader processes, but it does on ``micro_batch``, as BatchNorm and dropout do.
     """
 
-    def __init__(self, dataset: Any, take: Callable[[list[int]], Any] | None = None) -> None:
+    def __init__(self, dataset: UserDataset, take: Callable[[list[int]], Data] | None = None) -> None:
         self.dataset = dataset
         self.take = take  #: for data in memory: the whole micro-batch at once, nothing random in it
         self.at_once = _fetches_at_once(dataset)
@@ -103,10 +106,10 @@ class SeededDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Sample:
         return self.dataset[index]
 
-    def __getitems__(self, picks: Picks) -> Any:
+    def __getitems__(self, picks: Picks) -> Data:
         seed, indices = picks
         if self.take is not None:
             return self.take(indices)
@@ -116,7 +119,7 @@ class SeededDataset(Dataset[Any]):
         return [self.dataset[index] for index in indices]
 
 
-def _fetches_at_once(dataset: Any) -> bool:
+def _fetches_at_once(dataset: UserDataset) -> bool:
     while type(dataset) is Subset:  # it has __getitems__ itself, but only hands it on
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))

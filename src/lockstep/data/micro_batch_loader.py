@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
-
-from torch.utils.data import DataLoader
+from typing import Protocol
 
 from lockstep.batch import BatchPlan, EpochSteps
-from lockstep.data.sampling import MicroBatch, Padding
+from lockstep.data.sampling import MicroBatch, Padding, TorchLoader
 
 
 class MicroBatchLoader(Protocol):
@@ -16,7 +14,7 @@ class MicroBatchLoader(Protocol):
 
     #: Gives this rank's micro-batches of an epoch (the first one's order) when used by itself. Its length is the
     #: number of optimizer steps of an epoch, on any world; TypeError for a stream that does not know its own.
-    data_loader: DataLoader[Any]
+    data_loader: TorchLoader
     plan: BatchPlan
     length: int | None  #: samples of an epoch, of the first where they differ, over all ranks; None: known at its end
     steps_per_epoch: int | None  #: None: known at its end, or seen to differ

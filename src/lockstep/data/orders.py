@@ -25,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
 from lockstep.batch import BatchPlan, EpochSteps
+from lockstep.data.sampling import UserSampler
 from lockstep.errors import DataError, UsageError
 from lockstep.seeding import seed_of, seeded_generators
 
@@ -155,7 +156,7 @@ class SampledOrder(Order):
         return drawn
 
 
-def order_of_sampler(sampler: Any, length: int, seed: int) -> Order:
+def order_of_sampler(sampler: UserSampler, length: int, seed: int) -> Order:
     """The order of ``sampler``, any iterable of indices, for a data set of ``length``.
 
     Raises:
@@ -172,7 +173,7 @@ def order_of_sampler(sampler: Any, length: int, seed: int) -> Order:
     return SampledOrder(name, give, seed)
 
 
-def order_of_batch_sampler(sampler: Any, length: int, seed: int) -> Order:
+def order_of_batch_sampler(sampler: UserSampler, length: int, seed: int) -> Order:
     """The order of ``sampler``, any iterable of batches of indices: each is one step.
 
     Raises:
@@ -212,7 +213,7 @@ def _generator(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(seed, "order", epoch))
 
 
-def _batches_of(name: str, sampler: Any) -> Iterator[Any]:
+def _batches_of(name: str, sampler: UserSampler) -> Iterator[Any]:
     for batch in sampler:
         if isinstance(batch, int | np.integer) or (isinstance(batch, Tensor) and not batch.dim()):
             raise DataError(
@@ -243,7 +244,7 @@ def _indices_of(name: str, given: Any, length: int) -> Tensor:
     return torch.where(found < 0, found + length, found)
 
 
-def _begin_epoch(sampler: Any, epoch: int, seed: int) -> None:
+def _begin_epoch(sampler: UserSampler, epoch: int, seed: int) -> None:
     """Tell it the epoch, and seed every generator that it holds."""
     generators = 0
     for part in _parts_of(sampler):
@@ -268,7 +269,7 @@ def _seed(generator: Any, seed: int) -> None:
             generator.seed(seed)
 
 
-def _parts_of(sampler: Any) -> Iterator[Any]:
+def _parts_of(sampler: UserSampler) -> Iterator[Any]:
     """``sampler``, the samplers that it asks in its turn, and the generators that they hold; each once, in order."""
     seen: set[int] = set()
     waiting = [sampler]
@@ -292,7 +293,7 @@ def _is_part(value: Any) -> bool:
     )
 
 
-def _refuse_divided(name: str, sampler: Any) -> None:
+def _refuse_divided(name: str, sampler: UserSampler) -> None:
     for part in _parts_of(sampler):
         divided = isinstance(part, DistributedSampler) or (
             hasattr(part, "rank") and getattr(part, "num_replicas", 1) != 1

@@ -14,9 +14,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
+from torch.utils.data import DataLoader
+
 from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition
 from lockstep.errors import DataError
 from lockstep.formatting import plural
+
+UserDataset = Any
+"""Of the user: samples by index (``__getitem__`` and ``__len__``), or one after another (``__iter__``)."""
+Sample = Any
+"""What a data set gives."""
+UserSampler = Any
+"""Of the user: gives indices, or lists of them, and may have generators and ``set_epoch``."""
+Data = Any
+"""What the loop hands out for a micro-batch: collated samples, such as ``(images, labels)``."""
+TorchLoader = DataLoader[Any]
+"""What `Run.loader` returns."""
 
 Padding = Literal["none", "one", "even"]
 """Whether a rank computes padding: micro-batches of weight zero, so that every rank joins the same collectives. None;
@@ -28,7 +41,7 @@ class MicroBatch(NamedTuple):
     """The samples of one forward and backward pass, and where in the step they stand."""
 
     position: MicroBatchPosition
-    data: Any  #: what the loop hands out, such as ``(images, labels)``
+    data: Data
 
 
 def epoch_positions(steps: EpochSteps, rank: int, *, first_step: int, padding: Padding) -> Iterator[MicroBatchPosition]:

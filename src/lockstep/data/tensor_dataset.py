@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
+from lockstep.data.sampling import Data, UserDataset
 from lockstep.errors import DataError
 
 
@@ -23,7 +24,7 @@ class TensorColumns:
 
     tensors: tuple[Tensor, ...]
     rows: Tensor | None
-    build: Callable[[list[Tensor]], Any]  #: the user's own shape around the tensors: list, tuple, dict...
+    build: Callable[[list[Tensor]], Data]  #: the user's own shape around the tensors: list, tuple, dict...
 
     def __len__(self) -> int:
         return len(self.tensors[0]) if self.rows is None else len(self.rows)
@@ -36,7 +37,7 @@ class TensorColumns:
         assert rows is not None
         return rows.to(self.tensors[0].device)
 
-    def take(self, rows: Tensor | range) -> Any:
+    def take(self, rows: Tensor | range) -> Data:
         """Copies of ``rows``, a part of what `arranged` gave.
 
         Copies even of neighbouring rows: the loop may change its batch in place without changing the data set, and
@@ -47,7 +48,7 @@ class TensorColumns:
         return self.build([t.index_select(0, rows) for t in self.tensors])
 
 
-def columns_of(dataset: Any) -> TensorColumns | None:
+def columns_of(dataset: UserDataset) -> TensorColumns | None:
     """``dataset`` as columns, or None if it has to be asked for its samples one by one.
 
     Columns are: a `TensorDataset`, a `Subset` of one (also nested), a tensor, a tuple or a dict of tensors, and a list
@@ -74,7 +75,7 @@ def columns_of(dataset: Any) -> TensorColumns | None:
     return None
 
 
-def _columns(tensors: Sequence[Any], build: Callable[[list[Tensor]], Any]) -> TensorColumns:
+def _columns(tensors: Sequence[Any], build: Callable[[list[Tensor]], Data]) -> TensorColumns:
     odd = next((value for value in tensors if not isinstance(value, Tensor)), None)
     if odd is not None:
         raise DataError(

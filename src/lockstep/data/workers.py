@@ -24,18 +24,19 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.data.sampling import Data, Sample, TorchLoader
 from lockstep.seeding import seed_of
 
 #: What a scheduler, a launcher or a terminal sends to all processes at once in order to stop the *ranks*.
 _FOR_THE_RANK = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 _LOOK_EVERY_S = 1.0
 
-_loaders: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+_loaders: weakref.WeakSet[TorchLoader] = weakref.WeakSet()
 _passes: weakref.WeakSet[Any] = weakref.WeakSet()
 _processes: set[Any] = set()  #: workers of all passes, also of those that are no more: a stuck one may still run
 
 
-CollateFunction = Callable[[list[Any]], Any]
+CollateFunction = Callable[[list[Sample]], Data]
 """Makes a batch of a list of samples."""
 
 
@@ -89,7 +90,7 @@ def choose_prefetch(run: int, workers: int) -> int:
 
 def open_loader(
     dataset: Dataset[Any], steps: Callable[[], int], workers: WorkerOptions, run: int, seed: int, **options: Any
-) -> DataLoader[Any]:
+) -> TorchLoader:
     """A loader of ``dataset`` with ``workers``, for a rank with ``run`` micro-batches a step.
 
     Its length is what ``steps`` says when it is asked for. Its passes do not move the global generators of this
@@ -107,12 +108,12 @@ def open_loader(
     return loader
 
 
-def as_it_is(data: Any) -> Any:
+def as_it_is(data: Data) -> Data:
     """``data``, for a loader whose data set gives whole batches."""
     return data
 
 
-def begin_pass(loader: DataLoader[Any]) -> Any:
+def begin_pass(loader: TorchLoader) -> Any:
     """A new iterator over ``loader``, for `end_passes`."""
     batches = iter(loader)
     _passes.add(batches)
@@ -121,7 +122,7 @@ def begin_pass(loader: DataLoader[Any]) -> Any:
     return batches
 
 
-def end_passes(loader: DataLoader[Any], *passes: Any) -> None:
+def end_passes(loader: TorchLoader, *passes: Any) -> None:
     """No process of ``loader`` or of ``passes`` over it runs afterwards. The loader may be iterated again."""
     # Kept by torch while its workers persist. There is no public way to end them but to delete the loader, which is
     # the user's.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
+from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.settings import BestMetric
 
 
@@ -33,13 +34,13 @@ class BestValue:
         self._value, self.step = value, step
         return True
 
-    def as_dict(self) -> dict[str, Any] | None:
+    def as_dict(self) -> StateTree | None:
         """Plain values, for a checkpoint, in which a program without a run finds the best step; None: there is none."""
         if self._metric is None or self.step is None:
             return None
         return {"metric": self._metric.name, "mode": self._metric.mode, "value": self._value, "step": self.step}
 
-    def load(self, values: Mapping[str, Any] | None) -> None:
+    def load(self, values: SavedTree | None) -> None:
         """Go on from `as_dict`, unless that was of another metric."""
         metric = self._metric
         same = (

@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lockstep.batch import MicroBatchPosition
+from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.collectives import Group, Runs, as_absent_shards, as_owned_shards
 from lockstep.errors import UsageError
 
@@ -31,10 +32,10 @@ class CarriedState(MutableMapping[str, Any]):
         self._group: Final = group
         self._runs: Final = runs
         self._has_server_ranks: Final = has_server_ranks  # some ranks have no body, and others have the same one
-        self._by_index: dict[int, dict[str, Any]] = {}  # of this rank, by the micro-batch's index in its step
-        self._written: dict[int, dict[str, Any]] = {}  # in the step that is not done yet
+        self._by_index: dict[int, StateTree] = {}  # of this rank, by the micro-batch's index in its step
+        self._written: dict[int, StateTree] = {}  # in the step that is not done yet
         self._of = 0  # micro-batches of the step for which places lie where they are
-        self._current: dict[str, Any] | None = None
+        self._current: StateTree | None = None
         self._used = False
 
     def __getitem__(self, name: str) -> Any:
@@ -89,7 +90,7 @@ class CarriedState(MutableMapping[str, Any]):
         finally:
             self._current = current
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateTree:
         """What is carried at each place; `TensorShard` for tensors. Collective."""
         if not self._group.sum_int(int(self._used), "whether something is carried"):
             return {}
@@ -99,7 +100,7 @@ class CarriedState(MutableMapping[str, Any]):
         own = {index: as_owned_shards(held) for index, held in self._by_index.items()}
         return {"places": {str(index): (state | own)[index] for index in sorted(state)}}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: SavedTree) -> None:
         """Go on from `state`, whose tensors are whole; the leader has all places, until the first step."""
         self._written, self._current = {}, None
         self._used, self._of = bool(state), 0
@@ -107,7 +108,7 @@ class CarriedState(MutableMapping[str, Any]):
         if not self._group.leads:
             self._by_index = {}
 
-    def _in_body(self) -> dict[str, Any]:
+    def _in_body(self) -> StateTree:
         if self._has_server_ranks:
             raise UsageError("run.carry: under this strategy ranks do not all compute micro-batches; use ddp or zero")
         if self._current is None:
@@ -125,15 +126,15 @@ class CarriedState(MutableMapping[str, Any]):
             {index: held for values in by_rank for index, held in values.items()}, of
         )
 
-    def _computed_here(self, everything: Mapping[int, dict[str, Any]], of: int) -> dict[int, dict[str, Any]]:
+    def _computed_here(self, everything: Mapping[int, StateTree], of: int) -> dict[int, StateTree]:
         run = self._runs(self._group.rank, of) if everything else range(0)
         return {index: self._on_device(held) for index, held in everything.items() if index in run}
 
-    def _on_device(self, held: dict[str, Any]) -> dict[str, Any]:
-        moved: dict[str, Any] = pytree.tree_map_only(torch.Tensor, lambda t: t.to(self._group.device), held)
+    def _on_device(self, held: StateTree) -> StateTree:
+        moved: StateTree = pytree.tree_map_only(torch.Tensor, lambda t: t.to(self._group.device), held)
         return moved
 
 
-def _copied(held: dict[str, Any]) -> dict[str, Any]:
-    copy: dict[str, Any] = pytree.tree_map_only(torch.Tensor, torch.clone, held)
+def _copied(held: StateTree) -> StateTree:
+    copy: StateTree = pytree.tree_map_only(torch.Tensor, torch.clone, held)
     return copy

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from lockstep.checkpoint import SavedTree
 from lockstep.collectives import Group
 from lockstep.errors import MismatchError
 from lockstep.formatting import format_ranks
@@ -33,7 +34,7 @@ class DivergenceCheck:
         self._group: Final = group
         self._equal_at = 0  # the last step after which ranks were equal
 
-    def compare(self, state: Mapping[str, Any], step: int) -> None:
+    def compare(self, state: SavedTree, step: int) -> None:
         """Nothing, if all tensors of ``state`` are the same on all ranks after ``step`` steps. Collective.
 
         So must be the plain values of what the script keeps, under ``kept_values``. One pass over the tensors, and

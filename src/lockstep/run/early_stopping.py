@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal
+from collections.abc import Callable
+from typing import Final, Literal
 
+from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.errors import UsageError
 from lockstep.run.position import RunPosition
 
@@ -73,11 +74,11 @@ class EarlyStopping:
             self._count(metrics[self._metric])
         return self.stopped
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Plain values, for a checkpoint."""
         return {"best": self._best, "waited": self._waited, "seen": self._seen}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedTree) -> None:
         """Go on from `state_dict`."""
         self._best, self._waited, self._seen = state["best"], state["waited"], state["seen"]
 

@@ -11,8 +11,9 @@ script repeats the turn, and could not be brought to a place in it that lies beh
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Final
+from typing import Final
 
+from lockstep.checkpoint import StateTree
 from lockstep.errors import LockstepError
 from lockstep.report import State as DisplayState
 from lockstep.run.loaders import Loaders
@@ -211,10 +212,10 @@ class EndOfStep:
         self.show("stopped")
         self._save_stop.final_barrier()
 
-    def _whole_identity(self) -> dict[str, Any]:
+    def _whole_identity(self) -> StateTree:
         return self._identity.script | self._data_identity()
 
-    def _data_identity(self) -> dict[str, Any]:
+    def _data_identity(self) -> StateTree:
         plan = self._context.plan
         return self._identity.data(plan.sizes, plan.samples, self._loaders.lengths, self._loaders.orders)
 

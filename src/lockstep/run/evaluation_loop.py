@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch.utils.data import DataLoader
 
-from lockstep.data import MicroBatchLoader
+from lockstep.data import Data, MicroBatchLoader, TorchLoader
 from lockstep.errors import UsageError
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.evaluation_buffers import EvaluationBuffers
@@ -44,7 +43,7 @@ class EvaluationLoop:
         self._save_stop: Final = context.save_stop
         self._said_put_back = False  # of buffers that moved in an evaluation
 
-    def evaluate(self, data_loader: DataLoader[Any]) -> Generator[Any]:
+    def evaluate(self, data_loader: TorchLoader) -> Generator[Data]:
         """See `Run.evaluate`."""
         self._start.begin()
         loader = self._loaders.find(data_loader, "evaluate")
@@ -105,7 +104,7 @@ class EvaluationLoop:
             if in_body:
                 self._train_step.checks.note_buffers()
 
-    def _micro_batches(self, loader: MicroBatchLoader, *, may_leave_early: bool) -> Generator[Any]:
+    def _micro_batches(self, loader: MicroBatchLoader, *, may_leave_early: bool) -> Generator[Data]:
         context, position = self._context, self._position
         seed_key = (context.settings.seed, "evaluate", position.progress.step, position.evaluations)
         position.evaluations += 1

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.collectives import Group
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import plural
@@ -37,7 +38,7 @@ class RunIdentity:
         self._settings: Final = {name: getattr(settings, name) for name in _SETTINGS}
         self._threads: Final = threads
         self._device: Final = device
-        self.script: dict[str, Any] = {}  #: code, arguments and optimizers, as the run began
+        self.script: StateTree = {}  #: code, arguments and optimizers, as the run began
 
     def note_script(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The run begins: its script is what it is now."""
@@ -53,7 +54,7 @@ class RunIdentity:
         samples: Mapping[str, int | None],
         lengths: Sequence[int | None],
         orders: Mapping[str, tuple[int, str]],
-    ) -> dict[str, Any]:
+    ) -> StateTree:
         """All but the script; ``sizes`` and ``samples`` of loaders that were trained on, ``lengths`` of all.
 
         ``orders`` are those of the passes that they are in, where they are drawn.
@@ -111,7 +112,7 @@ def optimizers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]
     ]
 
 
-def compare_ranks(group: Group, script: Mapping[str, Any]) -> None:
+def compare_ranks(group: Group, script: SavedTree) -> None:
     """Nothing, if all ranks run the same ``script``: its code, and the rest of what is known of it. Collective.
 
     A module that only some ranks have loaded is not compared.
@@ -140,7 +141,7 @@ def changed_code(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]
     return [name for name, digest in now.items() if before.get(name, digest) != digest]
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, str]:
+def _options(group: SavedTree) -> dict[str, str]:
     options = {}
     for name, value in group.items():
         if name == "params":
@@ -160,7 +161,7 @@ def _text(value: Any) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(before: SavedTree, now: SavedTree) -> list[str]:
     """Texts about the parts of an identity that a resumed run has otherwise than the one that saved.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from lockstep.data import CollateFunction, OrderFunction
+from lockstep.data import CollateFunction, OrderFunction, TorchLoader, UserDataset
 from lockstep.errors import UsageError
 
 #: Arguments of torch's `DataLoader` that are none here, and what to do instead.
@@ -30,7 +30,7 @@ _INSTEAD: Final[Mapping[str, str]] = {
 class LoaderArguments:
     """See `Run.loader`."""
 
-    dataset: Any
+    dataset: UserDataset
     global_batch: int | None = None
     micro_batch: int | None = None
     shuffle: bool | None = None
@@ -72,7 +72,7 @@ class LoaderArguments:
             raise UsageError(f"run.loader(prefetch_factor={found.prefetch_factor}): give at least 1, or leave it out")
         return found
 
-    def _of_data_loader(self, loader: DataLoader[Any]) -> LoaderArguments:
+    def _of_data_loader(self, loader: TorchLoader) -> LoaderArguments:
         """What ``loader`` was made of; its batch is a step."""
         given = [
             name

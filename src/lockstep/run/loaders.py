@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
-
-from torch.utils.data import DataLoader
+from typing import Final, Literal
 
 from lockstep.batch import BatchPlan, EpochSteps
 from lockstep.data import (
     MicroBatch,
     MicroBatchLoader,
     Padding,
+    TorchLoader,
     WorkerOptions,
     choose_workers,
     is_in_memory,
@@ -49,7 +48,7 @@ class Loaders:
         self._begun: Final[dict[int, int]] = {}  # the order that each is in
         self._orders: Final[dict[str, tuple[int, str]]] = {}
 
-    def open(self, arguments: LoaderArguments) -> DataLoader[Any]:
+    def open(self, arguments: LoaderArguments) -> TorchLoader:
         """See `Run.loader`."""
         context, dataset = self._context, arguments.dataset
         settings, replicas = context.settings, context.share.replicas
@@ -108,11 +107,11 @@ class Loaders:
         """By which a resumed run knows ``loader``."""
         return self._names[id(loader)]
 
-    def names(self, data_loaders: Sequence[DataLoader[Any]]) -> list[str]:
+    def names(self, data_loaders: Sequence[TorchLoader]) -> list[str]:
         """Those of the loaders that `open` returned."""
         return [self.name(self._by_id[id(each)]) for each in data_loaders if id(each) in self._by_id]
 
-    def find(self, data_loader: DataLoader[Any], method: Method) -> MicroBatchLoader:
+    def find(self, data_loader: TorchLoader, method: Method) -> MicroBatchLoader:
         """The micro-batches behind ``data_loader``, which the script gave to ``method``.
 
         Raises:
@@ -177,7 +176,7 @@ class Loaders:
             return 0
         return loader.micro_batches(order, first_step, padding=self._padding("train"))
 
-    def evaluation_length(self, data_loader: DataLoader[Any]) -> int | None:
+    def evaluation_length(self, data_loader: TorchLoader) -> int | None:
         """How many micro-batches an evaluation hands out here; None for a stream without length."""
         loader = self.find(data_loader, "evaluate")
         if self._context.share.replica is None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Final, Self
+from typing import Final, Self
+
+from lockstep.data import Data
 
 
-class MicroBatches(Iterator[Any]):
+class MicroBatches(Iterator[Data]):
     """This rank's micro-batches of one pass. Nothing begins before the first is asked for.
 
     Its length is how many this rank is handed out from the pass's first step on, those that count for nothing among
@@ -17,14 +19,14 @@ class MicroBatches(Iterator[Any]):
 
     __slots__ = ("_batches", "_length")
 
-    def __init__(self, batches: Generator[Any], length: Callable[[], int | None]) -> None:
+    def __init__(self, batches: Generator[Data], length: Callable[[], int | None]) -> None:
         self._batches: Final = batches
         self._length: Final = length
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Data:
         return next(self._batches)
 
     def __len__(self) -> int:

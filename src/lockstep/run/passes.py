@@ -14,12 +14,13 @@ them is undone when it comes to the pass that was open.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any, Final, Literal
 
+from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.errors import UsageError
 from lockstep.seeding import seed_of
 
@@ -154,7 +155,7 @@ class Passes:
             for name in self._open:
                 self._cursors[name].complete = True
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> StateTree:
         """Plain values, for a checkpoint."""
         return {
             "loop": self.loop,
@@ -165,7 +166,7 @@ class Passes:
             "of_steps": {name: asdict(cursor) for name, cursor in self._of_steps.items()},
         }
 
-    def load(self, values: Mapping[str, Any]) -> None:
+    def load(self, values: SavedTree) -> None:
         """Go on from `as_dict`."""
         self.loop, self.began, self._first_order = values["loop"], values["began"], values["first_order"]
         self._open = tuple(values["open"])

@@ -22,10 +22,10 @@ from typing import Any, Final, Literal, Self, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.data import CollateFunction, OrderFunction
+from lockstep.checkpoint import StateTree
+from lockstep.data import CollateFunction, OrderFunction, TorchLoader, UserDataset
 from lockstep.errors import SettingError, UsageError
 from lockstep.progress import Progress
 from lockstep.report import LogsValues
@@ -320,7 +320,7 @@ class Run:
 
     def loader(
         self,
-        dataset: Any,
+        dataset: UserDataset,
         *,
         global_batch: int | None = None,
         micro_batch: int | None = None,
@@ -336,7 +336,7 @@ class Run:
         pin_memory: bool | None = None,
         timeout: float = 0.0,
         **others: object,
-    ) -> DataLoader[Any]:
+    ) -> TorchLoader:
         """This rank's share of ``dataset``, for `train` or `evaluate`. Collective.
 
         Args:
@@ -417,7 +417,7 @@ class Run:
         """
         return self._training.steps(steps, every, sys._getframe(1).f_code)
 
-    def train(self, *loaders: DataLoader[Any]) -> MicroBatches:
+    def train(self, *loaders: TorchLoader) -> MicroBatches:
         """This rank's micro-batches of a pass over a data set, on its device, each to be given to `step`. Collective.
 
         In `epochs` a pass visits each sample once; in `steps` it goes on until the stretch is over.
@@ -500,7 +500,7 @@ class Run:
         self._training.backward(loss, data, count, loss_is, optimizer)
         return self._training.update(optimizer)
 
-    def evaluate(self, loader: DataLoader[Any]) -> MicroBatches:
+    def evaluate(self, loader: TorchLoader) -> MicroBatches:
         """This rank's micro-batches of a data set of which each sample comes once, over all ranks. Collective.
 
         Models are in evaluation mode and gradients are off. At the end, `metrics` holds what was measured, added to
@@ -554,7 +554,7 @@ class Run:
 
     # ---- the model out ------------------------------------------------------------------------------------------
 
-    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+    def state_dict(self, model: nn.Module) -> StateTree:
         """The whole ``model`` on the leader, whatever the strategy; an empty dict on other ranks. Collective.
 
         Tensors are copies on the CPU, by the model's own names. Under ``local-sgd`` they are the mean over ranks.

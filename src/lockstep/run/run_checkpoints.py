@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol
+from typing import Final, NoReturn, Protocol
 
 from typing_extensions import override
 
-from lockstep.checkpoint import Checkpoints, Outcome, Saved
+from lockstep.checkpoint import Checkpoints, Outcome, Saved, SavedTree, StateTree
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME, RESUME_FROM
 from lockstep.run.identity import differences
 from lockstep.run.stop_requests import JobDeadline
 
 Say = Callable[[str], None]
-Identity = Mapping[str, Any]
+Identity = SavedTree
 """What the bits of a run depend on, beside its data and its code, by name."""
 
 
@@ -26,7 +26,7 @@ class RunCheckpointer(Protocol):
 
     saved_step: int | None  #: step of the last save that was begun or resumed from
 
-    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> dict[str, Any] | None:
+    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> StateTree | None:
         """The newest whole checkpoint's tree; None: begin at the beginning, as ``fresh`` asks for.
 
         With ``back_to``, the tree of the step that it is, or of the ``best`` one; later ones are set aside.
@@ -38,7 +38,7 @@ class RunCheckpointer(Protocol):
         ...
 
     def save(
-        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, again: bool, protect: int | None
+        self, tree: Callable[[], StateTree], step: int, identity: Identity, *, again: bool, protect: int | None
     ) -> None:
         """Begin to save ``tree()`` as the state after ``step``, unless that is done and not to be done ``again``.
 
@@ -88,7 +88,7 @@ class NoCheckpointer(RunCheckpointer):
 
     saved_step: int | None = None
 
-    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> dict[str, Any] | None:
+    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> StateTree | None:
         """Nothing."""
         return None
 
@@ -96,7 +96,7 @@ class NoCheckpointer(RunCheckpointer):
         """Nothing was resumed."""
 
     def save(
-        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, again: bool, protect: int | None
+        self, tree: Callable[[], StateTree], step: int, identity: Identity, *, again: bool, protect: int | None
     ) -> None:
         """Nothing is saved."""
 
@@ -141,7 +141,7 @@ class DirectoryCheckpointer(RunCheckpointer):
         self._ended: Outcome | None = None  # how the last save ended
         self.saved_step: int | None = None
 
-    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> dict[str, Any] | None:
+    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> StateTree | None:
         """See `RunCheckpointer.resume`. With ``fresh``, earlier checkpoints are set aside and kept.
 
         Raises:
@@ -162,7 +162,7 @@ class DirectoryCheckpointer(RunCheckpointer):
                 f"lockstep run --resume ... {script}, or {RESUME}=1 python {script}. "
                 f"To start over: lockstep run --fresh ..., {FRESH}=1 python {script}, or another directory"
             )
-        tree: dict[str, Any] = self._checkpoints.load(saved)
+        tree: StateTree = self._checkpoints.load(saved)
         self._resumed, self.saved_step = saved.about, saved.step
         self._say(f"resumed at step {saved.step} from {saved.path}")
         return tree
@@ -226,7 +226,7 @@ class DirectoryCheckpointer(RunCheckpointer):
 
     @override
     def save(
-        self, tree: Callable[[], dict[str, Any]], step: int, identity: Identity, *, again: bool, protect: int | None
+        self, tree: Callable[[], StateTree], step: int, identity: Identity, *, again: bool, protect: int | None
     ) -> None:
         if again or self.saved_step != step:
             self._began_s = time.monotonic()

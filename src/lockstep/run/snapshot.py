@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
+from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.collectives import as_absent_shards, as_owned_shards
 from lockstep.errors import UsageError
 from lockstep.progress import Progress
@@ -25,7 +25,7 @@ class RunSnapshot:
         self._strategy_name: Final = split(context.settings.strategy)[0]
         self._divergence: Final = DivergenceCheck(context.group)
 
-    def take(self) -> dict[str, Any]:
+    def take(self) -> StateTree:
         """What to save; equal on all ranks. Collective.
 
         Raises:
@@ -59,7 +59,7 @@ class RunSnapshot:
         if self._context.share.in_step and self._context.group.size > 1:
             self._divergence.compare(self._objects(), self._position.progress.step)
 
-    def restore(self, tree: Mapping[str, Any]) -> list[str]:
+    def restore(self, tree: SavedTree) -> list[str]:
         """Put back what `take` gave, but for the position; see `State.load`. Collective."""
         context = self._context
         changed = self._state.load(tree, context.strategy)
@@ -77,7 +77,7 @@ class RunSnapshot:
                 one.load_state_dict(tree["early_stopping"][name])
         return changed
 
-    def restore_position(self, tree: Mapping[str, Any]) -> bool:
+    def restore_position(self, tree: SavedTree) -> bool:
         """After `restore`: put back how far the run was; whether that is within a turn of the outer loop."""
         position = self._position
         position.progress = Progress.from_dict(tree["progress"])
@@ -88,11 +88,11 @@ class RunSnapshot:
         position.ended = tree["ended"] and any(one.stopped for one in self._state.early_stopping.values())
         return position.within_turn and not position.ended
 
-    def restore_evaluations(self, tree: Mapping[str, Any]) -> None:
+    def restore_evaluations(self, tree: SavedTree) -> None:
         """Put back how many evaluations came since the last step, but for those that a resumed script repeats."""
         self._position.evaluations = self._position.evaluations_done = tree["evaluations"]
 
-    def _objects(self) -> dict[str, Any]:
+    def _objects(self) -> StateTree:
         """The state of models, optimizers, schedulers and of what is kept. Collective."""
         context = self._context
         tree = self._state.tree(context.strategy)

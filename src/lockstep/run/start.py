@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any, Final
+from typing import Final
 
+from lockstep.checkpoint import StateTree
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.launch_contract import FRESH, RESUME, RESUME_FROM
 from lockstep.run.identity import compare_ranks
@@ -30,7 +31,7 @@ class TrainingStart:
         self._identity: Final = context.identity
         self._log: Final = log
         self._save_stop: Final = context.save_stop
-        self._tree_within_turn: dict[str, Any] | None = None  # of a checkpoint, until its pass goes on
+        self._tree_within_turn: StateTree | None = None  # of a checkpoint, until its pass goes on
         self.done = False
 
     @property

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lockstep.checkpoint import SavedModel
+from lockstep.checkpoint import SavedModel, SavedTree, StateTree
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.run.divergence import checksum
 from lockstep.run.early_stopping import EarlyStopping
@@ -72,7 +72,7 @@ class State:
         if isinstance(value, nn.Module):
             self._kept_transient[name] = TransientBuffers(value)
 
-    def tree(self, strategy: Strategy) -> dict[str, Any]:
+    def tree(self, strategy: Strategy) -> StateTree:
         """The state of every object, of whole models, whatever the strategy. Collective."""
         return {
             "models": [strategy.state_layout.model_state(m) for m in self.models],
@@ -86,7 +86,7 @@ class State:
             "kept_transient": {name: buffers.state() for name, buffers in self._kept_transient.items()},
         }
 
-    def load(self, tree: Mapping[str, Any], strategy: Strategy) -> list[str]:
+    def load(self, tree: SavedTree, strategy: Strategy) -> list[str]:
         """Put `tree` back. Collective.
 
         Returns:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 from lockstep.batch import EpochSteps, MicroBatchPosition
-from lockstep.data import MicroBatch, MicroBatchLoader
+from lockstep.data import Data, MicroBatch, MicroBatchLoader
 from lockstep.errors import DataError, UsageError
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.loaders import Loaders
@@ -26,7 +26,7 @@ class StepData:
         self._passes: Final = context.position.passes
         self._save_stop: Final = context.save_stop
 
-    def next_step(self, loaders: Sequence[MicroBatchLoader]) -> Iterator[tuple[MicroBatchPosition, Any]] | None:
+    def next_step(self, loaders: Sequence[MicroBatchLoader]) -> Iterator[tuple[MicroBatchPosition, Data]] | None:
         """This rank's micro-batches of the next step; None at the end of the pass, or of the turn. Collective.
 
         Of several loaders, each with one batch of each, and the place of the first one's.
@@ -89,7 +89,7 @@ class StepData:
         return True
 
 
-def _together(batches: Sequence[Iterator[MicroBatch]]) -> Iterator[tuple[MicroBatchPosition, Any]]:
+def _together(batches: Sequence[Iterator[MicroBatch]]) -> Iterator[tuple[MicroBatchPosition, Data]]:
     for each in zip(*batches, strict=True):
         position = each[0].position
         if odd := [one.position.of for one in each if one.position.of != position.of]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
+from lockstep.data import Data
 
-def to_device(data: Any, device: torch.device) -> Any:
+
+def to_device(data: Data, device: torch.device) -> Data:
     """``data`` with its tensors on ``device``; from page-locked memory without waiting."""
     if device.type == "cpu":
         return data

@@ -7,10 +7,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, Final
 
-from torch.utils.data import DataLoader
-
 from lockstep.batch import MicroBatchPosition
-from lockstep.data import MicroBatchLoader
+from lockstep.data import Data, MicroBatchLoader, TorchLoader
 from lockstep.errors import CheckpointError, LockstepError, UsageError
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.loaders import Loaders, refuse_uneven
@@ -50,7 +48,7 @@ class TrainingLoop:
         self._carried: Final = context.carried
         self._save_stop: Final = context.save_stop
         self._data: Final = StepData(context, loaders, end_of_step)
-        self._generator: weakref.ref[Generator[Any]] | None = None  # of the pass that the script is in
+        self._generator: weakref.ref[Generator[Data]] | None = None  # of the pass that the script is in
 
     # ---- the outer loop ------------------------------------------------------------------------------------------
 
@@ -146,9 +144,9 @@ class TrainingLoop:
 
     # ---- a pass --------------------------------------------------------------------------------------------------
 
-    def train(self, data_loaders: Sequence[DataLoader[Any]], site: str) -> MicroBatches:
+    def train(self, data_loaders: Sequence[TorchLoader], site: str) -> MicroBatches:
         """See `Run.train`; ``site`` is where the script calls it."""
-        this: list[weakref.ref[Generator[Any]]] = []
+        this: list[weakref.ref[Generator[Data]]] = []
         generator = self._pass(data_loaders, site, this)
         this.append(weakref.ref(generator))
         passes, progress = self._passes, self._position.progress
@@ -158,8 +156,8 @@ class TrainingLoop:
         return MicroBatches(generator, lambda: self._length(data_loaders, begins, steps))
 
     def _pass(
-        self, data_loaders: Sequence[DataLoader[Any]], site: str, this: Sequence[weakref.ref[Generator[Any]]]
-    ) -> Generator[Any]:
+        self, data_loaders: Sequence[TorchLoader], site: str, this: Sequence[weakref.ref[Generator[Data]]]
+    ) -> Generator[Data]:
         self._start.begin()
         self._metrics.refuse_nested("train")
         if self._position.ended:
@@ -268,7 +266,7 @@ class TrainingLoop:
         self._end_of_step.begin_next()
         self._context.marker.set_phase("data")
 
-    def _micro_batches(self, loaders: Sequence[MicroBatchLoader], steps_before: int) -> Generator[Any]:
+    def _micro_batches(self, loaders: Sequence[MicroBatchLoader], steps_before: int) -> Generator[Data]:
         context, train_step, end_of_step = self._context, self._train_step, self._end_of_step
         settings = context.settings
         while (batches := self._data.next_step(loaders)) is not None:
@@ -330,7 +328,7 @@ class TrainingLoop:
     # ---- its length ----------------------------------------------------------------------------------------------
 
     def _length(
-        self, data_loaders: Sequence[DataLoader[Any]], begins: Mapping[str, tuple[int, int]], steps: int | None
+        self, data_loaders: Sequence[TorchLoader], begins: Mapping[str, tuple[int, int]], steps: int | None
     ) -> int | None:
         """How many micro-batches of this rank a pass has, that begins where its loaders were; None if nobody knows.
 

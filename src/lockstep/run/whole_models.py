@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from lockstep.checkpoint import (
     FileTensor,
     SafetensorsWriter,
     SavedModel,
+    StateTree,
     averaged_state,
     check_writable,
     content_of,
@@ -36,7 +37,7 @@ class WholeModels:
         self._state: Final = context.state
         self._train_step: Final = train_step
 
-    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+    def state_dict(self, model: nn.Module) -> StateTree:
         """See `Run.state_dict`."""
         state = self._parts(model, "state_dict")
         items = gather_on_leader(self._context.group, state)
@@ -79,7 +80,7 @@ class WholeModels:
         if failed := group.broadcast_object(failed, "how the writing of a model ended"):
             raise CheckpointError(f"{out} was not written: {failed}; what was there before still is")
 
-    def _parts(self, model: nn.Module, method: str) -> dict[str, Any]:
+    def _parts(self, model: nn.Module, method: str) -> StateTree:
         """The state of ``model``, with a `TensorShard` for what ranks hold together. Collective.
 
         Raises:
