@@ -67,14 +67,18 @@ def test_more_ranks_than_micro_batches_is_said_once_and_not_tried_again(workshop
         import torch, lockstep
         from torch.utils.data import TensorDataset
         with lockstep.Run() as run:
-            run.loader(TensorDataset(torch.ones(8, 1)), global_batch=8, micro_batch=4)
+            model = run.model(torch.nn.Linear(1, 1))
+            run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            batches = run.loader(TensorDataset(torch.ones(8, 1)), global_batch=8, micro_batch=4)
+            for _ in run.train(batches):
+                pass
         """
     )
     ended = workshop.run("--nproc-per-node", 3, "--max-restarts", 2, "--run-dir", "r", script)
     assert ended.code == 2
     assert ended.err.count("3 ranks for 2 micro-batches") == 1
     assert "all 3 ranks" in ended.err
-    assert "    at train.py:5\n" in ended.err
+    assert "    at train.py:8\n" in ended.err
     assert "Traceback" not in ended.err + ended.out
     assert "restarting" not in ended.err
 

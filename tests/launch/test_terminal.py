@@ -135,7 +135,7 @@ def test_one_of_several_has_it_and_the_others_wait_for_as_long_as_its_user_think
     w.type("yes\n")
     shown = w.rest()
     assert w.code == 0, shown
-    assert shown.startswith("yes\r\n")
+    assert "yes\r\n" in shown  # behind a line of rank 0's, where a busy launcher came to it late
     assert "hang" not in shown
     assert "rank 1 is done True\r\n" in shown
     assert "rank 0 is done False\r\n" in shown

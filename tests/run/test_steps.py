@@ -205,3 +205,27 @@ def test_a_run_that_was_stopped_early_is_finished_unless_it_is_given_more_patien
     assert [one[:3] for one in ended] == [(6, 6, True)] * 2
     assert again == [(0, *ended[0][1:])] * 2
     assert stopping(tmp_path, 4, resume=True)[:3] == (4, 10, True)
+
+
+def weights_in_the_body():
+    """In bf16: what a model gives after the step, by an evaluation in the body, by hand there, and after the loop."""
+    x = torch.linspace(-1, 1, 16).view(8, 2)
+    with Run(seed=1, precision="bf16") as run:
+        model = run.model(torch.nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        batches = run.loader(x, global_batch=8, micro_batch=4, shuffle=False)
+        for batch in run.train(batches):
+            if run.step(model(batch).square().mean()):
+                for inputs in run.evaluate(batches):
+                    run.measure(mean=model(inputs).float().squeeze(1))
+                with torch.no_grad():
+                    by_hand = model(x).float().mean().item()
+        with torch.no_grad(), torch.autocast(run.device.type, torch.bfloat16):
+            return run.metrics["mean"], by_hand, model(x).float().mean().item()
+
+
+def test_in_the_body_forward_passes_after_the_step_see_its_weights():
+    (found,) = on_world(2, [(weights_in_the_body,)])
+    for measured, by_hand, afterwards in found:
+        assert measured == pytest.approx(afterwards, abs=1e-6)
+        assert by_hand == afterwards

@@ -343,7 +343,7 @@ def refused_loss(strategy):
 NEEDS_DENSE = "0.weight has sparse=True, and strategy {} moves dense gradients; leave sparse=True out, or use ddp"
 REFUSED = {
     ("fsdp", "sparse"): NEEDS_DENSE.format("fsdp"),
-    ("hsdp:shard=2", "sparse"): NEEDS_DENSE.format("fsdp"),
+    ("hsdp:shard=2", "sparse"): NEEDS_DENSE.format("hsdp"),
     ("pipeline", "sparse"): NEEDS_DENSE.format("pipeline"),
     ("parameter-server", "sparse"): NEEDS_DENSE.format("parameter-server"),
     ("hybrid:served=served", "sparse beside a served one"): "own.weight has sparse=True and is not served, and workers",

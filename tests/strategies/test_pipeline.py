@@ -436,7 +436,7 @@ def failed_as(number):
 GUARDS = [
     ("pipeline:stages=4", linears, {}, "SettingError: strategy pipeline: stages=4 does not divide 2 ranks"),
     ("pipeline:stages=1", linears, {}, "SettingError: strategy pipeline: stages=1 cuts nothing"),
-    ("pipeline:cut=1+2", linears, {}, "makes 3 stages of 2; name 1 modules"),
+    ("pipeline:cut=1+2", linears, {}, "makes 3 stages of 2; name 1 module"),
     ("pipeline:chunks=2,schedule=interleaved", linears, {}, "Sequential calls 3 modules, too few for 4 stages"),
     ("pipeline", synchronised, {}, "SettingError: strategy=pipeline: SyncBatchNorm would wait"),
     ("pipeline", linears, {"twice": True}, "UsageError: strategy=pipeline: run.model(...) was called twice"),
@@ -447,7 +447,13 @@ FAULTS = [
     ("pipeline:cut=1", growing, {}, 0, "UsageError: strategy=pipeline: what stage 0 hands on has shapes [(4, 8)]"),
     ("pipeline:cut=2", listing, {}, 0, "UsageError: strategy=pipeline: behind stage 0 a list would go"),
     ("pipeline:cut=1", failing, {}, 1, "ZeroDivisionError: in the user's module"),
-    ("pipeline:cut=1", linears, {"loss": without_mean}, 1, "UsageError: step(loss function, ...): it gave tensor("),
+    (
+        "pipeline:cut=1",
+        linears,
+        {"loss": without_mean},
+        1,
+        "UsageError: step(loss function, ...): it gave a tensor of ",
+    ),
 ]
 
 

@@ -125,6 +125,7 @@ class ClosureSteps:
         """The loss of the global batch; its gradient is in ``.grad``. Collective."""
         strategy, precision = self._context.strategy, self._context.precision
         strategy.end_micro_batch(held[-1].position)  # of the evaluation before this one
+        precision.forget_casts()
         for parameter in target.parameters:
             parameter.grad = None
         losses = []

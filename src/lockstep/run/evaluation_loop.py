@@ -93,6 +93,7 @@ class EvaluationLoop:
         for model in self._state.models:
             model.eval()
         phase = self._context.marker.set_phase("evaluate")
+        self._context.precision.forget_casts()  # the script may have exchanged weights in the body
         try:
             with self._metrics.evaluating(), self._context.carried.out_of_reach():
                 yield

@@ -31,6 +31,14 @@ class Precision:
             return contextlib.nullcontext()
         return torch.autocast(self._device, dtype=self.dtype)
 
+    def forget_casts(self) -> None:
+        """Parameters have changed, so forward passes cast them again.
+
+        Autocast keeps casts until its outermost context ends, which for the loop's body is the body's end.
+        """
+        if self.dtype is not None:
+            torch.clear_autocast_cache()
+
     def backward(self) -> AbstractContextManager[Any]:
         """Around the backward pass, which repeats the formats of the forward pass by itself."""
         if self.dtype is None:

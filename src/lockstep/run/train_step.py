@@ -250,6 +250,7 @@ class TrainStep:
         for target, optimizers in current.due.items():
             self._step_optimizers(optimizers, target)
         self._strategy.end_micro_batch(current.position)
+        self._precision.forget_casts()
         if not self._precision.update_scale():
             self._finite.loss_scale(self._precision.loss_scale, self._step)
         else:
