@@ -305,12 +305,13 @@ MUTANTS = [
     mutant("run/train_step.py", "if not self._precision.update_scale():", "if False:", HAND, FINITE),
     mutant(
         "run/train_step.py",
-        "        self._strategy.end_micro_batch(current.position)\n        if not self._precision",
-        "        if not self._precision",
+        "        self._strategy.end_micro_batch(current.position)\n        self._precision.forget_casts()",
+        "        self._precision.forget_casts()",
         STEP,
         HAND,
         WORLDS,
     ),
+    mutant("run/train_step.py", "        self._precision.forget_casts()\n", "", STEP, "tests/run/test_steps.py"),
     mutant("run/train_step.py", "if id(scheduler.optimizer) in stepped:", "if True:", LOOP, STEP, HAND),
     mutant(
         "run/train_step.py",
