@@ -311,7 +311,7 @@ MUTANTS = [
         HAND,
         WORLDS,
     ),
-    mutant("run/train_step.py", "        self._precision.forget_casts()\n", "", STEP, "tests/run/test_steps.py"),
+    mutant("run/train_step.py", "        self._precision.forget_casts()\n", "", STEP, STEPS),
     mutant("run/train_step.py", "if id(scheduler.optimizer) in stepped:", "if True:", LOOP, STEP, HAND),
     mutant(
         "run/train_step.py",
