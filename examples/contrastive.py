@@ -47,7 +47,7 @@ def encoder() -> nn.Sequential:
 
 
 def views(images: Tensor, epoch: int) -> Tensor:
-    """Two views of each image, (n, 2, 1, 8, 8): moved, lighter or darker, with noise. The same whoever asks."""
+    """Two views of each image, (n, 2, 1, 8, 8): moved, lighter or darker, with noise. The same on any rank."""
     generator = torch.Generator().manual_seed(epoch)
     n, both = len(images), []
     for _ in range(2):

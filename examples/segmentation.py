@@ -91,7 +91,7 @@ def mean_iou(counts: Tensor) -> float:
 
 
 def of_background(counts: Tensor) -> float:
-    """The mean IoU of whoever calls everything background: what a model must beat to have learnt anything."""
+    """The mean IoU of a model that calls everything background: what a model must beat to have learnt anything."""
     pixels = counts.sum(1).double()
     return float(pixels[0] / pixels.sum() / (pixels > 0).sum())
 
@@ -235,4 +235,4 @@ if __name__ == "__main__":
     options = parser.parse_args()
     counts = main(**vars(options))
     if options.epochs >= 12:  # fewer are for a try
-        assert mean_iou(counts) > of_background(counts), "no better than whoever calls everything background"
+        assert mean_iou(counts) > of_background(counts), "no better than calling everything background"

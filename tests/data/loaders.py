@@ -161,7 +161,7 @@ def samples_of(got):
 
 
 def place_of(batch):
-    """What a micro-batch says of where it stands: the same whoever computes it, and in evaluation as in training."""
+    """What a micro-batch says of where it stands: the same on any rank, and in evaluation as in training."""
     return (
         batch.position.step,
         batch.position.index,

@@ -1,4 +1,4 @@
-"""Streams that look around themselves give the same samples in the same order whoever reads them."""
+"""Streams that look around themselves give the same samples in the same order on any rank and in any process."""
 
 import contextlib
 import copy

@@ -462,7 +462,7 @@ def test_a_guides_command_line_of_two_machines_runs_as_it_is_printed(workshop):
         port = free.getsockname()[1]
     line = f"--nproc_per_node=1 --nnodes=2 --master_addr=127.0.0.1 --master_port={port} --use_env --pass-local-rank"
     words = [*line.split(), "--start", "plain", "--run_dir", "r"]
-    second = workshop.start(*words, "--node_rank=1", script, "--lr", 2)  # the numbers hold, whoever comes first
+    second = workshop.start(*words, "--node_rank=1", script, "--lr", 2)  # the numbers hold, in whatever order they come
     first = workshop.start(*words, "--node_rank=0", script, "--lr", 2)
     for process in (first, second):
         ended = workshop.end_of(process)

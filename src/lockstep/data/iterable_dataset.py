@@ -124,7 +124,7 @@ class OnePassReader(Reader):
         with single_process_view():
             _tell_epoch(self._share.dataset, epoch)
             # Also what the data set draws while it begins, or for samples of other ranks, such as the shuffling of a
-            # buffer, must be drawn alike on every rank: so each sample is seeded, whoever keeps it.
+            # buffer, must be drawn alike on every rank: so each sample is seeded, also those that others keep.
             seed_generators(seed_of(self._share.seed, "stream", epoch))
             stream = _seeded(iter(self._share.dataset), self._share.seed, epoch, count())
             for _ in islice(stream, first_step * self._share.plan.global_batch):

@@ -37,12 +37,12 @@ class MicroBatchLoader(Protocol):
         """This rank's micro-batches of ``epoch`` from step ``first_step`` on, in the order it computes them.
 
         All ranks go through it alike, on any number of them: a micro-batch holds the same samples, with the same
-        random augmentation, whoever computes it. Every place of the epoch's order comes exactly once, over all ranks.
+        random augmentation, on whichever rank. Every place of the epoch's order comes exactly once, over all ranks.
 
         With ``padding``, it first gets those that it is to compute in a step. One pass at a time: a new one ends those
         before it.
 
-        The global generators of this process may be moved in any way; whoever draws from them seeds them first.
+        The global generators of this process may be moved in any way: code that draws from them seeds them first.
 
         Raises:
             DataError: if the epoch has fewer than ``first_step`` steps; for a stream also if it gave nothing, or not

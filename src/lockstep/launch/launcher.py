@@ -202,7 +202,7 @@ def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: A
     endpoint = Endpoint(nodes.host, nodes.port)
     with contextlib.ExitStack() as stack:
         stack.enter_context(stops.listening())
-        # Where the user numbers the nodes, the first one is where they meet, whoever comes first.
+        # Where the user numbers the nodes, the first one is where they meet, in whatever order they come.
         listening = None if nodes.node_rank else endpoint.claim()
         if listening is None and nodes.node_rank == 0:
             raise SettingError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -121,13 +122,13 @@ class WholeModels:
             )
 
 
+@dataclass(frozen=True, slots=True)
 class _Spec:
     """An item of a state."""
 
-    def __init__(self, name: str, tensor: FileTensor, element: int) -> None:
-        self.name: Final = name
-        self.tensor: Final = tensor
-        self.element: Final = element  #: bytes of an element; 0: it is no tensor
+    name: str
+    tensor: FileTensor
+    element: int  #: bytes of an element; 0: it is no tensor
 
 
 def _spec(name: str, value: object) -> _Spec:

@@ -126,7 +126,7 @@ class HeartbeatTracker:
                 other.heard_at = now
         last, track.beat, track.heard_at = track.beat, beat, now
         if last is not None and last.phase == "input" != beat.phase:
-            # Whoever waited for this rank's user has not waited for the rank.
+            # Ranks that waited for this one's user have not waited for the rank.
             for other in self._tracks.values():
                 other.place_since = other.phase_since = other.stepped_at = now
         if last is None or _where_it_is(last) != _where_it_is(beat):

@@ -210,7 +210,7 @@ class HangMonitor:
                 if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
                     raise
                 return beats
-            # Whoever may write to the socket may write what they want.
+            # A process that may write to the socket may write what it wants.
             with contextlib.suppress(ValueError):
                 beats.append(Heartbeat.from_text(text))
 

@@ -49,7 +49,7 @@ class Pbs(Scheduler):
     def start_commands(
         self, given: Allocation, launcher: Sequence[str], *, endpoint: str, directory: str
     ) -> list[StartCommand]:
-        """The first node's launcher starts here; the others are left to whoever can reach their nodes."""
+        """The first node's launcher starts here; the others are left to a user who can reach their nodes."""
         argv = tuple(launcher_argv(given, launcher, endpoint))
         return [StartCommand(node.name, argv, by_user=number > 0) for number, node in enumerate(given.nodes)]
 

@@ -262,7 +262,7 @@ class JobCommand:
 
 
 def cannot_requeue(stopped: int) -> Requeued:
-    """The answer of whoever cannot start a job again."""
+    """The answer of a scheduler that cannot start a job again."""
     return Requeued(stopped, "--requeue: no Slurm or Grid Engine job, so nothing starts it again")
 
 
