@@ -96,8 +96,8 @@ def main(epochs: int = 120) -> tuple[float, float]:
         for epoch in run.epochs(epochs):
             for real in run.train(batches):
                 fake = generator(torch.randn(len(real), NOISE, device=run.device))
-                # Both losses see the same parameters: the optimizers step at the end of the step, and so, whichever rank
-                # computes the step's last micro-batch, none is ahead of the other.
+                # Both losses see the same parameters: the optimizers step at the end of the step, and so, on whichever
+                # rank its last micro-batch is, none is ahead of the other.
                 on_real, on_fake = discriminator(real), discriminator(fake.detach())
                 run.step(F.softplus(-on_real).mean() + F.softplus(on_fake).mean(), optimizer=judges)
                 run.step(F.softplus(-discriminator(fake)).mean(), optimizer=writes)
