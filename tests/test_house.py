@@ -26,6 +26,7 @@ FLOORS = (
     ("collectives", "seeding", "heartbeat", "cpu_affinity"),
     ("strategies", "checkpoint", "data", "report", "faults", "error_advice"),
     ("run", "launch", "saved_run"),
+    ("tune", "scale"),
     ("cli", "testing"),
     ("__init__", "__main__"),
 )

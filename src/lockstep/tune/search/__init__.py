@@ -1,0 +1,1 @@
+"""Search algorithms as pure moves: spaces, populations, operators, islands. No files, no ranks, no torch."""

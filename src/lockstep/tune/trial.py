@@ -1,0 +1,45 @@
+"""What is known of one trial: the value that the journal gives, and that stopping rules, tables and pictures read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.tune.search.individual import Point
+
+#: ``stopped``: ended early by a stopping rule, with a loss at a smaller budget. ``failed``: no loss, but a reason.
+State = Literal["running", "done", "stopped", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """One call of `Run.report` in a trial."""
+
+    step: int  #: how many calls there were before it
+    loss: float
+    at_s: float  #: seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One evaluation of the objective, with all of its attempts."""
+
+    number: int  #: unique in the search; trials are numbered as they are begun, from 0
+    params: Mapping[str, object]  #: what the objective is called with
+    point: Point  #: the same, as the algorithms see it
+    state: State
+    losses: tuple[float, ...] = ()  #: one for each objective; empty while it runs, and where it failed
+    violation: float = 0.0  #: by how much it violates the constraints; 0: it satisfies them
+    reason: str = ""  #: why it failed or was stopped, in one line
+    island: int = 0
+    worker: int = 0
+    ranks: int = 1  #: of the worker that ran its last attempt
+    parents: tuple[int, ...] = ()  #: trials that it was bred from
+    operator: str = ""  #: what bred it, such as ``crossover``
+    inherits: int | None = None  #: the trial whose weights it began with
+    attempts: int = 1
+    reports: tuple[Reported, ...] = field(default=())
+    began_at_s: float = 0.0  #: of the first attempt, in seconds since 1970
+    ended_at_s: float | None = None
+    run_s: float = 0.0  #: wall time of all attempts, in seconds
