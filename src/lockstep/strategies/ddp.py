@@ -17,8 +17,8 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -31,10 +31,10 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.compression import Cast, Compression, Uncompressed
+from lockstep.strategies.ddp_buckets import BucketReduction, finished, views_of
 from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
     TreeGradientAccumulator,
-    as_real,
     divide_by_counts,
     rows_of,
     total_count,
@@ -55,8 +55,6 @@ from lockstep.strategies.protocol import (
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import no_rows, sparse_again, sparse_parameters
 from lockstep.strategies.state_layout import ReplicatedLayout
-
-Sum = torch.futures.Future[torch.Tensor]
 
 #: MiB of gradients exchanged at once. Between processes of one machine gloo is fastest near 1 MiB and its link is slow,
 #: so small buckets overlap best; between GPUs a bucket of torch's default size uses the link well.
@@ -133,47 +131,6 @@ class _Model:
     first_static_step: bool = False  #: whether its graph is static, and its first step is to come
 
 
-class _StartedBucket(NamedTuple):
-    """A bucket whose sum was started."""
-
-    model: int  #: whose, by its number
-    flat: torch.Tensor
-    version: int  #: how often ``flat`` had been changed
-    parameters: list[torch.Tensor]
-
-
-@dataclass(slots=True, eq=False)
-class _Reduction:
-    """The state of one backward pass whose gradients are summed over ranks: that of a rank's last micro-batch."""
-
-    accumulator: TreeGradientAccumulator
-    position: MicroBatchPosition
-    defers: bool  #: whether sums are started after the backward pass, in an order that does not depend on the loss
-    started: list[_StartedBucket] = field(default_factory=list)
-    deferred: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)  #: by model and bucket
-    #: buckets on other GPUs of this rank, and their sums on its own one
-    elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-
-    def start(self, model: int, bucket: GradBucket, begin: Callable[[], None]) -> None:
-        """Call ``begin``, which starts the sum of ``bucket``: now, or in `start_deferred`."""
-        if self.defers:
-            self.deferred[model, bucket.index()] = begin
-        else:
-            begin()
-        self.started.append(_StartedBucket(model, bucket.buffer(), bucket.buffer()._version, bucket.parameters()))
-
-    def start_deferred(self) -> None:
-        """Start the sums that had to wait for the end of the backward pass, in the order of models and buckets."""
-        for _, begin in sorted(self.deferred.items()):
-            begin()
-
-    def copy_to_other_gpus(self) -> None:
-        """Put the sums of buckets on other GPUs of this rank where their gradients are."""
-        while self.elsewhere:
-            flat, total = self.elsewhere.pop()
-            flat.copy_(total)
-
-
 class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
     """The strategy ``ddp``.
 
@@ -212,7 +169,7 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
         self._step_has_begun = False
         self._forward_contexts = contextlib.ExitStack()
         self._accumulators: dict[ParameterSet, TreeGradientAccumulator] = {}  # of this step
-        self._reduction: _Reduction | None = None  # within the backward pass of a rank's last micro-batch
+        self._reduction: BucketReduction | None = None  # within the backward pass of a rank's last micro-batch
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself, with rank 0's parameters and buffers on every rank. Collective."""
@@ -319,7 +276,7 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
         models = self._models_of(target)
         # Which of several models comes first depends on the loss, which may differ between ranks; sums must not.
         defers = len(models) > 1 and any(m.find_unused_parameters for m in models.values())
-        self._reduction = reduction = _Reduction(accumulator, position, defers)
+        self._reduction = reduction = BucketReduction(accumulator, position, defers)
         for model in models.values():
             _prepare(model, accumulator, loss)
         with translating_peer_errors("the reduction of gradients"):
@@ -381,7 +338,9 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
             }
         return self._models_by_target[target]
 
-    def _begin_sparse(self, target: ParameterSet, reduction: _Reduction) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    def _begin_sparse(
+        self, target: ParameterSet, reduction: BucketReduction
+    ) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Begin the sums of what DDP does not reduce; in which tables they will be, as `sparse_again` takes them."""
         position = reduction.position
         arriving = []
@@ -398,13 +357,13 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
     # The hook reports each bucket as done at once. Buckets are the memory of `.grad`, so that the sums need not be
     # returned to DDP: they only have to be there when `backward` returns.
 
-    def _start_bucket(self, model: int, bucket: GradBucket) -> Sum:
+    def _start_bucket(self, model: int, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook: start the sum of ``bucket``, of the model of that number."""
         reduction = self._reduction
         assert reduction is not None
         accumulator, position = reduction.accumulator, reduction.position
         flat, parameters = bucket.buffer(), bucket.parameters()
-        gradients = _views_of(flat, parameters)
+        gradients = views_of(flat, parameters)
         if self._exact:
             partials = [] if position.is_padding else accumulator.partials(position, parameters, gradients, flat)
             # The sum arrives in the same memory, but in a tensor of its own that counts its own changes.
@@ -419,9 +378,9 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
                 flat.zero_()
             begin = functools.partial(self._compression.begin, flat, parameters, gradients)
         reduction.start(model, bucket, begin)
-        return _done(flat)
+        return finished(flat)
 
-    def _start_remaining_buckets(self, models: Mapping[int, _Model], reduction: _Reduction) -> None:
+    def _start_remaining_buckets(self, models: Mapping[int, _Model], reduction: BucketReduction) -> None:
         """Start the sums of models of which no bucket was started, though other ranks may wait for them.
 
         No parameter had a part in this rank's loss, so that DDP was never called; or it is the first step of a static
@@ -434,7 +393,7 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
                 model.ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
             model.first_static_step = False
 
-    def _check_all_started(self, target: ParameterSet, reduction: _Reduction) -> None:
+    def _check_all_started(self, target: ParameterSet, reduction: BucketReduction) -> None:
         awaited = self._awaited.get(target)
         if awaited is None:
             awaited = self._awaited[target] = sum(id(p) in self._names for p in target.parameters)
@@ -468,25 +427,6 @@ def _prepare(model: _Model, accumulator: TreeGradientAccumulator, loss: torch.Te
     # Torch has no public name for this but DDP's forward pass. That would prepare for sums in each pass, and fail later
     # where no backward pass follows, as when a GAN's generator is trained through its discriminator.
     model.ddp.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
-
-
-def _done(flat: torch.Tensor) -> Sum:
-    future = Sum()
-    future.set_result(flat)
-    return future
-
-
-def _views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of ``parameters`` in the bucket ``flat``, complex ones as pairs of reals, as a bucket has them.
-
-    `GradBucket.gradients` tells them with the strides of dense rows, whatever lies there; ``.grad`` has the
-    parameter's.
-    """
-    pieces = flat.split([2 * p.numel() if p.is_complex() else p.numel() for p in parameters])
-    return [
-        piece.view(as_real(p.detach()).shape) if p.grad is None else as_real(p.grad)
-        for p, piece in zip(parameters, pieces, strict=True)
-    ]
 
 
 def _trainable(model: nn.Module) -> tuple[nn.Parameter, ...]:

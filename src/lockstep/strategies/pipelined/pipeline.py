@@ -26,7 +26,7 @@ from torch import fx, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.collectives import NativeAllReduce, ObjectChannel, ShardGroups, open_all_reduce, translating_peer_errors
+from lockstep.collectives import ObjectChannel, ShardGroups, open_all_reduce, translating_peer_errors
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
 from lockstep.strategies.batchnorm import normalises_over_ranks
@@ -34,9 +34,7 @@ from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
     ParameterSet,
-    Tensors,
     divide_by_counts,
-    negative_zeros_like,
     total_count,
 )
 from lockstep.strategies.module_states import sync_module_states
@@ -54,6 +52,7 @@ from lockstep.strategies.pipelined.stage import (
     set_random_state,
     shapes_in,
 )
+from lockstep.strategies.pipelined.stage_reduction import StageReduction
 from lockstep.strategies.protocol import (
     CommunicatesInForward,
     ComputesLoss,
@@ -148,7 +147,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors):
         self._stage_group: Final = shard_groups.across  # the ranks of the same stages
         self._channel: Final = ObjectChannel(self._replica_group)
         self._all_reduce: Final = open_all_reduce(self._stage_group, context.runs)
-        self._fast: Final = NativeAllReduce(self._stage_group)
+        self._reduction: Final = StageReduction(self._stage_group, self._all_reduce, exact=context.exact)
         self._layout: Final = OwnerLayout(group)
         self.state_layout = self._layout
         self._names: dict[nn.Parameter, str] = {}
@@ -281,7 +280,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors):
                     self._forward_through_stages(task.inputs, stage_micro_batches[0].random, {})
             else:
                 self._run(stage_micro_batches, losses)
-            self._reduce(target, position)
+            self._reduction.finish(self._stages, position, self._names, find_unused=self._find_unused)
         set_random_state(stage_micro_batches[-1].random, device)  # the same on all ranks of the replica
         return losses
 
@@ -371,60 +370,6 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors):
                 )
                 self._channel.send((output, interface, after), (rank + 1) % ranks)
         return output
-
-    def _reduce(self, target: ParameterSet, position: MicroBatchPosition) -> None:
-        """Set ``.grad`` of this rank's stages to the sum over the step."""
-        for stage in self._stages:
-            trained = stage.trained
-            if not trained:
-                continue
-            if self._context.exact:
-                sums = [] if position.is_padding else stage.sums.finish(position.index + 1)
-                used = set() if position.is_padding else stage.sums.used
-            else:
-                sums = [[negative_zeros_like(p) if p.grad is None else p.grad for p in trained]]
-                used = {index for index, p in enumerate(trained) if p.grad is not None}
-            if self._stage_group.size > 1:
-                used = self._used_anywhere(stage, used, position)
-                total = self._sum_over_replicas(trained, sums, position)
-            else:
-                (total,) = sums
-            for index, (parameter, gradient) in enumerate(zip(trained, total, strict=True)):
-                parameter.grad = gradient if index in used else None
-
-    def _sum_over_replicas(
-        self, parameters: Sequence[nn.Parameter], sums: Sequence[Tensors], position: MicroBatchPosition
-    ) -> Tensors:
-        """Add up, over all replicas, what each has summed for its nodes of the tree."""
-        total: dict[int, torch.Tensor] = {}
-        for dtype in dict.fromkeys(p.dtype for p in parameters):
-            indices = [i for i, p in enumerate(parameters) if p.dtype == dtype]
-            lengths = [parameters[i].numel() for i in indices]
-            flats = [torch.cat([each[i].reshape(-1) for i in indices]) for each in sums]
-            out = flats[-1] if flats else parameters[indices[0]].new_empty(sum(lengths))
-            if self._context.exact:
-                self._all_reduce.begin(out, flats, position.of)
-                self._all_reduce.finish()
-            else:
-                self._fast.begin(out)
-                self._fast.finish()
-            pieces = zip(indices, out.split(lengths), strict=True)
-            total |= {index: piece.view_as(parameters[index]) for index, piece in pieces}
-        return [total[index] for index in range(len(parameters))]
-
-    def _used_anywhere(self, stage: Stage, used: set[int], position: MicroBatchPosition) -> set[int]:
-        """The indices of the parameters that had a part in some loss on any rank."""
-        if self._find_unused:
-            return set().union(*self._stage_group.gather_objects(used, "parameters that had a part in the loss"))
-        unused = sorted(set(range(len(stage.trained))) - used)
-        if unused and not position.is_padding:
-            names = [self._names[stage.trained[index]] for index in unused]
-            raise UsageError(
-                f"{len(names)} of {plural(len(stage.trained), 'parameter')} of stage {stage.number} had no part in the "
-                f"loss: {', '.join(names[:5])}. Use them in forward(), freeze them with requires_grad_(False), or say "
-                "run.model(model, find_unused_parameters=True), which costs a little in each step"
-            )
-        return set(range(len(stage.trained)))
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """Divide by the number of items of the step. Collective."""
