@@ -24,17 +24,18 @@ RANKS ?= $(if $(filter-out 0,$(GPUS)),gpu,2)
 train: .venv/.ready
 	@$(BIN)/lockstep run --nproc-per-node $(RANKS) --run-dir $(RUN_DIR) $(if $(wildcard $(RUN_DIR)/run.json),--resume) examples/digits.py
 
-# Most tests wait for ranks more than they compute: four at a time suit two cores.
+# Most tests wait for ranks more than they compute: four at a time suit two cores. The tests start hundreds of
+# processes: each reads the bytecode of this package where it may be written, else it compiles all modules anew.
 test: lint
 	@echo "pytest"
-	@$(BIN)/python -m pytest -q -n 4
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 4
 
 test-clusters: .venv/.ready
 	@$(BIN)/python -m pytest -q -rs tests/clusters
 
 campaign: .venv/.ready
 	@LOCKSTEP_RANDOM_SCRIPTS=1000 $(BIN)/python -m pytest -q -p no:randomly --timeout 7200 tests/test_random_scripts.py
-	@LOCKSTEP_CAMPAIGN=1 $(BIN)/python -m pytest -q -n 4
+	@PYTHONDONTWRITEBYTECODE= LOCKSTEP_CAMPAIGN=1 $(BIN)/python -m pytest -q -n 4
 
 mutants: .venv/.ready
 	@$(BIN)/python tests/mutants.py

@@ -178,7 +178,7 @@ MUTANTS = [
     # ---- gradients
     mutant(
         "strategies/ddp.py",
-        "gradients = _views_of(flat, parameters)",
+        "gradients = views_of(flat, parameters)",
         "gradients = list(bucket.gradients())",
         LAYOUTS,
         HAND,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -42,6 +41,8 @@ def write_idx(file, array):
 @pytest.fixture
 def mnist(tmp_path):
     """A directory as torchvision's reader leaves it, with smaller digits in it."""
+    from sklearn.datasets import load_digits  # takes a second
+
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = np.pad(np.kron(digits.images[order] * 15.9, np.ones((1, 3, 3))), ((0, 0), (2, 2), (2, 2)))

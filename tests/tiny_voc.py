@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from scipy.io import savemat
 
 
 def write_voc(root, train, val):
@@ -38,6 +37,8 @@ def write_voc(root, train, val):
 
 def write_sbd(root, train, val):
     """The Semantic Boundaries Dataset in small: images of these names, each with the class 3 in its middle."""
+    from scipy.io import savemat  # takes half a second
+
     for folder in ("img", "cls"):
         Path(root, folder).mkdir(parents=True)
     for part, names in (("train", train), ("val", val)):

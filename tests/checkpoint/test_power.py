@@ -139,7 +139,7 @@ def test_a_disk_without_room_is_not_written_to():
     assert disk.calls == []
     assert len(said) == 1
     assert re.fullmatch(
-        rf"checkpoint of step 3 not saved: {ROOT} is full \(0\.1 kB free, [\d.]+ kB needed\)\. "
+        rf"checkpoint of step 3 not saved: {ROOT} is full \(\d+ bytes free, [\d.]+ KiB needed\)\. "
         r"Training goes on; last good: step 2",
         said[0],
     )

@@ -199,7 +199,7 @@ def many_small(root):
 
 def test_the_room_that_is_asked_for_is_enough_for_many_small_pieces(tmp_path):
     said = run_ranks(many_small, 4, tmp_path)[0]
-    asked = 1000 * float(re.fullmatch(r".* is full \(0\.0 kB free, ([\d.]+) kB needed\)\. .*", said[0])[1])
+    asked = 1024 * float(re.fullmatch(r".* is full \(0 bytes free, ([\d.]+) KiB needed\)\. .*", said[0])[1])
     (path,) = tmp_path.iterdir()
     taken = sum(file.stat().st_size for file in path.iterdir())
     assert taken > 3 * 4 * 3 * 25 * 4, "the manifest was to be most of it"

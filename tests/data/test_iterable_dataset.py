@@ -10,11 +10,9 @@ import subprocess
 import tarfile
 from functools import partial
 
-import datasets
 import numpy as np
 import pytest
 import torch
-import webdataset
 from loaders import loader_of, on_world, steps_of
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -116,6 +114,8 @@ def test_afterwards_all_is_as_it_was_also_after_an_error(monkeypatch):
 
 
 def hugging_face(**seed):
+    import datasets  # takes a second, which the ranks of other tests are not to wait for
+
     return datasets.Dataset.from_dict({"x": list(range(50))}).to_iterable_dataset(4).shuffle(buffer_size=20, **seed)
 
 
@@ -133,11 +133,15 @@ def write_shards(directory):
 
 def web_dataset(shards, **seed):
     """Shuffled as it is read, and without a word about nodes."""
+    import webdataset
+
     return webdataset.WebDataset(shards, shardshuffle=False).shuffle(12, **seed).decode().to_tuple("cls")
 
 
 def det_shuffled(shards, **seed):
     """Counts by itself how often it was begun, and shuffles otherwise each time."""
+    import webdataset
+
     return (
         webdataset.WebDataset(shards, shardshuffle=False)
         .compose(webdataset.detshuffle(12, **seed))

@@ -9,7 +9,8 @@ import pytest
 
 from waiting import wait_until
 
-RANK = """
+#: Torch is loaded once: for each line that it reads, a copy of the process is a rank.
+RANKS = """
 import os, signal, sys, time
 import torch.utils.data
 from lockstep.batch import BatchPlan
@@ -29,6 +30,8 @@ class Numbers:
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # how long torch waits for a stuck worker
 
 def main(how):
+    if how == "stuck, killed":
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a worker says of its broken pipe does not matter
     numbers = Numbers(how.startswith("stuck"))
     loader = open_micro_batch_loader(
         numbers, BatchPlan(4, 2, 1), 0, order=open_order(numbers, seed=0, shuffle=False), seed=0, drop_last=False,
@@ -39,7 +42,7 @@ def main(how):
     if not loader.data_loader.dataset.dataset.stuck:
         seen += len(next(batches).data)  # the other worker has begun too
     workers = [w.pid for w in loader.data_loader._iterator._workers]
-    print(*workers, flush=True)
+    print(os.getpid(), *workers, flush=True)
     if how == "signals":
         for worker in workers:
             for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"):
@@ -50,8 +53,15 @@ def main(how):
     if how == "stuck, killed":
         time.sleep(600)
 
+def serve():
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            return main(line.strip())
+        print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve()
 """
 
 
@@ -63,33 +73,37 @@ def gone(pid):
         return True
 
 
-@pytest.mark.parametrize("how", ["signals", "left open", "stuck, left open", "stuck, killed"])
-def test_workers_end_with_their_rank_and_not_before(tmp_path, how):
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    with subprocess.Popen(
-        [sys.executable, script, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as rank:
-        # In either order: a worker reads ahead.
-        lines = {rank.stdout.readline() for _ in range(2 if how.startswith("stuck") else 1)}
-        workers = [int(pid) for line in lines - {"stuck\n"} for pid in line.split()]
+def test_workers_end_with_their_rank_and_not_before(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, script], **pipes) as ranks:
         try:
-            assert len(workers) == 2, rank.stderr.read()
-            assert ("stuck\n" in lines) == how.startswith("stuck")
-            if how == "stuck, killed":
-                assert not any(gone(pid) for pid in workers)
-                rank.kill()
-            _, talk = rank.communicate(timeout=90)
-            if how == "stuck, killed":
-                assert rank.returncode == -signal.SIGKILL  # what a worker says of its broken pipe does not matter
-            else:
-                assert (rank.returncode, talk) == (0, "")
-            wait_until(lambda: all(gone(pid) for pid in workers))
+            for how in ("signals", "left open", "stuck, left open", "stuck, killed"):
+                ranks.stdin.write(f"{how}\n")
+                ranks.stdin.flush()
+                check_one(ranks, how)
+            assert (ranks.communicate(timeout=90)[1], ranks.returncode) == ("", 0)
         finally:
-            for pid in workers:
-                if not gone(pid):
-                    os.kill(pid, signal.SIGKILL)
-            rank.kill()
+            ranks.kill()
+
+
+def check_one(ranks, how):
+    # In either order: a worker reads ahead.
+    lines = {ranks.stdout.readline() for _ in range(2 if how.startswith("stuck") else 1)}
+    rank, *workers = (int(pid) for line in lines - {"stuck\n"} for pid in line.split())
+    try:
+        assert len(workers) == 2
+        assert ("stuck\n" in lines) == how.startswith("stuck")
+        if how == "stuck, killed":
+            assert not any(gone(pid) for pid in workers)
+            os.kill(rank, signal.SIGKILL)
+        assert ranks.stdout.readline() == f"ended {-signal.SIGKILL if how == 'stuck, killed' else 0}\n", how
+        wait_until(lambda: all(gone(pid) for pid in workers))
+    finally:
+        for pid in (rank, *workers):
+            if not gone(pid):
+                os.kill(pid, signal.SIGKILL)
 
 
 ONE_WORKER = """
@@ -103,9 +117,12 @@ def late():
     early()
 
 def early():
+    looks, wait = [], workers.wait
+    workers.wait = lambda *args: looks.append(args) or wait(*args)
     workers._LOOK_EVERY_S = 0.02
     workers.begin_worker(0)
-    time.sleep(0.2)  # ten looks
+    while len(looks) < 10:
+        time.sleep(0.01)
     print("still here", flush=True)
     time.sleep(600)
 

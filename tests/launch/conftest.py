@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +75,9 @@ class Workshop:
                 continue
         return found
 
+    def said_of_processes(self):
+        return f"the end of what outlived its launcher: {self.processes()}"
+
     def fork_server(self):
         """The process id of the fork server: the parent of rank 0."""
         rank = next(pid for pid, name in self.processes().items() if name == "rank 0")
@@ -93,14 +95,13 @@ def workshop(tmp_path):
     for process in made.running:
         process.kill()
         process.wait()
-    end = time.monotonic() + LEFT_OVER_S
-    while (left := made.processes()) and time.monotonic() < end:
-        time.sleep(0.02)
-    for process in left:
-        os.kill(process, signal.SIGKILL)
-    for process in made.running:
-        process.communicate()
-    assert not left, "these outlived their launcher"
+    try:
+        wait_until(lambda: not made.processes(), made.said_of_processes, deadline_s=LEFT_OVER_S)
+    finally:
+        for process in made.processes():
+            os.kill(process, signal.SIGKILL)
+        for process in made.running:
+            process.communicate()
 
 
 @pytest.fixture

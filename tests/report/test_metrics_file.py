@@ -9,7 +9,6 @@ import sys
 from contextlib import contextmanager
 
 import numpy as np
-import pandas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +58,8 @@ def test_every_number_comes_back(tmp_path_factory, values):
 def test_it_is_a_table_of_numbers_for_pandas(tmp_path):
     path = logged(tmp_path / "m", [(1, {"a": math.nan, "b": -math.inf}), (2, {"a": 0.1}), (3, {"right": True})])
     json.loads(path.read_text().splitlines()[0], parse_constant=pytest.fail)
+    import pandas  # takes half a second
+
     table = pandas.read_json(path, lines=True)
     assert list(table.columns) == ["step", "epoch", "wall_s", "a", "b", "right"]
     assert table.step.tolist() == [1, 2, 3]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from wandb.proto import wandb_internal_pb2
 
 from lockstep.errors import SettingError
 from lockstep.report import TrackerContext, open_trackers
@@ -56,6 +55,8 @@ def test_a_row_comes_once_in_all_lives(tmp_path):
 
 def wandb_records(content):
     """Of a file in the format of LevelDB's log: blocks of 32 KiB; checksum, length and kind before each part."""
+    from wandb.proto import wandb_internal_pb2  # takes half a second, which the ranks need not wait for
+
     at, whole = 7, b""
     while at < len(content):
         if (left := 32768 - at % 32768) < 7:

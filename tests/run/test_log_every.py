@@ -5,10 +5,8 @@ import json
 import os
 import signal
 
-import pandas
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from lockstep.run import Run
@@ -79,11 +77,15 @@ def test_it_is_what_the_steps_measured_on_any_world(tmp_path):
     )
     assert many[0] == served[0] == alone
     assert left_too[0] == left
+    import pandas  # takes half a second, which the ranks need not wait for
+
     table = pandas.read_json(tmp_path / "three" / "metrics.jsonl", lines=True)
     assert table.dropna(subset="loss_step").step.tolist() == [3, 6, 9, 12, 15]
 
 
 def tensorboard_points(directory):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # likewise
+
     events = EventAccumulator(str(directory / "tensorboard")).Reload()
     return {tag: [(e.step, round(e.value, 5)) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 

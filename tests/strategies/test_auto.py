@@ -67,5 +67,5 @@ def test_all_ranks_measure_the_same_link():
 
 def test_a_choice_says_why():
     assert choose(20 * MB, 8 * GB, 4, None) == Choice(
-        "ddp", "gradients and Adam's moments take 60.0 MB and 4.8 GB can be used"
+        "ddp", "gradients and Adam's moments take 57.2 MiB and 4.47 GiB can be used"
     )

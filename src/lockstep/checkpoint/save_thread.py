@@ -35,7 +35,7 @@ from lockstep.checkpoint.safetensors_file import head_of
 from lockstep.checkpoint.tensors import TensorEntry
 from lockstep.collectives import KeyValueStore
 from lockstep.errors import CheckpointError, DamagedCheckpoint, LockstepError
-from lockstep.formatting import format_ranks
+from lockstep.formatting import format_ranks, size
 
 #: Between two looks at the store, so that a thread which waits for a peer can be told to give up.
 _POLL_S = 0.02
@@ -305,14 +305,7 @@ def _pieces_by_tensor(reports: Sequence[Mapping[str, Any]]) -> dict[int, list[tu
 
 
 def _full(root: Path, free: int, needed: int) -> str:
-    return f"{root} is full ({_amount(free)} free, {_amount(needed)} needed)"
-
-
-def _amount(size_bytes: int) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB")):
-        if size_bytes >= unit / 10:
-            return f"{size_bytes / unit:.1f} {name}"
-    return f"{size_bytes / 1e3:.1f} kB"
+    return f"{root} is full ({size(free)} free, {size(needed)} needed)"
 
 
 def _part_of(rank: int) -> str:

@@ -22,6 +22,7 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
+from lockstep.formatting import size
 from lockstep.strategies import ddp, zero
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.protocol import (
@@ -90,11 +91,11 @@ def choose(parameter_bytes: int, free_bytes: int, ranks: int, link: Link | None)
     # Beside the parameters: gradients, as large, and the two moments of Adam, for the optimizer is not known yet.
     whole, divided = 3 * parameter_bytes, parameter_bytes + 2 * parameter_bytes // ranks
     usable = int(_USABLE * free_bytes)
-    has = f"gradients and Adam's moments take {_size(whole)} and {_size(usable)} can be used"
+    has = f"gradients and Adam's moments take {size(whole)} and {size(usable)} can be used"
     if ranks == 1 or whole <= usable:
         name, why = "ddp", has
     elif divided <= usable:
-        name, why = "zero", f"{has}; {_size(divided)} with the moments divided between {ranks} ranks"
+        name, why = "zero", f"{has}; {size(divided)} with the moments divided between {ranks} ranks"
     else:
         name, why = "fsdp", f"{has}; so parameters are divided between {ranks} ranks, too"
     if link is None:
@@ -109,8 +110,8 @@ def choose(parameter_bytes: int, free_bytes: int, ranks: int, link: Link | None)
 def measure(group: Group, clock: Callable[[], float] = time.perf_counter) -> Link:
     """Measure the link between the ranks of ``group`` by a few sums, in less than a second. Collective."""
     took = {}
-    for size in (_SMALL, _LARGE):
-        tensor = torch.zeros(size // 4)
+    for size_bytes in (_SMALL, _LARGE):
+        tensor = torch.zeros(size_bytes // 4)
         tries = []
         for _ in range(1 + _TRIES):  # the first opens connections
             group.barrier("measuring of the link")
@@ -119,7 +120,7 @@ def measure(group: Group, clock: Callable[[], float] = time.perf_counter) -> Lin
             if group.device.type == "cuda":
                 torch.cuda.synchronize(group.device)
             tries.append(clock() - began)
-        took[size] = min(tries[1:])
+        took[size_bytes] = min(tries[1:])
     latency, whole = max(
         zip(group.gather_objects(took[_SMALL], "latency"), group.gather_objects(took[_LARGE], "rate"), strict=True),
         key=lambda both: both[1],
@@ -197,8 +198,3 @@ class Auto(Strategy, Delegates):
         """Close the chosen strategy, if one was chosen."""
         if self._chosen is not None:
             self._chosen.close()
-
-
-def _size(size_bytes: int) -> str:
-    unit, name = (1e9, "GB") if size_bytes >= 1e8 else (1e6, "MB")
-    return f"{size_bytes / unit:.1f} {name}"
