@@ -173,7 +173,7 @@ def test_observer_that_dies_is_named(tmp_path):
 # ---- GPT, GAN --------------------------------------------------------------------------------------------------------
 
 
-def test_gpt_foretells_text_that_it_has_not_read_and_writes(tmp_path):
+def test_gpt_predicts_text_that_it_has_not_read_and_writes(tmp_path):
     code, talk = launch(tmp_path, 2, EXAMPLES / "gpt.py", "--quick")
     assert code == 0, talk
     assert re.search(r"\d\.\d+ bits per character of the held-out topics", talk)

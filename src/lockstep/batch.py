@@ -38,7 +38,7 @@ class MicroBatchPosition:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """How the samples of one optimizer step are shared out.
+    """The division of the samples of one optimizer step into micro-batches, and of these among ranks.
 
     There may be more ranks than a step has micro-batches: in an evaluation some get none. Training refuses it, by
     `require_work_for_all_ranks`.
@@ -79,7 +79,7 @@ class BatchPlan:
         return -(-samples // self.micro_batch)
 
     def require_work_for_all_ranks(self) -> None:
-        """Nothing, if every rank has a micro-batch in a full step, as training needs.
+        """Check that every rank has a micro-batch in a full step, as training needs.
 
         Raises:
             PlanError: if some have none.

@@ -1,4 +1,4 @@
-"""How many CPUs a rank may keep busy, and which of them are its own."""
+"""How many CPUs a rank may use, and which of them belong to it alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from lockstep.world import Environment, World, number_in
 
 
 def allotted_cpus(env: Environment, *, affinity: int, cpu_max: str = "max") -> int:
-    """CPUs that this process may keep busy, at least one.
+    """How many CPUs this process may use, at least one.
 
-    A rank gets its part of what the ranks of its node share; a launcher, which is no rank, all that its job holds.
+    A rank gets its part of the CPUs that the ranks of its node share. A launcher is no rank and gets all CPUs of its
+    job.
 
     Args:
         env: the environment of this process.
@@ -30,12 +31,12 @@ def allotted_cpus(env: Environment, *, affinity: int, cpu_max: str = "max") -> i
     limits += [cpus for name in ("SLURM_CPUS_ON_NODE", "NSLOTS", "NCPUS") if (cpus := number_in(env, (name,)))]
     if env.get(BIND) == "1":
         return max(1, min([affinity, *(limit // world.local_size for limit in limits[1:])]))
-    # Where another launcher has bound each rank to CPUs of its own this is too modest, but nothing tells.
+    # Where another launcher has bound each rank to CPUs of its own, this is too few, but no variable says so.
     return max(1, min(limits) // world.local_size)
 
 
 def own_cpus(allowed: set[int], env: Environment) -> set[int]:
-    """The CPUs of ``allowed`` that are this rank's own: neighbours, as many as each other rank's, give or take one.
+    """This rank's part of ``allowed``: neighbouring CPUs, and as many for each rank as for any other, within one.
 
     All of them where there are fewer CPUs than ranks.
     """

@@ -5,7 +5,7 @@
     stop rank 1 in backward at step 5     ... in the step after 5 are done
     delay rank 0 by 3 s at step 5
     raise in rank 1 at step 4
-    loop in rank 1 in forward             for ever, in Python
+    loop in rank 1 in forward             forever, in Python
     fill the disk at step 6               that of the run directory, until the generation ends
     cut the network of node 1 at step 9   inside a network namespace of its own
     kill rank 1 after 5 s                 of its life; for scripts of which no steps are known
@@ -65,7 +65,7 @@ class Fault:
     seconds: float = 0.0  #: of ``delay``
     phase: str | None = None
     step: int | None = None  #: so many steps are done
-    after_s: float | None = None  #: since the rank was born
+    after_s: float | None = None  #: since the rank started
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -139,10 +139,10 @@ class FaultPlan:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The plan in ``text``, whose faults are parted by ``;`` or by lines.
+        """The plan in ``text``, in which ``;`` or line breaks separate the faults.
 
         Raises:
-            SettingError: for what is no fault.
+            SettingError: for text that describes no fault.
         """
         return cls(tuple(Fault.parse(part) for part in re.split(r"[;\n]", text) if part.strip()))
 
@@ -151,10 +151,10 @@ class FaultPlan:
         return "; ".join(map(str, self.faults))
 
     def check(self, *, ranks: int, nodes: int) -> None:
-        """Nothing, if a world of this size can have these faults.
+        """Check that a world of this size can have these faults.
 
         Raises:
-            SettingError: for a rank or node that there is not.
+            SettingError: for a rank or node that does not exist.
         """
         for fault in self.faults:
             if fault.kind == "cut" and fault.node >= nodes:
@@ -165,9 +165,9 @@ class FaultPlan:
     def arm(
         self, notes: Path, *, rank: int, node_rank: int = 0, local_rank: int | None = None, of: ProgressMarker = _OWN
     ) -> None:
-        """Have this rank's share of the faults happen, as the main thread comes to the places.
+        """Inject this rank's share of the faults when the main thread reaches their places.
 
-        To be called in the main thread, once. Faults that ``notes`` tells of have happened already.
+        Call it in the main thread, once. Faults that are in ``notes`` have happened already and are left out.
 
         Args:
             notes: the file; a disk is filled in its directory.
@@ -202,11 +202,11 @@ class FaultPlan:
         return tuple(fault for fault in self.faults if fault not in past)
 
     def clean(self, notes: Path) -> None:
-        """Nothing is left of what the faults have made beside ``notes``, which stay."""
+        """Remove what the faults have created beside ``notes``; the notes stay."""
         (notes.parent / _BALLAST).unlink(missing_ok=True)
 
     def assert_happened(self, notes: Path) -> None:
-        """Nothing, if all of it has happened.
+        """Check that all of its faults have happened.
 
         Raises:
             AssertionError: naming what has not.

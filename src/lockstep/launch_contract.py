@@ -17,7 +17,7 @@ ENDS_AT = "LOCKSTEP_ENDS_AT"  #: when the job that holds this run ends, in secon
 FAILURE = "LOCKSTEP_FAILURE"  #: path where a failing rank writes its failure record
 BIND = "LOCKSTEP_BIND"  #: "1": each rank keeps to its own part of the CPUs
 CHANNEL = "LOCKSTEP_CHANNEL"  #: where a rank sends its heartbeats: path of a datagram socket, or host:port for UDP
-FAULTS = "LOCKSTEP_FAULTS"  #: what is to go wrong on purpose, in the words of `lockstep.heartbeat.FaultPlan`
+FAULTS = "LOCKSTEP_FAULTS"  #: what is to go wrong on purpose, in the words of `lockstep.faults.FaultPlan`
 STACKS = "LOCKSTEP_STACKS"  #: path where a rank writes the stacks of all its threads when it gets `STACKS_SIGNAL`
 LAUNCHER = "LOCKSTEP_LAUNCHER"  #: name of the row of `LAUNCHERS` to believe, where two contradict each other
 
@@ -34,9 +34,8 @@ EXIT_STOPPED = 75  #: stopped with a complete checkpoint: run again to resume
 EXIT_TIMEOUT = 124  #: nodes that were waited for did not come in time
 EXIT_INTERRUPTED = 130  #: Ctrl-C, without a checkpoint
 EXIT_KILLED = 137  #: a rank was killed by the system
-EXIT_TERMINATED = 143  #: SIGTERM, without a checkpoint
 
-#: Asks a process for its stacks. Not one of those by which schedulers and users tell a job something.
+#: Asks a process for its stacks. Not a signal that schedulers and users send to a job.
 STACKS_SIGNAL: int = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 # Below the range from which Linux hands out ports by itself, above those of the usual services.

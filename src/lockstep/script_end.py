@@ -4,7 +4,7 @@ under lockstep run        the launcher runs the script within `closing`
 under anything else       `sys.excepthook` gives the error that ended the script, `atexit` says that it is over
 
 Both are needed. A rank of ``lockstep run`` has its exit code from what was raised, and that can come from closing, too.
-Elsewhere nobody stands around the script.
+Under other launchers nothing runs around the script.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def close_at_script_end(close: Close) -> None:
 
 
 def forget(close: Close) -> None:
-    """``close`` was called, or will be by somebody else."""
+    """``close`` was called, or another one will call it."""
     _open[:] = [entry for entry in _open if entry[1] != close]
     if not _open:
         atexit.unregister(_at_exit)
@@ -67,7 +67,7 @@ def _close_all(error: BaseException | None) -> None:
 
 
 def _on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """`sys.excepthook`: the error is told after closing, which may add words to it."""
+    """`sys.excepthook`: the error is printed after closing, which may add a note to it."""
     if _is_interactive():
         _hook_before(kind, error, trace)
         return

@@ -1,7 +1,7 @@
 """The words after ``--strategy``, ``name:option=value,option=value``, as far as they can be checked without torch.
 
-What a value means is said where the strategy is; these are the names, so that one that is misspelt is told before any
-rank starts.
+What a value means is documented in the strategy. Here are the names, so that a misspelt one is reported before any rank
+starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks, no matter what started it; the only reader of rank variables.
+"""Which rank this process is, no matter which launcher started it; the only reader of rank variables.
 
     lockstep run ─┐
     torchrun ─────┤
@@ -6,9 +6,9 @@
     a shell ──────┤
     nothing ──────┘
 
-The rows of `LAUNCHERS` stand in the order of precedence: from the launcher that nests inside others to the one that
-holds them. ``mpirun`` and ``torchrun`` may run inside a Slurm step, whose variables then count their helpers; the
-other way round does not happen. ``RANK`` and ``WORLD_SIZE`` set by hand come last, and must not contradict a launcher.
+The rows of `LAUNCHERS` are in order of precedence: a launcher that runs inside another one comes before it. ``mpirun``
+and ``torchrun`` may run inside a Slurm step, whose variables then count their helper processes; the other way round
+does not happen. ``RANK`` and ``WORLD_SIZE`` set by hand come last, and must not contradict a launcher.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class World:
     """One rank's place among all ranks.
 
     Raises:
-        WorldError: if the numbers describe no place.
+        WorldError: if the numbers describe no rank of a world.
     """
 
     rank: int
@@ -50,9 +50,9 @@ class World:
     local_size: int  #: ranks of this node
     node_rank: int
     nodes: int
-    generation: int = 0  #: worlds that this run had before this one
+    generation: int = 0  #: how many worlds this run had before this one
     address: str = _HERE  #: host of the leader
-    port: int = 0  #: where the ranks meet on that host; 0 if there is one rank, which meets nobody
+    port: int = 0  #: at which the ranks meet on that host; 0 if there is only one rank
     launcher: str = "none"  #: the row of `LAUNCHERS` that this was read from
     run_id: str = ""
     run_dir: str | None = None
@@ -79,14 +79,14 @@ class World:
 
     @property
     def leads_node(self) -> bool:
-        """Whether this rank does for its node what is to be done once on each."""
+        """Whether this rank does what is to be done once on each node."""
         return self.local_rank == 0
 
     @classmethod
     def from_env(cls, env: Environment) -> World:
-        """The place that the environment gives this process; alone, if it names none.
+        """The rank that the environment says this process is; a world of one rank if it names none.
 
-        Where a launcher does not tell the node, consecutive ranks are taken to share one.
+        Where a launcher does not say which node it is, consecutive ranks are assumed to share one.
 
         Raises:
             WorldError: if the variables contradict each other, hold no usable numbers, or do not say where to meet.
@@ -132,13 +132,13 @@ class World:
         )
 
     def rank_variables(self) -> dict[str, str]:
-        """What torchrun would set for this rank; `from_env` reads the same place from it."""
+        """The variables that torchrun would set for this rank; `from_env` reads the same `World` from them."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
             "WORLD_SIZE": str(self.size),
             "LOCAL_WORLD_SIZE": str(self.local_size),
-            # The node's number goes by two names: torchrun's and the one that other frameworks read.
+            # The number of the node has two names: torchrun's, and the one that other frameworks read.
             "GROUP_RANK": str(self.node_rank),
             "NODE_RANK": str(self.node_rank),
             "GROUP_WORLD_SIZE": str(self.nodes),
@@ -154,10 +154,10 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """How one launcher tells a process its place: each value by the first of its variables that is set."""
+    """How one launcher tells a process which rank it is: each value is the first of its variables that is set."""
 
     name: str
-    known_by: str  #: for messages: what the user did to get here
+    known_by: str  #: for messages: what started the process
     present: Callable[[Environment], bool]
     rank: Names = ()  #: none: the process is no rank, though a scheduler gave it resources
     size: Names = ()
@@ -295,7 +295,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         node_rank=("NODE_RANK", "GROUP_RANK", "CROSS_RANK"),
         nodes=("GROUP_WORLD_SIZE", "CROSS_SIZE"),
     ),
-    # From here on a scheduler gave resources to one process, which may start ranks but is none.
+    # From here on: a scheduler gave resources to one process, which may start ranks but is not a rank.
     Launcher("slurm-job", "a Slurm job without srun", _all_of("SLURM_JOB_ID"), generation=("SLURM_RESTART_COUNT",)),
     Launcher("sge-job", "a Grid Engine job", _all_of("JOB_ID", "SGE_ROOT", "QUEUE")),
     Launcher("pbs-job", "a PBS job", _all_of("PBS_JOBID", "PBS_NODEFILE")),
@@ -305,7 +305,7 @@ _BY_NAME = {launcher.name: launcher for launcher in LAUNCHERS}
 
 
 def _believed(env: Environment) -> Launcher:
-    """The row to read: the one that the user named, or the first that is present and not contradicted."""
+    """The row to read: the one that the user named, or the first one that is present and not contradicted."""
     if named := env.get(LAUNCHER, ""):
         if named not in _BY_NAME:
             raise WorldError(f"{LAUNCHER}={named}: there is no such launcher; give one of {', '.join(_BY_NAME)}")
@@ -405,7 +405,7 @@ def _port(env: Environment, launcher: Launcher, size: int) -> int:
     if size == 1:
         return 0
     if launcher.run_id and (job := _job(env, launcher)):
-        # Every rank must come to the same number without asking another, and two jobs on one node to different ones.
+        # Every rank must compute the same number without asking another one, and two jobs on a node different ones.
         return job_port(job)
     raise WorldError(
         f"{launcher.known_by} started {size} ranks but does not say at which port they meet; "

@@ -52,7 +52,7 @@ def test_ranks_agree_and_are_told_where_they_differ():
         assert got["tensor"] == [3.0, 4.5]
         assert got["leads"] == (rank == 0)
         assert got["differs"].startswith("length differs between ranks: rank 2: 1797; ranks 0, 1: 1796. ")
-        assert got["parted"].startswith("ranks have parted ways: rank 0: call b; ranks 1, 2: call a. ")
+        assert got["parted"].startswith("ranks make different calls: rank 0: call b; ranks 1, 2: call a. ")
         assert "if run.leads" in got["parted"]
         assert got["again"] == [0, 1, 2]
 

@@ -455,7 +455,7 @@ def uneven_sync_batchnorm():
 RANKS = {
     differing_seeds: "what Run(...) was given differs between ranks: rank 2: ",
     differing_data: "length and plan of a data set differs between ranks: ",
-    inside_leads: "ranks have parted ways: rank 0: sum at test_guards.py:",
+    inside_leads: "ranks make different calls: rank 0: sum at test_guards.py:",
     differing_shapes: "sum at test_guards.py:",
     too_many_ranks: "3 ranks for 2 micro-batches (global_batch=2, micro_batch=1)",
     uneven_sync_batchnorm: "sync_batchnorm=True needs ranks that hold equally many micro-batches in every step: 4 ",

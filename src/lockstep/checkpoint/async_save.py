@@ -1,4 +1,4 @@
-"""The checkpoints of one run. Saving goes on beside the training: the step pays for a copy, a thread does the rest.
+"""The checkpoints of one run. They are saved in the background: the step waits for a copy, a thread does the rest.
 
     every rank, in the step       wait for the save before; encode the tree; copy this rank's part
     every rank's thread           `save_thread`: write the part; the leader commits when all parts are there
@@ -44,7 +44,7 @@ from lockstep.errors import CheckpointError, DamagedCheckpoint, SettingError
 from lockstep.formatting import plural
 from lockstep.size_balancing import owners_of
 
-#: Between two looks at the board, so that a thread which waits for a peer can be told to give up.
+#: Between two reads of the store, so that a thread which waits for a peer can be told to give up.
 _POLL_S = 0.02
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 #: In a manifest's ``about``: steps whose checkpoints retention leaves alone.
@@ -64,7 +64,7 @@ class Saved:
 class Checkpoints:
     """The checkpoints of one run in one directory, which all ranks see.
 
-    All ranks make one, at the same time. ``say`` is called only on the leader, and only from within a call of these
+    Creating one is collective. ``say`` is called only on the leader, and only from within a call of these
     methods, never from another thread.
 
     Args:
@@ -92,7 +92,7 @@ class Checkpoints:
         self._group, self._disk, self._clock = group, disk, clock
         self._say: Callable[[str], None] = say if group.leads else _ignore
         self._peer_timeout_s = peer_timeout_s
-        # Tells this run's scratch, and its messages in the store, from those of the dead and of other instances.
+        # Distinguishes this run's scratch directories and store keys from those of ended runs and of other instances.
         self._mark = group.broadcast_object(secrets.token_hex(4), "name of this run's saves")
         self._store = group.store(f"checkpoint-{self._mark}")
         self._stager = CpuStager()
@@ -111,9 +111,10 @@ class Checkpoints:
         self._lock = contextlib.ExitStack()
 
     def claim(self, job: str = "", generation: int = 0) -> None:
-        """Make the root this run's own, until `release` or the end of the leader. All ranks, before all else.
+        """Reserve the root for this run, until `release` or the end of the leader. Collective.
 
-        Where the root cannot be made or locked, such as on a file system without locks, nothing is held.
+        Call it before anything else. Where the root cannot be made or locked, such as on a file system without locks,
+        nothing is held.
 
         Args:
             job: names the launcher's job, and no other: its earlier generations are over, or about to be. "" without.
@@ -133,7 +134,7 @@ class Checkpoints:
             raise SettingError(why_not)
 
     def release(self) -> None:
-        """The root is free for another run; nothing is saved afterwards. Each rank by itself, also after `abandon`."""
+        """Free the root for another run; nothing is saved afterwards. Not collective; also after `abandon`."""
         self.abandon()
         self._lock.close()
 
@@ -144,9 +145,9 @@ class Checkpoints:
         return self._last_committed_step
 
     def newest(self) -> Saved | None:
-        """The newest whole checkpoint; None if none was ever committed. All ranks; each gets the same answer.
+        """The newest whole checkpoint, the same on every rank; None if none was ever committed. Collective.
 
-        The leader reads it through and compares it with its sums. Damaged ones are passed over, and said. What
+        The leader reads it completely and compares it with its checksums. It skips damaged ones and reports them. What
         interrupted saves left behind is removed.
 
         Raises:
@@ -196,7 +197,7 @@ class Checkpoints:
             self._say(f"cannot remove what interrupted saves left in {self.root}: {error}")
 
     def archive(self, *, after: int = -1) -> Path | None:
-        """What is committed ``after`` that step moves into a new directory under the root, where no run finds it.
+        """Move what is committed ``after`` that step into a new directory under the root, where no run finds it.
 
         Collective.
 
@@ -234,7 +235,7 @@ class Checkpoints:
         """Retention leaves the newest checkpoint alone from now on, and the one being saved, should it be committed.
 
         They do not count towards ``keep``. Each later checkpoint names them, so runs that resume from one know, too.
-        All ranks; costs nothing, and waits for nobody.
+        Call it on all ranks; it costs nothing and waits for no other rank.
         """
         self._collect(wait=False)
         steps = (self._last_committed_step, self._thread.step if self._thread else None)
@@ -243,7 +244,7 @@ class Checkpoints:
     def load(self, saved: Saved) -> Tree:
         """The tree that was saved, all tensors whole and contiguous on the CPU, with memory of their own.
 
-        Each rank by itself.
+        Not collective.
 
         Raises:
             DamagedCheckpoint: if what this rank reads is not what was committed.
@@ -257,14 +258,17 @@ class Checkpoints:
         return load_tree(saved.path, self._disk)
 
     def save(self, tree: Tree, step: int, about: Mapping[str, Any], *, protect: int | None = None) -> None:
-        """Begin to save ``tree`` as the state after ``step``. All ranks, with equal trees; no collective.
+        """Begin to save ``tree`` as the state after ``step``. Call it on all ranks, with equal trees.
+
+        No rank waits for another.
 
         Of the tensors that every rank gives whole, each rank writes a share; of those given as `TensorShard`, each rank
         writes the part that it holds. Where one rank gives a shard, all must, with the same shape and type of the
         whole; a save of parts that do not make whole tensors fails.
 
         Returns once this rank's share is copied: the tensors may change from then on. If the save before is not
-        finished, waits for it first. A save that fails is said, leaves nothing behind and does not stop the training.
+        finished, waits for it first. A save that fails is reported, leaves nothing behind and does not stop the
+        training.
 
         Args:
             tree: Nested dicts, lists and tuples of tensors, parts of tensors, and plain values.
@@ -298,7 +302,7 @@ class Checkpoints:
         self._thread = SaveThread(self._clock, save, lambda: self._writer.write(save, content, messages))
 
     def finished_saves(self) -> tuple[Outcome, ...]:
-        """The saves that ended since this was last called, in order. Cheap: for every step. Failures are said, too."""
+        """The saves that ended since the last call, in order; failures are reported. Cheap enough for every step."""
         self._collect(wait=False)
         self._report()
         finished = tuple(self._finished)
@@ -306,12 +310,12 @@ class Checkpoints:
         return finished
 
     def wait(self) -> None:
-        """Wait until the save in work has ended, well or not; a failure is said."""
+        """Wait until the current save has ended, successfully or not; a failure is reported."""
         self._collect(wait=True)
         self._report()
 
     def close(self) -> Outcome | None:
-        """Wait for the last save. All ranks; nothing is saved afterwards.
+        """Wait for the last save; nothing is saved afterwards. Collective.
 
         Returns:
             How that save ended, in the leader's words; None if there was none. It and `last_committed_step` are the
@@ -326,7 +330,7 @@ class Checkpoints:
         return self._last
 
     def abandon(self) -> None:
-        """Give up what waits for other ranks, for when one of them is lost; returns soon. Each rank by itself.
+        """Give up what waits for other ranks, after one of them is lost; returns soon. Not collective.
 
         A save of which all parts are written is still committed. Nothing is saved afterwards.
         """
@@ -334,7 +338,7 @@ class Checkpoints:
         self.wait()
 
     def _collect(self, *, wait: bool, before: int | None = None) -> None:
-        """Take the outcome of the save in work, if it has ended or is to be waited for."""
+        """Take the outcome of the current save, if it has ended or is to be waited for."""
         thread = self._thread
         if thread is None or not (wait or thread.ended):
             return

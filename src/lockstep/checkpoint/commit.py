@@ -10,9 +10,9 @@
          v
     root/.removing-step-00000042/          unlinked file by file
 
-"Newest" is not stored anywhere. It is found by looking, so that there is no pointer to go stale. A step that is saved
-again with another content does not replace the one there, which no system can do in one act: it is committed beside it
-as ``step-00000042.1`` and outranks it; retention then removes the first.
+"Newest" is not stored anywhere. It is found by listing the directory, so that no pointer can be out of date. A step
+that is saved again with another content does not replace the one there, which no system can do in one act: it is
+committed beside it as ``step-00000042.1`` and outranks it; retention then removes the first.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def skip_head(file: io.BufferedIOBase, name: str, path: Path, manifest: Manifest
 
 
 def compare_sums(found: int, piece: Piece, path: Path, manifest: Manifest) -> None:
-    """Nothing, if the bytes read for ``piece`` are those that were committed.
+    """Check that the bytes read for ``piece`` are those that were committed.
 
     Raises:
         DamagedCheckpoint: if they are not.
@@ -212,7 +212,7 @@ def remove(directories: Iterable[Path], root: Path, disk: FileSystem) -> None:
         visible = _NAME.fullmatch(directory.name)
         aside = root / f"{_REMOVING}{directory.name}" if visible else directory
         if visible:
-            if disk.is_directory(aside):  # an earlier removal of this name did not end
+            if disk.is_directory(aside):  # an earlier removal of this name was interrupted
                 _unlink_all(aside, disk)
             disk.rename(directory, aside)
         doomed.append(aside)
@@ -231,7 +231,7 @@ def _unlink_all(directory: Path, disk: FileSystem) -> None:
 def partial_saves(root: Path, disk: FileSystem) -> tuple[Path, ...]:
     """What saves and removals that were interrupted left in ``root``; no save may be in flight.
 
-    A root belongs to one run at a time: whatever is there before its first save is of the dead.
+    A root belongs to one run at a time: what is there before its first save was left by runs that have ended.
     """
     if not disk.is_directory(root):
         return ()

@@ -1,7 +1,7 @@
-"""The few words that a checkpoint needs from a file system.
+"""The operations that a checkpoint needs from a file system.
 
-They come in by the door, so that a test can stand a modelled disk in their place and cut its power before any one of
-them. Every verb that changes something is one system call.
+They are passed in, so that a test can use a simulated disk instead and cut its power before any of them. Every
+operation that changes something is one system call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing_extensions import override
 
 
 class FileSystem(Protocol):
-    """A file system; each verb raises `OSError` as the operating system does."""
+    """A file system; each operation raises `OSError` as the operating system does."""
 
     def make_directory(self, path: Path) -> None:
         """Make one directory; its parent must exist, itself not."""

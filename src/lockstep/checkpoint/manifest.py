@@ -1,4 +1,4 @@
-"""What lies where in one checkpoint: the page that makes a directory of bytes a state.
+"""The manifest of a checkpoint: which bytes of which file hold which part of which tensor.
 
 The file is one line of JSON whose sum covers its own bytes:
 
@@ -61,7 +61,7 @@ class Manifest:
     """One checkpoint's table of contents."""
 
     step: int
-    tree: Any  #: of states, encoded by `tree.encode`; its tensors are numbers into ``tensors``
+    tree: Any  #: of states, encoded by `json_state.encode`; its tensors are numbers into ``tensors``
     tensors: tuple[TensorRecord, ...]
     files: Mapping[str, int]  #: bytes in each file but this one
     about: Mapping[str, Any]  #: plain values for people and for later checks
@@ -133,7 +133,7 @@ class Manifest:
     def _check(self) -> None:
         """Each byte of each file belongs to its head or to exactly one piece, so that the sums cover everything."""
         if not self.heads.keys() <= self.files.keys():
-            raise ValueError("a head of a file that there is not")
+            raise ValueError("a head of a file that does not exist")
         ends = {name: self.heads[name].length if name in self.heads else 0 for name in self.files}
         pieces = [piece for tensor in self.tensors for piece in tensor.pieces]
         for piece in sorted(pieces, key=lambda p: (p.file, p.offset, p.length)):

@@ -107,7 +107,7 @@ class SaveWriter:
         self._rank, self._ranks, self._keep, self._protected, self._disk = rank, ranks, keep, protected, disk
 
     def write(self, save: SaveRequest, content: memoryview, messages: SaveMessages) -> Outcome:
-        """This rank's side of a save. Whatever goes wrong is told to the others and becomes the outcome."""
+        """This rank's side of a save. What goes wrong is reported to the other ranks and becomes the outcome."""
         return self._lead(save, content, messages) if self._rank == 0 else self._follow(save, content, messages)
 
     def _follow(self, save: SaveRequest, content: memoryview, messages: SaveMessages) -> Outcome:

@@ -52,7 +52,7 @@ _SETTINGS = ("checkpoint", "save_every", "strategy", "reduction", "precision", "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out a command line; returns the exit code. A usage error is said in one line, with a way out."""
+    """Carry out a command line; returns the exit code. A usage error is reported in one line, with a way out."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())

@@ -118,8 +118,8 @@ class Group:
         calls = {rank: call for rank, (call, _) in enumerate(answers)}
         if len(set(calls.values())) > 1:
             raise MismatchError(
-                f"ranks have parted ways: {_by_value(calls)}. Every rank must make the same calls in the same order: "
-                "look for a call inside `if run.leads`, or for loops of different length"
+                f"ranks make different calls: {_by_value(calls)}. Every rank must make the same calls in the same "
+                "order: look for a call inside `if run.leads`, or for loops of different length"
             )
         return [answer for _, answer in answers]
 

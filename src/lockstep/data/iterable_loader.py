@@ -24,7 +24,7 @@ from lockstep.data.sampling import MicroBatch, Padding, TorchLoader, UserDataset
 from lockstep.data.workers import WorkerOptions, as_it_is, begin_pass, end_passes, open_loader
 from lockstep.errors import DataError
 
-#: All ranks call it once a step, each with its numbers, and get those of every rank, in the order of ranks.
+#: Collective, once a step: each rank gives its numbers, and gets those of every rank, in the order of ranks.
 Agree = Callable[[list[int]], list[list[int]]]
 
 
@@ -118,7 +118,7 @@ class IterableLoader(MicroBatchLoader):
             yield MicroBatch(position, batch)
 
     def _agreed(self, found: StreamStep, epoch: int, step: int) -> int:
-        """Samples of the step over all ranks, if all found what belongs to them. All ranks call it."""
+        """Samples of the step over all ranks, if all found what belongs to them. Collective."""
         everyone = self._agree([found.mark, *found.counts])
         counts = [number for numbers in everyone for number in numbers[1:]]
         samples = sum(counts)

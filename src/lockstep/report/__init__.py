@@ -1,7 +1,7 @@
 """What a run tells people and programs: its record, its status, and the view of it on a screen or in a log.
 
     Run, on the leader                                    lockstep run
-       │  Record.write(...)     ─►  metrics.jsonl
+       │  MetricsFile.write(..) ─►  metrics.jsonl
        │  StatusFile.write(...) ─►  status file  ─►  StatusFile.read(...)
        └─ alone: View.show(status)                        └─ View.show(status), View.line(text of a rank)
 

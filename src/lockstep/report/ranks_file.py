@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-#: Less waiting than this is told to nobody: all ranks wait a little for each other.
+#: Less waiting than this is not reported: all ranks wait a little for each other.
 _NOTEWORTHY = 0.1
 
 

@@ -31,7 +31,7 @@ class LiveView:
 
     Args:
         stream: the terminal.
-        env: the environment, for the terminal's abilities and the wishes about colour.
+        env: the environment: what the terminal can do, and the user's choice of colours.
     """
 
     def __init__(self, stream: TextIO, env: Mapping[str, str]) -> None:
@@ -39,7 +39,7 @@ class LiveView:
         self._console = Console(file=stream, force_terminal=True, force_jupyter=False, _environ=env)
         self._live = Live(
             console=self._console,
-            auto_refresh=False,  # no thread of its own: a picture that moves while a run stands still would lie
+            auto_refresh=False,  # no thread of its own: a display that moves while the run does not would be wrong
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )

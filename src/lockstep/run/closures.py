@@ -32,7 +32,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_closures(context: RunContext, optimizer: torch.optim.Optimizer) -> None:
-    """Nothing, if the run can step ``optimizer`` with a closure.
+    """Check that the run can step ``optimizer`` with a closure.
 
     Raises:
         UsageError: if it cannot, with what to use instead.
@@ -53,7 +53,7 @@ def check_closures(context: RunContext, optimizer: torch.optim.Optimizer) -> Non
 
 
 def refuse_beside(state: State, name: str) -> None:
-    """Nothing, if the run has no optimizer yet.
+    """Check that the run has no optimizer yet, or that neither has a closure.
 
     Raises:
         UsageError: if the optimizer ``name`` would be the second one, and one of the two has a closure.

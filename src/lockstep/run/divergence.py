@@ -1,4 +1,4 @@
-"""Ranks that have come to hold different values, found and named.
+"""The comparison of ranks: those that hold different values are found and named.
 
 Replicas are equal bit for bit after each step, and so is a checksum of each tensor. What a checkpoint would hold is
 compared, for it takes each tensor from one of the ranks: after the first step of a pass, every so many steps, and
@@ -35,7 +35,7 @@ class DivergenceCheck:
         self._equal_at = 0  # the last step after which ranks were equal
 
     def compare(self, state: SavedTree, step: int) -> None:
-        """Nothing, if all tensors of ``state`` are the same on all ranks after ``step`` steps. Collective.
+        """Check that all tensors of ``state`` are the same on all ranks after ``step`` steps. Collective.
 
         So must be the plain values of what the script keeps, under ``kept_values``. One pass over the tensors, and
         about 1 ms; tensors that a rank holds a part of are left out. Waits for the GPU.

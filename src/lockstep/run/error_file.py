@@ -1,4 +1,4 @@
-"""What a run that ends by an error leaves for those who started it."""
+"""What a run that ends by an error leaves for the launcher that started it."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def optimizers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]
 
 
 def compare_ranks(group: Group, script: SavedTree) -> None:
-    """Nothing, if all ranks run the same ``script``: its code, and the rest of what is known of it. Collective.
+    """Check that all ranks run the same ``script``: its code, and what else is known of it. Collective.
 
     A module that only some ranks have loaded is not compared.
 

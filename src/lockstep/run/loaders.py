@@ -194,7 +194,7 @@ class Loaders:
         return dict(self._orders)
 
     def close(self) -> None:
-        """No loader process is left."""
+        """End all loader processes."""
         self._passes.clear()
         for loader in self._by_id.values():
             loader.close()
@@ -244,7 +244,7 @@ class Loaders:
 
 
 def refuse_uneven(loader: MicroBatchLoader, ranks: int) -> None:
-    """Nothing, if all ranks make equally many forward passes in every step, as SyncBatchNorm needs.
+    """Check that all ranks make equally many forward passes in every step, as SyncBatchNorm needs.
 
     Raises:
         UsageError: if they do not.

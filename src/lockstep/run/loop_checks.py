@@ -53,7 +53,7 @@ class LoopChecks:
         self._options = self._options_now()
 
     def require_same_options(self, step: int) -> None:
-        """Nothing, if no option of an optimizer has changed since `note_options`.
+        """Check that no option of an optimizer has changed since `note_options`.
 
         Raises:
             UsageError: if one has.
@@ -81,7 +81,7 @@ class LoopChecks:
         self._kept_marks = self._checksums_before = None
 
     def require_parameters_unchanged(self, index: int, of: int) -> None:
-        """Nothing, if no parameter has changed since `begin_body`.
+        """Check that no parameter has changed since `begin_body`.
 
         Raises:
             UsageError: if one has.
@@ -117,7 +117,7 @@ class LoopChecks:
         self._buffer_versions = self._versions()
 
     def require_buffers_unchanged(self) -> None:
-        """Nothing, if no buffer has moved since `note_buffers`.
+        """Check that no buffer has changed since `note_buffers`.
 
         Raises:
             UsageError: if one has.

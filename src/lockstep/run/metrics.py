@@ -147,14 +147,14 @@ class PassMetrics:
         self._step = MetricMeans()  # of the step under way, which may be discarded
         self.evaluate = MetricMeans()
         self.inside: Literal["train", "evaluate"] | None = None  #: which pass the script is in
-        self.position: MicroBatchPosition | None = None  #: of the micro-batch in the user's hands
+        self.position: MicroBatchPosition | None = None  #: of the micro-batch that the script has
         self.samples = 0  #: in it; 0 for one that counts for nothing on this rank
 
     def refuse_nested(self, method: str) -> None:
-        """Nothing, outside of a pass.
+        """Check that the script is in no pass; it calls ``method``.
 
         Raises:
-            UsageError: inside of one, where the script calls ``method``.
+            UsageError: if it is in one.
         """
         if self.inside is not None:
             raise UsageError(
@@ -162,7 +162,7 @@ class PassMetrics:
             )
 
     def require_ended(self, method: Literal["train", "evaluate"]) -> None:
-        """Nothing, where no pass of ``method`` is open.
+        """Check that no pass of ``method`` is open.
 
         Raises:
             UsageError: where one is, such as an iterator that the script still holds.

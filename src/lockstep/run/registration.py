@@ -88,7 +88,7 @@ class Registration:
 
 
 def check_model(model: nn.Module, state: State) -> None:
-    """Nothing, if ``model`` can be trained beside those that ``state`` holds.
+    """Check that ``model`` can be trained beside those that ``state`` holds.
 
     Raises:
         UsageError: for a model that was given before, shares parameters with another one, is not initialised, or has
@@ -125,7 +125,7 @@ def check_model(model: nn.Module, state: State) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Nothing, if a run can step ``optimizer``.
+    """Check that a run can step ``optimizer``.
 
     Raises:
         UsageError: for one that is known, or holds parameters that belong to no model of the run.
@@ -154,7 +154,7 @@ def _refuse_sparse_momentum(optimizer: torch.optim.Optimizer, state: State) -> N
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Nothing, if ``scheduler`` can be stepped once after each step.
+    """Check that ``scheduler`` can be stepped once after each step.
 
     Raises:
         UsageError: for one whose ``step`` needs an argument, such as a metric.

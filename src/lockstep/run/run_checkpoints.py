@@ -22,7 +22,7 @@ Identity = SavedTree
 
 
 class RunCheckpointer(Protocol):
-    """All ranks call each of these alike."""
+    """What a run does with checkpoints. All ranks make the same calls in the same order."""
 
     saved_step: int | None  #: step of the last save that was begun or resumed from
 
@@ -71,15 +71,15 @@ class RunCheckpointer(Protocol):
         ...
 
     def leave_without(self, step: int) -> NoReturn:
-        """Leave the process with code 74, for this keeper has not ``step``."""
+        """Leave the process with code 74, because ``step`` is in no checkpoint."""
         ...
 
     def abandon(self) -> None:
-        """A rank failed: nobody waits for the others' parts any more. Each rank by itself."""
+        """A rank failed: stop waiting for parts of other ranks. Not collective."""
         ...
 
     def release(self) -> None:
-        """Last of all: another run may have the directory. Each rank by itself."""
+        """Free the directory for another run; the last call. Not collective."""
         ...
 
 

@@ -107,7 +107,7 @@ class Shutdown:
             checkpointer.leave_without(step)
 
     def _report(self, error: BaseException | None) -> None:
-        """The user is told why the run ends, unless it was the user who interrupted it."""
+        """Tell the user why the run ends, unless the user interrupted it."""
         if isinstance(error, KeyboardInterrupt):
             step, saved = self._position.progress.step, self._context.checkpointer.committed_step()
             self._context.reporter.say(

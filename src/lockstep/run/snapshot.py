@@ -51,7 +51,7 @@ class RunSnapshot:
         return tree
 
     def compare_ranks(self) -> None:
-        """Nothing, if ranks that should hold the same values do. Collective.
+        """Check that ranks that should hold the same values do. Collective.
 
         Raises:
             MismatchError: if they do not.

@@ -40,10 +40,10 @@ class TrainingStart:
         return self._tree_within_turn is not None
 
     def refuse_late(self, method: str) -> None:
-        """Nothing, before the start.
+        """Check that the training has not started; the script calls ``method``.
 
         Raises:
-            UsageError: after it, where the script calls ``method``.
+            UsageError: if it has.
         """
         if self.done:
             raise UsageError(f"run.{method}(...) after the training began: say it before run.epochs(...)")
@@ -79,10 +79,10 @@ class TrainingStart:
         return self._position.is_left
 
     def require_resumed(self) -> None:
-        """Nothing, if the script has come to the pass in which the checkpoint was taken.
+        """Check that the script has reached the pass in which the checkpoint was taken.
 
         Raises:
-            CheckpointError: if it was through with the turn of its outer loop and had not.
+            CheckpointError: if the turn of its outer loop is over and it has not.
         """
         if self.resumes_within_turn:
             raise CheckpointError(

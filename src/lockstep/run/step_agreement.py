@@ -46,7 +46,7 @@ class StepAgreement(Protocol):
         ...
 
     def close(self) -> None:
-        """No thread is left."""
+        """End the thread."""
         ...
 
 

@@ -52,7 +52,7 @@ Known = list[tuple[torch.Tensor, int | torch.Tensor]]
 
 
 class CurrentMicroBatch:
-    """The micro-batch in the user's hands."""
+    """The micro-batch that the script has."""
 
     __slots__ = ("due", "ended", "failed", "finished", "position", "reached")
 
@@ -62,7 +62,7 @@ class CurrentMicroBatch:
         self.due: dict[ParameterSet, tuple[torch.optim.Optimizer, ...]] = {}  # who steps at its end
         self.finished = False  # all that is to learn from it was learnt
         self.failed = False  # ... or an error came in between
-        self.ended = False  # ... and the user is done with it
+        self.ended = False  # ... and the script is done with it
 
     @property
     def complete(self) -> bool:

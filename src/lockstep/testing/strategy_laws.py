@@ -1,4 +1,4 @@
-"""What a strategy owes, as laws to test one with."""
+"""The laws that every strategy must keep, as tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lockstep.testing.ranks import run_each, run_ranks
 
 @dataclass(frozen=True, slots=True)
 class StrategyLaws:
-    """What a strategy owes to its users: one method for each law, which raises AssertionError.
+    """The laws that a strategy must keep: one method for each, which raises AssertionError.
 
     Each law trains a small classifier on real ranks, through `Run`, and compares checkpoints: so it sees what a user
     would get, whatever lies where while it trains. A law takes one to five seconds.

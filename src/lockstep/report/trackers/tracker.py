@@ -1,4 +1,4 @@
-"""What a tracker is to us, and what it is told when it is opened."""
+"""The protocol of a tracker, and what it gets when it is opened."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tracker(Protocol):
     replays: bool  #: whether it wants every row of the record at each opening, and not only those that it has not had
 
     def write(self, row: Row) -> None:
-        """Take one more row; it is where it is to stay when this returns."""
+        """Store one more row; it is stored when this returns."""
         ...
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ finishes the tree in its fixed order; then the run's own update follows there, w
 is applied at once, alone. So a step of the run is one push of each worker, and makes as many updates as there are
 workers; each worker counts its own steps, schedulers on a server step when the slowest worker has done the
 step. The parameters that a worker computed its gradient from may be older than those it is applied to: by how many
-updates is said at the end. Each worker changes its own buffers; evaluations and checkpoints see their mean. None of it
-can be repeated bit by bit. Evaluations and checkpoints begin with a barrier, so that no rank changes what they see.
+updates is reported at the end. Each worker changes its own buffers; evaluations and checkpoints see their mean. None of
+it can be repeated bit by bit. Evaluations and checkpoints begin with a barrier, so that no rank changes what they see.
 
 Traffic, with M bytes of parameters, w workers and N servers: in each step a worker sends k*M and receives M, where k is
 the number of its nodes (1 for an aligned run of micro-batches, and where sums are fast or asynchronous); a server

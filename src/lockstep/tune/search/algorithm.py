@@ -28,7 +28,7 @@ class Algorithm(Protocol):
     """
 
     def observe(self, individuals: Sequence[Individual]) -> None:
-        """These were evaluated or have immigrated since the last call; each is told once, in the order of learning."""
+        """These were evaluated or have immigrated since the last call; each comes once, in the order of learning."""
         ...
 
     def forget(self, numbers: Sequence[int]) -> None:
