@@ -48,7 +48,7 @@ GRACE_S = 10.0  #: for what a test has told to end but did not wait for
 #: of pytest-xdist 3.8 say the same, and pytest 9.2 does not hear them.
 TOGETHER = re.compile(
     r"tests/strategies/test_laws\.py::test_law\[.*(?=-\w+\]$)|"
-    r"tests/strategies/test_zero\.py|"
+    r"tests/strategies/test_(zero|pipeline|buffers|layouts)\.py|tests/run/test_(loops|carry|samplers|end_of_step)\.py|"
     r"tests/test_(by_hand|faults|loop_shapes|nodes|transparency)\.py|"
     r"tests/test_recipes\.py::test_vision_transformer_learns_under_every_strategy"
 )

@@ -56,8 +56,9 @@ def state(ended):
 
 
 def test_the_same_bits_after_the_planned_faults_of_two_generations(run, tmp_path):
-    whole = run("--run-dir", "whole", "train.py")
-    assert whole.returncode == 0, whole.stderr
+    whole = run("--run-dir", "whole", "--fault", "kill rank 0 at step 500", "train.py")
+    assert whole.returncode == 1, "a fault that never happened fails the run"
+    assert whole.stderr.splitlines()[-1] == "never happened: kill rank 0 at step 500"
     faults = ("--fault", "kill rank 1 in backward at step 5", "--fault", "raise in rank 0 at step 7")
     ended = run("--nproc-per-node", "2", "--run-dir", "r", "--max-restarts", "2", *faults, "train.py")
     assert ended.returncode == 0, ended.stderr
@@ -68,15 +69,9 @@ def test_the_same_bits_after_the_planned_faults_of_two_generations(run, tmp_path
     assert [line.split("\t")[0] for line in notes] == ["kill rank 1 in backward at step 5", "raise in rank 0 at step 7"]
 
 
-def test_a_fault_that_never_happened_fails_the_run(run):
-    ended = run("--run-dir", "r", "--fault", "kill rank 0 at step 500", "train.py")
-    assert ended.returncode == 1
-    assert "state " in ended.stdout
-    assert ended.stderr.splitlines()[-1] == "never happened: kill rank 0 at step 500"
-
-
 def test_a_plain_script_after_so_many_seconds(run):
-    ended = run("--nproc-per-node", "2", "--run-dir", "r", "--fault", "kill rank 1 after 0.3 s", "plain.py")
+    words = ("--start", "plain", "--nproc-per-node", "2", "--run-dir", "r")
+    ended = run(*words, "--fault", "kill rank 1 after 0.3 s", "plain.py")
     assert ended.returncode == 137, ended.stderr
     assert "rank 1 of 2 was killed by SIGKILL" in ended.stderr
 

@@ -1,6 +1,5 @@
 """What the other ranks notice of one that fails and lives on."""
 
-import time
 from pathlib import Path
 
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 from lockstep.errors import PeerLost
 from lockstep.run import Run
 from lockstep.testing import run_ranks
+from waiting import wait_until
 
 
 def one_fails_and_lives_on(directory):
@@ -28,10 +28,7 @@ def one_fails_and_lives_on(directory):
         return "lost"
     except ValueError as error:
         kept = error  # and with its traceback everything that the run holds
-        deadline = time.monotonic() + 60
-        while not told.exists():
-            assert time.monotonic() < deadline, "rank 0 was told nothing"
-            time.sleep(0.01)
+        wait_until(told.exists, "what rank 0 is told")
         return str(kept)
     return "nothing"
 
