@@ -34,6 +34,7 @@ EXIT_STOPPED = 75  #: stopped with a complete checkpoint: run again to resume
 EXIT_TIMEOUT = 124  #: nodes that were waited for did not come in time
 EXIT_INTERRUPTED = 130  #: Ctrl-C, without a checkpoint
 EXIT_KILLED = 137  #: a rank was killed by the system
+EXIT_TERMINATED = 143  #: SIGTERM, without a checkpoint: as for any signal, 128 more than its number
 
 #: Asks a process for its stacks. Not a signal that schedulers and users send to a job.
 STACKS_SIGNAL: int = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
