@@ -40,6 +40,7 @@ class LoopChecks:
             None  # marks of the kept objects, where they are compared in this body
         )
         self._checksums_before: dict[nn.Parameter, int] | None = None  # checksums of parameters, likewise
+        self._options_before: list[Any] | None = None  # when this body began, likewise
         self._buffer_versions: list[int] = []
         self.run_steps = True  #: whether an optimizer may step now: outside of the loop, and where the run does it
         self._hook: Final = register_optimizer_step_pre_hook(self._before_step)
@@ -75,6 +76,16 @@ class LoopChecks:
         """A micro-batch is handed out; with ``compare``, what the body must not change is compared at its end."""
         self._kept_marks = {name: _mark(value) for name, value in self._state.kept.items()} if compare else None
         self._checksums_before = self._checksums() if compare and self._whole() else None
+        self._options_before = self._options_now() if compare else None
+
+    def changed_before_step(self) -> str | None:
+        """What the body has changed so far that it may change once a step, where it is compared; None: nothing."""
+        for name, mark in (self._kept_marks or {}).items():
+            if _mark(self._state.kept[name]) != mark:
+                return f"keep({name}=...)"
+        if self._options_before is not None and self._options_now() != self._options_before:
+            return "an option of an optimizer"
+        return None
 
     def allow_changes(self) -> None:
         """What is to come of the body may change kept objects and parameters: `Run.step` will return True."""

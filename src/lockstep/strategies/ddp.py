@@ -44,7 +44,9 @@ from lockstep.strategies.multi_gpu import check_reached, spans_gpus
 from lockstep.strategies.powersgd import PowerSGD
 from lockstep.strategies.protocol import (
     HasState,
+    HoldsWholeState,
     PreparesForward,
+    PreparesUpdate,
     RepeatsStep,
     ReplicaAssignment,
     StateDict,
@@ -174,7 +176,7 @@ class _Reduction:
             flat.copy_(total)
 
 
-class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
+class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsStep, HasState, HoldsWholeState):
     """The strategy ``ddp``.
 
     Args:
@@ -203,6 +205,7 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
         self._compression: Final = compression or Uncompressed(group)
         # Else each pass would add to what was not sent yet.
         self.repeats_step = isinstance(self._compression, Uncompressed)
+        self.holds_whole_state = isinstance(self._compression, Uncompressed)  # else some waits on each rank to be sent
         self._buffers: Final = Buffers(self._all_reduce, group, group.device)
         self._native: Final = NativeAllReduce(group)  # of what DDP does not reduce
         self._models: list[_Model] = []
@@ -210,6 +213,7 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
         self._awaited: dict[ParameterSet, int] = {}  # how many parameters DDP waits for in a target's backward pass
         self._models_by_target: dict[ParameterSet, dict[int, _Model]] = {}  # ... and the models, by their numbers
         self._step_has_begun = False
+        self._buffers_are_moved = False  # ... by the mean over the step, which is not quite over
         self._forward_contexts = contextlib.ExitStack()
         self._accumulators: dict[ParameterSet, TreeGradientAccumulator] = {}  # of this step
         self._reduction: _Reduction | None = None  # within the backward pass of a rank's last micro-batch
@@ -346,13 +350,23 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
         """Restore buffers; after the last micro-batch, move them by the mean over the step. Collective then."""
         self._forward_contexts.close()
         self._step_has_begun = not position.last
+        if not self._buffers_are_moved:
+            self._end_with_buffers(position)
+        self._buffers_are_moved = False
+
+    def before_update(self, position: MicroBatchPosition) -> None:
+        """Move buffers by the mean over the step: nothing that follows in it needs another rank. Collective."""
+        self._end_with_buffers(position)
+        self._buffers_are_moved = True
+
+    def _end_with_buffers(self, position: MicroBatchPosition) -> None:
         with translating_peer_errors("the reduction of buffers"):
             self._buffers.end_micro_batch(position)
 
     def discard_step(self) -> None:
         """Drop gradients, and restore buffers."""
         self._forward_contexts.close()
-        self._step_has_begun = False
+        self._step_has_begun = self._buffers_are_moved = False
         self._accumulators.clear()
         self._reduction = None
         self._buffers.restore()
