@@ -157,7 +157,7 @@ def _sent_from(group: Group, source: int, tree: StateTree | None) -> StateTree:
     """The tree of rank ``source``, on all ranks. Collective."""
     flat = FlatTree.of(tree) if group.rank == source else None
     outline = None if flat is None else (flat.encoded, [(e.dtype, e.shape) for e in flat.entries])
-    encoded, shapes = group.gather_objects(outline, "the outline of a state")[source]
+    encoded, shapes = group.gather_objects(outline, "the outline of a state")[source] or (None, ())
     tensors = tuple(torch.empty(shape, dtype=dtype) for dtype, shape in shapes) if flat is None else flat.tensors
     for tensor in tensors:
         if tensor.numel():

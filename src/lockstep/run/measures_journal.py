@@ -25,8 +25,8 @@ from typing import Final, NamedTuple
 
 from lockstep.run.metrics import MetricMeans, State, plus
 
-_AREA_BYTES = 256 << 10  # of which only touched pages take memory
-_SUMS_BYTES = 128 << 10
+_AREA_BYTES = 64 << 10  # of which only touched pages take memory
+_SUMS_BYTES = 32 << 10  # of about 90 means
 _HEADER = struct.Struct("<qqqiiI")  # step of the sums, noted, late, entries, bytes of the sums, their CRC-32
 _ENTRY = struct.Struct("<qqdqq")  # step, number of the name, value, weight, items
 _NOTED = struct.Struct("<qqi")
@@ -170,7 +170,7 @@ class Part:
     closed: bool  #: whether nothing of this step can have come later
 
 
-def part_after(areas: Iterable[JournalArea], step: int, logged: int) -> Part | None:
+def part_after(areas: Sequence[JournalArea], step: int, logged: int) -> Part | None:
     """A rank's part after ``step``; None if its journal does not say.
 
     Args:
@@ -179,8 +179,11 @@ def part_after(areas: Iterable[JournalArea], step: int, logged: int) -> Part | N
         logged: the last step before it after which what is measured was logged, and ``recent`` began anew.
     """
     for area in areas:
-        if not area.begins <= step <= area.noted:
+        # One that begins right after the step has the sums of the pass that begins there.
+        if not area.begins < step <= area.noted and not area.begins == step == area.late:
             continue
+        if area.begins < step and any(other.begins == step == other.late for other in areas):
+            continue  # the other one has what came late
         train, recent = MetricMeans(), MetricMeans()
         for at, (name, value, weight, items) in area.entries:
             for means, after in ((train, area.begins), (recent, logged)):
@@ -188,7 +191,8 @@ def part_after(areas: Iterable[JournalArea], step: int, logged: int) -> Part | N
                     means.add_number(name, value, weight, items)
         before = area.sums.recent if area.begins > logged else {}
         sums = Sums(plus(area.sums.train, train.own()), plus(before, recent.own()))
-        return Part(sums, late=area.late == step, closed=area.late >= step or area.noted > step)
+        closed = any(other.late >= step or other.noted > step for other in areas)
+        return Part(sums, late=area.late == step, closed=closed)
     return None
 
 
