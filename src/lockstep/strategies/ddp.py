@@ -34,10 +34,10 @@ from lockstep.strategies.compression import Cast, Compression, Uncompressed
 from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
     TreeGradientAccumulator,
-    as_real,
     divide_by_counts,
     rows_of,
     total_count,
+    views_of,
 )
 from lockstep.strategies.module_states import sync_module_states, verify_module_states
 from lockstep.strategies.multi_gpu import check_reached, spans_gpus
@@ -351,17 +351,14 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
         self._forward_contexts.close()
         self._step_has_begun = not position.last
         if not self._buffers_are_moved:
-            self._end_with_buffers(position)
+            self.before_update(position)
         self._buffers_are_moved = False
 
     def before_update(self, position: MicroBatchPosition) -> None:
         """Move buffers by the mean over the step: nothing that follows in it needs another rank. Collective."""
-        self._end_with_buffers(position)
-        self._buffers_are_moved = True
-
-    def _end_with_buffers(self, position: MicroBatchPosition) -> None:
         with translating_peer_errors("the reduction of buffers"):
             self._buffers.end_micro_batch(position)
+        self._buffers_are_moved = True
 
     def discard_step(self) -> None:
         """Drop gradients, and restore buffers."""
@@ -418,7 +415,7 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
         assert reduction is not None
         accumulator, position = reduction.accumulator, reduction.position
         flat, parameters = bucket.buffer(), bucket.parameters()
-        gradients = _views_of(flat, parameters)
+        gradients = views_of(flat, parameters)
         if self._exact:
             partials = [] if position.is_padding else accumulator.partials(position, parameters, gradients, flat)
             # The sum arrives in the same memory, but in a tensor of its own that counts its own changes.
@@ -488,19 +485,6 @@ def _done(flat: torch.Tensor) -> Sum:
     future = Sum()
     future.set_result(flat)
     return future
-
-
-def _views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of ``parameters`` in the bucket ``flat``, complex ones as pairs of reals, as a bucket has them.
-
-    `GradBucket.gradients` tells them with the strides of dense rows, whatever lies there; ``.grad`` has the
-    parameter's.
-    """
-    pieces = flat.split([2 * p.numel() if p.is_complex() else p.numel() for p in parameters])
-    return [
-        piece.view(as_real(p.detach()).shape) if p.grad is None else as_real(p.grad)
-        for p, piece in zip(parameters, pieces, strict=True)
-    ]
 
 
 def _trainable(model: nn.Module) -> tuple[nn.Parameter, ...]:
