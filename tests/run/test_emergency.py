@@ -1,5 +1,6 @@
 """No step is lost when a rank dies: whoever is killed, wherever, the next generation goes on from the last step."""
 
+import contextlib
 import json
 import os
 import re
@@ -16,13 +17,16 @@ from hypothesis import strategies as st
 
 import lockstep
 from lockstep.checkpoint import LOCAL, FlatTree, checksums_in, list_checkpoints, load_tree, save_whole, verify
-from lockstep.collectives import TensorShard
+from lockstep.collectives import TensorShard, open_group
 from lockstep.errors import CheckpointError
 from lockstep.launch.emergency_memory import emergency_memory
-from lockstep.run.emergency_choice import Left, LeftState, choose
+from lockstep.run.emergency import LeftBehind
+from lockstep.run.emergency_choice import Choice, Left, LeftState, choose
 from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, part_after, read_journal, total
 from lockstep.run.metrics import MetricMeans
 from lockstep.run.resume_point import ResumePoint
+from lockstep.testing import run_ranks
+from lockstep.world import World
 from waiting import DEADLINE_S
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
@@ -194,6 +198,32 @@ def test_a_state_that_has_begun_to_change_is_never_given():
     assert point.take() is None
 
 
+def sent_to_others(place):
+    """On three ranks of which the second one sees a state."""
+    with the_world() as group:
+        copy = replace(STATE, path=str(Path(place, "there" if group.rank == 1 else "nowhere")))
+        if group.rank == 1:
+            tree = {"w": torch.arange(6.0).view(2, 3), "none": torch.empty(0), "n": [1, (2.5, "x")]}
+            copy = replace(copy, path=str(save_whole(Path(place), FlatTree.of(tree), 7, {}).path))
+        return LeftBehind(group, Choice(copy, (copy,), Sums({"loss": [1, 0.0, 1]}, {}))).load()
+
+
+@contextlib.contextmanager
+def the_world():
+    group = open_group(World.from_env(os.environ), torch.device("cpu"), 30.0)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def test_a_state_goes_to_nodes_that_have_none(tmp_path):
+    for tree in run_ranks(sent_to_others, 3, str(tmp_path)):
+        assert tree is not None
+        assert torch.equal(tree["w"], torch.arange(6.0).view(2, 3))
+        assert (tree["none"].numel(), tree["n"], tree["measures"]) == (0, [1, (2.5, "x")], {"loss": [1, 0.0, 1]})
+
+
 def test_a_divided_tensor_cannot_be_left():
     shard = TensorShard(torch.ones(1), (0,), (2,), torch.float32)
     with pytest.raises(CheckpointError, match="divided among ranks"):
@@ -259,7 +289,8 @@ TRAIN = """
             second = run.optimizer(torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9))
             run.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9))
             history, ema = [], AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-            run.keep(history=history, ema=ema)
+            seen = []
+            run.keep(history=history, ema=ema, seen=seen)
             micro_batch = 2 if shape == "accumulates" else 4
             batches = run.loader(TensorDataset(X, Y), global_batch=16, micro_batch=micro_batch, workers=0)
             held_out = run.loader(TensorDataset(X, Y), global_batch=16, shuffle=False, workers=0, micro_batch=4)
@@ -271,6 +302,8 @@ TRAIN = """
                         os.kill(os.getpid(), signal.SIGKILL)
                     out = model(x)
                     run.measure(right=out.argmax(1) == y)
+                    if shape == "changes what is kept before its step" and run.micro_batch.last:
+                        seen.append(1)
                     run.step(F.cross_entropy(out, y), optimizer=optimizer)
                     if run.step(F.cross_entropy(other(x) + out.detach(), y), optimizer=second):
                         ema.update_parameters(model)
@@ -372,10 +405,16 @@ def test_whoever_is_killed_wherever_no_step_is_lost(tmp_path, shape):
 
 
 def test_without_room_in_memory_or_a_whole_state_something_else_is_gone_on_from(tmp_path):
-    """The memory is full; a survivor is killed while it leaves its state; the setting is off."""
+    """The memory is full; the loop's body changes what is kept before its step; the setting is off."""
     plan = [([1], 4, "a forward pass", 4)]
-    states, said = launched(tmp_path, {"full": ("epochs", 2, kills(plan), None)}, FULL="1")
+    cases = {
+        "full": ("epochs", 2, kills(plan), None),
+        "unsafe": ("changes what is kept before its step", 2, kills(plan), None),
+    }
+    states, said = launched(tmp_path, cases, FULL="1")
     assert went_on_at(tmp_path / "full") == ([4], []), said
+    assert went_on_at(tmp_path / "unsafe") == ([], []), "what is there is not what the last step has left"
+    assert states["unsafe"] == states["full"]
     assert (tmp_path / "full" / "emergency").is_dir(), "there was room in the run directory"
     cases = {"off": ("epochs", 2, kills(plan), "3 steps"), "plain": ("epochs", 1, [], None)}
     more, said = launched(tmp_path, cases, LOCKSTEP_EMERGENCY="false")

@@ -6,9 +6,9 @@
                                goes through the network to nodes that have none; else the newest checkpoint
     two steps later            what the dead generation has left is removed
 
-    MEMORY/generation-3-1f2e/measures-0002        what rank 2 has measured, see `measures_journal`
-    MEMORY/generation-3-1f2e/state/step-00001234  a checkpoint as in docs/format.md, by one rank
-    MEMORY/generation-3-1f2e/suspect              its ranks had come to differ: nothing of them is used
+    MEMORY/run-0-generation-3-1f2e/measures-0002        what rank 2 has measured, see `measures_journal`
+    MEMORY/run-0-generation-3-1f2e/state/step-00001234  a checkpoint as in docs/format.md, by one rank
+    MEMORY/run-0-generation-3-1f2e/suspect              its ranks had come to differ: nothing of them is used
 
 Where the memory has no room, the state goes to the run directory, under ``emergency``.
 """
@@ -21,6 +21,7 @@ import os
 import secrets
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -177,6 +178,7 @@ class EmergencyMemory(Emergency):
         metrics: what is measured.
         writes: whether this rank holds the whole state after each step, and there are others to lose.
         log_every: after how many steps recent means are logged; None: never.
+        checkpoint: directory of the run's checkpoints, by which runs of one script are told apart; "": the usual one.
     """
 
     def __init__(
@@ -189,6 +191,7 @@ class EmergencyMemory(Emergency):
         *,
         writes: bool,
         log_every: int | None,
+        checkpoint: str = "",
     ) -> None:
         self._memory: Final = memory
         self._run_dir: Final = run_dir / "emergency"
@@ -198,7 +201,8 @@ class EmergencyMemory(Emergency):
         self._log_every: Final = log_every
         # Launchers that have found another coordinator count generations anew.
         mark = group.broadcast_object(secrets.token_hex(4), "name of what survivors leave")
-        self._name: Final = f"generation-{world.generation}-{mark}"
+        self._run: Final = f"run-{zlib.crc32(checkpoint.encode()):08x}"  # a script may open several
+        self._name: Final = f"{self._run}-generation-{world.generation}-{mark}"
         self.notes = writes
         self._journal: MeasuresJournal | None = None
         self._train: MetricMeans | None = None  # of the pass whose sums the journal began with
@@ -346,7 +350,7 @@ class EmergencyMemory(Emergency):
 
     def _before(self) -> list[Path]:
         """What earlier generations have left in both places."""
-        every = [path for place in (self._memory, self._run_dir) for path in place.glob("generation-*")]
+        every = [path for place in (self._memory, self._run_dir) for path in place.glob(f"{self._run}-generation-*")]
         return [path for path in every if path.name != self._name]
 
     def _own(self, place: Path) -> Path:
@@ -378,6 +382,7 @@ def open_emergency(
         metrics,
         writes=writes_emergency(env, settings, group, strategy),
         log_every=None if settings.log_every is None else int(settings.log_every.every),
+        checkpoint=settings.checkpoint or "",
     )
 
 

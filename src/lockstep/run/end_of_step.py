@@ -241,6 +241,11 @@ class EndOfStep:
         return self._identity.data(plan.sizes, plan.samples, self._loaders.lengths, self._loaders.orders)
 
     @property
+    def compares_next(self) -> bool:
+        """Whether the bodies of the next step are compared: in the first two, and every so many."""
+        return self.steps < 2 or self._is_check_due
+
+    @property
     def _is_check_due(self) -> bool:
         return self.steps % self._context.settings.check_every == 0
 

@@ -262,7 +262,7 @@ class TrainStep:
             self._finite.gradients(target.parameters, self._state.name_of, self._step)
         if not self._closures.active:
             before_update(self._strategy, current.position)
-        if (changed := self.checks.changed_before_step()) is not None:
+        if (changed := self.checks.changed_since_point()) is not None:
             self._point.refuse(changed)
         self._point.lose()
         for target, optimizers in current.due.items():
@@ -305,6 +305,7 @@ class TrainStep:
         """The loop over micro-batches is left; a step that is not done is discarded."""
         current, self.current = self.current, None
         self.checks.run_steps = True
+        self.checks.forget_point()
         if current is not None and not current.complete:
             self._losses = _StepLosses()
             self._closures.discard()

@@ -272,8 +272,7 @@ class TrainingLoop:
                 data = to_device(batch, context.device)
                 self._metrics.hand_out(position)
                 step = self._position.progress.step
-                compare = end_of_step.steps < 2 or end_of_step.steps % settings.check_every == 0
-                current = train_step.begin(position, step, compare=compare)
+                current = train_step.begin(position, step, compare=end_of_step.compares_next)
                 self._carried.micro_batch_begins(position)
                 seed_generators(seed_of(settings.seed, "step", step, position.index))
                 context.marker.set_phase("forward")
@@ -284,6 +283,8 @@ class TrainingLoop:
                     end_of_step.count(position.step_samples)
                     self._carried.step_is_done()
                     end_of_step.finish(steps_before_pass=steps_before)
+                    if context.emergency.notes and end_of_step.compares_next:
+                        train_step.checks.note_point()
                 context.marker.set_phase("data")
 
     def _serve(self, loaders: Sequence[MicroBatchLoader], steps_before: int) -> None:
