@@ -9,6 +9,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,17 +18,18 @@ from hypothesis import strategies as st
 
 import lockstep
 from lockstep.checkpoint import LOCAL, FlatTree, checksums_in, list_checkpoints, load_tree, save_whole, verify
-from lockstep.collectives import TensorShard, open_group
+from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError
 from lockstep.launch.emergency_memory import emergency_memory
-from lockstep.run.emergency import LeftBehind
+from lockstep.launch_contract import EMERGENCY
+from lockstep.run.emergency import LeftBehind, NoEmergency, open_emergency, writes_emergency
 from lockstep.run.emergency_choice import Choice, Left, LeftState, choose
 from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, part_after, read_journal, total
-from lockstep.run.metrics import MetricMeans
+from lockstep.run.metrics import MetricMeans, PassMetrics
 from lockstep.run.resume_point import ResumePoint
+from lockstep.settings import Settings
 from lockstep.testing import run_ranks
 from lockstep.world import World
-from waiting import DEADLINE_S
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
 
@@ -198,6 +200,34 @@ def test_a_state_that_has_begun_to_change_is_never_given():
     assert point.take() is None
 
 
+def test_who_leaves_a_state_and_where_one_is_looked_for(tmp_path):
+    group = single_rank_group()
+    several = SimpleNamespace(size=2, over_cpu=True)
+    whole, divided = (SimpleNamespace(holds_whole_state=whole) for whole in (True, False))
+    env = {EMERGENCY: str(tmp_path)}
+    assert writes_emergency(env, Settings(), several, whole)
+    assert not writes_emergency({}, Settings(), several, whole), "nobody starts another generation"
+    assert not writes_emergency(env, Settings(emergency=False), several, whole)
+    assert not writes_emergency(env, Settings(), several, divided)
+    assert not writes_emergency(env, Settings(), group, whole), "nobody would be left"
+    assert not writes_emergency(env, Settings(), SimpleNamespace(size=2, over_cpu=False), whole)
+    world, metrics = World(0, 1, 0, 1, 0, 1, generation=1, run_dir=str(tmp_path)), PassMetrics(counts=True)
+    off = open_emergency(Settings(emergency=False), env, group, world, whole, metrics)
+    assert isinstance(off, NoEmergency)
+    assert off.find() is None
+    one, other = (
+        open_emergency(Settings(checkpoint=name), env, group, world, whole, metrics) for name in ("one", "other")
+    )
+    about = {"step": 7, "turn": False, "rank": 0, "ranks": 0, "identity": {}, "rows": []}
+    name = one._name.replace("generation-1", "generation-0")
+    save_whole(tmp_path / name / "state", FlatTree.of({"w": torch.ones(2)}), 7, about)
+    found = one.find()
+    assert found is not None
+    assert (found.step, other.find()) == (7, None), "that of another run of the same script"
+    one.forget_before()
+    assert one.find() is None
+
+
 def sent_to_others(place):
     """On three ranks of which the second one sees a state."""
     with the_world() as group:
@@ -328,9 +358,8 @@ TRAIN = """
     if __name__ == "__main__":
         results = {}
         for name, (shape, ranks, kills, save_every) in json.loads(sys.argv[1]).items():
-            states = lockstep.launch(
-                functools.partial(train, shape, kills, save_every), ranks=ranks, run_dir=name, max_restarts=len(kills)
-            )
+            main = functools.partial(train, shape, kills, save_every)
+            states = lockstep.launch(main, ranks=ranks, run_dir=name, max_restarts=len(kills))
             results[name] = sorted(set(states))
         print("results", json.dumps(results))
 """
@@ -364,7 +393,7 @@ def launched(place, cases, **env):
         env={**clean, "PYTHONPATH": SOURCE, **env},
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=110,
         check=False,
     )
     said = ended.stdout + ended.stderr
@@ -405,19 +434,16 @@ def test_whoever_is_killed_wherever_no_step_is_lost(tmp_path, shape):
 
 
 def test_without_room_in_memory_or_a_whole_state_something_else_is_gone_on_from(tmp_path):
-    """The memory is full; the loop's body changes what is kept before its step; the setting is off."""
+    """The memory is full; the loop's body changes what is kept before its step."""
     plan = [([1], 4, "a forward pass", 4)]
     cases = {
         "full": ("epochs", 2, kills(plan), None),
         "unsafe": ("changes what is kept before its step", 2, kills(plan), None),
+        "plain": ("epochs", 1, [], None),
     }
     states, said = launched(tmp_path, cases, FULL="1")
     assert went_on_at(tmp_path / "full") == ([4], []), said
-    assert went_on_at(tmp_path / "unsafe") == ([], []), "what is there is not what the last step has left"
-    assert states["unsafe"] == states["full"]
     assert (tmp_path / "full" / "emergency").is_dir(), "there was room in the run directory"
-    cases = {"off": ("epochs", 2, kills(plan), "3 steps"), "plain": ("epochs", 1, [], None)}
-    more, said = launched(tmp_path, cases, LOCKSTEP_EMERGENCY="false")
-    assert went_on_at(tmp_path / "off")[0] == [], said
-    assert states["full"] == more["off"] == more["plain"]
-    assert rows(tmp_path / "off") == rows(tmp_path / "full") == rows(tmp_path / "plain")
+    assert went_on_at(tmp_path / "unsafe") == ([], []), "what is there is not what the last step has left"
+    assert states["full"] == states["unsafe"] == states["plain"]
+    assert rows(tmp_path / "full") == rows(tmp_path / "unsafe") == rows(tmp_path / "plain")
