@@ -8,7 +8,7 @@ A training of two ranks is started under `lockstep run` with one fault on purpos
 
     seconds      from the fault, whose moment the rank notes, to the line on the screen that names the rank
     left         processes of the run that live one second after its launcher has ended
-    went on at   the step of the checkpoint that the next generation took up
+    went on at   the step of the checkpoint, or of the state that survivors have left, that the next generation took up
     bits         of parameters and optimizer in the end, against a run in which nothing failed
 """
 
@@ -346,7 +346,7 @@ def measure(case: Case, whole: str) -> dict[str, str]:
             codes = str(seen.code)
         text = f"{seen.text}\n{resumed}"
         state = re.findall(r"^state (\w+)$", text, re.MULTILINE)
-        at_step = re.findall(r"resumed at step (\d+)", text)
+        at_step = re.findall(r"(?:resumed at|goes on from) step (\d+)", text)
         said, pattern = headline(seen, case)
         said = said.replace(f"{where.here}/", "")
         detected = seen.detected_s(pattern)

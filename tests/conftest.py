@@ -62,6 +62,7 @@ CAMPAIGN = re.compile(
     r"test_law\[(auto|hsdp.*|diloco.*|zero|hybrid.*)-(moves_between_\w+|respects_count|clips_alike)\]|"
     r"test_a_package_shuffles_alike_.*\[\w+-(0-2|1-0)\]|"
     r"test_whatever_is_killed_.*\[(second|third)\]|"
+    r"test_whoever_is_killed_.*\[(accumulates|steps)\]|"
     r"test_training_on_a_package_.*\[webdataset\]|"
     r"test_it_is_killed_and_begun_again_on_other_ranks\[(?!steps\]|two_passes_in_an_epoch\]|evaluation_in_the_body\])|"
     r"test_figures_are_those_of_plain_torch_|"
@@ -76,7 +77,7 @@ CAMPAIGN = re.compile(
     r"test_runs\.py::test_(the_last_words_name|a_script_that_starts_ranks_itself).*\[plain\]|"
     r"test_examples_end_well_with_smaller_arguments|test_a_resnet_goes_through_a_pipeline_of_two|"
     r"test_vision_transformer_learns_under_every_strategy|"
-    r"test_benchmarks\.py::test_(servers|links|compress|zero|strategies|start|memory|exact|failures)$"
+    r"test_benchmarks\.py::test_(servers|links|compress|zero|strategies|start|memory|exact|failures|goodput)$"
 )
 
 

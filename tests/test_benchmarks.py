@@ -70,6 +70,14 @@ def test_start(tmp_path):
     assert len(shown.splitlines()) == 3
 
 
+def test_goodput(tmp_path):
+    few = ("--seconds", "3", "--kill-every", "1", "--every", "none")
+    found, shown = measured(tmp_path, "goodput.py", *few)
+    assert {row["way"] for row in found} == {"lockstep", "torchrun"}
+    assert all(row["undisturbed"][0] > 0 for row in found)
+    assert len(shown.splitlines()) == 4
+
+
 on_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")
 
 

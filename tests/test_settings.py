@@ -64,6 +64,7 @@ GIVEN = {
     "track": ("tensorboard", "tensorboard"),
     "profile": (StepRange(10, 20), "steps 10:20"),
     "keep": (5, "5"),
+    "emergency": (False, "no"),
     "best": (BestMetric("max", "accuracy"), "max accuracy"),
     "clip_norm": (0.5, "0.5"),
     "sync_batchnorm": (True, "true"),

@@ -21,6 +21,8 @@ FAULTS = "LOCKSTEP_FAULTS"  #: what is to go wrong on purpose, in the words of `
 STACKS = "LOCKSTEP_STACKS"  #: path where a rank writes the stacks of all its threads when it gets `STACKS_SIGNAL`
 LAUNCHER = "LOCKSTEP_LAUNCHER"  #: name of the row of `LAUNCHERS` to believe, where two contradict each other
 
+EMERGENCY = "LOCKSTEP_EMERGENCY_MEMORY"  #: directory in this host's memory where survivors of a dead rank leave a state
+
 TERMINAL = "LOCKSTEP_TERMINAL"  #: path of the terminal of a rank that has one
 
 STOP_FILE = "STOP"  #: in the run directory: a file of this name asks the run to save and stop

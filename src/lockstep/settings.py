@@ -207,6 +207,10 @@ class Settings:
         default=None, metadata=_about("'steps 10:20': what each rank does in these steps, recorded by torch.profiler")
     )
     keep: int = field(default=3, metadata=_about("checkpoints kept, the newest ones", least=1))
+    emergency: bool = field(
+        default=True,
+        metadata=_about("ranks that lose another one leave the last finished step in memory for the next generation"),
+    )
     best: BestMetric | None = field(
         default=None,
         metadata=_about("'max accuracy', 'min val_loss': the checkpoint of the best value is kept beside the newest"),

@@ -5,7 +5,7 @@ The door. What needs torch is loaded when it is first asked for, so that listing
 
 from typing import TYPE_CHECKING
 
-from lockstep.checkpoint.commit import Committed, expired, list_checkpoints, remove, verify
+from lockstep.checkpoint.commit import Committed, expired, list_checkpoints, read_manifest, remove, verify
 from lockstep.checkpoint.filesystem import LOCAL, FileSystem, LocalFileSystem
 from lockstep.checkpoint.json_state import SavedTree, StateTree, Tree
 from lockstep.checkpoint.lock import Holder, lock_root
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.async_save import Checkpoints, Saved
     from lockstep.checkpoint.save_thread import Outcome
     from lockstep.checkpoint.tensors import Tensors, content_of, in_file, load_tree, tensor_of, write_torch_file
+    from lockstep.checkpoint.whole_save import FlatTree, checksums_in, save_whole
 else:
     # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
     import importlib
@@ -33,6 +34,7 @@ else:
         homes = {"Checkpoints": "async_save", "Saved": "async_save", "Outcome": "save_thread"} | dict.fromkeys(
             ("Tensors", "content_of", "in_file", "load_tree", "tensor_of", "write_torch_file"), "tensors"
         )
+        homes |= dict.fromkeys(("FlatTree", "checksums_in", "save_whole"), "whole_save")
         if name not in homes:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)
@@ -49,6 +51,7 @@ __all__ = [
     "Committed",
     "FileSystem",
     "FileTensor",
+    "FlatTree",
     "Holder",
     "LocalFileSystem",
     "Manifest",
@@ -64,13 +67,16 @@ __all__ = [
     "Tree",
     "averaged_state",
     "check_writable",
+    "checksums_in",
     "content_of",
     "expired",
     "in_file",
     "list_checkpoints",
     "load_tree",
     "lock_root",
+    "read_manifest",
     "remove",
+    "save_whole",
     "tensor_of",
     "tensors_file",
     "verify",

@@ -169,6 +169,12 @@ class Group:
         with translating_peer_errors(what):
             dist.recv(tensor, group=self._control, group_src=source)
 
+    def broadcast_bytes(self, data: torch.Tensor, source: int, what: str) -> None:
+        """Fill ``data``, contiguous bytes on the CPU, with what it holds on the rank ``source``. Collective."""
+        if self._control is not None:
+            with translating_peer_errors(what):
+                dist.broadcast(data, group=self._control, group_src=source)
+
     def barrier(self, what: str) -> None:
         """Wait until every rank has called it. Collective."""
         self.gather_objects(None, what)

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +28,7 @@ from lockstep.launch.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.console import Screen
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
+from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch.host import Machine
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.join import Joined, host_job, join_alone, join_job
@@ -39,7 +40,16 @@ from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, 
 from lockstep.launch.workers.fork_server import open_fork_server
 from lockstep.launch.workers.rank_environment import common_environment
 from lockstep.launch.workers.worker_group import WorkerGroup
-from lockstep.launch_contract import ENDS_AT, EXIT_FAILED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, FAULT_NOTES, FAULTS
+from lockstep.launch_contract import (
+    EMERGENCY,
+    ENDS_AT,
+    EXIT_FAILED,
+    EXIT_NOT_SAVED,
+    EXIT_OK,
+    EXIT_STOPPED,
+    FAULT_NOTES,
+    FAULTS,
+)
 from lockstep.report import StatusFile
 from lockstep.settings import parse
 from lockstep.strategy_words import split
@@ -244,9 +254,9 @@ def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
         say=screen.say,
         shown=shown,
     )
-    with hang_monitor:
+    with hang_monitor, _room_for_emergencies(joined) as room:
         env = {**os.environ, **_end_of_job(request, os.environ), **({FAULTS: request.faults} if request.faults else {})}
-        common = common_environment(job, env, hang_monitor.channel)
+        common = common_environment(job, env, hang_monitor.channel) | room
         fork_server = open_fork_server(request.program, job.start_method, common)
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.closing(fork_server))
@@ -259,6 +269,16 @@ def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
             if code not in (EXIT_OK, EXIT_STOPPED) and (status := StatusFile.read(job.status)) is not None:
                 StatusFile(job.status).write(replace(status, state="unsaved" if code == EXIT_NOT_SAVED else "failed"))
             return code, agent.last_failure
+
+
+@contextlib.contextmanager
+def _room_for_emergencies(joined: Joined) -> Iterator[dict[str, str]]:
+    """The variable that tells ranks where they leave what they hold, where another generation may come."""
+    if not (joined.limits.max_restarts or joined.limits.max_changes):
+        yield {}
+        return
+    with emergency_memory(joined.job.run_dir) as memory:
+        yield {EMERGENCY: str(memory)}
 
 
 def _check_attach(request: Request) -> None:

@@ -70,6 +70,11 @@ class CarriedState(MutableMapping[str, Any]):
             # A copy, in which the body may change anything: the step may be discarded.
             self._current = self._written[position.index] = _copied(self._by_index.get(position.index, {}))
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the script carries anything."""
+        return self._used
+
     def step_is_done(self) -> None:
         """What the bodies of the step have written is carried on."""
         self._by_index |= self._written

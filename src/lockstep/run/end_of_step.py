@@ -18,11 +18,15 @@ from lockstep.errors import LockstepError
 from lockstep.report import State as DisplayState
 from lockstep.run.loaders import Loaders
 from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
-from lockstep.run.run_log import RunLog
+from lockstep.run.resume_point import ResumePoint
+from lockstep.run.run_log import LoggedRow, RunLog
 from lockstep.run.save_stop import Decision
 from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot
 from lockstep.strategies import HasServerRanks
+
+#: Steps of this process after which every rank has ended one: whoever is lost then, the others have a state to leave.
+_SAFE_STEPS: Final = 2
 
 
 class EndOfStep:
@@ -36,8 +40,10 @@ class EndOfStep:
         finite: NonFiniteChecks,
         warnings: NonFiniteWarnings,
         log: RunLog,
+        point: ResumePoint,
     ) -> None:
         self._context: Final = context
+        self.point: Final = point
         self._snapshot: Final = snapshot
         self._position: Final = context.position
         self._identity: Final = context.identity
@@ -48,6 +54,7 @@ class EndOfStep:
         self._save_stop: Final = context.save_stop
         self._open_step = 0  # a step that is done, and whose body has not ended; 0: none
         self._checked = False  # of the open step: whether its loop was left, and all but the decisions was done
+        self._rows_of_turn: list[LoggedRow] = []  # what the turn of the outer loop had logged that ended last
         self._save_again = False  # what a checkpoint of the last step would hold has changed since it was saved
         self.error: LockstepError | None = None  #: met where a loop was left by `break`, to be raised at the end
         self.steps = 0  #: done by this process
@@ -91,7 +98,12 @@ class EndOfStep:
         if not checked:
             self._finite.step_ended()
         self._context.metrics.step_is_done()  # what the rest of the body has measured
-        self._log_recent(step)  # before it is saved: a run that goes on from here has logged it
+        self._context.emergency.note_late(step)
+        self._log.forget_rows()
+        self.point.reach()
+        if self.steps == _SAFE_STEPS:
+            self._context.emergency.forget_before()
+        self._log.write_recent(step, self._position.epoch_number)  # before it is saved: a resumed run has logged it
         decision = self._save_stop.after_step(step)
         is_first = steps_before_pass is not None and self.steps == steps_before_pass + 1
         if not checked and (is_first or self._is_check_due) and not decision.saves:
@@ -102,6 +114,12 @@ class EndOfStep:
             position.progress, position.length, position.loss, self._context.checkpointer.committed_step
         )
         self.begin_next()
+
+    def finish_turn(self) -> None:
+        """A turn of the outer loop is over, and a step in it that was left by ``break``. Collective."""
+        self.finish()
+        self._rows_of_turn = [*self._log.rows]
+        self.point.begin_turn()
 
     def begin_next(self) -> None:
         """What follows belongs to the next step, where steps are recorded."""
@@ -199,18 +217,21 @@ class EndOfStep:
             state, position.progress, position.length, position.loss, self._context.checkpointer.committed_step
         )
 
-    def _log_recent(self, step: int) -> None:
-        """After every so many steps, what they measured is logged. Collective then."""
-        every, metrics = self._context.settings.log_every, self._context.metrics
-        if every is None:
-            return
-        if step % int(every.every) == 0:
-            means = {f"{name}_step": mean for name, mean in metrics.recent.reduce(self._context.group).items()}
-            self._log.write({**means}, step, self._position.epoch_number)
-
     def _leave_stopped(self) -> None:
         self.show("stopped")
         self._save_stop.final_barrier()
+
+    def about_left(self) -> StateTree:
+        """What is said of the state that this rank leaves, see `LeftState`."""
+        group = self._context.group
+        return {
+            "step": self._position.progress.step,
+            "turn": self.point.is_turn,
+            "rank": group.rank,
+            "ranks": group.size,
+            "identity": self._whole_identity(),
+            "rows": self._rows_of_turn if self.point.is_turn else [],
+        }
 
     def _whole_identity(self) -> StateTree:
         return self._identity.script | self._data_identity()
@@ -218,6 +239,11 @@ class EndOfStep:
     def _data_identity(self) -> StateTree:
         plan = self._context.plan
         return self._identity.data(plan.sizes, plan.samples, self._loaders.lengths, self._loaders.orders)
+
+    @property
+    def compares_next(self) -> bool:
+        """Whether the bodies of the next step are compared: in the first two, and every so many."""
+        return self.steps < 2 or self._is_check_due
 
     @property
     def _is_check_due(self) -> bool:

@@ -40,6 +40,7 @@ class LoopChecks:
             None  # marks of the kept objects, where they are compared in this body
         )
         self._checksums_before: dict[nn.Parameter, int] | None = None  # checksums of parameters, likewise
+        self._at_point: tuple[list[Any], dict[str, Any]] | None = None  # options, and marks of the kept objects
         self._buffer_versions: list[int] = []
         self.run_steps = True  #: whether an optimizer may step now: outside of the loop, and where the run does it
         self._hook: Final = register_optimizer_step_pre_hook(self._before_step)
@@ -75,6 +76,23 @@ class LoopChecks:
         """A micro-batch is handed out; with ``compare``, what the body must not change is compared at its end."""
         self._kept_marks = {name: _mark(value) for name, value in self._state.kept.items()} if compare else None
         self._checksums_before = self._checksums() if compare and self._whole() else None
+
+    def note_point(self) -> None:
+        """A step has ended, and the run can be gone on from here: what changes until the next update is looked for."""
+        self._at_point = self._options_now(), {name: _mark(value) for name, value in self._state.kept.items()}
+
+    def changed_since_point(self) -> str | None:
+        """What the script or its data set has changed since `note_point`, which is asked once; None: nothing."""
+        noted, self._at_point = self._at_point, None
+        if noted is None:
+            return None
+        options, marks = noted
+        changed = [f"keep({name}=...)" for name, mark in marks.items() if _mark(self._state.kept[name]) != mark]
+        return changed[0] if changed else "an option of an optimizer" if self._options_now() != options else None
+
+    def forget_point(self) -> None:
+        """The loop is left: the script may change anything now."""
+        self._at_point = None
 
     def allow_changes(self) -> None:
         """What is to come of the body may change kept objects and parameters: `Run.step` will return True."""

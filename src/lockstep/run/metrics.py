@@ -21,6 +21,8 @@ _FETCH = 512
 _UNIT_BITS = 1074
 
 State = dict[str, list[int | float]]
+Added = tuple[str, torch.Tensor, int | torch.Tensor, int | torch.Tensor]
+"""A name, a value of no dimension, its weight and its count."""
 
 
 class _Mean:
@@ -51,24 +53,36 @@ class _Mean:
             return
         values = torch.stack([value for value, _, _ in self._waiting]).double().tolist()
         for value, (_, weight, count) in zip(values, self._waiting, strict=True):
-            self.count += int(count)
-            if math.isfinite(value):
-                numerator, denominator = value.as_integer_ratio()
-                self.units += numerator * int(weight) << (_UNIT_BITS - denominator.bit_length() + 1)
-            else:
-                self.odd += value
+            self.add_number(value, int(weight), int(count))
         self._waiting = []
+
+    def add_number(self, value: float, weight: int, count: int) -> None:
+        self.count += count
+        if math.isfinite(value):
+            numerator, denominator = value.as_integer_ratio()
+            self.units += numerator * weight << (_UNIT_BITS - denominator.bit_length() + 1)
+        else:
+            self.odd += value
 
 
 class MetricMeans:
-    """What was measured since the last `reduce`, by name."""
+    """What was measured since the last `reduce`, by name.
 
-    def __init__(self) -> None:
+    Args:
+        added: gets each value that is added, with its name, weight and count; None: nobody asks for them.
+    """
+
+    def __init__(self, added: list[Added] | None = None) -> None:
         self._means: dict[str, _Mean] = {}
+        self._added: Final = added
 
     def add_mean(self, name: str, value: torch.Tensor, count: int | torch.Tensor) -> None:
         """``value`` (no dimension) is the mean over ``count`` items. Does not wait for the device."""
-        self._of(name).add(value, count, count)
+        self._add(name, value, count, count)
+
+    def add_number(self, name: str, value: float, weight: int, count: int) -> None:
+        """The mean over ``weight`` items is ``value``; it counts as ``count``."""
+        self._of(name).add_number(value, weight, count)
 
     def add(self, name: str, value: object, samples: int, count: int | torch.Tensor | None = None) -> None:
         """Measure ``value``: one number for each sample, or the mean of ``count`` items; None: of all ``samples``."""
@@ -81,7 +95,7 @@ class MetricMeans:
             value = value.detach()
             whole = value.dtype in (torch.float16, torch.bfloat16, torch.float32)
             total = value.sum(dtype=torch.float64 if whole else None)
-            self._of(name).add(total.double(), 1, value.numel())
+            self._add(name, total.double(), 1, value.numel())
         else:
             try:
                 # A number of Python's is not rounded to torch's default type.
@@ -108,14 +122,16 @@ class MetricMeans:
 
     def state(self, group: Group) -> State:
         """What all ranks have measured so far, the same on every rank. Collective."""
+        total: State = {}
+        for state in group.gather_objects(self.own(), "measures"):
+            total = plus(total, state)
+        return total
+
+    def own(self) -> State:
+        """What this rank has measured so far. Waits for the device."""
         for mean in self._means.values():
             mean.fetch()
-        total: State = {}
-        own: State = {name: [m.units, m.odd, m.count] for name, m in self._means.items()}
-        for state in group.gather_objects(own, "measures"):
-            for name, held in state.items():
-                total[name] = [a + b for a, b in zip(total.get(name, [0, 0.0, 0]), held, strict=True)]
-        return total
+        return {name: [m.units, m.odd, m.count] for name, m in self._means.items()}
 
     def load(self, state: Mapping[str, list[int | float]], group: Group) -> None:
         """Go on from `state`, whatever the number of ranks was: the leader holds it all."""
@@ -124,6 +140,11 @@ class MetricMeans:
             if group.leads:
                 mean = self._of(name)
                 mean.units, mean.odd, mean.count = int(units), float(odd), int(count)
+
+    def _add(self, name: str, value: torch.Tensor, weight: int | torch.Tensor, count: int | torch.Tensor) -> None:
+        self._of(name).add(value, weight, count)
+        if self._added is not None:
+            self._added.append((name, value, weight, count))
 
     def _of(self, name: str) -> _Mean:
         if name not in self._means:
@@ -137,14 +158,17 @@ class PassMetrics:
     Args:
         counts: whether this rank's micro-batches are counted here, and not on another rank of the same replica.
         recent: whether `recent` is wanted, too.
+        notes: whether values are to be written down as they come, see `take_added`.
     """
 
-    def __init__(self, *, counts: bool, recent: bool = False) -> None:
+    def __init__(self, *, counts: bool, recent: bool = False, notes: bool = False) -> None:
         self._counts: Final = counts
         self._wants_recent: Final = recent
+        self._added: Final[list[Added] | None] = [] if notes else None  # in the step under way, and not taken yet
+        self.has_called = False  #: whether something was measured since `take_added`, be it of no samples
         self.train = MetricMeans()  #: of the steps of this pass
         self.recent = MetricMeans()  #: of the steps since it was reduced last, in whatever pass
-        self._step = MetricMeans()  # of the step under way, which may be discarded
+        self._step = MetricMeans(self._added)  # of the step under way, which may be discarded
         self.evaluate = MetricMeans()
         self.inside: Literal["train", "evaluate"] | None = None  #: which pass the script is in
         self.position: MicroBatchPosition | None = None  #: of the micro-batch that the script has
@@ -207,11 +231,21 @@ class PassMetrics:
         self.train.absorb(self._step)
         if self._wants_recent:
             self.recent.absorb(self._step)
-        self._step = MetricMeans()
+        self._step = MetricMeans(self._added)
 
     def forget_step(self) -> None:
         """What was measured since the last `step_is_done` belongs to a step that is discarded."""
-        self._step = MetricMeans()
+        self._step = MetricMeans(self._added)
+        self.take_added()
+
+    def take_added(self) -> list[Added]:
+        """What was measured in the step under way since this was last called, where it is written down."""
+        self.has_called = False
+        if not self._added:
+            return []
+        added = self._added.copy()
+        self._added.clear()
+        return added
 
     def measure(self, values: Mapping[str, object], count: int | torch.Tensor | None) -> None:
         """See `Run.measure`."""
@@ -222,6 +256,7 @@ class PassMetrics:
                 "run.measure(loss=...) in run.train(...): run.step(loss) measures its loss under that name; give "
                 "yours another, such as run.measure(my_loss=...)"
             )
+        self.has_called |= self.inside == "train"
         if count is not None and not values:
             raise UsageError("run.measure(count=...) says how many items a value is the mean of; name the value, too")
         if not self.samples:
@@ -229,6 +264,14 @@ class PassMetrics:
         for name, value in values.items():
             means = self._step if self.inside == "train" else self.evaluate
             means.add(name, value, self.samples, count)
+
+
+def plus(one: Mapping[str, list[int | float]], other: Mapping[str, list[int | float]]) -> State:
+    """The sums of both."""
+    total = {name: list(held) for name, held in one.items()}
+    for name, held in other.items():
+        total[name] = [a + b for a, b in zip(total.get(name, [0, 0.0, 0]), held, strict=True)]
+    return total
 
 
 def _mean(units: int | float, odd: int | float, count: int | float) -> float:

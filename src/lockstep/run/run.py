@@ -42,6 +42,7 @@ from lockstep.run.parameter_sets import Optimizers
 from lockstep.run.passes import call_site
 from lockstep.run.rank_operations import RankOperations
 from lockstep.run.registration import Registration
+from lockstep.run.resume_point import ResumePoint
 from lockstep.run.run_log import RunLog
 from lockstep.run.setup import set_up
 from lockstep.run.shutdown import Shutdown
@@ -87,6 +88,9 @@ class Run:
             `torch.profiler`, as one Chrome trace for each rank under ``profile`` in the run's directory or that of its
             checkpoints, else in the working directory. None: nothing is recorded, and nothing slowed down.
         keep: how many checkpoints are kept, the newest ones.
+        emergency: under ``lockstep run`` with ``--max-restarts``: when a rank dies, the others leave the state of the
+            last finished step in the host's memory, where the next generation goes on from. False: it goes on from
+            the newest checkpoint.
         best: such as ``"max accuracy"`` or ``"min val_loss"``: when that metric is better than ever, a checkpoint is
             saved, and kept beside the newest ones until there is a better one. Of loss, error and perplexity less is
             better, of accuracy, acc, f1, auc, iou and bleu more: there the name will do.
@@ -121,6 +125,7 @@ class Run:
         track: str | LogsValues | None = None,
         profile: str | None = None,
         keep: int = _DEFAULTS.keep,
+        emergency: bool = _DEFAULTS.emergency,
         best: str | None = None,
         clip_norm: float | None = None,
         sync_batchnorm: bool = False,
@@ -146,13 +151,14 @@ class Run:
         checkpointer, group = context.checkpointer, context.group
         warnings = NonFiniteWarnings(group, self.say, checkpointer.protect_newest)
         finite = NonFiniteChecks(context.settings.on_nan, group.rank, warnings.add, checkpointer.committed_step)
-        self._train_step: Final = TrainStep(context, finite)
+        snapshot = RunSnapshot(context)
+        point = ResumePoint(snapshot.take_own if context.emergency.notes else None)
+        self._train_step: Final = TrainStep(context, finite, point)
         self._loaders: Final = Loaders(context)
         self._log: Final = RunLog(context, tracker)
-        snapshot = RunSnapshot(context)
         self._start: Final = TrainingStart(context, snapshot, self._log)
         self._registration: Final = Registration(context, self._start)
-        end_of_step = EndOfStep(context, snapshot, self._loaders, finite, warnings, self._log)
+        end_of_step = EndOfStep(context, snapshot, self._loaders, finite, warnings, self._log, point)
         self._training: Final = TrainingLoop(context, self._loaders, self._start, self._train_step, end_of_step)
         self._evaluation: Final = EvaluationLoop(context, self._loaders, self._start, self._train_step, end_of_step)
         self._ranks: Final = RankOperations(group, context.world)

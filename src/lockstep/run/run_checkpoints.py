@@ -13,6 +13,7 @@ from typing_extensions import override
 from lockstep.checkpoint import Checkpoints, Outcome, Saved, SavedTree, StateTree
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME, RESUME_FROM
+from lockstep.run.emergency import LeftBehind
 from lockstep.run.identity import differences
 from lockstep.run.stop_requests import JobDeadline
 
@@ -25,11 +26,15 @@ class RunCheckpointer(Protocol):
     """What a run does with checkpoints. All ranks make the same calls in the same order."""
 
     saved_step: int | None  #: step of the last save that was begun or resumed from
+    resumed_from: LeftBehind | None  #: what survivors have left, if that was taken
 
-    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> StateTree | None:
+    def resume(
+        self, *, asked: bool, fresh: bool, back_to: str | None = None, left: LeftBehind | None = None
+    ) -> StateTree | None:
         """The newest whole checkpoint's tree; None: begin at the beginning, as ``fresh`` asks for.
 
-        With ``back_to``, the tree of the step that it is, or of the ``best`` one; later ones are set aside.
+        With ``back_to``, the tree of the step that it is, or of the ``best`` one; later ones are set aside. What
+        survivors of a dead rank have ``left`` is taken where it is newer.
         """
         ...
 
@@ -87,8 +92,11 @@ class NoCheckpointer(RunCheckpointer):
     """For a run that saves nothing."""
 
     saved_step: int | None = None
+    resumed_from: LeftBehind | None = None
 
-    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> StateTree | None:
+    def resume(
+        self, *, asked: bool, fresh: bool, back_to: str | None = None, left: LeftBehind | None = None
+    ) -> StateTree | None:
         """Nothing."""
         return None
 
@@ -140,8 +148,11 @@ class DirectoryCheckpointer(RunCheckpointer):
         self._said: set[str] = set()  # of what differs from it
         self._ended: Outcome | None = None  # how the last save ended
         self.saved_step: int | None = None
+        self.resumed_from: LeftBehind | None = None
 
-    def resume(self, *, asked: bool, fresh: bool, back_to: str | None = None) -> StateTree | None:
+    def resume(
+        self, *, asked: bool, fresh: bool, back_to: str | None = None, left: LeftBehind | None = None
+    ) -> StateTree | None:
         """See `RunCheckpointer.resume`. With ``fresh``, earlier checkpoints are set aside and kept.
 
         Raises:
@@ -153,6 +164,10 @@ class DirectoryCheckpointer(RunCheckpointer):
         saved = self._checkpoints.newest()
         if saved is not None and back_to is not None:
             saved = self._back_to(back_to, saved)
+        if left is not None and (saved is None or left.step > saved.step) and (survived := left.load()) is not None:
+            self._resumed, self.resumed_from = left.about, left
+            self._say(f"goes on from step {left.step} (state of rank {left.rank})")
+            return survived
         if saved is None:
             return None
         if not asked:

@@ -9,6 +9,9 @@ from typing import Final
 from lockstep.report import LogsValues, MetricsFile, TrackerContext, TrackerThread, open_trackers, record_row
 from lockstep.run.setup import RunContext
 
+LoggedRow = tuple[int, int, dict[str, float]]
+"""A step, an epoch, and values by name."""
+
 _END_S = 15.0  # how long the end of a run waits for its trackers
 _FAILED_S = 2.0  # ... and that of a run that failed
 
@@ -27,6 +30,7 @@ class RunLog:
         self._leads: Final = context.group.leads
         self._file: MetricsFile | None = None
         self._trackers: list[TrackerThread] = []
+        self.rows: list[LoggedRow] = []  #: what was logged since `forget_rows`, on every rank
 
     def open(self, step: int) -> None:
         """The run goes on from ``step``; what the file says of later steps is removed."""
@@ -50,6 +54,9 @@ class RunLog:
             step: steps done.
             epoch: the epoch in work, from 1; a value named ``epoch`` takes its place.
         """
+        if self._context.emergency.notes:
+            plain = record_row(step, epoch, values, 0.0)
+            self.rows.append((step, epoch, {name: plain[name] for name in values}))
         if not self._leads:
             return
         row: dict[str, float] | None = None
@@ -62,6 +69,18 @@ class RunLog:
                 tracker.log(row)
         texts = (f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in ({"epoch": epoch} | values).items())
         self._context.reporter.say(f"step {step}: " + ", ".join(texts))
+
+    def write_recent(self, step: int, epoch: int) -> None:
+        """After every so many steps, what they measured is written. Collective then."""
+        every, metrics = self._context.settings.log_every, self._context.metrics
+        if every is not None and step % int(every.every) == 0:
+            means = {f"{name}_step": mean for name, mean in metrics.recent.reduce(self._context.group).items()}
+            self.write({**means}, step, epoch)
+            self.forget_rows()
+
+    def forget_rows(self) -> None:
+        """A step has ended: a run that goes on from there logs again what comes from here on."""
+        self.rows.clear()
 
     def close(self, *, failed: bool) -> None:
         """The file is closed, and the trackers have had what it holds, or a while to take it."""

@@ -19,6 +19,7 @@ from lockstep.heartbeat import ProgressMarker, progress_marker
 from lockstep.launch_contract import RESUME, STOP_FILE
 from lockstep.report import refuse_unknown_trackers
 from lockstep.run.carried_state import CarriedState
+from lockstep.run.emergency import Emergency, open_emergency, writes_emergency
 from lockstep.run.identity import RunIdentity
 from lockstep.run.metrics import PassMetrics
 from lockstep.run.oom_advice import free_bytes
@@ -74,6 +75,7 @@ class RunContext:
     position: RunPosition
     metrics: PassMetrics
     carried: CarriedState
+    emergency: Emergency
     profiler: StepProfiler | None  #: None: no steps are recorded
 
     @property
@@ -125,6 +127,8 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     share = strategy.assignment
     directory = world.run_dir or settings.checkpoint
     checkpointer = _open_checkpointer(settings, world, group, strategy, reporter, deadline)
+    notes = writes_emergency(env, settings, group, strategy)
+    metrics = PassMetrics(counts=share.counts, recent=settings.log_every is not None, notes=notes)
     stop_requests = StopRequests(Path(directory or ".", STOP_FILE), deadline)
     return RunContext(
         resolved=resolved,
@@ -148,7 +152,8 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         identity=RunIdentity(settings, threads, device),
         state=State(),
         position=RunPosition(settings.seed, settings.best),
-        metrics=PassMetrics(counts=share.counts, recent=settings.log_every is not None),
+        metrics=metrics,
+        emergency=open_emergency(settings, env, group, world, strategy, metrics),
         carried=CarriedState(group, plan.micro_batches_of, has_server_ranks=share.replicas != group.size),
         profiler=None
         if settings.profile is None

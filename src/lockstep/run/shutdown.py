@@ -60,6 +60,8 @@ class Shutdown:
             error is None or (isinstance(error, SystemExit) and not error.code)
         )
         try:
+            if error is not None:
+                self._leave_state(error)
             try:
                 if error is None:
                     self._end_open_pass()
@@ -81,6 +83,7 @@ class Shutdown:
             if waits and context.profiler is not None:
                 context.profiler.close(failed=error is not None)
             context.reporter.close()
+            context.emergency.close()
             context.checkpointer.release()
             if waits:
                 try:
@@ -89,6 +92,16 @@ class Shutdown:
                     context.group.close()
             context.marker.set_phase("script")
             context.marker.set_step(-1)
+
+    def _leave_state(self, error: BaseException) -> None:
+        """If another rank is gone: the next generation goes on from what this one still holds."""
+        if not self._context.emergency.notes:
+            return
+        if self._train_step.current is not None:
+            self._train_step.leave()
+        phase = self._context.marker.set_phase("save")
+        self._context.emergency.leave(error, self._end_of_step.point, self._end_of_step.about_left)
+        self._context.marker.set_phase(phase)
 
     def _finish(self) -> None:
         checkpointer, step = self._context.checkpointer, self._position.progress.step

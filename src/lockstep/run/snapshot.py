@@ -6,7 +6,7 @@ from typing import Final
 
 from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.collectives import as_absent_shards, as_owned_shards
-from lockstep.errors import UsageError
+from lockstep.errors import CheckpointError, UsageError
 from lockstep.progress import Progress
 from lockstep.run.divergence import DivergenceCheck
 from lockstep.run.setup import RunContext
@@ -32,23 +32,42 @@ class RunSnapshot:
             MismatchError: if ranks hold different values.
         """
         tree = self._objects() | {
-            "strategy": (self._strategy_name, strategy_state(self._context.strategy)),
-            "progress": self._position.progress.as_dict(),
-            "scaler": self._context.precision.state_dict(),
+            **self._common(),
             "measures": self._metrics.train.state(self._context.group),
             "recent": self._metrics.recent.state(self._context.group) if self._context.settings.log_every else {},
-            "metrics": self._position.metrics,
-            "measured_at": self._position.measured_at,
-            "evaluations": self._position.evaluations_done,
             "carry": self._carried.state(),
-            "passes": self._position.passes.as_dict(),
             "is_left": self._position.is_left,
-            "early_stopping": {name: one.state_dict() for name, one in self._state.early_stopping.items()},
-            "ended": self._position.ended,
-            "best": self._position.best.as_dict(),
         }
         self._divergence.compare(tree, self._position.progress.step)
         return tree
+
+    def take_own(self) -> StateTree:
+        """The same as far as this rank has it, where a step has ended, but for what is measured: asks no other rank.
+
+        Only under a strategy that `holds_whole_state`.
+
+        Raises:
+            CheckpointError: if the script carries something, of which each rank has a part.
+        """
+        if self._carried.is_used:
+            raise CheckpointError("what the script carries from step to step lies on all ranks, each with a part")
+        return self._state.tree(self._context.strategy) | {**self._common(), "carry": {}, "is_left": False}
+
+    def _common(self) -> StateTree:
+        """What is the same on all ranks beside the state of objects."""
+        position = self._position
+        return {
+            "strategy": (self._strategy_name, strategy_state(self._context.strategy)),
+            "progress": position.progress.as_dict(),
+            "scaler": self._context.precision.state_dict(),
+            "metrics": position.metrics,
+            "measured_at": position.measured_at,
+            "evaluations": position.evaluations_done,
+            "passes": position.passes.as_dict(),
+            "early_stopping": {name: one.state_dict() for name, one in self._state.early_stopping.items()},
+            "ended": position.ended,
+            "best": position.best.as_dict(),
+        }
 
     def compare_ranks(self) -> None:
         """Check that ranks that should hold the same values do. Collective.

@@ -9,6 +9,7 @@ from typing import Final
 from lockstep.checkpoint import StateTree
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.launch_contract import FRESH, RESUME, RESUME_FROM
+from lockstep.run.emergency import LeftBehind
 from lockstep.run.identity import compare_ranks
 from lockstep.run.run_log import RunLog
 from lockstep.run.setup import RunContext
@@ -57,8 +58,10 @@ class TrainingStart:
         self.done = True
         self._identity.note_script(self._state.optimizers)
         compare_ranks(self._context.group, self._identity.script)
-        self._resume()
+        left = self._resume()
         self._log.open(self._position.progress.step)
+        if left is not None:
+            self._log_what_may_be_missing(left)
         if self._context.directory:
             # Not before: while there is nothing to save, signals do what they do without Lockstep.
             if threading.current_thread() is threading.main_thread():
@@ -91,19 +94,32 @@ class TrainingStart:
                 "checkpoint. Give the script of before, run.keep(...) what decides, or start over with --fresh"
             )
 
-    def _resume(self) -> None:
+    def _log_what_may_be_missing(self, left: LeftBehind) -> None:
+        """The leader may have died before it wrote what the others had taken for logged. Collective."""
+        position = self._position
+        if not left.turn:
+            self._log.write_recent(position.progress.step, position.epoch_number)
+            if self._tree_within_turn is not None and not self._context.metrics.recent.own():
+                self._tree_within_turn["recent"] = {}
+        for step, epoch, values in left.rows:
+            self._log.write(dict(values), step, epoch)
+
+    def _resume(self) -> LeftBehind | None:
+        """What survivors have left, if the run goes on from that."""
         checkpointer = self._context.checkpointer
         restarted = self._context.world.generation > 0
         # Our launcher asks for it once; others leave it in the environment of the generations after a failure.
         once = self._context.world.run_dir is not None or not restarted
         back_to = os.environ.get(RESUME_FROM) if once else None
+        left = self._context.emergency.find() if restarted and not back_to else None
         tree = checkpointer.resume(
             asked=restarted or os.environ.get(RESUME) == "1" or back_to is not None,
             fresh=os.environ.get(FRESH) == "1" and not restarted,
             back_to=back_to,
+            left=left,
         )
         if tree is None:
-            return
+            return None
         checkpointer.compare(self._identity.script, within_pass=())
         if changed := self._snapshot.restore(tree):
             self._context.reporter.say(
@@ -112,3 +128,4 @@ class TrainingStart:
                 "checkpoint holds"
             )
         self._tree_within_turn = tree if self._snapshot.restore_position(tree) else None
+        return left if left is not None and checkpointer.resumed_from is left else None

@@ -4,6 +4,7 @@ micro-batch 0 .. n-1   backward                    gradients are folded along th
                        buffers                     once every optimizer had its loss, or the body is over
 micro-batch n          backward, reduction         .grad holds the sum over all ranks' micro-batches
                        [division by the counts]
+                       [buffers]                   under ddp: from here on no rank needs another one in this step
                        unscale, [agree], clip      fp16: by the loss scale; an overflow on one rank counts on all
                        before_optimizer_step       the strategy drops gradients whose optimizer state is on another rank
                        optimizer.step              each optimizer, once every one had its loss, or the body is over
@@ -31,6 +32,7 @@ from lockstep.run.closures import ClosureSteps, HeldMicroBatch
 from lockstep.run.loop_checks import LoopChecks
 from lockstep.run.nonfinite import NonFiniteChecks
 from lockstep.run.parameter_sets import Optimizers, ParameterSets
+from lockstep.run.resume_point import ResumePoint
 from lockstep.run.setup import RunContext
 from lockstep.strategies import (
     ComputesLoss,
@@ -38,6 +40,7 @@ from lockstep.strategies import (
     LossCall,
     ParameterSet,
     before_optimizer_step,
+    before_update,
     begin_micro_batch,
     can_update_trainable,
     describe_loss,
@@ -84,7 +87,7 @@ class _StepLosses:
 class TrainStep:
     """Turns losses into updates, for every optimizer of a run."""
 
-    def __init__(self, context: RunContext, finite: NonFiniteChecks) -> None:
+    def __init__(self, context: RunContext, finite: NonFiniteChecks, point: ResumePoint) -> None:
         group, strategy, state = context.group, context.strategy, context.state
         self._group: Final = group
         self._strategy: Final = strategy
@@ -94,6 +97,10 @@ class TrainStep:
         self._finite: Final = finite
         self.checks: Final = LoopChecks(state, whole=lambda: can_update_trainable(strategy))
         self._marker: Final = context.marker
+        self._metrics: Final = context.metrics
+        self._position: Final = context.position
+        self._emergency: Final = context.emergency
+        self._point: Final = point
         self._sets: Final = ParameterSets(group, strategy, state)
         self._losses = _StepLosses()
         self._weights: Final[dict[tuple[float, torch.dtype, torch.device], torch.Tensor]] = {}
@@ -117,8 +124,8 @@ class TrainStep:
 
     def backward(
         self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
-    ) -> Known:
-        """See `Run.backward`. The losses that have become known by it."""
+    ) -> None:
+        """See `Run.backward`. The losses that have become known by it are measured."""
         current = self._in_loop("backward")
         position = current.position
         if loss_is != "mean":
@@ -162,21 +169,27 @@ class TrainStep:
             losses = pipelines.compute(task, weight, target, current.position)
             for index, value in () if self._precision.scales else losses:
                 self._finite.loss(value, self._step, index, position.of)
-            known = [(value, self._losses.items[m]) for m, value in losses]
+            self._measure([(value, self._losses.items[m]) for m, value in losses])
         else:
             assert isinstance(loss, torch.Tensor)
+            self._measure([] if position.is_padding else [(loss, items)])
+            if position.last:
+                self._emergency.note(self._step + 1)
             with self._precision.backward():
                 scaled = self._precision.scale(loss)
                 weight = self._weight(share, scaled) if weighs else None
                 self._strategy.backward(scaled, weight, target, current.position)
             if task is not None and self._closures.active:
                 self._closures.hold(HeldMicroBatch(position, task, random_state, items, weight, loss.detach()))
-            known = [] if position.is_padding else [(loss, items)]
         if current.position.last:
             self._losses.items.clear()
             if self._losses.has_counts[target]:
                 self._divide_by_counts(target, position.step_samples)
-        return [(value.detach(), items) for value, items in known]
+
+    def _measure(self, known: Known) -> None:
+        for value, items in known:
+            self._position.loss = value.detach()
+            self._metrics.add_loss(self._position.loss, items)
 
     def serve(self, current: CurrentMicroBatch) -> bool:
         """The whole step of the ranks that this one serves; whether there was one, see `HasServerRanks.serve`."""
@@ -247,6 +260,11 @@ class TrainStep:
         self.checks.run_steps = True
         for target in () if self._precision.scales else current.due:  # all of them, before one takes a step
             self._finite.gradients(target.parameters, self._state.name_of, self._step)
+        if not self._closures.active:
+            before_update(self._strategy, current.position)
+        if (changed := self.checks.changed_since_point()) is not None:
+            self._point.refuse(changed)
+        self._point.lose()
         for target, optimizers in current.due.items():
             self._step_optimizers(optimizers, target)
         self._strategy.end_micro_batch(current.position)
@@ -287,6 +305,7 @@ class TrainStep:
         """The loop over micro-batches is left; a step that is not done is discarded."""
         current, self.current = self.current, None
         self.checks.run_steps = True
+        self.checks.forget_point()
         if current is not None and not current.complete:
             self._losses = _StepLosses()
             self._closures.discard()

@@ -67,7 +67,7 @@ class TrainingLoop:
                 # A step whose loop was left by `break` ends in the next epoch: a resume does not go on in this one.
                 position.progress = position.progress.after_epoch()
                 position.begin_turn()
-                self._end_of_step.finish()
+                self._end_of_step.finish_turn()
                 self._end_of_step.carry_out(self._save_stop.after_epoch(position.progress.epoch))
             passes.enter("none", position.progress.epoch)
         self._loaders.begin_turn()
@@ -96,7 +96,7 @@ class TrainingLoop:
                         "run.train(loader)` in its loop, or leave that loop by break"
                     )
                 position.begin_turn()
-                self._end_of_step.finish()
+                self._end_of_step.finish_turn()
             passes.enter("none", position.progress.epoch)
         self._loaders.begin_turn()
         finish_training(self._context.strategy)
@@ -198,9 +198,7 @@ class TrainingLoop:
         self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
     ) -> bool:
         """See `Run.backward`."""
-        for value, items in self._train_step.backward(loss, data, count, loss_is, optimizer):
-            self._position.loss = value
-            self._metrics.add_loss(value, items)
+        self._train_step.backward(loss, data, count, loss_is, optimizer)
         current = self._train_step.current
         return current is not None and current.position.last
 
@@ -274,8 +272,7 @@ class TrainingLoop:
                 data = to_device(batch, context.device)
                 self._metrics.hand_out(position)
                 step = self._position.progress.step
-                compare = end_of_step.steps < 2 or end_of_step.steps % settings.check_every == 0
-                current = train_step.begin(position, step, compare=compare)
+                current = train_step.begin(position, step, compare=end_of_step.compares_next)
                 self._carried.micro_batch_begins(position)
                 seed_generators(seed_of(settings.seed, "step", step, position.index))
                 context.marker.set_phase("forward")
@@ -286,6 +283,8 @@ class TrainingLoop:
                     end_of_step.count(position.step_samples)
                     self._carried.step_is_done()
                     end_of_step.finish(steps_before_pass=steps_before)
+                    if context.emergency.notes and end_of_step.compares_next:
+                        train_step.checks.note_point()
                 context.marker.set_phase("data")
 
     def _serve(self, loaders: Sequence[MicroBatchLoader], steps_before: int) -> None:
@@ -323,6 +322,7 @@ class TrainingLoop:
             self._train_step.leave()
             self._metrics.forget_step()
             self._carried.forget_step()
+            self._end_of_step.point.note()
             self._position.seed_script()
 
     # ---- its length ----------------------------------------------------------------------------------------------

@@ -31,20 +31,23 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.compression import Cast, Compression, Uncompressed
-from lockstep.strategies.ddp_buckets import BucketReduction, finished, views_of
+from lockstep.strategies.ddp_buckets import BucketReduction, finished
 from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
     TreeGradientAccumulator,
     divide_by_counts,
     rows_of,
     total_count,
+    views_of,
 )
 from lockstep.strategies.module_states import sync_module_states, verify_module_states
 from lockstep.strategies.multi_gpu import check_reached, spans_gpus
 from lockstep.strategies.powersgd import PowerSGD
 from lockstep.strategies.protocol import (
     HasState,
+    HoldsWholeState,
     PreparesForward,
+    PreparesUpdate,
     RepeatsStep,
     ReplicaAssignment,
     StateDict,
@@ -131,7 +134,7 @@ class _Model:
     first_static_step: bool = False  #: whether its graph is static, and its first step is to come
 
 
-class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
+class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsStep, HasState, HoldsWholeState):
     """The strategy ``ddp``.
 
     Args:
@@ -160,6 +163,7 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
         self._compression: Final = compression or Uncompressed(group)
         # Else each pass would add to what was not sent yet.
         self.repeats_step = isinstance(self._compression, Uncompressed)
+        self.holds_whole_state = isinstance(self._compression, Uncompressed)  # else some waits on each rank to be sent
         self._buffers: Final = Buffers(self._all_reduce, group, group.device)
         self._native: Final = NativeAllReduce(group)  # of what DDP does not reduce
         self._models: list[_Model] = []
@@ -167,6 +171,7 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
         self._awaited: dict[ParameterSet, int] = {}  # how many parameters DDP waits for in a target's backward pass
         self._models_by_target: dict[ParameterSet, dict[int, _Model]] = {}  # ... and the models, by their numbers
         self._step_has_begun = False
+        self._buffers_are_moved = False  # ... by the mean over the step, which is not quite over
         self._forward_contexts = contextlib.ExitStack()
         self._accumulators: dict[ParameterSet, TreeGradientAccumulator] = {}  # of this step
         self._reduction: BucketReduction | None = None  # within the backward pass of a rank's last micro-batch
@@ -303,13 +308,20 @@ class Ddp(Strategy, PreparesForward, UpdatesTrainable, RepeatsStep, HasState):
         """Restore buffers; after the last micro-batch, move them by the mean over the step. Collective then."""
         self._forward_contexts.close()
         self._step_has_begun = not position.last
+        if not self._buffers_are_moved:
+            self.before_update(position)
+        self._buffers_are_moved = False
+
+    def before_update(self, position: MicroBatchPosition) -> None:
+        """Move buffers by the mean over the step: nothing that follows in it needs another rank. Collective."""
         with translating_peer_errors("the reduction of buffers"):
             self._buffers.end_micro_batch(position)
+        self._buffers_are_moved = True
 
     def discard_step(self) -> None:
         """Drop gradients, and restore buffers."""
         self._forward_contexts.close()
-        self._step_has_begun = False
+        self._step_has_begun = self._buffers_are_moved = False
         self._accumulators.clear()
         self._reduction = None
         self._buffers.restore()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket  # what torch.distributed exports, with types
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.strategies.gradient_accumulation import TreeGradientAccumulator, as_real
+from lockstep.strategies.gradient_accumulation import TreeGradientAccumulator
 
 
 class StartedBucket(NamedTuple):
@@ -59,16 +59,3 @@ def finished(flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future = torch.futures.Future[torch.Tensor]()
     future.set_result(flat)
     return future
-
-
-def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of ``parameters`` in the bucket ``flat``, complex ones as pairs of reals, as a bucket has them.
-
-    `GradBucket.gradients` tells them with the strides of dense rows, whatever lies there; ``.grad`` has the
-    parameter's.
-    """
-    pieces = flat.split([2 * p.numel() if p.is_complex() else p.numel() for p in parameters])
-    return [
-        piece.view(as_real(p.detach()).shape) if p.grad is None else as_real(p.grad)
-        for p, piece in zip(parameters, pieces, strict=True)
-    ]

@@ -245,3 +245,16 @@ def add_into_left(left: Tensors, right: Tensors) -> Tensors:
 def _add_into_right(left: Tensors, right: Tensors) -> Tensors:
     torch._foreach_add_(right, left)
     return right
+
+
+def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of ``parameters`` in the bucket ``flat``, complex ones as pairs of reals, as a bucket has them.
+
+    `GradBucket.gradients` tells them with the strides of dense rows, whatever lies there; ``.grad`` has the
+    parameter's.
+    """
+    pieces = flat.split([2 * p.numel() if p.is_complex() else p.numel() for p in parameters])
+    return [
+        piece.view(as_real(p.detach()).shape) if p.grad is None else as_real(p.grad)
+        for p, piece in zip(parameters, pieces, strict=True)
+    ]

@@ -208,6 +208,40 @@ def before_optimizer_step(strategy: Strategy, target: ParameterSet) -> None:
 
 
 @runtime_checkable
+class PreparesUpdate(Protocol):
+    """A strategy whose last collective calls of a step can come before the first optimizer steps."""
+
+    def before_update(self, position: MicroBatchPosition) -> None:
+        """Make them; then no optimizer steps on one rank and not on another because a third one died. Collective.
+
+        Args:
+            position: of this rank's last micro-batch, which `Strategy.end_micro_batch` is given afterwards.
+        """
+        ...
+
+
+def before_update(strategy: Strategy, position: MicroBatchPosition) -> None:
+    """Make what collective calls of the step can be made before optimizers step; most strategies have none."""
+    if isinstance(strategy, PreparesUpdate):
+        strategy.before_update(position)
+
+
+@runtime_checkable
+class HoldsWholeState(Protocol):
+    """A strategy under which each rank may hold the whole state after each step."""
+
+    holds_whole_state: bool  #: whether it does, with the options that it has
+
+
+def holds_whole_state(strategy: Strategy) -> bool:
+    """Whether each rank by itself holds all that the next steps depend on, but for the data of its micro-batches.
+
+    Then `StateLayout.model_state`, `StateLayout.optimizer_state` and `strategy_state` ask no other rank.
+    """
+    return isinstance(strategy, HoldsWholeState) and strategy.holds_whole_state
+
+
+@runtime_checkable
 class PreparesEvaluation(Protocol):
     """A strategy under which models differ from what a checkpoint would hold while they train."""
 

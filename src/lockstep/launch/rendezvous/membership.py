@@ -369,7 +369,7 @@ def _finish_generation(
     ranks = f"all {plural(plan.ranks, 'rank')}" if limits.max_nodes == 1 else "all ranks"
     text = (
         f"restarting {ranks} as generation {plan.generation + 1} (restart {state.failures + 1} of "
-        f"{limits.max_restarts}), from the newest checkpoint if there is one"
+        f"{limits.max_restarts}), from the last finished step or the newest checkpoint"
     )
     return _next_generation(state, now_s, text, failures=1)
 

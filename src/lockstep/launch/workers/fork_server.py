@@ -23,6 +23,7 @@ import json
 import multiprocessing
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -40,7 +41,7 @@ from lockstep.launch.child_process import STOP_SIGNALS, own_python, stop_signals
 from lockstep.launch.request import Function, Program, StartMethod
 from lockstep.launch.workers.rank_process import become_rank, program_from, program_to_args, run_program
 from lockstep.launch.workers.tcp_store import serve_store
-from lockstep.launch_contract import CHANNEL
+from lockstep.launch_contract import CHANNEL, EMERGENCY
 
 # What every training script needs; the last one is loaded by the first optimizer.
 _IMPORTED_ONCE = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch._dynamo")
@@ -250,6 +251,8 @@ class ForkServer:
         with contextlib.suppress(OSError, KeyError):
             Path(os.environ[CHANNEL]).unlink()
             Path(os.environ[CHANNEL]).parent.rmdir()
+        if EMERGENCY in os.environ:
+            shutil.rmtree(os.environ[EMERGENCY], ignore_errors=True)
         os._exit(0)
 
     def _start(self, ranks: list[RankSpec], listening: int | None, port: int) -> None:

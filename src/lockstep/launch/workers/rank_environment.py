@@ -13,6 +13,7 @@ from lockstep.launch.workers.rank_process import LOCAL_RANK_OPTION, RESULT
 from lockstep.launch_contract import (
     BIND,
     CHANNEL,
+    EMERGENCY,
     FAILURE,
     FRESH,
     GENERATION,
@@ -44,7 +45,7 @@ def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[s
     # The others wait for a rank whose user thinks; the launcher ends them should that rank die.
     attached = job.request.attach is not None and "LOCKSTEP_PEER_TIMEOUT_S" not in env
     patience = {"peer_timeout_s": _ATTACHED_TIMEOUT_S} if attached else {}
-    kept = {name: value for name, value in env.items() if name not in (RESUME, RESUME_FROM, FRESH)}
+    kept = {name: value for name, value in env.items() if name not in (RESUME, RESUME_FROM, FRESH, EMERGENCY)}
     return {
         **threads,
         # With the threads that NumPy's import starts, the process could not be forked; where the user has set

@@ -1,0 +1,132 @@
+"""A save that one rank makes by itself, of tensors that it holds whole: without another rank, thread or copy.
+
+For a rank that has lost the others and is about to end: nothing changes its tensors any more, so each is written from
+where it lies.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep import __version__
+from lockstep.checkpoint.commit import (
+    Committed,
+    commit,
+    list_checkpoints,
+    make_directories,
+    partial_saves,
+    remove,
+    scratch_path,
+    write_file,
+)
+from lockstep.checkpoint.filesystem import LOCAL, FileSystem
+from lockstep.checkpoint.json_state import Tree, decode
+from lockstep.checkpoint.layout import lay_out
+from lockstep.checkpoint.manifest import Head, Manifest, Piece
+from lockstep.checkpoint.safetensors_file import head_of
+from lockstep.checkpoint.tensors import TensorEntry, content_of, flatten
+from lockstep.errors import CheckpointError
+
+#: Beside tensors: the manifest, and what a file system takes for names.
+_BESIDE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTree:
+    """A tree whose plain values are copied and whose tensors are those that were given, all of them whole."""
+
+    encoded: Any
+    entries: tuple[TensorEntry, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, tree: Tree) -> FlatTree:
+        """The tree with its plain values as they are now.
+
+        Raises:
+            CheckpointError: for what cannot be saved, or is divided among ranks, naming its path.
+        """
+        encoded, entries, tensors = flatten(tree)
+        divided = [entry.path for entry in entries if entry.divided]
+        if divided:
+            raise CheckpointError(f"state at {divided[0]!r} is divided among ranks: one of them alone cannot save it")
+        return cls(encoded, entries, tensors)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the files that `save_whole` writes, at most."""
+        beside = sum(512 + 2 * len(entry.path) for entry in self.entries)
+        return sum(entry.whole.length for entry in self.entries) + beside + _BESIDE_BYTES
+
+    def checksums(self) -> dict[str, int]:
+        """The CRC-32 of each tensor's bytes, by its path, as a manifest has it. Reads all of them."""
+        return {e.path: zlib.crc32(content_of(t)) for e, t in zip(self.entries, self.tensors, strict=True)}
+
+    def tree(self, tensors: Sequence[torch.Tensor]) -> Tree:
+        """The tree with ``tensors`` in the places of its own."""
+        return decode(self.encoded, tensors)
+
+
+def checksums_in(manifest: Manifest) -> dict[str, int]:
+    """The CRC-32 of each tensor that is one piece, by its path."""
+    return {tensor.path: tensor.pieces[0].crc32 for tensor in manifest.tensors if len(tensor.pieces) == 1}
+
+
+def save_whole(root: Path, flat: FlatTree, step: int, about: Mapping[str, Any], disk: FileSystem = LOCAL) -> Committed:
+    """Write and commit ``flat`` as the state after ``step``. Nobody else saves under ``root`` meanwhile.
+
+    The tensors must not change until this returns. What an interrupted save has left there is removed.
+
+    Raises:
+        OSError: if it cannot be written; then nothing became visible.
+        CheckpointError: if ``about`` holds what cannot be saved.
+    """
+    make_directories(root, disk)
+    remove(partial_saves(root, disk), root, disk)
+    scratch = scratch_path(root, step, "whole")
+    disk.make_directory(scratch)
+    file = lay_out(0, ((number, entry.whole) for number, entry in enumerate(flat.entries)))
+    placed = [each for each in file.tensors if each.length]
+    head = head_of(flat.entries[each.tensor].in_file for each in placed) if placed else b""
+    sums: dict[int, int] = {}
+
+    def content() -> Iterator[memoryview]:
+        yield memoryview(head)
+        for each in placed:
+            data = content_of(flat.tensors[each.tensor])
+            sums[each.tensor] = zlib.crc32(data)
+            yield data
+
+    try:
+        if placed:
+            write_file(scratch / file.name, content(), disk)
+        pieces: dict[int, Piece] = {}
+        for each in placed:
+            shape = flat.entries[each.tensor].shape
+            start = (0,) * len(shape)
+            pieces[each.tensor] = Piece(
+                file.name, len(head) + each.offset, each.length, sums[each.tensor], start, shape
+            )
+        manifest = Manifest(
+            step,
+            flat.encoded,
+            tuple(e.stored([pieces[n]] if n in pieces else []) for n, e in enumerate(flat.entries)),
+            {file.name: len(head) + file.length} if placed else {},
+            dict(about),
+            lockstep=__version__,
+            torch=torch.__version__,
+            heads={file.name: Head(len(head), zlib.crc32(head))} if placed else {},
+            ranks=1,
+        )
+        saved = commit(scratch, manifest, root, disk)
+    except BaseException:
+        remove([scratch], root, disk)
+        raise
+    remove([one.path for one in list_checkpoints(root, disk) if one != saved], root, disk)
+    return saved

@@ -1,0 +1,205 @@
+"""What one rank alone has measured, step by step, in a file that outlives its process.
+
+The means of an epoch are sums over all ranks, and each rank holds a part of them: it would be lost with the rank. So
+each rank writes its part down, at a cost of some microseconds a step, where the next generation finds it:
+
+    area 0   sums after step 40 | step 41: loss 0.71 of 8 | step 42: ... | ... | step 296: ...     full
+    area 1   sums after step 296 | step 297: ... |                                                  in use
+                                                  ▲ noted: 297
+
+What belongs to a step is written before its gradients are summed: where one rank has finished a step, every other one
+had noted its part. The areas are mapped into memory: a process that is killed leaves what it has written.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from lockstep.run.metrics import MetricMeans, State, plus
+
+_AREA_BYTES = 64 << 10  # of which only touched pages take memory
+_SUMS_BYTES = 32 << 10  # of about 90 means
+_HEADER = struct.Struct("<qqqiiI")  # step of the sums, noted, late, entries, bytes of the sums, their CRC-32
+_ENTRY = struct.Struct("<qqdqq")  # step, number of the name, value, weight, items
+_NOTED = struct.Struct("<qqi")
+_NOTED_AT = 8
+_ENTRIES = (_AREA_BYTES - _HEADER.size - _SUMS_BYTES) // _ENTRY.size
+_ENTRIES_AT = _HEADER.size + _SUMS_BYTES
+_NEVER = -1
+
+
+class Measured(NamedTuple):
+    """One value that was measured, and how it counts in its mean."""
+
+    name: str
+    value: float
+    weight: int  #: by which it is multiplied
+    items: int  #: by which the sum is divided, with those of others
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Means that are being measured: those of the pass, and those since they were logged last."""
+
+    train: State
+    recent: State
+
+
+@dataclass(frozen=True, slots=True)
+class JournalArea:
+    """One area of a journal, as it was read."""
+
+    begins: int  #: the step after which the sums were
+    noted: int  #: the last step of which all was written that came before its gradients were summed
+    late: int  #: the last step to which something was added later
+    sums: Sums
+    entries: tuple[tuple[int, Measured], ...]  #: each with its step
+
+
+class MeasuresJournal:
+    """Written by one rank.
+
+    Args:
+        path: a new file, best in memory.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(file, 2 * _AREA_BYTES)
+            self._memory: Final = mmap.mmap(file, 2 * _AREA_BYTES)
+        finally:
+            os.close(file)
+        for area in range(2):
+            _HEADER.pack_into(self._memory, area * _AREA_BYTES, _NEVER, _NEVER, _NEVER, 0, 0, 0)
+        self._at = 0  # the area in use, as an offset
+        self._names: dict[str, int] = {}
+        self._entries = _ENTRIES + 1  # in it; too many for another one: the first step begins with sums
+        self._late = _NEVER
+
+    def takes(self, measured: Sequence[Measured]) -> bool:
+        """Whether there is room for more in the area in use; else `begin` comes first."""
+        fits = self._entries + len(measured) <= _ENTRIES
+        return fits and all(one.name in self._names for one in measured)
+
+    def begin(self, step: int, sums: Sums, names: Iterable[str], *, late: bool = False) -> None:
+        """From here on the other area is used; ``sums`` are those after ``step``, the last one that was finished.
+
+        Args:
+            step: steps done.
+            sums: of them.
+            names: of what will be measured.
+            late: whether something of ``step`` came after its gradients were summed.
+        """
+        if late:
+            self._late = step
+        self._names = {name: number for number, name in enumerate(names)}
+        text = json.dumps([list(self._names), sums.train, sums.recent]).encode()
+        self._at = _AREA_BYTES - self._at
+        _HEADER.pack_into(self._memory, self._at, _NEVER, _NEVER, _NEVER, 0, 0, 0)
+        if len(text) > _SUMS_BYTES:
+            self._entries = _ENTRIES + 1  # nobody finds anything here, and the checkpoint is what is left
+            return
+        start = self._at + _HEADER.size
+        self._memory[start : start + len(text)] = text
+        self._entries = 0
+        _HEADER.pack_into(self._memory, self._at, step, step, self._late, 0, len(text), zlib.crc32(text))
+
+    def note(self, step: int, measured: Sequence[Measured], *, late: bool = False) -> None:
+        """``measured`` belongs to ``step``, in work; ``late``: it came after the step's gradients were summed."""
+        place = self._at + _ENTRIES_AT + self._entries * _ENTRY.size
+        if self._entries + len(measured) > _ENTRIES:
+            _NOTED.pack_into(self._memory, self._at + _NOTED_AT, _NEVER, _NEVER, 0)
+            return
+        for name, value, weight, items in measured:
+            _ENTRY.pack_into(self._memory, place, step, self._names[name], value, weight, items)
+            place += _ENTRY.size
+        self._entries += len(measured)
+        if late:
+            self._late = step
+        # Last of all: whatever a kill cuts short before it does not count.
+        _NOTED.pack_into(self._memory, self._at + _NOTED_AT, step, self._late, self._entries)
+
+    def close(self) -> None:
+        """The file stays as it is."""
+        self._memory.close()
+
+
+def read_journal(path: Path) -> tuple[JournalArea, ...]:
+    """The areas that are whole; none, if there is no journal."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return ()
+    found = (_area(content[start : start + _AREA_BYTES]) for start in (0, _AREA_BYTES))
+    return tuple(area for area in found if area is not None)
+
+
+def _area(content: bytes) -> JournalArea | None:
+    if len(content) < _AREA_BYTES:
+        return None
+    begins, noted, late, entries, length, crc32 = _HEADER.unpack_from(content)
+    text = content[_HEADER.size : _HEADER.size + length]
+    if begins == _NEVER or noted < begins or zlib.crc32(text) != crc32:
+        return None
+    names, train, recent = json.loads(text)
+    found = []
+    for number in range(entries):
+        step, name, *values = _ENTRY.unpack_from(content, _ENTRIES_AT + number * _ENTRY.size)
+        found.append((step, Measured(names[name], *values)))
+    return JournalArea(begins, noted, late, Sums(train, recent), tuple(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has measured up to a step."""
+
+    sums: Sums
+    late: bool  #: whether something of this step came after its gradients were summed
+    closed: bool  #: whether nothing of this step can have come later
+
+
+def part_after(areas: Sequence[JournalArea], step: int, logged: int) -> Part | None:
+    """A rank's part after ``step``; None if its journal does not say.
+
+    Args:
+        areas: of its journal.
+        step: steps done.
+        logged: the last step before it after which what is measured was logged, and ``recent`` began anew.
+    """
+    for area in areas:
+        # One that begins right after the step has the sums of the pass that begins there.
+        if not area.begins < step <= area.noted and not area.begins == step == area.late:
+            continue
+        if area.begins < step and any(other.begins == step == other.late for other in areas):
+            continue  # the other one has what came late
+        train, recent = MetricMeans(), MetricMeans()
+        for at, (name, value, weight, items) in area.entries:
+            for means, after in ((train, area.begins), (recent, logged)):
+                if after < at <= step:
+                    means.add_number(name, value, weight, items)
+        before = area.sums.recent if area.begins > logged else {}
+        sums = Sums(plus(area.sums.train, train.own()), plus(before, recent.own()))
+        closed = any(other.late >= step or other.noted > step for other in areas)
+        return Part(sums, late=area.late == step, closed=closed)
+    return None
+
+
+def total(parts: Iterable[Sums]) -> Sums:
+    """The sums over all ranks."""
+    train: Mapping[str, list[int | float]] = {}
+    recent: Mapping[str, list[int | float]] = {}
+    for part in parts:
+        train, recent = plus(train, part.train), plus(recent, part.recent)
+    return Sums(dict(train), dict(recent))

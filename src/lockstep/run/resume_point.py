@@ -1,0 +1,99 @@
+"""The last place where the run can be gone on from, and whether this rank still holds the state of it.
+
+    step 41   forward, backward, reduction     held: what step 40 has left
+              update, the rest of the body     lost: partly step 41 already, or not where a resume can go on
+              the body ends                    held: step 41
+    the loop is left                           held, and noted: the script may change anything now
+    step 42   ... its body ends                held: step 42
+
+Within the loop nothing is noted, for nothing changes until the update: a step costs no copy and no comparison. That the
+loop's body changes nothing before its step is compared now and then, see `LoopChecks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from lockstep.checkpoint import FlatTree, StateTree
+from lockstep.errors import CheckpointError
+from lockstep.run.divergence import checksums
+
+_SMALL_BYTES: Final = 64 << 10  # such as running statistics, whose kernels do not count changes
+
+
+class ResumePoint:
+    """Of one rank.
+
+    Args:
+        tree: the state of the run as this rank has it now; asks no other rank. None: nobody will ask for it.
+    """
+
+    def __init__(self, tree: Callable[[], StateTree] | None) -> None:
+        self._tree: Final = tree
+        self._held = False
+        self.is_turn = False  #: whether it is where a turn of the outer loop begins
+        self._noted: _Noted | None = None  # where the script has been able to change something since
+        self._unsafe = ""  # what the loop's body changes before its step
+
+    def lose(self) -> None:
+        """The state begins to change: from here on it is neither that of the last step nor of the next."""
+        self._held, self._noted = False, None
+
+    def reach(self) -> None:
+        """The body of a step is over: the run can be gone on from here."""
+        self._held, self._noted, self.is_turn = True, None, False
+
+    def note(self) -> None:
+        """The loop is left: what the script changes from here on is not the state of the last step."""
+        if self._held and self._noted is None:
+            self._noted = self._of_now()
+
+    def begin_turn(self) -> None:
+        """A turn of the outer loop begins: the run can be gone on from here, after whatever the script has changed."""
+        self._held = self.is_turn = True
+        self._noted = self._of_now()
+
+    def refuse(self, what: str) -> None:
+        """The loop's body changes ``what`` before its step, so that no later moment is that at the body's end."""
+        self._unsafe = what
+
+    def take(self) -> FlatTree | None:
+        """The state, if this rank still holds it; to be asked when the step in work is discarded."""
+        if not self._held or self._tree is None or self._unsafe:
+            return None
+        if self._noted is not None:
+            return self._noted.flat if self._noted.holds() else None
+        try:
+            return FlatTree.of(self._tree())
+        except CheckpointError:
+            return None
+
+    def _of_now(self) -> _Noted | None:
+        if self._tree is None:
+            return None
+        try:
+            return _Noted(FlatTree.of(self._tree()))
+        except CheckpointError:  # what no checkpoint could hold either
+            self._held = False
+            return None
+
+
+class _Noted:
+    """A state and by what one knows that its tensors have not changed since: plain values are copies."""
+
+    def __init__(self, flat: FlatTree) -> None:
+        self.flat: Final = flat
+        self._marks: Final = _marks(flat.tensors)
+
+    def holds(self) -> bool:
+        return self._marks == _marks(self.flat.tensors)
+
+
+def _marks(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """What differs if a tensor changes: checksums of small ones, and how often the others have been changed."""
+    small = [t for t in tensors if t.numel() * t.element_size() <= _SMALL_BYTES]
+    large = [t for t in tensors if t.numel() * t.element_size() > _SMALL_BYTES]
+    return [*checksums(small), *(t._version for t in large)]

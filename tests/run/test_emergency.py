@@ -1,0 +1,449 @@
+"""No step is lost when a rank dies: whoever is killed, wherever, the next generation goes on from the last step."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lockstep
+from lockstep.checkpoint import LOCAL, FlatTree, checksums_in, list_checkpoints, load_tree, save_whole, verify
+from lockstep.collectives import TensorShard, open_group, single_rank_group
+from lockstep.errors import CheckpointError
+from lockstep.launch.emergency_memory import emergency_memory
+from lockstep.launch_contract import EMERGENCY
+from lockstep.run.emergency import LeftBehind, NoEmergency, open_emergency, writes_emergency
+from lockstep.run.emergency_choice import Choice, Left, LeftState, choose
+from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, part_after, read_journal, total
+from lockstep.run.metrics import MetricMeans, PassMetrics
+from lockstep.run.resume_point import ResumePoint
+from lockstep.settings import Settings
+from lockstep.testing import run_ranks
+from lockstep.world import World
+
+SOURCE = str(Path(lockstep.__file__).parents[1])
+
+# ---- what a rank has measured ---------------------------------------------------------------------------------------
+
+VALUES = st.floats(allow_infinity=False, allow_nan=False, width=32)
+STEPS = st.lists(
+    st.tuples(st.lists(st.tuples(st.sampled_from("ab"), VALUES, st.integers(1, 9)), max_size=3), st.booleans()),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(steps=STEPS, logs=st.integers(1, 5), begins=st.sets(st.integers(1, 12)))
+def test_a_journal_tells_the_sums_of_the_last_step_and_of_the_one_before(tmp_path_factory, steps, logs, begins):
+    path = tmp_path_factory.mktemp("journal") / "measures"
+    journal = MeasuresJournal(path)
+    train, recent = MetricMeans(), MetricMeans()
+    was = None
+    for step, (values, begins_pass) in enumerate(steps, 1):
+        measured = [Measured(name, value, weight, weight) for name, value, weight in values]
+        if begins_pass:
+            train = MetricMeans()
+        if begins_pass or step in begins or not journal.takes(measured):
+            journal.begin(step - 1, Sums(train.own(), recent.own()), "ab")
+        journal.note(step, measured)
+        for one in measured:
+            train.add_number(*one)
+            recent.add_number(*one)
+        now = Sums(train.own(), recent.own())
+        logged = (step - 1) // logs * logs
+        part = part_after(read_journal(path), step, logged)
+        assert part is not None
+        assert part.sums == now
+        assert not part.late
+        assert not part.closed
+        if was is not None:
+            before = part_after(read_journal(path), step - 1, (step - 2) // logs * logs)
+            assert before is not None
+            assert before.sums == was
+            assert before.closed, "the next step has begun"
+        if step % logs == 0:
+            recent = MetricMeans()
+        was = now
+    assert part_after(read_journal(path), len(steps) + 1, 0) is None
+    journal.close()
+
+
+def test_a_journal_that_is_full_begins_anew_and_one_that_is_torn_tells_nothing(tmp_path):
+    path, sums, made = tmp_path / "measures", MetricMeans(), 0
+    journal = MeasuresJournal(path)
+    for step in range(1, 9000):
+        one = [Measured("loss", 0.5 * step, 8, 8)]
+        if not journal.takes(one):
+            journal.begin(step - 1, Sums(sums.own(), {}), ["loss"])
+            made += 1
+        journal.note(step, one)
+        sums.add_number(*one[0])
+    assert made > 2
+    part = part_after(read_journal(path), 8999, 8999)
+    assert part is not None
+    assert part.sums.train == sums.own()
+    journal.begin(8999, Sums({"x" * (1 << 18): [1, 0.0, 1]}, {}), ["x"])
+    journal.note(9000, [])
+    assert part_after(read_journal(path), 9000, 0) is None, "sums for which there is no room"
+    assert part_after(read_journal(path), 8999, 8999) is not None, "the other area is what it was"
+    journal.close()
+    path.write_bytes(path.read_bytes()[:1000])
+    assert read_journal(path) == ()
+    assert read_journal(tmp_path / "nowhere") == ()
+
+
+# ---- which state is taken -------------------------------------------------------------------------------------------
+
+
+def part_of(step, late=False):
+    """A journal of one rank after ``step``."""
+
+    class Area:
+        begins, noted = step - 1, step
+        entries = ((step, Measured("loss", 1.0, 2, 2)),)
+        sums = Sums({"loss": [1 << 1074, 0.0, 1]}, {})
+
+    Area.late = step if late else -1
+    return (Area,)
+
+
+STATE = LeftState("generation-0-a", 7, False, 1, 2, "/memory/state", {"weight": 1}, {}, [])
+BOTH = {("generation-0-a", 0): part_of(7), ("generation-0-a", 1): part_of(7)}
+LATE = {("generation-0-a", 0): part_of(7, late=True)}
+ODD = replace(STATE, checksums={"weight": 2})
+
+
+def test_the_newest_state_of_which_all_is_known_is_taken():
+    older = replace(STATE, step=6, rank=0)
+    taken = choose([Left((older,), {}), Left((STATE,), BOTH), Left()], None)
+    assert taken is not None
+    assert taken.state is STATE
+    assert taken.sums == total(2 * [Sums({"loss": [3 << 1074, 0.0, 3]}, {})])
+    other = replace(STATE, rank=0, path="/other")
+    twice = choose([Left((other,), BOTH), Left((STATE,))], None)
+    assert twice is not None
+    assert {copy.path for copy in twice.copies} == {"/other", "/memory/state"}
+
+
+@pytest.mark.parametrize(
+    ("why", "nodes"),
+    [
+        ("nothing is there", [Left()]),
+        ("a rank's part is on a node that is gone", [Left((STATE,), {("generation-0-a", 1): part_of(7)})]),
+        ("a rank died before it measured what the others had", [Left((STATE,), BOTH | LATE)]),
+        ("its ranks had come to differ", [Left((STATE,), BOTH, ("generation-0-a",))]),
+        ("two ranks have left different values", [Left((STATE,), BOTH), Left((ODD,))]),
+    ],
+)  # fmt: skip
+def test_a_state_of_which_something_is_missing_or_suspect_is_not_taken(why, nodes):
+    assert choose(nodes, None) is None, why
+
+
+# ---- how it is written ----------------------------------------------------------------------------------------------
+
+
+def test_a_state_saved_by_one_rank_is_a_checkpoint_as_any_other(tmp_path):
+    tree = {
+        "w": torch.randn(3, 4),
+        "half": torch.ones(5, dtype=torch.bfloat16),
+        "n": [1, (2.5, "x")],
+        "none": torch.empty(0),
+    }
+    flat = FlatTree.of(tree)
+    save_whole(tmp_path / "root", flat, 4, {"rank": 1})
+    saved = save_whole(tmp_path / "root", FlatTree.of({**tree, "n": [2]}), 5, {"rank": 1})
+    assert [one.step for one in list_checkpoints(tmp_path / "root")] == [5], "the one before is gone"
+    manifest = verify(saved.path)
+    assert checksums_in(manifest) == {path: crc for path, crc in flat.checksums().items() if path != "none"}
+    loaded = load_tree(saved.path, LOCAL)
+    assert torch.equal(loaded["w"], tree["w"])
+    assert torch.equal(loaded["half"], tree["half"])
+    assert loaded["n"] == [2]
+    assert flat.size_bytes >= sum(path.stat().st_size for path in saved.path.iterdir())
+
+
+def test_a_state_that_has_begun_to_change_is_never_given():
+    weight, large, kept = torch.ones(3), torch.ones(1 << 16), [1]
+    point = ResumePoint(lambda: {"weight": weight, "large": large, "kept": kept})
+    assert point.take() is None, "no step was made"
+    point.reach()
+    assert point.take() is not None
+    point.lose()
+    assert point.take() is None
+    point.note()
+    assert point.take() is None
+    point.reach()
+    point.note()
+    kept.append(2)
+    taken = point.take()
+    assert taken is not None
+    assert taken.tree(taken.tensors)["kept"] == [1], "as it was when the loop was left"
+    large.add_(1)
+    assert point.take() is None, "a tensor that was changed since"
+    point.begin_turn()
+    assert point.take() is not None
+    weight.data.add_(1)  # which leaves no trace but its bits
+    assert point.take() is None
+    point.reach()
+    point.refuse("keep(kept=...)")
+    assert point.take() is None
+
+
+def test_who_leaves_a_state_and_where_one_is_looked_for(tmp_path):
+    group = single_rank_group()
+    several = SimpleNamespace(size=2, over_cpu=True)
+    whole, divided = (SimpleNamespace(holds_whole_state=whole) for whole in (True, False))
+    env = {EMERGENCY: str(tmp_path)}
+    assert writes_emergency(env, Settings(), several, whole)
+    assert not writes_emergency({}, Settings(), several, whole), "nobody starts another generation"
+    assert not writes_emergency(env, Settings(emergency=False), several, whole)
+    assert not writes_emergency(env, Settings(), several, divided)
+    assert not writes_emergency(env, Settings(), group, whole), "nobody would be left"
+    assert not writes_emergency(env, Settings(), SimpleNamespace(size=2, over_cpu=False), whole)
+    world, metrics = World(0, 1, 0, 1, 0, 1, generation=1, run_dir=str(tmp_path)), PassMetrics(counts=True)
+    off = open_emergency(Settings(emergency=False), env, group, world, whole, metrics)
+    assert isinstance(off, NoEmergency)
+    assert off.find() is None
+    one, other = (
+        open_emergency(Settings(checkpoint=name), env, group, world, whole, metrics) for name in ("one", "other")
+    )
+    about = {"step": 7, "turn": False, "rank": 0, "ranks": 0, "identity": {}, "rows": []}
+    name = one._name.replace("generation-1", "generation-0")
+    save_whole(tmp_path / name / "state", FlatTree.of({"w": torch.ones(2)}), 7, about)
+    found = one.find()
+    assert found is not None
+    assert (found.step, other.find()) == (7, None), "that of another run of the same script"
+    one.forget_before()
+    assert one.find() is None
+
+
+def sent_to_others(place):
+    """On three ranks of which the second one sees a state."""
+    with the_world() as group:
+        copy = replace(STATE, path=str(Path(place, "there" if group.rank == 1 else "nowhere")))
+        if group.rank == 1:
+            tree = {"w": torch.arange(6.0).view(2, 3), "none": torch.empty(0), "n": [1, (2.5, "x")]}
+            copy = replace(copy, path=str(save_whole(Path(place), FlatTree.of(tree), 7, {}).path))
+        return LeftBehind(group, Choice(copy, (copy,), Sums({"loss": [1, 0.0, 1]}, {}))).load()
+
+
+@contextlib.contextmanager
+def the_world():
+    group = open_group(World.from_env(os.environ), torch.device("cpu"), 30.0)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def test_a_state_goes_to_nodes_that_have_none(tmp_path):
+    for tree in run_ranks(sent_to_others, 3, str(tmp_path)):
+        assert tree is not None
+        assert torch.equal(tree["w"], torch.arange(6.0).view(2, 3))
+        assert (tree["none"].numel(), tree["n"], tree["measures"]) == (0, [1, (2.5, "x")], {"loss": [1, 0.0, 1]})
+
+
+def test_a_divided_tensor_cannot_be_left():
+    shard = TensorShard(torch.ones(1), (0,), (2,), torch.float32)
+    with pytest.raises(CheckpointError, match="divided among ranks"):
+        FlatTree.of({"w": shard})
+
+
+def test_what_a_killed_launcher_left_in_memory_is_removed_by_the_next_one(tmp_path):
+    with emergency_memory(tmp_path, tmp_path) as living:
+        killed = tmp_path / "lockstep-emergency-killed"
+        killed.mkdir()
+        (killed / "owner").touch()
+        with emergency_memory(tmp_path, tmp_path) as memory:
+            assert not killed.exists()
+            assert living.is_dir()
+            assert memory.stat().st_mode & 0o077 == 0, "for its user alone"
+    assert list(tmp_path.iterdir()) == []
+    with emergency_memory(tmp_path, tmp_path / "nowhere") as memory:
+        assert memory.parent == tmp_path, "where there is no shared memory"
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------------
+
+TRAIN = """
+    import contextlib, functools, hashlib, json, os, signal, sys
+    import torch, lockstep, lockstep.run.emergency as emergency
+    import lockstep.checkpoint.commit as commit, lockstep.checkpoint.whole_save as whole_save
+    from torch import nn
+    from torch.nn import functional as F
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    from torch.utils.data import TensorDataset
+
+    torch.manual_seed(1)
+    X, Y = torch.randn(96, 8), torch.randint(0, 3, (96,))
+
+    def train(shape, kills, save_every):
+        generation, rank = int(os.environ.get("LOCKSTEP_GENERATION", "0")), int(os.environ["RANK"])
+        ranks, last, where = kills[generation] if generation < len(kills) else ([], -1, "")
+
+        def at(step, place):
+            if rank in ranks and (step, place) == (last, where):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        class Deadly(torch.optim.AdamW):
+            def step(self, closure=None):
+                done = run.progress.step
+                if rank in ranks and (done, where) == (last, "half an update"):
+                    next(iter(self.param_groups[0]["params"])).data.add_(1)
+                    at(done, where)
+                super().step(closure)
+                at(done, "an update")
+
+        def half_written(path, content, disk, written=commit.write_file):
+            at(run.progress.step, "a forward pass, and half its state written")
+            return written(path, content, disk)
+
+        whole_save.write_file = half_written
+        if "FULL" in os.environ:
+            emergency._free_memory = lambda: 0
+        with lockstep.Run(seed=3, log_every="3 steps", save_every=save_every) as run:
+            net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+            model, other = run.model(net), run.model(nn.Linear(8, 3))
+            optimizer = run.optimizer(Deadly(model.parameters(), lr=0.05))
+            second = run.optimizer(torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9))
+            run.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9))
+            history, ema = [], AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+            seen = []
+            run.keep(history=history, ema=ema, seen=seen)
+            micro_batch = 2 if shape == "accumulates" else 4
+            batches = run.loader(TensorDataset(X, Y), global_batch=16, micro_batch=micro_batch, workers=0)
+            held_out = run.loader(TensorDataset(X, Y), global_batch=16, shuffle=False, workers=0, micro_batch=4)
+            outer = run.steps(24, every=6) if shape == "steps" else run.epochs(4)
+            for turn in outer:
+                for x, y in run.train(batches):
+                    at(run.progress.step, "a forward pass")
+                    if rank == 1 and last == run.progress.step and "half" in where and "forward" in where:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    out = model(x)
+                    run.measure(right=out.argmax(1) == y)
+                    if shape == "changes what is kept before its step" and run.micro_batch.last:
+                        seen.append(1)
+                    run.step(F.cross_entropy(out, y), optimizer=optimizer)
+                    if run.step(F.cross_entropy(other(x) + out.detach(), y), optimizer=second):
+                        ema.update_parameters(model)
+                        at(run.progress.step, "the body")
+                for number, (x, y) in enumerate(run.evaluate(held_out)):
+                    if number == 1:
+                        at(run.progress.step, "an evaluation")
+                    run.measure(held=model(x).argmax(1) == y)
+                history.append(run.metrics["held"])
+                run.log()
+                at(run.progress.step, "the turn")
+            state = hashlib.sha256(repr(history).encode())
+            for module in (model, ema, other):
+                for tensor in module.state_dict().values():
+                    state.update(tensor.numpy().tobytes())
+            for one in (optimizer, second):
+                for values in one.state.values():
+                    for tensor in values.values():
+                        state.update(tensor.numpy().tobytes())
+            return state.hexdigest()
+
+    if __name__ == "__main__":
+        results = {}
+        for name, (shape, ranks, kills, save_every) in json.loads(sys.argv[1]).items():
+            main = functools.partial(train, shape, kills, save_every)
+            states = lockstep.launch(main, ranks=ranks, run_dir=name, max_restarts=len(kills))
+            results[name] = sorted(set(states))
+        print("results", json.dumps(results))
+"""
+#: Who is killed after how many steps and where, one generation after the other; and from where the next one goes on.
+EPOCHS = [
+    ([1], 2, "a forward pass", 2),
+    ([0], 4, "half an update", 5),
+    ([2], 7, "an update", 8),
+    ([0, 1], 9, "the body", 9),
+    ([1], 12, "an evaluation", 12),
+    ([0], 12, "the turn", 12),
+    ([0], 17, "a forward pass, and half its state written", 17),
+]
+STEPS_LOOP = [
+    ([0], 1, "an update", 2),
+    ([1], 6, "an evaluation", 6),
+    ([1], 12, "a forward pass", 12),
+]
+ACCUMULATES = [([1], 3, "half an update", 4), ([0], 5, "a forward pass", 5), ([0], 6, "a forward pass", 6)]
+RUNS = {"epochs": (3, EPOCHS, None), "steps": (2, STEPS_LOOP, "4 steps"), "accumulates": (2, ACCUMULATES, None)}
+
+
+def launched(place, cases, **env):
+    """The states that the runs ended with, and what the launchers said."""
+    script = place / "train.py"
+    script.write_text(textwrap.dedent(TRAIN))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("LOCKSTEP_", "OMP_"))}
+    ended = subprocess.run(
+        [sys.executable, script, json.dumps(cases)],
+        cwd=place,
+        env={**clean, "PYTHONPATH": SOURCE, **env},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    return json.loads(said.rpartition("results ")[2].partition("\n")[0]), said
+
+
+def rows(place):
+    lines = (place / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name != "wall_s"} for line in lines]
+
+
+def went_on_at(place):
+    """The steps from which generations went on with what survivors had left, and those of checkpoints."""
+    log = (place / "logs" / "rank-0000.log").read_text()
+    left = re.findall(r"^goes on from step (\d+) \(state of rank \d+\)$", log, re.MULTILINE)
+    return [int(step) for step in left], [
+        int(step) for step in re.findall(r"^resumed at step (\d+)", log, re.MULTILINE)
+    ]
+
+
+def kills(plan):
+    return [[ranks, step, where] for ranks, step, where, _ in plan]
+
+
+@pytest.mark.parametrize("shape", RUNS)
+def test_whoever_is_killed_wherever_no_step_is_lost(tmp_path, shape):
+    ranks, plan, save_every = RUNS[shape]
+    cases = {"calm": (shape, 1, [], None), "killed": (shape, ranks, kills(plan), save_every)}
+    states, said = launched(tmp_path, cases)
+    left, saved = went_on_at(tmp_path / "killed")
+    assert sorted(left + saved) == [step for *_, step in plan], said
+    assert all(step % 4 == 0 for step in saved), "a checkpoint is taken where it is as new"
+    assert states["killed"] == states["calm"], said
+    assert rows(tmp_path / "killed") == rows(tmp_path / "calm")
+    assert said.count("was killed by SIGKILL") == len(plan)
+    assert not (tmp_path / "killed" / "emergency").exists(), "there was room in memory"
+
+
+def test_without_room_in_memory_or_a_whole_state_something_else_is_gone_on_from(tmp_path):
+    """The memory is full; the loop's body changes what is kept before its step."""
+    plan = [([1], 4, "a forward pass", 4)]
+    cases = {
+        "full": ("epochs", 2, kills(plan), None),
+        "unsafe": ("changes what is kept before its step", 2, kills(plan), None),
+        "plain": ("epochs", 1, [], None),
+    }
+    states, said = launched(tmp_path, cases, FULL="1")
+    assert went_on_at(tmp_path / "full") == ([4], []), said
+    assert (tmp_path / "full" / "emergency").is_dir(), "there was room in the run directory"
+    assert went_on_at(tmp_path / "unsafe") == ([], []), "what is there is not what the last step has left"
+    assert states["full"] == states["unsafe"] == states["plain"]
+    assert rows(tmp_path / "full") == rows(tmp_path / "unsafe") == rows(tmp_path / "plain")
