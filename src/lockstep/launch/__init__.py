@@ -14,6 +14,7 @@ from lockstep.launch.host import Machine
 from lockstep.launch.launcher import launch, start
 from lockstep.launch.program import asks_for_help, check_program, show_help
 from lockstep.launch.request import Function, Module, Nodes, Request, Script
+from lockstep.launch.run_directory import versions
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, job_script
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
 from lockstep.launch.schedulers.script_text import SITE_FILE
@@ -37,4 +38,5 @@ __all__ = [
     "launch",
     "show_help",
     "start",
+    "versions",
 ]

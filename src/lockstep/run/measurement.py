@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.collectives import time_sums
+from lockstep.heartbeat import ProgressMarker
 from lockstep.launch_contract import EXIT_OK
 from lockstep.progress import Progress
 from lockstep.run.setup import RunContext
@@ -34,10 +35,9 @@ class Measurement:
         self._context: Final = context
         self._request: Final = request
         self._recorder: Final = StepRecorder(context.marker, context.device, gradients=request.gradients)
-        self._kept: KeptForBackward | None = KeptForBackward() if request.memory else None
+        self._kept: Final = KeptForBackward(context.marker)
         self._flops: Any = None  # counts the step after the others
         self._flops_per_sample: float | None = None
-        self._activation_bytes: int | None = None
         self._begun = self._over = False
         self._steps = request.steps  # that are measured
         self._progress = Progress()
@@ -56,8 +56,6 @@ class Measurement:
         samples, self._progress = progress.samples - self._progress.samples, progress
         if samples:
             self._recorder.note_samples(samples)
-        if self._kept is not None and done:
-            self._activation_bytes, self._kept = self._kept.close(), None
         if done < self._steps:
             self._recorder.begin_step(done, begins_pass=begins_pass)
         elif self._request.flops and self._flops is None:
@@ -86,7 +84,7 @@ class Measurement:
             self._steps = max(1, min(self._steps, whole - 1))
         Path(self._request.directory).mkdir(parents=True, exist_ok=True)
         self._recorder.begin([p for _, p in self._learning()])
-        if self._kept is not None:
+        if self._request.memory:
             self._kept.open(self._context.state.models)
 
     def _finish(self) -> None:
@@ -103,6 +101,7 @@ class Measurement:
 
     def _write(self, sums: tuple[tuple[int, float], ...]) -> None:
         self._over = True
+        self._kept.close()
         self._recorder.end()
         context, plan = self._context, self._context.plan.plan
         if plan is None:
@@ -131,7 +130,7 @@ class Measurement:
             buffer_bytes=_bytes([b for model in models for b in model.buffers()]),
             optimizer_bytes=_bytes([_local(v) for v in states if isinstance(v, torch.Tensor)]),
             peak_bytes=_peak_bytes(device),
-            activation_bytes=self._activation_bytes,
+            activation_bytes=self._kept.total_bytes if self._request.memory else None,
             largest_layer_bytes=max(
                 (_bytes(list(layer.parameters())) for m in models for layer in _layers(m)), default=0
             ),
@@ -152,24 +151,36 @@ class Measurement:
 
 
 class KeptForBackward:
-    """The memory that a forward pass keeps for the backward pass: activations, without parameters."""
+    """The memory that the first forward pass keeps for its backward pass: activations, without parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, marker: ProgressMarker) -> None:
+        self._marker: Final = marker
         self._seen: dict[int, int] = {}  # bytes by address of the storage
-        self._largest = 0
         self._hooks: Any = None
         self._own: set[int] = set()
 
+    @property
+    def total_bytes(self) -> int:
+        """What was kept at once."""
+        return sum(self._seen.values())
+
     def open(self, models: list[nn.Module]) -> None:
-        """Count from now on what is kept, but for what ``models`` hold."""
+        """Count what is kept until a backward pass begins, but for what ``models`` hold."""
         self._own = {_address(t) for model in models for t in (*model.parameters(), *model.buffers())}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._hooks.__enter__()
+        self._marker.listeners = (*self._marker.listeners, self._listen)
 
-    def close(self) -> int:
-        """Count no more; the bytes that were kept at once."""
-        self._hooks.__exit__(None, None, None)
-        return max(self._largest, sum(self._seen.values()))
+    def close(self) -> None:
+        """Count no more; may be called twice."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+            self._marker.listeners = tuple(each for each in self._marker.listeners if each != self._listen)
+
+    def _listen(self, marker: ProgressMarker) -> None:
+        if marker.phase in ("backward", "reduction"):
+            self.close()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if (address := _address(tensor)) not in self._own:
