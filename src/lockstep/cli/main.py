@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
+from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
 from lockstep.cli.command import Command, Parser
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
 from lockstep.errors import LaunchError, LockstepError, SettingError
@@ -430,6 +431,7 @@ COMMANDS = {
     for command in (
         Command("run", "start a script on several ranks and watch over them", run_options, _run),
         Command("top", "watch a run from another terminal", top_options, _top),
+        *BENCH_COMMANDS,
         *SAVED_RUN_COMMANDS,
         Command("job slurm", "write a job script for Slurm", partial(job_options, "slurm"), partial(_job, "slurm")),
         Command("job sge", "write a job script for Grid Engine", partial(job_options, "sge"), partial(_job, "sge")),

@@ -17,6 +17,7 @@ from lockstep.checkpoint import StateTree
 from lockstep.errors import LockstepError
 from lockstep.report import State as DisplayState
 from lockstep.run.loaders import Loaders
+from lockstep.run.measurement import Measurement
 from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
 from lockstep.run.run_log import RunLog
 from lockstep.run.save_stop import Decision
@@ -36,6 +37,7 @@ class EndOfStep:
         finite: NonFiniteChecks,
         warnings: NonFiniteWarnings,
         log: RunLog,
+        measurement: Measurement | None = None,
     ) -> None:
         self._context: Final = context
         self._snapshot: Final = snapshot
@@ -45,6 +47,7 @@ class EndOfStep:
         self._finite: Final = finite
         self._warnings: Final = warnings
         self._log: Final = log
+        self._measurement: Final = measurement
         self._save_stop: Final = context.save_stop
         self._open_step = 0  # a step that is done, and whose body has not ended; 0: none
         self._checked = False  # of the open step: whether its loop was left, and all but the decisions was done
@@ -103,10 +106,16 @@ class EndOfStep:
         )
         self.begin_next()
 
-    def begin_next(self) -> None:
-        """What follows belongs to the next step, where steps are recorded."""
+    def begin_next(self, *, begins_pass: bool = False) -> None:
+        """What follows belongs to the next step, where steps are recorded or measured.
+
+        Raises:
+            SystemExit: with code 0, where that was the last step to be measured.
+        """
         if self._context.profiler is not None:
             self._context.profiler.at(self._position.progress.step)
+        if self._measurement is not None:
+            self._measurement.at(self._position.progress, begins_pass=begins_pass)
 
     def finish_left(self) -> None:
         """The loop was left by ``break``, and the script is not yet where a resume can go on. Collective.
