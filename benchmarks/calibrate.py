@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import NormalDist, mean, median, quantiles
+from statistics import mean, median, quantiles
 
 import numpy as np
 

@@ -142,7 +142,7 @@ class ScalingLoss:
         }
         rows = held.pop("rows")
         head = json.dumps(held, indent=1)[:-2]
-        return head + ',\n "rows": [\n  ' + ",\n  ".join(map(json.dumps, rows)) + "\n ]\n}\n"  # type: ignore[arg-type]
+        return head + ',\n "rows": [\n  ' + ",\n  ".join(map(json.dumps, rows)) + "\n ]\n}\n"
 
     @classmethod
     def read(cls, text: str) -> ScalingLoss:
@@ -162,13 +162,14 @@ def growth(c: Constants, one: Traits) -> float:
     """G(n) - G(base): how much of the loss within a node comes with these GPUs."""
 
     def shape(ranks: int, nodes: int) -> float:
-        return (1 - (ranks / nodes) ** -c.p) / (1 - 8**-c.p) + c.q * math.log2(nodes)
+        within = (1 - math.pow(ranks / nodes, -c.p)) / (1 - math.pow(8, -c.p))
+        return within + c.q * math.log2(nodes)
 
     return max(shape(one.ranks, one.nodes) - shape(one.base_ranks, one.base_nodes), 0.02)
 
 
 def observed(c: Constants, rows: Sequence[Traits]) -> tuple[Matrix, Matrix]:
-    """z of each row, and the variance with which it was measured."""
+    """Of each row z, and the variance with which it was measured."""
     grown = np.array([growth(c, row) for row in rows])
     loss = np.array([max((row.loss or 0.0) - row.simulated, 0.0) for row in rows])
     a = loss / grown
