@@ -233,7 +233,7 @@ def _alike(left: Sequence[str], right: Sequence[str]) -> Matrix:
         for other in set(right):
             ours, theirs = names[one], names[other]
             found[one, other] = len(ours & theirs) / max(1, len(ours | theirs))
-    return np.array([[found[one, other] for other in right] for one in left])
+    return np.array([[found[one, other] for other in right] for one in left], dtype=np.float64)
 
 
 def _words(name: str) -> frozenset[str]:
