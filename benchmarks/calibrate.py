@@ -36,7 +36,7 @@ CHOSEN = (
 FACTORS = (0.25, 0.6, 1.6, 4.0)
 ANCHORS = (2, 4, 8)
 FOLDS = 5
-NEAR = 0.0005  #: badness of a constant that is e times its guess
+NEAR = 0.0002  #: badness of a constant that is e times its guess
 
 
 def usable(comparison: Comparison) -> bool:

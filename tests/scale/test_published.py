@@ -86,7 +86,7 @@ def test_what_is_shipped_was_calibrated_on_this_table():
 
 
 def test_the_shape_of_four_and_eight_gpus_over_gloo():
-    """DeepLabV3 on V100: 2.90x and 3.61x were published. The exchange through the host's memory is what holds it back."""
+    """DeepLabV3 on V100, 2.90x and 3.61x: the exchange through the memory of the host is what holds it back."""
     from spell import PUBLISHED, speed_up
 
     for ranks, published in PUBLISHED.items():

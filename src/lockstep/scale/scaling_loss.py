@@ -194,7 +194,8 @@ def in_common(left: Sequence[Traits], right: Sequence[Traits]) -> dict[str, Matr
             np.array([numbers.setdefault(getattr(row, trait), float(len(numbers))) for row in rows])
             for rows in (left, right)
         )
-        return (ours[:, None] == theirs[None]).astype(np.float64)
+        alike: Matrix = (ours[:, None] == theirs[None]).astype(np.float64)
+        return alike
 
     def of_both(value: Callable[[Traits], float]) -> tuple[Matrix, Matrix]:
         return np.array([value(row) for row in left]), np.array([value(row) for row in right])
