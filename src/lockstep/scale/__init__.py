@@ -14,6 +14,7 @@ from lockstep.scale.profile_script import profile_link, profile_script
 from lockstep.scale.rows import Prices
 from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile, Timing
 from lockstep.scale.sweep import Sweep
+from lockstep.scale.trace_run import trace
 
 __all__ = [
     "BenchPlan",
@@ -36,5 +37,6 @@ __all__ = [
     "profile_script",
     "read_profile",
     "table",
+    "trace",
     "write_profile",
 ]
