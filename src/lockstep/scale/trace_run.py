@@ -51,13 +51,13 @@ def trace(plan: BenchPlan, variant: Variant, out: Path) -> Timeline:
     start = start_of(variant, plan.sweep, sizes, on_gpu=Machine.detect(os.environ).gpus > 0)
     begins = _RECORDED
     settings = {**start.settings, "profile": f"steps {begins}:{begins + _RECORDED}"}
-    steps = begins + _RECORDED
-    measured = measure(MeasuredRun(plan.program, start.ranks, settings, steps, time_limit_s=plan.time_limit_s))
+    ends = begins + _RECORDED
+    measured = measure(MeasuredRun(plan.program, start.ranks, settings, ends + 1, time_limit_s=plan.time_limit_s))
     if isinstance(measured, FailedRun):
         raise LaunchError(f"{variant} could not be recorded: {measured.cause}")
     if len(measured.traces) != len(measured.ranks):
         raise LaunchError(f"{variant} has no trace: it ended before step {begins + 1}; give it more data or epochs")
-    records = [replace(r, steps=tuple(s for s in r.steps if s.step >= begins)) for r in measured.ranks]
+    records = [replace(r, steps=tuple(s for s in r.steps if begins <= s.step < ends)) for r in measured.ranks]
     merged = merge_traces([json.loads(gzip.decompress(one)) for one in measured.traces], records)
     file = out / "trace.json.gz"
     file.write_bytes(gzip.compress(json.dumps(merged).encode(), mtime=0))
