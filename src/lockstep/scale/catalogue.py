@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -60,10 +60,9 @@ class Catalogue:
         tables = tomllib.loads(text)
         gpus = {**tables["gpus"], **(more or {}).get("gpus", {})}
         links = {**tables["links"], **(more or {}).get("links", {})}
-        made = {name: _made(name, lambda name=name: _link(name, links)) for name in links}
         return cls(
-            {name: _made(name, lambda name=name: _gpu(name, gpus[name])) for name in gpus},
-            made,
+            {name: _made(name, partial(_gpu, name, gpus)) for name in gpus},
+            {name: _made(name, partial(_link, name, links)) for name in links},
             {name: tuple(map(_plain, entry.get("alike", ()))) for name, entry in links.items()},
         )
 
@@ -141,7 +140,8 @@ def _made(name: str, make: Callable[[], T]) -> T:
         raise SettingError(f"{what}; compare it with others") from None
 
 
-def _gpu(name: str, entry: Mapping[str, Any]) -> Gpu:
+def _gpu(name: str, entries: Mapping[str, Any]) -> Gpu:
+    entry = entries[name]
     return Gpu(
         name=name,
         tflops=dict(entry["tflops"]),

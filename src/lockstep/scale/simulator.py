@@ -300,7 +300,12 @@ def _diloco(profile: StepProfile, system: System, strategy: SimulatedStrategy) -
     wire = 0.5 if strategy.word("wire", "fp32") in ("bf16", "fp16") else 1.0
     size = profile.parameter_bytes * wire
     moving = system.all_reduce_s(size / fragments)
-    exposed = max(0.0, moving - overlap * alone_s(profile))
+    hidden = overlap * alone_s(profile)
+    last = 0.0  # what cannot be hidden in the backward pass: the layer that it ends with
+    if strategy.within_backward and profile.gradients:
+        hidden += profile.backward.median_s * (1 - 1 / len(profile.gradients))
+        last = 0.0 if overlap else moving / len(profile.gradients)
+    exposed = max(last, moving - hidden)
     # The link is one: what is sent in a period takes its time, however well it is hidden.
     exposed = max(exposed * fragments, moving * fragments - period * alone_s(profile))
     return _Outcome(
