@@ -18,7 +18,7 @@ from lockstep.scale.cpu_use import CpuUse, busy_s
 from lockstep.scale.measured_run import Records
 from lockstep.scale.memory_need import memory_need, memory_table
 from lockstep.scale.profile_script import link_profile, step_profile
-from lockstep.scale.rows import Prices, RoundSeen, measured, reference_of, most_worthwhile, with_reference, with_times
+from lockstep.scale.rows import Prices, RoundSeen, measured, most_worthwhile, reference_of, with_reference, with_times
 from lockstep.scale.steady_state import MedianInterval
 from lockstep.scale.sweep import Variant
 from lockstep.step_record import GradientTime
