@@ -142,13 +142,16 @@ def half_batch(rows: Sequence[PublishedRow]) -> float:
 
 
 def stretched(model: ScalingLoss, rows: Sequence[PublishedRow]) -> Constants:
-    """Intervals as wide as they must be to hold nine of ten rows that are left out."""
-    for stretch in np.arange(0.6, 3.0, 0.05):
-        wider = replace(model, constants=replace(model.constants, stretch=round(float(stretch), 2)))
-        found = [one for one in predict_table(rows, wider, open_catalogue())[0] if counts(one)]
-        if mean(bool(one.inside) for one in found) >= 0.9:
-            break
-    return wider.constants
+    """Intervals as wide as they must be to hold nine of ten rows that are left out; alike for those with an anchor."""
+    constants = model.constants
+    for name, anchors in (("stretch", (None,)), ("stretch_anchored", ANCHORS)):
+        for stretch in np.arange(0.6, 4.0, 0.1):
+            constants = replace(constants, **{name: round(float(stretch), 2)})
+            wider = replace(model, constants=constants)
+            found = [one for anchor in anchors for one in predict_table(rows, wider, open_catalogue(), anchor)[0]]
+            if mean(bool(one.inside) for one in found if counts(one)) >= 0.9:
+                break
+    return constants
 
 
 def counts(one: TablePrediction) -> bool:

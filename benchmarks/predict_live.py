@@ -4,9 +4,9 @@ python benchmarks/predict_live.py                                               
 python benchmarks/predict_live.py --speeds 500mbit --models mlp --buckets 1 25 --steps 8 --rounds 1
 
 Each host is a namespace of this machine (see `hosts.py`), with one rank and a link of the speed that is named. First
-each of the two computes alone, both at once, since they share this machine's cores and caches: that is the profile. Then
-sums of nineteen sizes: ten are the link profile, the nine between them are held out. From these two the simulator tells
-the step of each bucket size and of each strategy, before any is measured. The variants then take turns.
+each of the two computes alone, both at once, since they share this machine's cores and caches: that is the profile.
+Then sums of nineteen sizes: ten are the link profile, the nine between them are held out. From these two the simulator
+tells the step of each bucket size and of each strategy, before any is measured. The variants then take turns.
 
 A choice counts as right if what was said to be fastest is measured to be so, or no slower than that by more than
 the noise of the two, which is the half widths of their 95 % intervals together. Needs root and iproute2, and a quiet

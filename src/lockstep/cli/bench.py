@@ -208,10 +208,21 @@ def _directory(parsed: argparse.Namespace, program: Any) -> Path:
 def _prices() -> Any:
     """What ``lockstep.toml`` in the working directory says of prices."""
     from lockstep.launch import SITE_FILE
-    from lockstep.scale import Prices
 
     site = Path(SITE_FILE)
-    prices = dict(tomllib.loads(site.read_text(encoding="utf-8")).get("prices", {})) if site.exists() else {}
+    return prices_of(tomllib.loads(site.read_text(encoding="utf-8")) if site.exists() else {})
+
+
+def prices_of(site: dict[str, Any]) -> Any:
+    """The prices in ``site``, which is what ``lockstep.toml`` holds.
+
+    Raises:
+        SettingError: for one that is no number.
+    """
+    from lockstep.launch import SITE_FILE
+    from lockstep.scale import Prices
+
+    prices = dict(site.get("prices", {}))
     currency = str(prices.pop("currency", "")) or "per hour"
     for name, price in prices.items():
         if isinstance(price, bool) or not isinstance(price, int | float):

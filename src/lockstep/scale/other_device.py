@@ -36,10 +36,7 @@ def on_gpu(profile: StepProfile, gpu: Gpu, catalogue: Catalogue) -> MovedProfile
     own = catalogue.find_gpu(profile.device) or catalogue.gpu("cpu")
     if own.name == gpu.name:
         return MovedProfile(profile, profile, profile)
-    precision = (
-        {"fp32": "tf32"}.get(profile.precision, profile.precision) if "tf32" in gpu.tflops else profile.precision
-    )
-    computing = own.flops(profile.precision) / gpu.flops(precision)
+    computing = own.flops(profile.precision) / gpu.flops(profile.precision)
     moving = own.memory_bytes_per_s / gpu.memory_bytes_per_s
     share = _computing_share(profile, own)
     said = "" if profile.flops_per_sample else ", operations were not counted"

@@ -80,6 +80,7 @@ class Constants:
     model_and_ranks: float = 0.01
     gpu: float = 0.0004
     stretch: float = 1.0  #: of intervals, so that nine of ten hold what was left out
+    stretch_anchored: float = 1.0  #: of those of a run of which a row with several GPUs is known
     slack: float = 0.01  #: by which a measured throughput may exceed the base's
     half_batch: float = 0.1  #: at which part of the base's batch a GPU has half of its rate
 
@@ -116,7 +117,7 @@ class ScalingLoss:
         mean = MEAN + weights[:, 1:].T @ weights[:, 0]
         own = np.array([_covariance(c, [one], [one])[0, 0] for one in asked])
         spread = np.sqrt(np.maximum(own - (weights[:, 1:] ** 2).sum(0), 1e-9) + c.noise)
-        away = NormalDist().inv_cdf(0.95) * c.stretch
+        away = NormalDist().inv_cdf(0.95) * (c.stretch_anchored if also else c.stretch)
         losses = []
         for one, middle, sd in zip(asked, mean, spread, strict=True):
             grown = growth(c, one)
@@ -188,9 +189,9 @@ def in_common(left: Sequence[Traits], right: Sequence[Traits]) -> dict[str, Matr
     """What each pair of rows has in common, by the constant that is its variance."""
 
     def same(trait: str) -> Matrix:
-        ours = np.array([getattr(row, trait) for row in left], dtype=object)
-        theirs = np.array([getattr(row, trait) for row in right], dtype=object)
-        return ((ours[:, None] == theirs[None]) & (ours[:, None] != "")).astype(np.float64)
+        words = [str(getattr(row, trait)) for row in left]
+        others = [str(getattr(row, trait)) for row in right]
+        return np.array([[float(one == other != "") for other in others] for one in words], dtype=np.float64)
 
     def of_both(value: Callable[[Traits], float]) -> tuple[Matrix, Matrix]:
         return np.array([value(row) for row in left]), np.array([value(row) for row in right])

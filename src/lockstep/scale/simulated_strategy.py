@@ -26,7 +26,7 @@ class SimulatedStrategy:
     reduction: Reduction = "exact"
     bucket_bytes: float = 25 * MIB  #: at which a bucket closes; infinite: one bucket
     first_bucket_bytes: float | None = None  #: of the first one; None: the same, as where a script names a limit
-    #: DiLoCo's exchange begins with the last backward pass, layer by layer, as its papers model it; ours begins after it.
+    #: DiLoCo's exchange begins with the last backward pass, layer by layer, as in its papers; ours begins after it.
     within_backward: bool = False
 
     @classmethod
