@@ -32,12 +32,9 @@ from lockstep.scale.simulator import simulate
 from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile, Timing
 from lockstep.scale.step_time import StepTime
 from lockstep.scale.sweep import Sweep
-<<<<<<< HEAD
-from lockstep.scale.trace_run import trace
-=======
 from lockstep.scale.systems import System, parse_system
 from lockstep.scale.table_prediction import predict_table
->>>>>>> wt-predict
+from lockstep.scale.trace_run import trace
 
 __all__ = [
     "BenchPlan",
@@ -82,11 +79,8 @@ __all__ = [
     "shipped_loss",
     "simulate",
     "table",
-<<<<<<< HEAD
     "trace",
-=======
     "what_if",
     "why_not",
->>>>>>> wt-predict
     "write_profile",
 ]
