@@ -4,7 +4,7 @@
 buckets again. How many they are is found, by the marginal standard error rule (MSER; K. P. White, *An effective
 truncation heuristic for bias reduction in simulation output*, Simulation 69(6), 1997): cut off as many as make the
 standard error of the mean of the rest smallest, at most half. Durations count by their logarithms, held to three
-times the median of the second half, so that one hiccup late in the run does not count as its steady state. What is left
+times the median of the second half, so that one hiccup late in the run does not hide them. What is left
 is not steady, and is said to be so, if the medians of its two halves differ by more than 5 % and nine in ten pairs of
 steps, one of each half, differ the same way (the statistic of Mann and Whitney, 1947).
 
