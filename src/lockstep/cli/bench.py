@@ -141,7 +141,7 @@ def _memory(program: Any, sweep: Any) -> int:
 
 
 def _compare(parsed: argparse.Namespace, program: Any, sweep: Any) -> int:
-    from lockstep.scale import BenchPlan, bench, draw, table
+    from lockstep.scale import BenchPlan, bench, draw, table, trace
 
     plan = BenchPlan(
         program, sweep, steps=parsed.steps, rounds=parsed.rounds, time_limit_s=parsed.time_limit, prices=_prices()
@@ -155,6 +155,12 @@ def _compare(parsed: argparse.Namespace, program: Any, sweep: Any) -> int:
         draw(result, out / "bench.svg")
     except SettingError as error:
         _say(str(error))
+    measured = [row.variant for row in result.rows if row.measured]
+    if parsed.trace and measured:
+        # Of the last one, which has most ranks where they are listed upwards.
+        timeline = trace(plan, measured[-1], out)
+        print(f"\n{measured[-1]}:", *timeline.lines, sep="\n", file=sys.stderr if parsed.json else sys.stdout)
+        _say(f"{timeline.merged}: open it in ui.perfetto.dev or chrome://tracing; {timeline.picture} shows two steps")
     _say(f"bench.json, bench.csv and the picture are in {out}")
     return EXIT_OK if any(row.measured for row in result.rows) else EXIT_FAILED
 

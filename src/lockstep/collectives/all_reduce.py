@@ -146,7 +146,7 @@ class GlooAllReduce(AllReduce):
         """Wait for every sum that was begun."""
         wait_all(self._reduced)
         followed, self._followed = self._followed, []
-        with wait_clock().waiting():
+        with wait_clock():
             for future in followed:
                 future.result()
 
@@ -289,6 +289,6 @@ def wait_all(works: list[dist.Work]) -> None:
     """Wait for each of ``works``, and empty the list, also after an error."""
     waiting = works[:]
     works.clear()
-    with wait_clock().waiting():
+    with wait_clock():
         for work in waiting:
             work.wait()

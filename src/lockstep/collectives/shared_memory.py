@@ -152,7 +152,7 @@ class SharedMemoryArena:
         Raises:
             PeerLost: naming the rank that is gone or does not come.
         """
-        with wait_clock().waiting():
+        with wait_clock():
             for rank, peer in self._peers.items():
                 try:
                     received = peer.recv(1)

@@ -112,10 +112,11 @@ class EndOfStep:
         Raises:
             SystemExit: with code 0, where that was the last step to be measured.
         """
+        if self._measurement is not None:
+            # First, so that writing a trace is not part of a measured step.
+            self._measurement.at(self._position.progress, begins_pass=begins_pass)
         if self._context.profiler is not None:
             self._context.profiler.at(self._position.progress.step)
-        if self._measurement is not None:
-            self._measurement.at(self._position.progress, begins_pass=begins_pass)
 
     def finish_left(self) -> None:
         """The loop was left by ``break``, and the script is not yet where a resume can go on. Collective.

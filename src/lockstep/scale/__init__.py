@@ -34,6 +34,7 @@ from lockstep.scale.step_time import StepTime
 from lockstep.scale.sweep import Sweep
 from lockstep.scale.systems import System, parse_system
 from lockstep.scale.table_prediction import predict_table
+from lockstep.scale.trace_run import trace
 
 __all__ = [
     "BenchPlan",
@@ -78,6 +79,7 @@ __all__ = [
     "shipped_loss",
     "simulate",
     "table",
+    "trace",
     "what_if",
     "why_not",
     "write_profile",

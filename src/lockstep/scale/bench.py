@@ -85,7 +85,7 @@ def bench(plan: BenchPlan, say: Say) -> BenchResult:
         rows.append(replace(row, oversubscribed=crowded, mfu=_mfu(row, record)))
     return BenchResult(
         script=plan.program.name,
-        machine=_machine(machine, record),
+        machine=_machine(machine, record or next((s[0].records.ranks[0] for s in seen.values() if s), None)),
         scaling=plan.sweep.scaling,
         rounds=plan.rounds,
         steps=plan.steps,

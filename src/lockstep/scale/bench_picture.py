@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.errors import SettingError
 from lockstep.scale.bench_result import PARTS, BenchResult, BenchRow
-from lockstep.scale.rows import sweet_spot
+from lockstep.scale.rows import most_worthwhile
 
 #: Efficiency from which on a world is used well, and below which most of it waits.
 BANDS = (0.9, 0.7)
@@ -118,7 +118,7 @@ def _draw_efficiency(axes: Any, rows: Sequence[BenchRow]) -> None:
         axes.axhspan(100 * low, 100 * high, color=colour, zorder=0)
     for name, own in curves(rows).items():
         axes.plot([r.variant.ranks for r in own], [100 * (r.efficiency or 0.0) for r in own], marker="o", label=name)
-        best = sweet_spot(own)
+        best = most_worthwhile(own)
         if best is not None and len(own) > 1 and not best.oversubscribed:
             axes.plot(best.variant.ranks, 100 * (best.efficiency or 0.0), "*", color="black", ms=14, zorder=5)
     axes.set(xlabel="ranks", ylabel="efficiency, %", title="Efficiency; the star: worth asking for")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from lockstep.formatting import count, duration, plural, size
 from lockstep.scale.bench_result import PARTS, BenchResult, BenchRow
-from lockstep.scale.rows import sweet_spot
+from lockstep.scale.rows import most_worthwhile
 
 WIDTH = 80
 _NAME = 21  # columns of a variant
@@ -47,13 +47,13 @@ def _speed(result: BenchResult) -> Iterable[str]:
 
 
 def _parts(rows: Sequence[BenchRow]) -> Iterable[str]:
-    yield f"{'ms of a step':<{_NAME}}" + "".join(f"{part:>9}" for part in PARTS[:4]) + f"{'optimizer':>11}{'other':>8}"
+    yield f"{'ms of a step':<{_NAME}}" + "".join(f"{part:>9}" for part in PARTS[:4]) + f"{'optimizer':>11}{'other':>9}"
     for row in rows:
         if row.measured is None:
             continue
         parts = row.measured.parts_s
-        cells = "".join(f"{1e3 * parts[part]:>9.4g}" for part in PARTS[:4])
-        yield f"{_name(row):<{_NAME}}{cells}{1e3 * parts['optimizer']:>11.4g}{1e3 * parts['other']:>8.3g}"
+        cells = "".join(f"{1e3 * parts[part]:>9.3g}" for part in PARTS[:4])
+        yield f"{_name(row):<{_NAME}}{cells}{1e3 * parts['optimizer']:>11.3g}{1e3 * parts['other']:>9.3g}"
 
 
 def _notes(result: BenchResult) -> list[str]:
@@ -72,9 +72,11 @@ def _notes(result: BenchResult) -> list[str]:
         )
     if unsteady := [_name(row) for row in rows if row.measured and not row.measured.steady]:
         notes.append(f"~ still changing at the end of a round: {', '.join(unsteady)}; give more --steps.")
+    if rows and (least := min(row.variant.ranks for row in rows)) > 1:
+        notes.append(f"speed-up and efficiency are those over {plural(least, 'rank')}.")
     for strategy in dict.fromkeys(row.variant.strategy for row in rows):
         own = [row for row in rows if row.variant.strategy == strategy and row.variant.group == rows[0].variant.group]
-        best = sweet_spot(own)
+        best = most_worthwhile(own)
         if best is not None and len(own) > 1 and not best.oversubscribed:
             ranks = plural(best.variant.ranks, "rank")
             notes.append(
@@ -109,8 +111,8 @@ def _number(value: float | None) -> str:
 
 
 def _factor(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return "-" if value is None else f"{value:.2f}" if value < 1e5 else f"{value:.2g}"
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f}%"
+    return "-" if value is None else f"{100 * value:.0f}%" if value < 10 else ">999%"

@@ -72,21 +72,26 @@ def measure(run: MeasuredRun) -> Records | FailedRun:
             sum_budget_s=run.sum_budget_s,
         )
         before = _children_cpu_s()
-        try:
-            done = subprocess.run(
-                _command(run, run_dir),
-                env=_environment(request),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                check=False,
-                timeout=run.time_limit_s,
-            )
-        except subprocess.TimeoutExpired:
-            return FailedRun(f"not done after {duration(run.time_limit_s)}")
-        if done.returncode != EXIT_OK:
-            return _failure(run_dir, done.returncode, done.stderr)
+        with subprocess.Popen(
+            _command(run, run_dir),
+            env=_environment(request),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        ) as launcher:
+            try:
+                _, said = launcher.communicate(timeout=run.time_limit_s)
+            except BaseException as error:
+                # Not killed: it has ranks to end.
+                launcher.terminate()
+                launcher.communicate()
+                if isinstance(error, subprocess.TimeoutExpired):
+                    return FailedRun(f"not done after {duration(run.time_limit_s)}")
+                raise
+        if launcher.returncode != EXIT_OK:
+            return _failure(run_dir, launcher.returncode, said)
         found = tuple(RankRecord.read(path) for path in sorted(records.glob("rank-*.json")))
         if not found or not all(record.steps for record in found):
             return FailedRun("no step was measured: the script trains in no loop over run.train(...)")
@@ -98,7 +103,7 @@ def _command(run: MeasuredRun, run_dir: Path) -> list[str]:
     settings = {"track": "none", "save_every": "none", **run.settings}
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     module = ["-m"] if isinstance(run.program, Module) else []
-    ranks = ["--nproc-per-node", str(run.ranks), "--run-dir", str(run_dir)]
+    ranks = ["--standalone", "--nproc-per-node", str(run.ranks), "--run-dir", str(run_dir)]
     return [sys.executable, "-m", "lockstep", "run", *ranks, *words, *module, run.program.name, *run.program.args]
 
 

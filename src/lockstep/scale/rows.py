@@ -134,7 +134,7 @@ def reference_of(row: BenchRow, rows: Sequence[BenchRow]) -> BenchRow | None:
     return min(alike, key=lambda r: (r.variant.ranks, not r.variant.strategy.startswith("ddp")), default=None)
 
 
-def sweet_spot(rows: Sequence[BenchRow]) -> BenchRow | None:
+def most_worthwhile(rows: Sequence[BenchRow]) -> BenchRow | None:
     """Of rows of one strategy: up to which number of ranks each further one is worth it.
 
     That is the last row before one whose additional ranks each add less than half of what a rank of the first row

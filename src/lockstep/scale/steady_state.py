@@ -4,8 +4,9 @@
 buckets again. How many they are is found, by the marginal standard error rule (MSER; K. P. White, *An effective
 truncation heuristic for bias reduction in simulation output*, Simulation 69(6), 1997): cut off as many as make the
 standard error of the mean of the rest smallest, at most half. Durations count by their logarithms, held to three
-times the median of the second half, so that one hiccup late in the run does not count as its steady state. Where the
-rule would cut more than half, the series is not steady, and is said to be so.
+times the median of the second half, so that one hiccup late in the run does not hide them. What is left
+is not steady, and is said to be so, if the medians of its two halves differ by more than 5 % and nine in ten pairs of
+steps, one of each half, differ the same way (the statistic of Mann and Whitney, 1947).
 
 **Interval.** Rounds differ by more than chance within a round would make them: other processes, other placement in
 memory. So the interval is from a bootstrap that draws rounds first, and then blocks of steps within each, for
@@ -26,6 +27,7 @@ import numpy as np
 from lockstep.scale.step_profile import Timing
 
 _HICCUP = 3.0  # times the usual duration
+_SETTLED, _ALIKE = 0.05, 0.9  # how far medians of halves may be apart, and pairs that differ the same way
 _DRAWS = 400
 _LEVEL = 0.95
 
@@ -58,12 +60,19 @@ def warm_up(durations: Sequence[float]) -> WarmUp:
         return WarmUp(0, steady=True)
     usual = statistics.median(durations[len(durations) // 2 :])
     values = [math.log(max(1e-9, min(d, _HICCUP * usual))) for d in durations]
-    errors = [_squared_error(values[cut:]) for cut in range(len(values) - 3)]
-    best = min(range(len(errors)), key=lambda cut: (errors[cut], cut))
-    most = len(values) // 2
-    if best <= most:
-        return WarmUp(best, steady=True)
-    return WarmUp(min(range(most + 1), key=lambda cut: (errors[cut], cut)), steady=False)
+    errors = [_squared_error(values[cut:]) for cut in range(len(values) // 2 + 1)]
+    cut = min(range(len(errors)), key=lambda cut: (errors[cut], cut))
+    return WarmUp(cut, steady=_is_steady(values[cut:]))
+
+
+def _is_steady(values: Sequence[float]) -> bool:
+    """Whether the logarithms ``values`` stay where they are, as the rule above has it."""
+    early, late = values[: len(values) // 2], values[(len(values) + 1) // 2 :]
+    moved = statistics.median(late) - statistics.median(early)
+    if len(values) < 6 or abs(moved) <= _SETTLED:
+        return True
+    alike = sum((b - a) * moved > 0 for a in early for b in late)
+    return alike < _ALIKE * len(early) * len(late)
 
 
 def _squared_error(values: Sequence[float]) -> float:
