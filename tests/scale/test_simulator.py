@@ -55,6 +55,7 @@ systems = st.builds(
 )
 
 
+@settings(max_examples=40)
 @given(profiles, st.sampled_from(WAYS))
 def test_one_rank_takes_what_the_profile_took(step, way):
     found = simulate(step, system(nodes=1), SimulatedStrategy.parse(way))
@@ -63,6 +64,7 @@ def test_one_rank_takes_what_the_profile_took(step, way):
     assert found.low <= found.seconds <= found.high
 
 
+@settings(max_examples=40)
 @given(profiles, systems, st.sampled_from(WAYS))
 def test_parts_are_the_whole_and_the_interval_holds_it(step, where, way):
     try:
@@ -75,6 +77,7 @@ def test_parts_are_the_whole_and_the_interval_holds_it(step, where, way):
     assert found.seconds > 0
 
 
+@settings(max_examples=40)
 @given(profiles, systems, st.sampled_from(sorted(set(WAYS) - {"dp"})))
 def test_a_faster_link_is_never_slower(step, where, way):
     faster = replace(where, within=where.within.scaled(2), between=where.between.scaled(2))
@@ -86,6 +89,7 @@ def test_a_faster_link_is_never_slower(step, where, way):
     assert fast.seconds <= slow.seconds * (1 + 1e-9)
 
 
+@settings(max_examples=40)
 @given(profiles, systems, st.floats(0.1, 100))
 def test_ddp_is_never_faster_than_its_bounds(step, where, bucket):
     """T_n >= T_f + T_b + T_ar(S_last) where nothing is left to hide it, and T_f + r_1 + the sum of all T_ar."""
@@ -105,6 +109,7 @@ def test_ddp_is_never_faster_than_its_bounds(step, where, bucket):
     assert found.seconds - found.parts["waiting"] - found.parts["fixed"] <= slowest + 1e-9
 
 
+@settings(max_examples=40)
 @given(profiles, systems)
 def test_one_flat_bucket_hides_nothing(step, where):
     if where.ranks == 1:
@@ -114,6 +119,7 @@ def test_one_flat_bucket_hides_nothing(step, where):
     assert found.parts["communication"] == pytest.approx(where.all_reduce_s(whole))
 
 
+@settings(max_examples=40)
 @given(profiles, systems)
 def test_half_of_the_bytes_are_never_slower(step, where):
     if where.ranks == 1:
@@ -123,12 +129,14 @@ def test_half_of_the_bytes_are_never_slower(step, where):
     assert simulate(replace(step, gradients=halves), where, flat).seconds <= simulate(step, where, flat).seconds + 1e-12
 
 
+@settings(max_examples=40)
 @given(profiles, st.integers(1, 6))
 def test_more_contention_is_never_faster(step, twice):
     calm, busy = system(contention=0.1 * twice), system(contention=0.2 * twice)
     assert simulate(step, calm, ddp()).seconds <= simulate(step, busy, ddp()).seconds + 1e-12
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 10 * MIB), min_size=1, max_size=60), st.floats(0.1, 30))
 def test_buckets_hold_each_gradient_once_in_order_and_close_when_they_reach_the_limit(sizes, mib):
     gradients = [GradientReady(f"g{n}", size, n / 10) for n, size in enumerate(sizes)]
@@ -250,6 +258,7 @@ def test_input_limits_what_a_node_can_do():
 ascending = st.lists(st.integers(1, 10**9), min_size=2, max_size=10, unique=True).map(sorted)
 
 
+@settings(max_examples=40)
 @given(ascending, st.data())
 def test_a_curve_goes_through_what_was_measured_and_never_falls(sizes, data):
     times = sorted(data.draw(st.lists(st.floats(1e-6, 1), min_size=len(sizes), max_size=len(sizes))))
