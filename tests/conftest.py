@@ -77,6 +77,7 @@ CAMPAIGN = re.compile(
     r"test_runs\.py::test_(the_last_words_name|a_script_that_starts_ranks_itself).*\[plain\]|"
     r"test_examples_end_well_with_smaller_arguments|test_a_resnet_goes_through_a_pipeline_of_two|"
     r"test_vision_transformer_learns_under_every_strategy|"
+    r"test_a_profile_a_trace_and_the_largest_batch|test_a_script_that_fails_alone_is_told|"
     r"test_benchmarks\.py::test_(servers|links|compress|zero|strategies|start|memory|exact|failures|goodput)$"
 )
 

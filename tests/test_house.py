@@ -21,7 +21,7 @@ FLOORS = (
     ("errors", "launch_contract", "slurm_syntax", "formatting"),
     (
         *("world", "batch", "progress", "settings", "size_balancing", "heartbeat_message"),
-        *("peer_failure", "strategy_words", "script_end"),
+        *("peer_failure", "strategy_words", "script_end", "step_record"),
     ),
     ("collectives", "seeding", "heartbeat", "cpu_affinity"),
     ("strategies", "checkpoint", "data", "report", "faults", "error_advice"),
@@ -34,7 +34,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     *("errors", "launch_contract", "slurm_syntax", "world", "batch", "progress", "settings", "size_balancing"),
     *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
-    *("launch", "strategy_words", "saved_run", "error_advice"),
+    *("launch", "strategy_words", "saved_run", "error_advice", "step_record"),
     *("cli", "__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from

@@ -71,6 +71,8 @@ GIVEN = {
     "compile": (True, "1"),
     "threads": (2, "2"),
     "workers": (0, "0"),
+    "global_batch": (64, "64"),
+    "micro_batch": (8, "8"),
     "bucket_mb": (8.0, "8"),
     "on_nan": ("warn", "warn"),
     "check_every": (100, "100"),

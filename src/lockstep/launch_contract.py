@@ -19,6 +19,7 @@ BIND = "LOCKSTEP_BIND"  #: "1": each rank keeps to its own part of the CPUs
 CHANNEL = "LOCKSTEP_CHANNEL"  #: where a rank sends its heartbeats: path of a datagram socket, or host:port for UDP
 FAULTS = "LOCKSTEP_FAULTS"  #: what is to go wrong on purpose, in the words of `lockstep.faults.FaultPlan`
 STACKS = "LOCKSTEP_STACKS"  #: path where a rank writes the stacks of all its threads when it gets `STACKS_SIGNAL`
+MEASURE = "LOCKSTEP_MEASURE"  #: what a benchmark has each rank measure, see `lockstep.step_record.MeasureRequest`
 LAUNCHER = "LOCKSTEP_LAUNCHER"  #: name of the row of `LAUNCHERS` to believe, where two contradict each other
 
 EMERGENCY = "LOCKSTEP_EMERGENCY_MEMORY"  #: directory in this host's memory where survivors of a dead rank leave a state

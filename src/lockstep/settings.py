@@ -228,6 +228,12 @@ class Settings:
     workers: int | None = field(
         default=None, metadata=_about("loader processes per rank; None: chosen from the CPUs and the data", least=0)
     )
+    global_batch: int | None = field(
+        default=None, metadata=_about("samples per step of each loader; None: what the loader was given", least=1)
+    )
+    micro_batch: int | None = field(
+        default=None, metadata=_about("samples of one forward pass; None: what the loader was given", least=1)
+    )
     bucket_mb: float | None = field(
         default=None, metadata=_about("MiB of gradients exchanged at once; None: chosen for the link", above=0)
     )
@@ -287,6 +293,10 @@ class ResolvedSettings:
                 values[name] = parse(name, value)
                 sources[name] = source
         return cls(Settings(**values), sources)
+
+    def from_outside(self, name: str) -> Any:
+        """The value of a setting that the command line or the environment gave; None: neither did."""
+        return getattr(self.values, name) if self.sources[name] in ("command line", "environment") else None
 
     def __iter__(self) -> Iterator[tuple[str, Any, str]]:
         """Each setting as (name, value, source)."""

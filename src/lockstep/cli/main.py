@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
+from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
 from lockstep.cli.command import Command, Parser
+from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
 from lockstep.errors import LaunchError, LockstepError, SettingError
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
@@ -430,6 +432,8 @@ COMMANDS = {
     for command in (
         Command("run", "start a script on several ranks and watch over them", run_options, _run),
         Command("top", "watch a run from another terminal", top_options, _top),
+        *BENCH_COMMANDS,
+        *PREDICT_COMMANDS,
         *SAVED_RUN_COMMANDS,
         Command("job slurm", "write a job script for Slurm", partial(job_options, "slurm"), partial(_job, "slurm")),
         Command("job sge", "write a job script for Grid Engine", partial(job_options, "sge"), partial(_job, "sge")),

@@ -20,7 +20,9 @@ from lockstep.collectives.reduce_scatter import (
 )
 from lockstep.collectives.reduction_plan import Runs
 from lockstep.collectives.reduction_tree import Node, TreeAccumulator, fold, nodes_of
+from lockstep.collectives.sum_timing import time_sums
 from lockstep.collectives.tensor_shard import TensorShard, as_absent_shards, as_owned_shards
+from lockstep.collectives.wait_clock import WaitClock, wait_clock
 
 __all__ = [
     "AllReduce",
@@ -38,6 +40,7 @@ __all__ = [
     "TensorShard",
     "TreeAccumulator",
     "TreeReduceScatter",
+    "WaitClock",
     "as_absent_shards",
     "as_owned_shards",
     "broadcast_from_rank0",
@@ -48,5 +51,7 @@ __all__ = [
     "open_group",
     "open_owner_broadcast",
     "single_rank_group",
+    "time_sums",
     "translating_peer_errors",
+    "wait_clock",
 ]

@@ -15,6 +15,7 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.reduction_plan import ReductionPlan, ReductionPlans, Runs
 from lockstep.collectives.reduction_tree import fold
 from lockstep.collectives.shared_memory import SharedMemoryAllReduce
+from lockstep.collectives.wait_clock import wait_clock
 
 # Torch 2.13 gave it a new name, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -145,8 +146,9 @@ class GlooAllReduce(AllReduce):
         """Wait for every sum that was begun."""
         wait_all(self._reduced)
         followed, self._followed = self._followed, []
-        for future in followed:
-            future.result()
+        with wait_clock():
+            for future in followed:
+                future.result()
 
     def close(self) -> None:
         """End the thread."""
@@ -287,5 +289,6 @@ def wait_all(works: list[dist.Work]) -> None:
     """Wait for each of ``works``, and empty the list, also after an error."""
     waiting = works[:]
     works.clear()
-    for work in waiting:
-        work.wait()
+    with wait_clock():
+        for work in waiting:
+            work.wait()

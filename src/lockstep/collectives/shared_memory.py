@@ -26,6 +26,7 @@ import torch
 from lockstep.collectives.group import Group
 from lockstep.collectives.reduction_plan import ReductionPlan, ReductionPlans, Runs
 from lockstep.collectives.reduction_tree import fold
+from lockstep.collectives.wait_clock import wait_clock
 from lockstep.errors import PeerLost
 
 _TOKEN = b"."
@@ -151,15 +152,16 @@ class SharedMemoryArena:
         Raises:
             PeerLost: naming the rank that is gone or does not come.
         """
-        for rank, peer in self._peers.items():
-            try:
-                received = peer.recv(1)
-            except TimeoutError as error:
-                raise PeerLost(f"no word from rank {rank} during {self._what} ({error})") from error
-            except ConnectionError:
-                received = b""  # closed before it had read our byte
-            if not received:
-                raise PeerLost(f"rank {rank} left during {self._what}")
+        with wait_clock():
+            for rank, peer in self._peers.items():
+                try:
+                    received = peer.recv(1)
+                except TimeoutError as error:
+                    raise PeerLost(f"no word from rank {rank} during {self._what} ({error})") from error
+                except ConnectionError:
+                    received = b""  # closed before it had read our byte
+                if not received:
+                    raise PeerLost(f"rank {rank} left during {self._what}")
 
     def close(self) -> None:
         """Close the connections to the other ranks."""

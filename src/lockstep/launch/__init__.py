@@ -9,9 +9,12 @@ The launcher itself does not need torch, so it outlives whatever goes wrong in t
 for the store where the launchers meet.
 """
 
+from lockstep.launch.diagnosis.error_record import Failure, first_failure
+from lockstep.launch.host import Machine
 from lockstep.launch.launcher import launch, start
 from lockstep.launch.program import asks_for_help, check_program, show_help
 from lockstep.launch.request import Function, Module, Nodes, Request, Script
+from lockstep.launch.run_directory import versions
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, job_script
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
 from lockstep.launch.schedulers.script_text import SITE_FILE
@@ -19,17 +22,21 @@ from lockstep.launch.schedulers.script_text import SITE_FILE
 __all__ = [
     "JOB_SCRIPT_SCHEDULERS",
     "SITE_FILE",
+    "Failure",
     "Function",
     "JobCommand",
     "JobRequest",
+    "Machine",
     "Module",
     "Nodes",
     "Request",
     "Script",
     "asks_for_help",
     "check_program",
+    "first_failure",
     "job_script",
     "launch",
     "show_help",
     "start",
+    "versions",
 ]

@@ -36,6 +36,8 @@ run_log              the record of metrics, and the trackers
 whole_models         models out of a run, wherever their parts lie
 progress_reporter    where the run is, for the user and for the launcher
 
+measurement          what a benchmark's run measures before it ends; step_recorder: where a step's time goes
+
 loop_checks          what the loop's body must not do
 outside_forward      methods of a model that do not train, named
 oom_advice           what to change where a GPU's memory is full

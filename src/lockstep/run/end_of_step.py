@@ -17,6 +17,7 @@ from lockstep.checkpoint import StateTree
 from lockstep.errors import LockstepError
 from lockstep.report import State as DisplayState
 from lockstep.run.loaders import Loaders
+from lockstep.run.measurement import Measurement
 from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
 from lockstep.run.resume_point import ResumePoint
 from lockstep.run.run_log import LoggedRow, RunLog
@@ -41,6 +42,7 @@ class EndOfStep:
         warnings: NonFiniteWarnings,
         log: RunLog,
         point: ResumePoint,
+        measurement: Measurement | None = None,
     ) -> None:
         self._context: Final = context
         self.point: Final = point
@@ -51,6 +53,7 @@ class EndOfStep:
         self._finite: Final = finite
         self._warnings: Final = warnings
         self._log: Final = log
+        self._measurement: Final = measurement
         self._save_stop: Final = context.save_stop
         self._open_step = 0  # a step that is done, and whose body has not ended; 0: none
         self._checked = False  # of the open step: whether its loop was left, and all but the decisions was done
@@ -121,8 +124,15 @@ class EndOfStep:
         self._rows_of_turn = [*self._log.rows]
         self.point.begin_turn()
 
-    def begin_next(self) -> None:
-        """What follows belongs to the next step, where steps are recorded."""
+    def begin_next(self, *, begins_pass: bool = False) -> None:
+        """What follows belongs to the next step, where steps are recorded or measured.
+
+        Raises:
+            SystemExit: with code 0, where that was the last step to be measured.
+        """
+        if self._measurement is not None:
+            # First, so that writing a trace is not part of a measured step.
+            self._measurement.at(self._position.progress, begins_pass=begins_pass)
         if self._context.profiler is not None:
             self._context.profiler.at(self._position.progress.step)
 

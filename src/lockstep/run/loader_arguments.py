@@ -9,7 +9,8 @@ from typing import Any, Final
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from lockstep.data import CollateFunction, OrderFunction, TorchLoader, UserDataset
-from lockstep.errors import UsageError
+from lockstep.errors import SettingError, UsageError
+from lockstep.settings import ResolvedSettings
 
 #: Arguments of torch's `DataLoader` that are none here, and what to do instead.
 _INSTEAD: Final[Mapping[str, str]] = {
@@ -45,10 +46,27 @@ class LoaderArguments:
     pin_memory: bool | None = None
     timeout: float = 0.0
 
-    def checked(self, others: Mapping[str, object]) -> LoaderArguments:
-        """These, with those of a `DataLoader` if the data set is one.
+    def _under(self, resolved: ResolvedSettings) -> LoaderArguments:
+        """These, over the settings of the script and under what was given from outside: command line, environment."""
+        taken: dict[str, Any] = {}
+        for name in ("global_batch", "micro_batch", "workers"):
+            outside = resolved.from_outside(name)
+            if name == "global_batch" and self.batch_sampler is not None:
+                if outside is not None:
+                    raise SettingError(
+                        f"global_batch={outside} given from outside, where run.loader(batch_sampler=...) makes each "
+                        "batch; leave it out"
+                    )
+                continue
+            own = getattr(self, name)
+            taken[name] = next((v for v in (outside, own, getattr(resolved.values, name)) if v is not None), None)
+        return replace(self, **taken)
+
+    def checked(self, others: Mapping[str, object], resolved: ResolvedSettings) -> LoaderArguments:
+        """These, with those of a `DataLoader` if the data set is one, and what the settings say of them.
 
         Raises:
+            SettingError: for a global batch from outside, where a batch sampler makes the batches.
             UsageError: for an argument in ``others``, which are no arguments of `Run.loader`, for arguments that
                 exclude each other, or for a loader of torch's that cannot be taken apart.
         """
@@ -56,7 +74,7 @@ class LoaderArguments:
             if name in _INSTEAD:
                 raise UsageError(f"run.loader({name}=...): {_INSTEAD[name]}")
             raise UsageError(f"run.loader({name}=...): there is no such argument; see help(run.loader)")
-        found = self._of_data_loader(self.dataset) if type(self.dataset) is DataLoader else self
+        found = (self._of_data_loader(self.dataset) if type(self.dataset) is DataLoader else self)._under(resolved)
         if found.batch_sampler is None and found.global_batch is None:
             raise UsageError(
                 "run.loader(dataset, global_batch=...): say how many samples a step holds, over all ranks; or give "

@@ -231,9 +231,8 @@ class Loaders:
         return digest
 
     def _workers_for(self, arguments: LoaderArguments) -> int:
-        for given in (arguments.workers, self._context.settings.workers):
-            if given is not None:
-                return given
+        if arguments.workers is not None:
+            return arguments.workers
         in_memory = is_in_memory(arguments.dataset)
         return choose_workers(cpus_of_this_rank(), in_memory=in_memory)
 

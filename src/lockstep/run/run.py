@@ -36,6 +36,7 @@ from lockstep.run.evaluation_loop import EvaluationLoop
 from lockstep.run.kept import Kept
 from lockstep.run.loader_arguments import LoaderArguments
 from lockstep.run.loaders import Loaders
+from lockstep.run.measurement import Measurement
 from lockstep.run.micro_batches import MicroBatches
 from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
 from lockstep.run.parameter_sets import Optimizers
@@ -99,6 +100,8 @@ class Run:
         compile: `torch.compile` each model.
         threads: CPU threads per rank; the bits depend on it. None: one on a CPU, else this rank's part of the CPUs.
         workers: loader processes per rank. None: chosen.
+        global_batch: samples of a step over all ranks, of each loader that is not told; given from outside, of all.
+        micro_batch: samples of one forward pass, likewise.
         bucket_mb: MiB of gradients exchanged at once. None: chosen.
         on_nan: what a loss or a gradient that is not finite leads to: ``stop`` ends the run with `NonFiniteError`
             before the parameters take it; ``warn`` says it and keeps the checkpoint from before it; ``ignore``.
@@ -132,6 +135,8 @@ class Run:
         compile: bool = False,
         threads: int | None = None,
         workers: int | None = None,
+        global_batch: int | None = None,
+        micro_batch: int | None = None,
         bucket_mb: float | None = None,
         on_nan: Literal["stop", "warn", "ignore"] = _DEFAULTS.on_nan,
         check_every: int = _DEFAULTS.check_every,
@@ -158,7 +163,10 @@ class Run:
         self._log: Final = RunLog(context, tracker)
         self._start: Final = TrainingStart(context, snapshot, self._log)
         self._registration: Final = Registration(context, self._start)
-        end_of_step = EndOfStep(context, snapshot, self._loaders, finite, warnings, self._log, point)
+        measurement = None if context.measure is None else Measurement(context, context.measure)
+        end_of_step = EndOfStep(
+            context, snapshot, self._loaders, finite, warnings, self._log, point, measurement=measurement
+        )
         self._training: Final = TrainingLoop(context, self._loaders, self._start, self._train_step, end_of_step)
         self._evaluation: Final = EvaluationLoop(context, self._loaders, self._start, self._train_step, end_of_step)
         self._ranks: Final = RankOperations(group, context.world)
@@ -171,6 +179,7 @@ class Run:
             end_of_step,
             self._log,
             self._training.end_open_pass,
+            measurement,
         )
         seed_generators(seed_of(context.settings.seed, "init"))
         close_at_script_end(self._shutdown.close)
@@ -360,7 +369,8 @@ class Run:
             order: ``function(epoch, generator)`` that gives the indices of an epoch.
             drop_last: leave out the short step at the end of an epoch.
             collate_fn: as torch's.
-            workers: loader processes; None: `settings`' or chosen.
+            workers: loader processes; None: `settings`' or chosen. What `settings` were given from outside the script
+                for this or a batch size holds in place of what stands here.
             worker_init_fn: as torch's.
             prefetch_factor: micro-batches that each loader process holds ready; None: chosen.
             pin_memory: hand out page-locked memory; on a GPU only. None: yes.
@@ -390,7 +400,7 @@ class Run:
             pin_memory,
             timeout,
         )
-        return self._loaders.open(given.checked(others))
+        return self._loaders.open(given.checked(others, self.settings))
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 

@@ -16,10 +16,10 @@ from lockstep.collectives import Group, open_group
 from lockstep.cpu_affinity import allotted_cpus
 from lockstep.errors import SettingError, UsageError
 from lockstep.heartbeat import ProgressMarker, progress_marker
-from lockstep.launch_contract import RESUME, STOP_FILE
+from lockstep.launch_contract import MEASURE, RESUME, STOP_FILE
 from lockstep.report import refuse_unknown_trackers
 from lockstep.run.carried_state import CarriedState
-from lockstep.run.emergency import Emergency, open_emergency, writes_emergency
+from lockstep.run.emergency import Emergency, NoEmergency, open_emergency, writes_emergency
 from lockstep.run.identity import RunIdentity
 from lockstep.run.metrics import PassMetrics
 from lockstep.run.oom_advice import free_bytes
@@ -32,6 +32,7 @@ from lockstep.run.save_stop import SaveStopController
 from lockstep.run.state import State
 from lockstep.run.stop_requests import JobDeadline, StopRequests
 from lockstep.settings import ResolvedSettings, Settings
+from lockstep.step_record import MeasureRequest
 from lockstep.strategies import ReplicaAssignment, Strategy, StrategyContext, open_strategy
 from lockstep.world import World
 
@@ -66,7 +67,7 @@ class RunContext:
     plan: TrainingPlan
     strategy: Strategy
     share: ReplicaAssignment
-    directory: str | None  #: of the run or of its checkpoints; None: the run has neither
+    directory: str | None  #: of the run or of its checkpoints; None: the run has neither, or leaves nothing
     checkpointer: RunCheckpointer
     stop_requests: StopRequests
     save_stop: SaveStopController
@@ -77,6 +78,7 @@ class RunContext:
     carried: CarriedState
     emergency: Emergency
     profiler: StepProfiler | None  #: None: no steps are recorded
+    measure: MeasureRequest | None  #: what a benchmark wants to know; None: this is no benchmark's run
 
     @property
     def settings(self) -> Settings:
@@ -125,9 +127,16 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     )
     strategy = _open_strategy(settings.strategy, context)
     share = strategy.assignment
-    directory = world.run_dir or settings.checkpoint
-    checkpointer = _open_checkpointer(settings, world, group, strategy, reporter, deadline)
-    notes = writes_emergency(env, settings, group, strategy)
+    home = world.run_dir or settings.checkpoint
+    measure = MeasureRequest.from_text(env[MEASURE]) if env.get(MEASURE) else None
+    # What is measured is thrown away: nothing of it is saved or logged, and nothing is resumed.
+    directory = home if measure is None else None
+    checkpointer = (
+        _open_checkpointer(settings, world, group, strategy, reporter, deadline)
+        if measure is None
+        else NoCheckpointer()
+    )
+    notes = measure is None and writes_emergency(env, settings, group, strategy)
     metrics = PassMetrics(counts=share.counts, recent=settings.log_every is not None, notes=notes)
     stop_requests = StopRequests(Path(directory or ".", STOP_FILE), deadline)
     return RunContext(
@@ -153,13 +162,14 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         state=State(),
         position=RunPosition(settings.seed, settings.best),
         metrics=metrics,
-        emergency=open_emergency(settings, env, group, world, strategy, metrics),
+        emergency=NoEmergency()
+        if measure is not None
+        else open_emergency(settings, env, group, world, strategy, metrics),
         carried=CarriedState(group, plan.micro_batches_of, has_server_ranks=share.replicas != group.size),
         profiler=None
         if settings.profile is None
-        else StepProfiler(
-            settings.profile, Path(directory or ".", "profile"), group.rank, device, marker, reporter.say
-        ),
+        else StepProfiler(settings.profile, Path(home or ".", "profile"), group.rank, device, marker, reporter.say),
+        measure=measure,
     )
 
 

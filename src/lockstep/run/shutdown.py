@@ -12,6 +12,7 @@ from lockstep.error_advice import add_advice
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.error_file import silence_interrupt, write_torchelastic_error
 from lockstep.run.loaders import Loaders
+from lockstep.run.measurement import Measurement
 from lockstep.run.oom_advice import MemoryPeak, add_memory_advice, staying_bytes, wanted_bytes
 from lockstep.run.outside_forward import method_of
 from lockstep.run.run_log import RunLog
@@ -34,6 +35,7 @@ class Shutdown:
         end_of_step: EndOfStep,
         log: RunLog,
         end_open_pass: Callable[[], None],
+        measurement: Measurement | None = None,
     ) -> None:
         self._context: Final = context
         self._state: Final = context.state
@@ -45,6 +47,7 @@ class Shutdown:
         self._log: Final = log
         self._end_open_pass: Final = end_open_pass  # of a script that goes through it by `next`
         self._save_stop: Final = context.save_stop
+        self._measurement: Final = measurement
         self._closed = False
 
     def close(self, error: BaseException | None) -> None:
@@ -77,6 +80,8 @@ class Shutdown:
             self._save_stop.close()
             context.stop_requests.unlisten()
             self._loaders.close()
+            if self._measurement is not None:
+                self._measurement.close()
             self._log.close(failed=error is not None and not isinstance(error, SystemExit))
             # After an error, a GPU may wait for what never comes.
             waits = error is None or type(error) is SystemExit or context.device.type == "cpu"

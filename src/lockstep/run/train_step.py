@@ -185,6 +185,8 @@ class TrainStep:
             self._losses.items.clear()
             if self._losses.has_counts[target]:
                 self._divide_by_counts(target, position.step_samples)
+        if len(self._state.optimizers) > 1:
+            self._marker.set_phase("forward")  # of the next loss
 
     def _measure(self, known: Known) -> None:
         for value, items in known:

@@ -261,7 +261,7 @@ class TrainingLoop:
             if not model.training:
                 model.train()
         self._metrics.enter("train")
-        self._end_of_step.begin_next()
+        self._end_of_step.begin_next(begins_pass=True)
         self._context.marker.set_phase("data")
 
     def _micro_batches(self, loaders: Sequence[MicroBatchLoader], steps_before: int) -> Generator[Data]:

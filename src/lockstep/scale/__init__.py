@@ -1,1 +1,86 @@
 """How many ranks are worth asking for: measuring a script (`bench`), and predicting it elsewhere (`predict`)."""
+
+from lockstep.scale.bench import BenchPlan, bench, look
+from lockstep.scale.bench_picture import draw
+from lockstep.scale.bench_result import BenchResult
+from lockstep.scale.bench_table import table
+from lockstep.scale.catalogue import open_catalogue
+from lockstep.scale.find_setting import find
+from lockstep.scale.find_setting import report as found_report
+from lockstep.scale.links import Link
+from lockstep.scale.measured_run import FailedRun
+from lockstep.scale.memory_need import memory_table
+from lockstep.scale.predict import PredictionRequest, cheapest_within, fastest_within, predict, what_if
+from lockstep.scale.predict_picture import draw_estimates, draw_table
+from lockstep.scale.predict_report import (
+    basis,
+    choice,
+    compared,
+    estimates_table,
+    largest,
+    rows_summary,
+    rows_table,
+    why_not,
+)
+from lockstep.scale.profile_file import read_profile, write_profile
+from lockstep.scale.profile_script import profile_link, profile_script
+from lockstep.scale.published import read_rows
+from lockstep.scale.rows import Prices
+from lockstep.scale.scaling_loss import shipped_loss
+from lockstep.scale.simulated_strategy import SimulatedStrategy
+from lockstep.scale.simulator import simulate
+from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile, Timing
+from lockstep.scale.step_time import StepTime
+from lockstep.scale.sweep import Sweep
+from lockstep.scale.systems import System, parse_system
+from lockstep.scale.table_prediction import predict_table
+from lockstep.scale.trace_run import trace
+
+__all__ = [
+    "BenchPlan",
+    "BenchResult",
+    "FailedRun",
+    "GradientReady",
+    "Link",
+    "LinkProfile",
+    "PredictionRequest",
+    "Prices",
+    "SimulatedStrategy",
+    "StepProfile",
+    "StepTime",
+    "Sweep",
+    "System",
+    "Timing",
+    "basis",
+    "bench",
+    "cheapest_within",
+    "choice",
+    "compared",
+    "draw",
+    "draw_estimates",
+    "draw_table",
+    "estimates_table",
+    "fastest_within",
+    "find",
+    "found_report",
+    "largest",
+    "look",
+    "memory_table",
+    "open_catalogue",
+    "parse_system",
+    "predict",
+    "predict_table",
+    "profile_link",
+    "profile_script",
+    "read_profile",
+    "read_rows",
+    "rows_summary",
+    "rows_table",
+    "shipped_loss",
+    "simulate",
+    "table",
+    "trace",
+    "what_if",
+    "why_not",
+    "write_profile",
+]

@@ -82,6 +82,17 @@ class Failure:
             return None
 
 
+def first_failure(run_dir: Path) -> Failure | None:
+    """What failed first in the last generation of a run and does not only say that another rank is gone.
+
+    None if no rank has left a record, as where it was killed.
+    """
+    generations = sorted((run_dir / "failures").glob("generation-*"), key=lambda path: int(path.name.split("-")[1]))
+    records = [Failure.read(path) for path in generations[-1].glob("*.json")] if generations else []
+    found = [record for record in records if record is not None]
+    return min(found, key=lambda record: (record.collateral, record.raised_s), default=None)
+
+
 def user_frame(error: BaseException) -> tuple[str, int]:
     """File and line of the user's code that led to ``error``: the innermost frame outside installed packages.
 

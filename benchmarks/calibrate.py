@@ -1,0 +1,249 @@
+"""Choose the constants of `lockstep predict` from a table of published throughputs, and say how well they predict.
+
+python benchmarks/calibrate.py --write                 # the shipped constants, from benchmarks/published/scaling.csv
+python benchmarks/calibrate.py --check                 # only how well they predict
+python benchmarks/calibrate.py --nested                # ... with constants chosen anew for each fifth of the subjects
+
+Nothing is reported on a row that it was fitted on: a row is predicted without the rows of its own model and GPU. The
+constants themselves are chosen so that rows left out like that, and by model and by source, are predicted best; with
+``--nested`` they, too, are chosen without the fifth that is reported.
+"""
+
+import argparse
+import datetime
+import hashlib
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import mean, median, quantiles
+
+import numpy as np
+
+from lockstep.scale.catalogue import open_catalogue
+from lockstep.scale.published import Comparison, PublishedRow, compare, read_rows
+from lockstep.scale.scaling_loss import MEAN, Constants, ScalingLoss, Traits, growth, in_common, observed
+from lockstep.scale.table_prediction import TablePrediction, predict_table, traits_of
+
+TABLE = Path(__file__).parent / "published" / "scaling.csv"
+DATA = Path(__file__).parents[1] / "src" / "lockstep" / "scale" / "calibration.json"
+CHOSEN = (
+    *("p", "q", "c", "noise", "measuring", "everything", "source", "unit", "unit_and_precision"),
+    *("framework_and_precision", "words", "model", "model_gpu_precision", "run", "accumulation", "size", "like_size"),
+    *("model_and_ranks", "gpu"),
+)
+FACTORS = (0.25, 0.6, 1.6, 4.0)
+ANCHORS = (2, 4, 8)
+FOLDS = 5
+NEAR = 0.0002  #: badness of a constant that is e times its guess
+
+
+def usable(comparison: Comparison) -> bool:
+    """Whether a row says something about scaling alone: the same batch for each GPU, and no contradiction."""
+    row = comparison.row
+    return bool(row.throughput) and comparison.same_batch and not row.strong and not row.suspect
+
+
+def traits(rows: Sequence[PublishedRow]) -> list[Traits]:
+    """What the rows of a table say about systems."""
+    catalogue = open_catalogue()
+    return [traits_of(one, one.row, catalogue) for one in compare(rows)[0] if usable(one)]
+
+
+class LeftOut:
+    """Predictions of rows from those that remain when blocks of them are left out, all from one inverse."""
+
+    def __init__(self, known: Sequence[Traits]) -> None:
+        self.known = list(known)
+        self.parts = in_common(known, known)
+        self.loss = np.array([row.loss for row in known])
+        by = {
+            "subject": [(row.source, row.model, row.gpu) for row in known],
+            "model": [row.model for row in known],
+            "source": [row.source for row in known],
+        }
+        self.blocks = {name: [(b, b) for b in self._same(keys)] for name, keys in by.items()}
+        self.anchored = [pair for block in self._same(by["subject"]) for pair in self._beyond_anchors(block)]
+
+    @staticmethod
+    def _same(keys: Sequence[object]) -> list[list[int]]:
+        return [[i for i, key in enumerate(keys) if key == one] for one in dict.fromkeys(keys)]
+
+    def _beyond_anchors(self, block: list[int]) -> list[tuple[list[int], list[int]]]:
+        pairs = []
+        for ranks in ANCHORS:
+            for run in {self.known[i].run for i in block}:
+                held = [i for i in block if self.known[i].run == run and self.known[i].ranks == ranks]
+                asked = [i for i in block if self.known[i].run == run and self.known[i].ranks > ranks]
+                if held and asked:
+                    pairs.append(([i for i in block if i not in held], asked))
+        return pairs
+
+    def errors(self, c: Constants, blocks: Sequence[tuple[list[int], list[int]]]) -> np.ndarray:
+        """Relative errors of throughput of the second of each pair, where the first is left out."""
+        z, noise = observed(c, self.known)
+        covariance = sum(getattr(c, name) * part for name, part in self.parts.items())
+        inverse = np.linalg.inv(covariance + np.diag(noise))
+        weighted = inverse @ (z - MEAN)
+        found = []
+        for left_out, asked in blocks:
+            predicted = z[left_out] - np.linalg.solve(inverse[np.ix_(left_out, left_out)], weighted[left_out])
+            for i in asked:
+                row = self.known[i]
+                y = row.simulated + (math.exp(predicted[left_out.index(i)]) - c.c) * growth(c, row)
+                found.append(abs(math.exp(self.loss[i] - y) - 1))
+        return np.array(found)
+
+    def badness(self, c: Constants) -> float:
+        """What is minimised: mean, median and tail of the errors, for each way to leave out."""
+        weights = {"subject": 0.5, "model": 0.3, "source": 0.1}
+        ways = [(weight, self.blocks[name]) for name, weight in weights.items()] + [(0.3, self.anchored)]
+        total = 0.0
+        for weight, blocks in ways:
+            errors = self.errors(c, blocks)
+            if len(errors):
+                total += weight * (errors.mean() + 0.5 * np.median(errors) + 0.1 * np.quantile(errors, 0.9))
+        return total
+
+
+def choose(known: Sequence[Traits], rounds: int) -> Constants:
+    """The constants that predict best what is left out, by a search along one of them after another.
+
+    They are held near the guesses that they start from: without that, rows of another fifth are predicted worse.
+    """
+    left_out, guess = LeftOut(known), Constants()
+
+    def badness(tried: Constants) -> float:
+        away = sum(math.log(getattr(tried, name) / getattr(guess, name)) ** 2 for name in CHOSEN)
+        return left_out.badness(tried) + NEAR * away
+
+    best, least = guess, badness(guess)
+    for _ in range(rounds):
+        before = least
+        for name in CHOSEN:
+            for factor in FACTORS:
+                tried = replace(best, **{name: min(2.0, getattr(best, name) * factor)})
+                found = badness(tried)
+                if found < least - 1e-5:
+                    best, least = tried, found
+        print(f"  badness {least:.5f}", file=sys.stderr)
+        if before - least < 1e-4:
+            break
+    return best
+
+
+def half_batch(rows: Sequence[PublishedRow]) -> float:
+    """At which part of a large batch a GPU has half of its rate: from single GPUs with two batch sizes."""
+    found = []
+    single = [row for row in rows if row.ranks == 1 and row.throughput and row.batch and not row.suspect]
+    for small in single:
+        for large in single:
+            same = small.subject == large.subject and small.precision == large.precision and small.unit == large.unit
+            if same and small.source == large.source and small.batch < large.batch and small.strategy == large.strategy:
+                ratio = small.throughput / large.throughput
+                s, b = small.batch, large.batch
+                # ratio = s / (s + h) * (b + h) / b, solved for h.
+                h = s * b * (1 - ratio) / (ratio * b - s)
+                if h > 0:
+                    found.append(h / b)
+    return round(median(found), 3) if found else Constants().half_batch
+
+
+def stretched(model: ScalingLoss, rows: Sequence[PublishedRow]) -> Constants:
+    """Intervals as wide as they must be to hold nine of ten rows that are left out; alike for those with an anchor."""
+    constants = model.constants
+    for name, anchors in (("stretch", (None,)), ("stretch_anchored", ANCHORS)):
+        for stretch in np.arange(0.6, 4.0, 0.1):
+            constants = replace(constants, **{name: round(float(stretch), 2)})
+            wider = replace(model, constants=constants)
+            found = [one for anchor in anchors for one in predict_table(rows, wider, open_catalogue(), anchor)[0]]
+            if mean(bool(one.inside) for one in found if counts(one)) >= 0.9:
+                break
+    return constants
+
+
+def counts(one: TablePrediction) -> bool:
+    """Whether a prediction is one of weak scaling, of a source that does not contradict itself."""
+    return one.error is not None and not one.row.strong and not one.row.suspect
+
+
+def fitted(rows: Sequence[PublishedRow], rounds: int) -> ScalingLoss:
+    """Constants and rows of a model."""
+    known = traits(rows)
+    constants = replace(choose(known, rounds), half_batch=half_batch(rows))
+    model = ScalingLoss(constants, tuple(known))
+    return replace(model, constants=stretched(model, rows))
+
+
+def said(name: str, found: Sequence[TablePrediction]) -> str:
+    """A line of a table: count, mean, median and 90th percentile of the error, coverage."""
+    errors = [abs(one.error or 0.0) for one in found]
+    p90 = quantiles(errors, n=10)[-1]
+    inside = mean(bool(one.inside) for one in found)
+    return f"{name:<28}{len(errors):>5}{mean(errors):>8.1%}{median(errors):>8.1%}{p90:>8.1%}{inside:>8.0%}"
+
+
+def linear(found: Sequence[TablePrediction], rows: Sequence[PublishedRow]) -> str:
+    """The same line for throughput in proportion to the number of GPUs."""
+    by_line = {one.row.line: one for one in compare(rows)[0]}
+    as_linear = [
+        replace(one, predicted=by_line[one.row.line].base_rate * one.row.ranks, low=0.0, high=0.0) for one in found
+    ]
+    return said("linear", as_linear)[:-4]
+
+
+def report(rows: Sequence[PublishedRow], model: ScalingLoss) -> None:
+    """How well the model predicts a table, without the rows of the same source, model and GPU."""
+    print(f"{'':<28}{'rows':>5}{'mean':>8}{'median':>8}{'p90':>8}{'inside':>8}")
+    every = [one for one in predict_table(rows, model, open_catalogue())[0] if counts(one)]
+    single = [one for one in every if one.base_ranks == 1]
+    print(linear(single, rows))
+    print(said("from one GPU", single))
+    print(said("from the fewest GPUs", every))
+    for anchor in ANCHORS:
+        found = [one for one in predict_table(rows, model, open_catalogue(), anchor)[0] if counts(one)]
+        print(said(f"anchor at {anchor} GPUs", found))
+
+
+def nested(rows: Sequence[PublishedRow], rounds: int) -> None:
+    """As `report`, with constants that were chosen without the fifth that they are reported on."""
+
+    def fold(row: PublishedRow) -> int:
+        return int(hashlib.sha256("|".join(row.subject).encode()).hexdigest(), 16) % FOLDS
+
+    found = []
+    for number in range(FOLDS):
+        model = fitted([row for row in rows if fold(row) != number], rounds)
+        predicted = predict_table(rows, model, open_catalogue())[0]
+        found += [one for one in predicted if counts(one) and fold(one.row) == number]
+    print(f"{'':<28}{'rows':>5}{'mean':>8}{'median':>8}{'p90':>8}{'inside':>8}")
+    print(said("from one GPU, nested", [one for one in found if one.base_ranks == 1]))
+    print(said("from the fewest, nested", found))
+
+
+def main() -> None:
+    """Read the table, and do what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument("--rounds", type=int, default=2, help="over all constants (default: 2)")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--write", action="store_true", help=f"to {DATA.name} of the package")
+    what.add_argument("--check", action="store_true")
+    what.add_argument("--nested", action="store_true")
+    given = parser.parse_args()
+    rows = read_rows(given.table.read_text(encoding="utf-8"))
+    if given.nested:
+        nested(rows, given.rounds)
+        return
+    if given.write:
+        model = fitted(rows, given.rounds)
+        today = datetime.date.today().isoformat()
+        origin = f"benchmarks/published/{given.table.name}, {len(model.known)} of {len(rows)} rows"
+        DATA.write_text(replace(model, date=today, origin=origin).as_json(), encoding="utf-8")
+        print(asdict(model.constants), file=sys.stderr)
+    report(rows, ScalingLoss.read(DATA.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    main()

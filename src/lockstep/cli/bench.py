@@ -1,0 +1,234 @@
+"""``lockstep bench``: how fast a script is on this machine, with other ranks, strategies, batches and settings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lockstep.cli.command import Command, Parser
+from lockstep.errors import SettingError
+from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
+from lockstep.settings import parse
+
+_PLACE = Path("bench")
+
+
+class _BenchParser(Parser):
+    """Finds the script among options that take several values: `argparse` would take it for one more of them."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As `argparse`; the script is the first word that ends in ``.py``, its own options come after ``--``."""
+        words = list(args or ())
+        cut = words.index("--") if "--" in words else len(words)
+        own, of_script = words[:cut], words[cut + 1 :]
+        script = next((word for word in own if word.endswith(".py")), None)
+        if script is not None:
+            own.remove(script)
+        parsed, unknown = super().parse_known_args(own, namespace)
+        parsed.script, parsed.args = script, of_script
+        return parsed, unknown
+
+
+def bench_options() -> argparse.ArgumentParser:
+    """The options of ``lockstep bench``; the list is frozen in ``tests/bench_options.txt``."""
+    parser = _BenchParser(
+        prog="lockstep bench",
+        usage="lockstep bench script.py [options] [-- script options]",
+        description="Measure a script on this machine, unchanged: each variant makes some steps in each of several "
+        "rounds, and nothing that it computes is kept.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=112),
+        epilog="The table goes to stdout; JSON, CSV and picture to the directory that the last line names.",
+    )
+    vary = parser.add_argument_group("what varies: all combinations are measured")
+    several: dict[str, Any] = {"nargs": "+", "metavar": "X"}
+    vary.add_argument("--ranks", type=int, help="such as 1 2 4 (default: 1, 2, 4 ... to all GPUs, or CPUs)", **several)
+    vary.add_argument("--strategies", default=["ddp"], help="such as dp ddp fsdp (default: ddp)", **several)
+    vary.add_argument(
+        "--batch",
+        type=int,
+        help="samples of a step; of a rank's part, with weak scaling (default: the script's)",
+        **several,
+    )
+    vary.add_argument("--bucket", type=float, help="MiB of gradients exchanged at once", **several)
+    vary.add_argument("--precision", help="fp32, bf16 or fp16", **several)
+    vary.add_argument("--workers", type=int, help="loader processes of each rank", **several)
+    vary.add_argument(
+        "--scaling", choices=("strong", "weak"), default="strong", help="keep the step's samples, or each rank's"
+    )
+    how = parser.add_argument_group("how it is measured")
+    how.add_argument("--steps", type=int, default=30, metavar="N", help="steps of each round (default: 30)")
+    how.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds (default: 3)")
+    how.add_argument(
+        "--time-limit", type=float, default=900.0, metavar="SECONDS", help="of one run of a variant (default: 900)"
+    )
+    how.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of every variant")
+    how.add_argument("--rehearse", action="store_true", help="ranks may share a GPU")
+    other = parser.add_argument_group("instead of the table, or beside it")
+    other.add_argument("--profile", metavar="FILE", help="write the profile for lockstep predict; measure no variants")
+    other.add_argument(
+        "--memory", action="store_true", help="what the script needs, and which batch fits on which GPU; no variants"
+    )
+    other.add_argument(
+        "--find",
+        choices=("batch", "workers", "bucket"),
+        help="find the fastest, for the first of --ranks, --strategies",
+    )
+    other.add_argument("--trace", action="store_true", help="a timeline of all ranks, of the last variant")
+    other.add_argument("--out", metavar="DIR", help="where files are written (default: a new one under bench/)")
+    other.add_argument("--json", action="store_true", help="JSON to stdout in place of the table")
+    what = parser.add_argument_group("what to measure")
+    what.add_argument("-m", "--module", metavar="NAME", help="a module in place of a script, as in python -m")
+    return parser
+
+
+def _bench(parsed: argparse.Namespace, words: Sequence[str]) -> int:
+    # Late, for what it loads is needed only from here on.
+    from lockstep.launch import Machine, Module, Script
+    from lockstep.scale import Sweep
+
+    if (parsed.script is None) == (parsed.module is None):
+        raise SettingError("say what to measure: lockstep bench train.py --ranks 1 2, or -m NAME for a module")
+    for name in ("steps", "rounds"):
+        if getattr(parsed, name) < 1:
+            raise SettingError(f"--{name} {getattr(parsed, name)}: it must be at least 1")
+    kind = Script if parsed.module is None else Module
+    program = kind(parsed.script or parsed.module, tuple(parsed.args))
+    machine = Machine.detect(os.environ)
+    sweep = Sweep(
+        ranks=tuple(parsed.ranks or _doublings(machine.gpus or machine.cpus)),
+        strategies=tuple(parsed.strategies),
+        batches=tuple(parsed.batch or (None,)),
+        buckets=tuple(parsed.bucket or (None,)),
+        precisions=tuple(parsed.precision or (None,)),
+        workers=tuple(parsed.workers or (None,)),
+        scaling=parsed.scaling,
+        settings=_settings(parsed),
+    )
+    if parsed.profile is not None:
+        return _profile(parsed, program, sweep)
+    if parsed.memory:
+        return _memory(program, sweep)
+    if parsed.find is not None:
+        return _find(parsed, program, sweep)
+    return _compare(parsed, program, sweep)
+
+
+def _find(parsed: argparse.Namespace, program: Any, sweep: Any) -> int:
+    from lockstep.scale import BenchPlan, find, found_report
+
+    found = find(BenchPlan(program, sweep, steps=parsed.steps, time_limit_s=parsed.time_limit), parsed.find, _say)
+    print(json.dumps(asdict(found), indent=1) if parsed.json else "\n".join(found_report(found)))
+    return EXIT_FAILED if found.best is None else EXIT_OK
+
+
+def _memory(program: Any, sweep: Any) -> int:
+    from lockstep.scale import FailedRun, look, memory_table, open_catalogue
+
+    seen = look(program, sweep.settings)
+    if isinstance(seen, FailedRun):
+        raise SettingError(f"{program.name} could not be tried on one rank: {seen.cause}")
+    print("\n".join(memory_table(seen, sweep.strategies, sweep.ranks, open_catalogue())))
+    return EXIT_OK
+
+
+def _compare(parsed: argparse.Namespace, program: Any, sweep: Any) -> int:
+    from lockstep.scale import BenchPlan, bench, draw, table, trace
+
+    plan = BenchPlan(
+        program, sweep, steps=parsed.steps, rounds=parsed.rounds, time_limit_s=parsed.time_limit, prices=_prices()
+    )
+    out = _directory(parsed, program)
+    result = bench(plan, _say)
+    out.mkdir(parents=True, exist_ok=True)
+    result.write(out / "bench.json")
+    print((out / "bench.json").read_text(encoding="utf-8") if parsed.json else table(result))
+    try:
+        draw(result, out / "bench.svg")
+    except SettingError as error:
+        _say(str(error))
+    measured = [row.variant for row in result.rows if row.measured]
+    if parsed.trace and measured:
+        # Of the last one, which has most ranks where they are listed upwards.
+        timeline = trace(plan, measured[-1], out)
+        print(f"\n{measured[-1]}:", *timeline.lines, sep="\n", file=sys.stderr if parsed.json else sys.stdout)
+        _say(f"{timeline.merged}: open it in ui.perfetto.dev or chrome://tracing; {timeline.picture} shows two steps")
+    _say(f"bench.json, bench.csv and the picture are in {out}")
+    return EXIT_OK if any(row.measured for row in result.rows) else EXIT_FAILED
+
+
+def _profile(parsed: argparse.Namespace, program: Any, sweep: Any) -> int:
+    from lockstep.scale import profile_link, profile_script, write_profile
+
+    ranks = max(sweep.ranks)
+    step = profile_script(program, settings=sweep.settings, steps=parsed.steps)
+    link = profile_link(program, ranks, settings=sweep.settings) if ranks > 1 else None
+    write_profile(Path(parsed.profile), step, link)
+    _say(f"{parsed.profile}: lockstep predict --profile {parsed.profile} --on ... takes it")
+    return EXIT_OK
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _doublings(most: int) -> list[int]:
+    """1, 2, 4 ... up to ``most``, and that."""
+    found = [1]
+    while found[-1] * 2 <= most:
+        found.append(found[-1] * 2)
+    return found if found[-1] == most else [*found, most]
+
+
+def _settings(parsed: argparse.Namespace) -> dict[str, str]:
+    given: dict[str, str] = {"rehearse": "true"} if parsed.rehearse else {}
+    for word in parsed.set:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise SettingError(f"--set {word}: give NAME=VALUE")
+        parse(name, value)
+        given[name] = value
+    for precision in parsed.precision or ():
+        parse("precision", precision)
+    return given
+
+
+def _directory(parsed: argparse.Namespace, program: Any) -> Path:
+    return Path(parsed.out) if parsed.out else _PLACE / f"{program.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _prices() -> Any:
+    """What ``lockstep.toml`` in the working directory says of prices."""
+    from lockstep.launch import SITE_FILE
+
+    site = Path(SITE_FILE)
+    return prices_of(tomllib.loads(site.read_text(encoding="utf-8")) if site.exists() else {})
+
+
+def prices_of(site: dict[str, Any]) -> Any:
+    """The prices in ``site``, which is what ``lockstep.toml`` holds.
+
+    Raises:
+        SettingError: for one that is no number.
+    """
+    from lockstep.launch import SITE_FILE
+    from lockstep.scale import Prices
+
+    prices = dict(site.get("prices", {}))
+    currency = str(prices.pop("currency", "")) or "per hour"
+    for name, price in prices.items():
+        if isinstance(price, bool) or not isinstance(price, int | float):
+            raise SettingError(f"{SITE_FILE}, [prices]: {name} = {price!r}; give a number, of one device for one hour")
+    return Prices(prices, currency if prices else "")
+
+
+#: The command of this file.
+COMMANDS = (Command("bench", "measure a script with other ranks, strategies and settings", bench_options, _bench),)

@@ -1,0 +1,230 @@
+"""``lockstep predict``: what a training would take and cost on other systems, and how good such predictions are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.cli.command import Command, Parser
+from lockstep.errors import SettingError
+from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
+
+_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def predict_options() -> argparse.ArgumentParser:
+    """The options of ``lockstep predict``; the list is frozen in ``tests/predict_options.txt``."""
+    parser = Parser(
+        prog="lockstep predict",
+        usage="lockstep predict [script.py | --profile FILE | --table FILE] --on SYSTEM,... [options]",
+        description="Say what a script's steps would take elsewhere, from a profile of it on one device of this "
+        "machine. Answers have intervals that should hold nine cases of ten, and say where their numbers are from.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=112),
+        epilog="Prices are in [prices] of lockstep.toml, of one device for one hour; GPUs and links of your own in "
+        "[predict.gpus.NAME] and [predict.links.NAME].",
+    )
+    what = parser.add_argument_group("what is predicted")
+    what.add_argument("--profile", metavar="FILE", help="in place of a script: lockstep bench --profile FILE wrote it")
+    what.add_argument("--table", metavar="FILE", help="rows of a CSV file, each held against what was measured")
+    what.add_argument("--anchor", type=int, metavar="N", help="with --table: rows of N GPUs are known, too")
+    where = parser.add_argument_group("where")
+    where.add_argument("--on", metavar="SYSTEM,...", help="such as 4xV100-nvlink,8xA100,16x8xH100-ib")
+    where.add_argument("--up-to", type=int, metavar="RANKS", help="more nodes of the same kind (default: as --on says)")
+    how = parser.add_argument_group("how it is trained")
+    how.add_argument("--strategies", nargs="+", default=["ddp"], metavar="NAME", help="such as ddp fsdp (default: ddp)")
+    how.add_argument("--reduction", choices=("exact", "fast"), default="exact", help="default: exact")
+    how.add_argument("--bucket", type=float, metavar="MIB", help="gradients exchanged at once (default: as training)")
+    how.add_argument(
+        "--scaling", choices=("strong", "weak"), default="strong", help="keep the step's samples, or each rank's"
+    )
+    how.add_argument("--samples", type=float, metavar="N", help="of the whole training (default: as the script says)")
+    choose = parser.add_argument_group("what to choose")
+    choose.add_argument("--deadline", metavar="TIME", help="the cheapest that ends in so long: 90m, 12h, 2d")
+    choose.add_argument("--budget", type=float, metavar="COST", help="the fastest that costs no more")
+    choose.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="CHANGE",
+        help="bucket=, link=, batch=, strategy=, gpu=, input=",
+    )
+    out = parser.add_argument_group("how it is said")
+    out.add_argument("--json", action="store_true", help="a list of rows to stdout in place of the table")
+    out.add_argument("--picture", metavar="FILE.svg", help="a picture, and a CSV file beside it")
+    parser.add_argument("script", nargs="?", metavar="script.py")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
+    return parser
+
+
+def _predict(parsed: argparse.Namespace, words: Sequence[str]) -> int:
+    given = [name for name in ("script", "profile", "table") if getattr(parsed, name) is not None]
+    if len(given) != 1:
+        raise SettingError(
+            "say what to predict, one of: lockstep predict train.py --on 8xA100, --profile FILE, --table FILE"
+        )
+    if parsed.anchor is not None and (parsed.table is None or parsed.anchor < 2):
+        raise SettingError(f"--anchor {parsed.anchor}: it goes with --table, and is a number of GPUs from 2")
+    if parsed.picture is not None and not parsed.picture.endswith(".svg"):
+        raise SettingError(f"--picture {parsed.picture}: give a name that ends in .svg")
+    return _table(parsed) if parsed.table is not None else _script(parsed)
+
+
+def _table(parsed: argparse.Namespace) -> int:
+    # Late, for what it loads is needed only from here on.
+    from lockstep.scale import draw_table, predict_table, read_rows, rows_summary, rows_table, shipped_loss
+
+    try:
+        rows = read_rows(Path(parsed.table).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"--table {parsed.table}: {error}") from None
+    found, notes = predict_table(rows, shipped_loss(), _catalogue(), parsed.anchor)
+    if parsed.json:
+        print(json.dumps([one.as_dict() for one in found], indent=1))
+    else:
+        print("\n".join([*rows_table(found), "", *rows_summary(found)]))
+    for note in notes:
+        _say(note)
+    if not found:
+        _say(f"{parsed.table}: nothing to predict; it needs rows of one group with different gpus_total")
+    if parsed.picture is not None and found:
+        _drawn(draw_table, found, parsed.picture)
+    return EXIT_OK if found else EXIT_FAILED
+
+
+def _script(parsed: argparse.Namespace) -> int:
+    # Late, as above.
+    from lockstep.scale import (
+        PredictionRequest,
+        SimulatedStrategy,
+        basis,
+        cheapest_within,
+        choice,
+        compared,
+        draw_estimates,
+        estimates_table,
+        fastest_within,
+        largest,
+        parse_system,
+        predict,
+        shipped_loss,
+        what_if,
+        why_not,
+    )
+
+    if parsed.on is None:
+        raise SettingError("say where: --on 4xV100-nvlink,8xA100,16x8xH100-ib")
+    if parsed.up_to is not None and parsed.up_to < 1:
+        raise SettingError(f"--up-to {parsed.up_to}: give a number of ranks from 1")
+    catalogue, prices = _catalogue(), _prices()
+    systems = tuple(parse_system(word, catalogue) for word in parsed.on.split(",") if word.strip())
+    deadline = None if parsed.deadline is None else _seconds(parsed.deadline)
+    on_cpu = all(system.gpu.name == "cpu" for system in systems)
+    strategies = tuple(
+        SimulatedStrategy.parse(
+            spec, reduction=parsed.reduction, bucket_mb=parsed.bucket, device="cpu" if on_cpu else "cuda"
+        )
+        for spec in parsed.strategies
+    )
+    profile, link = _profile(parsed)
+    request = PredictionRequest(
+        profile=profile,
+        systems=systems,
+        strategies=strategies,
+        catalogue=catalogue,
+        weak=parsed.scaling == "weak",
+        up_to=parsed.up_to,
+        samples=parsed.samples,
+        prices=prices,
+        loss=shipped_loss(),
+        link=link,
+    )
+    changes = [(text, what_if(request, text)) for text in parsed.what_if]
+    found, notes = predict(request)
+    if not found:
+        raise SettingError(f"nothing could be predicted: {'; '.join(notes)}")
+    if parsed.json:
+        rows = [{"what_if": None, **one.as_dict()} for one in found]
+        rows += [{"what_if": text, **one.as_dict()} for text, changed in changes for one in predict(changed)[0]]
+        print(json.dumps(rows, indent=1))
+    else:
+        lines = [*estimates_table(found, prices.currency), ""]
+        for one in largest(found):
+            lines += why_not(one) if one.ranks > 1 else []
+        for text, changed in changes:
+            lines += ["", *compared(found, predict(changed)[0], text)]
+        if deadline is not None:
+            lines += ["", choice(f"cheapest within {parsed.deadline}", cheapest_within(found, deadline))]
+        if parsed.budget is not None:
+            lines += ["", choice(f"fastest within {parsed.budget:g}", fastest_within(found, parsed.budget))]
+        print("\n".join([*lines, "", *basis(found)]))
+    for note in notes:
+        _say(note)
+    if parsed.picture is not None:
+        _drawn(draw_estimates, found, parsed.picture)
+    return EXIT_OK
+
+
+def _profile(parsed: argparse.Namespace) -> tuple[Any, Any]:
+    from lockstep.scale import profile_script, read_profile
+
+    if parsed.profile is not None:
+        try:
+            return read_profile(Path(parsed.profile))
+        except OSError as error:
+            raise SettingError(f"--profile {parsed.profile}: {error}") from None
+    from lockstep.launch import Script
+
+    _say(f"measuring {parsed.script} on one device of this machine")
+    return profile_script(Script(parsed.script, tuple(parsed.args))), None
+
+
+def _drawn(draw: Any, found: Any, path: str) -> None:
+    try:
+        draw(found, Path(path))
+        _say(f"{path}, and a CSV file beside it")
+    except SettingError as error:
+        _say(str(error))
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or (match.group(2) or "s") not in _UNITS or float(match.group(1)) <= 0:
+        raise SettingError(f"--deadline {text}: give a time such as 90m, 12h or 2d")
+    return float(match.group(1)) * _UNITS[match.group(2) or "s"]
+
+
+def _site() -> dict[str, Any]:
+    from lockstep.launch import SITE_FILE
+
+    site = Path(SITE_FILE)
+    try:
+        return tomllib.loads(site.read_text(encoding="utf-8")) if site.exists() else {}
+    except tomllib.TOMLDecodeError as error:
+        raise SettingError(f"{SITE_FILE}: {error}") from None
+
+
+def _catalogue() -> Any:
+    from lockstep.scale import open_catalogue
+
+    return open_catalogue(_site().get("predict", {}))
+
+
+def _prices() -> Any:
+    from lockstep.cli.bench import prices_of
+
+    return prices_of(_site())
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+#: The command of this file.
+COMMANDS = (Command("predict", "say what a script would take and cost on other systems", predict_options, _predict),)

@@ -1,0 +1,117 @@
+"""A link between devices: how long an all-reduce of so many bytes takes on it.
+
+    seconds(S, n) = floor(n) + 2 (n - 1) / n * S / B(S)         a ring; NCCL's bus bandwidth B folds in the rest
+    floor(n)      = latency of the measured n + hop * (steps(n) - steps(measured n))
+
+Within a node a ring takes 2 (n - 1) steps, between nodes a tree takes 2 log2(n), as NCCL does (src/graph/tuning.cc).
+B(S) comes from a measured curve, interpolated on a log-log scale, or is one number. Ten measured sizes interpolated so
+are within 3 to 6 % on sizes between them; one bandwidth and one latency, within 8 to 16 % (docs/scale.md).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from lockstep.scale.step_profile import LinkProfile
+
+Place = Literal["within", "between"]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measured times of an all-reduce between `ranks` ranks, or groups of ranks, by size."""
+
+    ranks: int
+    sizes: tuple[float, ...]  #: bytes, ascending
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes or len(self.sizes) != len(self.seconds) or self.ranks < 2:
+            raise ValueError(f"a curve of {len(self.sizes)} sizes and {len(self.seconds)} times of {self.ranks} ranks")
+
+    @cached_property
+    def _logs(self) -> tuple[Sequence[float], Sequence[float]]:
+        rising = [max(self.seconds[: number + 1]) for number in range(len(self.seconds))]
+        return [math.log(size) for size in self.sizes], [math.log(time) for time in rising]
+
+    def at(self, size: float) -> float:
+        """Seconds for ``size`` bytes: between two sizes log-log, beyond them as flat and as steep as a link is.
+
+        It never falls as sizes grow, though a measured curve may by noise.
+        """
+        sizes, times = self._logs
+        if size <= self.sizes[0]:
+            return math.exp(times[0])
+        if size >= self.sizes[-1]:
+            return math.exp(times[-1]) * size / self.sizes[-1]
+        x, right = math.log(size), bisect_left(self.sizes, size)
+        weight = (x - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+        return math.exp(times[right - 1] + weight * (times[right] - times[right - 1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins the devices of a node, or nodes."""
+
+    name: str
+    place: Place
+    bytes_per_s: float  #: bus bandwidth at large sizes
+    latency_s: float  #: of the smallest all-reduce between `ranks`
+    hop_s: float  #: each further step
+    ranks: int  #: between which latency and curve were measured
+    source: str
+    error: float  #: relative, of a measured time against this one
+    curve: Curve | None = None
+    shared: bool = False  #: the bandwidth is that of all ranks together, as where they talk through the host's memory
+
+    @classmethod
+    def measured(cls, profile: LinkProfile, place: Place, error: float = 0.05) -> Link:
+        """The link that ``profile`` was measured on."""
+        largest, longest = profile.bytes[-1], profile.seconds[-1]
+        latency = min(profile.seconds)
+        return cls(
+            name=f"measured {profile.backend}, {profile.ranks} ranks",
+            place=place,
+            bytes_per_s=2 * (profile.ranks - 1) / profile.ranks * largest / longest,
+            latency_s=latency,
+            hop_s=latency / _steps(place, profile.ranks),
+            ranks=profile.ranks,
+            source=f"measured all-reduce of {profile.ranks} ranks on {profile.nodes} nodes",
+            error=error,
+            curve=Curve(profile.ranks, tuple(map(float, profile.bytes)), profile.seconds),
+        )
+
+    def scaled(self, factor: float) -> Link:
+        """The same link with ``factor`` times the bandwidth."""
+        curve = self.curve
+        if curve is not None:
+            floor = curve.seconds[0]
+            times = tuple(floor + max(0.0, time - floor) / factor for time in curve.seconds)
+            curve = Curve(curve.ranks, curve.sizes, times)
+        return replace(self, bytes_per_s=self.bytes_per_s * factor, curve=curve)
+
+    def floor_s(self, ranks: int) -> float:
+        """Seconds of the smallest all-reduce between ``ranks``."""
+        least = self.latency_s / 4  # a smaller world saves steps, and not the call itself
+        return max(least, self.latency_s + self.hop_s * (_steps(self.place, ranks) - _steps(self.place, self.ranks)))
+
+    def volume_s(self, size: float, ranks: int) -> float:
+        """Seconds beyond the floor, for ``size`` bytes on each of ``ranks``."""
+        share = (ranks - 1) / ranks
+        if self.curve is not None:
+            known = self.curve
+            beyond = max(0.0, known.at(size) - known.seconds[0])
+            time = max(beyond * share / ((known.ranks - 1) / known.ranks), 0.0)
+        else:
+            time = 2 * share * size / self.bytes_per_s
+        # Where ranks share one memory, their traffic adds up.
+        return time * (ranks / 2 if self.shared else 1)
+
+
+def _steps(place: Place, ranks: int) -> float:
+    return 2.0 * (ranks - 1) if place == "within" else 2 * math.log2(max(ranks, 1))

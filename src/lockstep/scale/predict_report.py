@@ -1,0 +1,130 @@
+"""Predictions as text of 100 columns: what it takes and costs, why it is not n times as fast, and what was assumed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from lockstep.formatting import count, duration, plural, size
+from lockstep.scale.predict import Estimate, waterfall
+from lockstep.scale.table_prediction import TablePrediction
+
+#: What each loss is, in words.
+CAUSES = {
+    "communication": "communication that nothing hides",
+    "compression": "compressing gradients",
+    "waiting": "waiting for the slowest rank",
+    "bubbles": "bubbles in the pipeline",
+    "input": "input that comes too slowly",
+    "fixed": "fixed cost of several ranks",
+    "unexplained": "what published systems lose beyond that",
+    "undivided": "work that does not shrink with the ranks",
+}
+
+
+def estimates_table(estimates: Sequence[Estimate], currency: str) -> list[str]:
+    """One line for each estimate; intervals of nine cases of ten in brackets."""
+    head = f"{'system':<26}{'strategy':<12}{'step':>8} {'(90 % of cases)':<20}{'samples/s':>10}{'eff.':>6}"
+    lines = [f"{head}{'time':>11}{'GPU-h':>8}{currency or '':>8}".rstrip()]
+    for one in estimates:
+        step = one.step
+        between = f"({_ms(step.low)} to {_ms(step.high)})"
+        spent = [
+            "" if one.total_s is None else duration(one.total_s),
+            "" if one.gpu_hours is None else _amount(one.gpu_hours),
+            "" if one.cost is None else _amount(one.cost),
+        ]
+        cells = f"{one.system:<26}{one.strategy[:11]:<12}{_ms(step.seconds):>8} {between:<20}"
+        cells += f"{count(step.samples_per_s):>10}{one.efficiency:>6.0%}{spent[0]:>11}{spent[1]:>8}{spent[2]:>8}"
+        lines.append(cells.rstrip() + ("" if one.fits else f"  does not fit: {size(one.needs_bytes)} and activations"))
+    return lines
+
+
+def why_not(estimate: Estimate) -> list[str]:
+    """The waterfall of one estimate."""
+    lines = [f"{estimate.system}: why {estimate.speed_up:.2f}x and not {estimate.ranks}x"]
+    for cause, change in waterfall(estimate)[1:]:
+        if abs(change) >= 0.0005 * estimate.ranks:
+            lines.append(f"  {change:>+8.2f}x  {CAUSES[cause]}")
+    return lines
+
+
+def basis(estimates: Sequence[Estimate]) -> list[str]:
+    """Where numbers come from, each source once, and what was assumed."""
+    sources = dict.fromkeys(source for one in estimates for source in one.sources)
+    notes = dict.fromkeys(note for one in estimates for note in one.notes)
+    return ["from", *(f"  {source}" for source in sources), *(f"note: {note}" for note in notes)]
+
+
+def choice(what: str, estimate: Estimate | None) -> str:
+    """A line on the best one under a deadline or a budget."""
+    if estimate is None:
+        return f"{what}: none of these"
+    cost = "" if estimate.cost is None else f", {_amount(estimate.cost)}"
+    least, most = estimate.total_low_s or 0.0, estimate.total_high_s or 0.0
+    return (
+        f"{what}: {estimate.system} with {estimate.strategy}, {plural(estimate.ranks, 'rank')}: "
+        f"{duration(estimate.total_s or 0.0)} ({duration(least)} to {duration(most)}){cost}"
+    )
+
+
+def largest(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Of each kind of system and each strategy the one with most ranks."""
+    found: dict[tuple[str, str], Estimate] = {}
+    for one in estimates:
+        key = (one.gpu, one.strategy)
+        if key not in found or found[key].ranks < one.ranks:
+            found[key] = one
+    return list(found.values())
+
+
+def compared(before: Sequence[Estimate], after: Sequence[Estimate], what: str) -> list[str]:
+    """What a change does, for each system at its largest."""
+    lines = [f"what if {what}"]
+    for old, new in zip(largest(before), largest(after), strict=False):
+        ratio = new.step.samples_per_s / old.step.samples_per_s
+        steps = f"{_ms(old.step.seconds)} -> {_ms(new.step.seconds)}"
+        lines.append(f"  {old.system} -> {new.system}, {new.strategy}: {steps}, {ratio:.2f}x the samples/s")
+    return lines
+
+
+def rows_table(found: Sequence[TablePrediction]) -> list[str]:
+    """Rows of a published table: predicted, measured, and how far apart."""
+    head = f"{'line':>5} {'model':<24}{'GPU':<18}{'GPUs':>5}{'predicted':>12} "
+    lines = [f"{head}{'(90 % of cases)':<24}{'measured':>12}{'error':>8}"]
+    for one in found:
+        row = one.row
+        between = f"({_amount(one.low)} to {_amount(one.high)})"
+        measured = "" if row.throughput is None else _amount(row.throughput)
+        error = "" if one.error is None else f"{one.error:+.1%}"
+        lines.append(
+            f"{row.line:>5} {row.model[:23]:<24}{row.gpu[:17]:<18}{row.ranks:>5}{_amount(one.predicted):>12} "
+            f"{between:<24}{measured:>12}{error:>8}".rstrip()
+        )
+    return lines
+
+
+def rows_summary(found: Sequence[TablePrediction]) -> list[str]:
+    """Errors over weak and over strong scaling."""
+    lines = []
+    for name, strong in (("weak scaling", False), ("strong scaling", True)):
+        held = [one for one in found if one.error is not None and one.row.strong == strong and not one.row.suspect]
+        if not held:
+            continue
+        errors = sorted(abs(one.error or 0.0) for one in held)
+        tail = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
+        inside = sum(bool(one.inside) for one in held) / len(held)
+        lines.append(
+            f"{name}, {plural(len(held), 'row')}: error {statistics.mean(errors):.1%} mean, "
+            f"{statistics.median(errors):.1%} median, {tail:.1%} at the 90th percentile; "
+            f"{inside:.0%} within the interval"
+        )
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 9.95 else f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _amount(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 999.5 else count(value)

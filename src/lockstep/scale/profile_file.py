@@ -1,0 +1,71 @@
+"""The profile of a script as a file, so that a prediction can be made elsewhere and later.
+
+::
+
+    {"schema": "lockstep-profile", "version": 1, "step": {...}, "link": {...} or null}
+
+``step`` has the fields of `StepProfile` and ``link`` those of `LinkProfile`, under their names. A field may be added
+under the same version; a reader leaves out what it does not know. What is there keeps its name and unit as long as the
+version stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.errors import DataError
+from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile, Timing
+
+SCHEMA, VERSION = "lockstep-profile", 1
+
+T = TypeVar("T", StepProfile, LinkProfile, Timing, GradientReady)
+
+
+def write_profile(path: Path, step: StepProfile, link: LinkProfile | None = None) -> None:
+    """Write both to ``path``, as JSON, completely or not at all."""
+    content = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "step": asdict(step),
+        "link": None if link is None else asdict(link),
+    }
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+def read_profile(path: Path) -> tuple[StepProfile, LinkProfile | None]:
+    """What `write_profile` has written, of this version.
+
+    Raises:
+        DataError: if ``path`` holds something else, or a newer version.
+        OSError: if it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            raise DataError(f"{path} is no profile of a script; lockstep bench --profile FILE writes one")
+        if content["version"] != VERSION:
+            raise DataError(
+                f"{path} has version {content['version']} and this is of version {VERSION}: measure the script again"
+            )
+        step, link = content["step"], content["link"]
+        timings = {name: _known(Timing, step[name]) for name in ("data", "forward", "backward", "optimizer", "other")}
+        gradients = tuple(_known(GradientReady, gradient) for gradient in step["gradients"])
+        profile = _known(StepProfile, {**step, **timings, "gradients": gradients})
+        if link is None:
+            return profile, None
+        curve = {name: tuple(link[name]) for name in ("bytes", "seconds")}
+        return profile, _known(LinkProfile, {**link, **curve})
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no whole profile of a script: {error!r}") from error
+
+
+def _known(kind: type[T], values: dict[str, Any]) -> T:
+    """A value of ``kind`` from those of its fields that are there."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in values.items() if name in names})
