@@ -36,6 +36,7 @@ CHOSEN = (
 FACTORS = (0.25, 0.6, 1.6, 4.0)
 ANCHORS = (2, 4, 8)
 FOLDS = 5
+NEAR = 0.0002  #: badness of a constant that is e times its guess
 
 
 def usable(comparison: Comparison) -> bool:
@@ -107,17 +108,25 @@ class LeftOut:
 
 
 def choose(known: Sequence[Traits], rounds: int) -> Constants:
-    """The constants that predict best what is left out, by a search along one of them after another."""
-    left_out, best = LeftOut(known), Constants()
-    least = left_out.badness(best)
+    """The constants that predict best what is left out, by a search along one of them after another.
+
+    They are held near the guesses that they start from: without that, rows of another fifth are predicted worse.
+    """
+    left_out, guess = LeftOut(known), Constants()
+
+    def badness(tried: Constants) -> float:
+        away = sum(math.log(getattr(tried, name) / getattr(guess, name)) ** 2 for name in CHOSEN)
+        return left_out.badness(tried) + NEAR * away
+
+    best, least = guess, badness(guess)
     for _ in range(rounds):
         before = least
         for name in CHOSEN:
             for factor in FACTORS:
                 tried = replace(best, **{name: min(2.0, getattr(best, name) * factor)})
-                badness = left_out.badness(tried)
-                if badness < least - 1e-5:
-                    best, least = tried, badness
+                found = badness(tried)
+                if found < least - 1e-5:
+                    best, least = tried, found
         print(f"  badness {least:.5f}", file=sys.stderr)
         if before - least < 1e-4:
             break
@@ -217,7 +226,7 @@ def main() -> None:
     """Read the table, and do what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", type=Path, default=TABLE)
-    parser.add_argument("--rounds", type=int, default=4, help="over all constants (default: 4)")
+    parser.add_argument("--rounds", type=int, default=2, help="over all constants (default: 2)")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true", help=f"to {DATA.name} of the package")
     what.add_argument("--check", action="store_true")

@@ -74,7 +74,7 @@ class Catalogue:
         """
         found = self.find_gpu(name)
         if found is None:
-            raise SettingError(f"{name!r} is no GPU that the catalogue knows; {_near(name, self.gpus)}")
+            raise SettingError(f"{name!r} is no GPU that the catalogue knows; {near(name, self.gpus)}")
         return found
 
     def find_gpu(self, name: str) -> Gpu | None:
@@ -104,7 +104,7 @@ class Catalogue:
         same = [known for known in same if self.links[known].place == place] or same
         if not same:
             every = [*self.links, *(word for words in self.alike.values() for word in words)]
-            raise SettingError(f"{name!r} is no link that the catalogue knows; {_near(name, every)}")
+            raise SettingError(f"{name!r} is no link that the catalogue knows; {near(name, every)}")
         return self.links[same[0]]
 
 
@@ -123,12 +123,13 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _near(name: str, known: Iterable[str]) -> str:
+def near(name: str, known: Iterable[str]) -> str:
+    """What to write in place of ``name``: the nearest of those that are known, else all of them."""
     names = sorted(set(known))
     by_plain = {_plain(word): word for word in names}
-    near = difflib.get_close_matches(_plain(name), by_plain, n=2, cutoff=0.5)
-    if near:
-        return f"did you mean {' or '.join(by_plain[word] for word in near)}?"
+    alike = difflib.get_close_matches(_plain(name), by_plain, n=2, cutoff=0.5)
+    if alike:
+        return f"did you mean {' or '.join(by_plain[word] for word in alike)}?"
     return f"there are {', '.join(names)}"
 
 

@@ -58,27 +58,27 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Chosen by benchmarks/calibrate.py; variances unless said otherwise."""
+    """Chosen by benchmarks/calibrate.py near these, which were set before any row was looked at; mostly variances."""
 
-    p: float = 1.12  #: how soon the loss within a node is complete
-    q: float = 0.048  #: of each doubling of nodes, as a part of that within a node
-    c: float = 0.0004  #: below which losses are alike
-    noise: float = 0.0768
-    measuring: float = 0.0001  #: standard error of a published throughput, as a part of a tenth
-    everything: float = 0.0576
-    source: float = 0.72
-    unit: float = 1.28
-    unit_and_precision: float = 0.096
-    framework_and_precision: float = 0.512
-    words: float = 0.0576
-    model: float = 0.24
-    model_gpu_precision: float = 0.06
-    run: float = 0.0024
-    accumulation: float = 0.128
-    size: float = 0.256
+    p: float = 1.0  #: how soon the loss within a node is complete; 1: as a ring's (g - 1) / g
+    q: float = 0.05  #: of each doubling of nodes, as a part of that within a node
+    c: float = 0.007  #: below which losses are alike
+    noise: float = 0.05
+    measuring: float = 0.01  #: standard error of a published throughput, as a part of a tenth
+    everything: float = 0.3
+    source: float = 0.5
+    unit: float = 0.5
+    unit_and_precision: float = 0.1
+    framework_and_precision: float = 0.2
+    words: float = 0.3
+    model: float = 0.4
+    model_gpu_precision: float = 0.1
+    run: float = 0.1
+    accumulation: float = 0.05
+    size: float = 0.5
     like_size: float = 0.2
     model_and_ranks: float = 0.01
-    gpu: float = 0.0004
+    gpu: float = 0.05
     stretch: float = 1.0  #: of intervals, so that nine of ten hold what was left out
     stretch_anchored: float = 1.0  #: of those of a run of which a row with several GPUs is known
     slack: float = 0.01  #: by which a measured throughput may exceed the base's
@@ -189,9 +189,13 @@ def in_common(left: Sequence[Traits], right: Sequence[Traits]) -> dict[str, Matr
     """What each pair of rows has in common, by the constant that is its variance."""
 
     def same(trait: str) -> Matrix:
-        words = [str(getattr(row, trait)) for row in left]
-        others = [str(getattr(row, trait)) for row in right]
-        return np.array([[float(one == other != "") for other in others] for one in words], dtype=np.float64)
+        numbers: dict[str, float] = {"": math.nan}  # what is not known is like nothing
+        ours, theirs = (
+            np.array([numbers.setdefault(getattr(row, trait), float(len(numbers))) for row in rows])
+            for rows in (left, right)
+        )
+        alike: Matrix = (ours[:, None] == theirs[None]).astype(np.float64)
+        return alike
 
     def of_both(value: Callable[[Traits], float]) -> tuple[Matrix, Matrix]:
         return np.array([value(row) for row in left]), np.array([value(row) for row in right])

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass, replace
 
 from lockstep.errors import SettingError
-from lockstep.scale.catalogue import Catalogue, Gpu
+from lockstep.scale.catalogue import Catalogue, Gpu, near
 from lockstep.scale.links import Link
 
 
@@ -122,15 +122,8 @@ def _gpu_and_links(rest: str, text: str, catalogue: Catalogue) -> tuple[Gpu, lis
     for end in range(len(parts), 0, -1):
         if "-".join(parts[:end]).lower() in exact:
             return catalogue.gpu("-".join(parts[:end])), _links(parts[end:], catalogue)
-    raise SettingError(f"system {text!r}: {_said(parts[0], catalogue)}")
-
-
-def _said(name: str, catalogue: Catalogue) -> str:
-    try:
-        catalogue.gpu(name)
-    except SettingError as error:
-        return str(error)
-    return f"write {name} without what follows it"
+    known = near(parts[0], catalogue.gpus)
+    raise SettingError(f"system {text!r}: {parts[0]!r} is no GPU that the catalogue knows; {known}")
 
 
 def _links(parts: list[str], catalogue: Catalogue) -> list[str]:

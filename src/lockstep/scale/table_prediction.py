@@ -12,6 +12,8 @@ from lockstep.scale.published import Comparison, PublishedRow, compare
 from lockstep.scale.published_system import precision_class, simulated_loss, system_of
 from lockstep.scale.scaling_loss import Constants, Loss, ScalingLoss, Traits
 
+_UNKNOWN = 0.02  #: by which an interval grows for each thing that is not known, as a part of the throughput
+
 
 @dataclass(frozen=True, slots=True)
 class TablePrediction:
@@ -115,7 +117,8 @@ def _anchored(comparison: Comparison, model: ScalingLoss, catalogue: Catalogue) 
 
 def _prediction(comparison: Comparison, loss: Loss, c: Constants, catalogue: Catalogue) -> TablePrediction:
     row, base = comparison.row, comparison.base[0]
-    _, notes = system_of(row, catalogue)
+    _, assumed = system_of(row, catalogue)
+    notes = list(assumed)
     if base.ranks > 1:
         notes.append(f"from {base.ranks} GPUs: the table has no row with fewer")
     linear = comparison.base_rate * row.ranks
@@ -124,8 +127,8 @@ def _prediction(comparison: Comparison, loss: Loss, c: Constants, catalogue: Cat
         linear *= _by_batch(row.batch, base.batch, c.half_batch)
         wider = 0.5 * abs(math.log(_by_batch(row.batch, base.batch, c.half_batch)))
         notes.append(f"from a batch of {base.batch:g} on {base.ranks} GPUs")
-    if row.parameters is None or not row.gpu:
-        wider += 0.02
+    # What had to be assumed, and what is not there to be looked at.
+    wider += _UNKNOWN * (len(assumed) + (row.parameters is None) + (not row.gpu))
     loss = replace(loss, low=loss.low - wider, high=loss.high + wider)
     predicted, low, high = (linear * math.exp(-y) for y in (loss.median, loss.high, loss.low))
     return TablePrediction(row, base.ranks, predicted, low, high, tuple(notes))
