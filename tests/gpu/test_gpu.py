@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from lockstep.batch import BatchPlan
 from lockstep.collectives import Group, NativeAllReduce
 from lockstep.collectives.all_reduce import NcclAllReduce
+from lockstep.launch_contract import MEASURE
 from lockstep.run import Run
+from lockstep.step_record import MeasureRequest, RankRecord
 from lockstep.testing import StrategyLaws, run_ranks, state_hash
 from lockstep.world import World
 
@@ -108,3 +110,27 @@ def trained(precision: str) -> str:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_same_bits_twice(precision: str):
     assert run_ranks(trained, 1, precision) == run_ranks(trained, 1, precision)
+
+
+def train_two_layers() -> None:
+    with Run(seed=0) as run:
+        model = run.model(nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 10)))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        batches = run.loader(torch.randn(2048, 256), global_batch=128, micro_batch=64, workers=0)
+        for _ in run.epochs(3):
+            for x in run.train(batches):
+                run.step(model(x).square().mean())
+
+
+def test_a_step_is_taken_apart_by_events_of_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    request = MeasureRequest(str(tmp_path), 8, gradients=True, memory=True, flops=True)
+    monkeypatch.setenv(MEASURE, request.to_text())
+    with pytest.raises(SystemExit):
+        train_two_layers()
+    record = RankRecord.read(request.record(0))
+    assert (record.on_gpu, len(record.steps), len(record.gradients)) == (True, 8, 4)
+    assert record.peak_bytes >= record.parameter_bytes + record.gradient_bytes
+    for step, following in zip(record.steps, record.steps[1:], strict=False):
+        assert min(*step.forward_s, *step.backward_s, step.optimizer_s) > 0
+        assert abs(step.began_s + step.total_s - following.began_s) < 1e-3
+    assert {gradient.name for gradient in record.gradients[:2]} == {"2.weight", "2.bias"}

@@ -31,6 +31,7 @@ def script(tmp_path, monkeypatch):
     return "tiny.py"
 
 
+@pytest.mark.timeout(300)  # several starts of real ranks, on a machine that may be busy
 def test_a_failing_variant_is_a_row_and_the_others_are_measured(script, tmp_path, capsys):
     (tmp_path / "lockstep.toml").write_text('[prices]\ncurrency = "USD"\ncpu = 0.5\nEPYC = 0.5\n')
     words = [script, "--ranks", "2", "--batch", "32", "1", "--steps", "12", "--rounds", "1", "--out", "out", "--", "3"]
@@ -52,6 +53,7 @@ def test_a_failing_variant_is_a_row_and_the_others_are_measured(script, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lockstep.toml", "out", "tiny.py"], "something is left"
 
 
+@pytest.mark.timeout(600)
 def test_a_profile_a_trace_and_the_largest_batch(script, tmp_path, capsys):
     """In `make campaign`: each is a few runs."""
     assert main(["bench", script, "--ranks", "2", "--profile", "p.json", "--", "3"]) == 0

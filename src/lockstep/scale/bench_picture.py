@@ -118,8 +118,9 @@ def _draw_efficiency(axes: Any, rows: Sequence[BenchRow]) -> None:
         axes.axhspan(100 * low, 100 * high, color=colour, zorder=0)
     for name, own in curves(rows).items():
         axes.plot([r.variant.ranks for r in own], [100 * (r.efficiency or 0.0) for r in own], marker="o", label=name)
-        best = most_worthwhile(own)
-        if best is not None and len(own) > 1 and not best.oversubscribed:
+        scales = [row for row in own if not row.oversubscribed]
+        best = most_worthwhile(scales)
+        if best is not None and len(scales) > 1:
             axes.plot(best.variant.ranks, 100 * (best.efficiency or 0.0), "*", color="black", ms=14, zorder=5)
     axes.set(xlabel="ranks", ylabel="efficiency, %", title="Efficiency; the star: worth asking for")
     axes.set_ylim(0, 100 * most)

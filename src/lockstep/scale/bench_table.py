@@ -76,8 +76,9 @@ def _notes(result: BenchResult) -> list[str]:
         notes.append(f"speed-up and efficiency are those over {plural(least, 'rank')}.")
     for strategy in dict.fromkeys(row.variant.strategy for row in rows):
         own = [row for row in rows if row.variant.strategy == strategy and row.variant.group == rows[0].variant.group]
+        own = [row for row in own if not row.oversubscribed]
         best = most_worthwhile(own)
-        if best is not None and len(own) > 1 and not best.oversubscribed:
+        if best is not None and len(own) > 1:
             ranks = plural(best.variant.ranks, "rank")
             notes.append(
                 f"{strategy}: each of {ranks} is worth it."
