@@ -11,24 +11,9 @@ from __future__ import annotations
 
 import importlib
 
-from lockstep.strategies.batchnorm import synchronize_batchnorm
-from lockstep.strategies.buffers import same
-from lockstep.strategies.gradient_accumulation import (
-    LossCall,
-    ParameterSet,
-    describe_loss,
-    has_gradient,
-    is_loss,
-    parameters_of,
-)
-from lockstep.strategies.multi_gpu import spans_gpus
-from lockstep.strategies.protocol import (
+from lockstep.strategies.abilities import (
     ComputesLoss,
     HasServerRanks,
-    ReplicaAssignment,
-    StateLayout,
-    Strategy,
-    StrategyContext,
     before_optimizer_step,
     before_update,
     begin_micro_batch,
@@ -44,6 +29,18 @@ from lockstep.strategies.protocol import (
     strategy_state,
     update_trainable,
 )
+from lockstep.strategies.batchnorm import synchronize_batchnorm
+from lockstep.strategies.buffers import same
+from lockstep.strategies.gradient_accumulation import (
+    LossCall,
+    ParameterSet,
+    describe_loss,
+    has_gradient,
+    is_loss,
+    parameters_of,
+)
+from lockstep.strategies.multi_gpu import spans_gpus
+from lockstep.strategies.protocol import ReplicaAssignment, StateLayout, Strategy, StrategyContext
 from lockstep.strategies.sparse_gradients import sparse_parameters
 from lockstep.strategies.spec import options_of
 from lockstep.strategy_words import split

@@ -29,6 +29,14 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, NativeAllReduce, Runs, open_all_reduce, translating_peer_errors
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
+from lockstep.strategies.abilities import (
+    HasState,
+    HoldsWholeState,
+    PreparesForward,
+    PreparesUpdate,
+    RepeatsStep,
+    UpdatesTrainable,
+)
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.compression import Cast, Compression, Uncompressed
 from lockstep.strategies.ddp_buckets import BucketReduction, finished
@@ -43,18 +51,7 @@ from lockstep.strategies.gradient_accumulation import (
 from lockstep.strategies.module_states import sync_module_states, verify_module_states
 from lockstep.strategies.multi_gpu import check_reached, spans_gpus
 from lockstep.strategies.powersgd import PowerSGD
-from lockstep.strategies.protocol import (
-    HasState,
-    HoldsWholeState,
-    PreparesForward,
-    PreparesUpdate,
-    RepeatsStep,
-    ReplicaAssignment,
-    StateDict,
-    Strategy,
-    StrategyContext,
-    UpdatesTrainable,
-)
+from lockstep.strategies.protocol import ReplicaAssignment, StateDict, Strategy, StrategyContext
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import no_rows, sparse_again, sparse_parameters
 from lockstep.strategies.state_layout import ReplicatedLayout

@@ -12,6 +12,7 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, Runs, open_all_reduce
 from lockstep.errors import SettingError
+from lockstep.strategies.abilities import RepeatsStep, UpdatesTrainable
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
@@ -19,7 +20,7 @@ from lockstep.strategies.gradient_accumulation import (
     divide_by_counts,
     total_count,
 )
-from lockstep.strategies.protocol import RepeatsStep, ReplicaAssignment, Strategy, StrategyContext, UpdatesTrainable
+from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.state_layout import ReplicatedLayout
 
 

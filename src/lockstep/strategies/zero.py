@@ -21,16 +21,10 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, OwnerBroadcast, open_owner_broadcast
 from lockstep.size_balancing import owners_of
+from lockstep.strategies.abilities import Delegates, PreparesOptimizerStep, UpdatesTrainable
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.gradient_accumulation import ParameterSet
-from lockstep.strategies.protocol import (
-    Delegates,
-    PreparesOptimizerStep,
-    ReplicaAssignment,
-    Strategy,
-    StrategyContext,
-    UpdatesTrainable,
-)
+from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import ShardedOptimizerLayout
 

@@ -36,21 +36,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import SettingError
 from lockstep.formatting import plural
+from lockstep.strategies.abilities import FinishesTraining, HasState, PreparesEvaluation, PreparesForward
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.gradient_accumulation import ParameterSet, parameters_of
 from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps
 from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
-from lockstep.strategies.protocol import (
-    FinishesTraining,
-    HasState,
-    PreparesEvaluation,
-    PreparesForward,
-    ReplicaAssignment,
-    StateDict,
-    Strategy,
-    StrategyContext,
-)
+from lockstep.strategies.protocol import ReplicaAssignment, StateDict, Strategy, StrategyContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import MismatchError
 from lockstep.formatting import format_ranks, plural
+from lockstep.strategies.abilities import (
+    FinishesTraining,
+    HasServerRanks,
+    PreparesEvaluation,
+    PreparesForward,
+    PreparesOptimizerStep,
+)
 from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts
 from lockstep.strategies.parameter_server.flat_buckets import (
     BucketGradients,
@@ -30,15 +37,7 @@ from lockstep.strategies.parameter_server.rpc import (
     unexpected_end_of_loop,
 )
 from lockstep.strategies.parameter_server.server_context import Push, ServerContext, make_push
-from lockstep.strategies.protocol import (
-    FinishesTraining,
-    HasServerRanks,
-    PreparesEvaluation,
-    PreparesForward,
-    PreparesOptimizerStep,
-    Strategy,
-    StrategyContext,
-)
+from lockstep.strategies.protocol import Strategy, StrategyContext
 from lockstep.strategies.state_layout import ReplicatedLayout
 
 

@@ -44,6 +44,7 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import open_all_reduce, translating_peer_errors
 from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.size_balancing import owners_of
+from lockstep.strategies.abilities import HasServerRanks, PreparesEvaluation, PreparesForward, PreparesOptimizerStep
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
 from lockstep.strategies.parameter_server.embedding_tables import (
@@ -63,15 +64,7 @@ from lockstep.strategies.parameter_server.parameter_store import LayoutWithHooks
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles, SyncRound
 from lockstep.strategies.parameter_server.server_context import WITHOUT_GRADIENTS
 from lockstep.strategies.partial_models import mark_absent, refuse_copies
-from lockstep.strategies.protocol import (
-    HasServerRanks,
-    PreparesEvaluation,
-    PreparesForward,
-    PreparesOptimizerStep,
-    ReplicaAssignment,
-    Strategy,
-    StrategyContext,
-)
+from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import sparse_parameters
 from lockstep.strategies.state_layout import OwnerLayout

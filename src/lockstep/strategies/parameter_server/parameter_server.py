@@ -37,6 +37,7 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import fold, open_all_reduce, translating_peer_errors
 from lockstep.errors import MismatchError, SettingError
+from lockstep.strategies.abilities import FinishesTraining, HasServerRanks, PreparesOptimizerStep
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
 from lockstep.strategies.parameter_server.async_parameter_server import AsyncParameterServer
@@ -50,13 +51,7 @@ from lockstep.strategies.parameter_server.rpc import (
     SyncRound,
 )
 from lockstep.strategies.parameter_server.server_context import WITHOUT_GRADIENTS, Push, ServerContext, make_push
-from lockstep.strategies.protocol import (
-    FinishesTraining,
-    HasServerRanks,
-    PreparesOptimizerStep,
-    Strategy,
-    StrategyContext,
-)
+from lockstep.strategies.protocol import Strategy, StrategyContext
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import ReplicatedLayout
 

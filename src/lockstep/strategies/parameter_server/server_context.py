@@ -24,10 +24,7 @@ from lockstep.strategies.parameter_server.rpc import (
     RpcEndpoint,
     ServerRoles,
 )
-from lockstep.strategies.protocol import (
-    ReplicaAssignment,
-    StrategyContext,
-)
+from lockstep.strategies.protocol import ReplicaAssignment, StrategyContext
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.state_layout import OwnerLayout
 

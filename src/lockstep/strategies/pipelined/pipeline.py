@@ -29,6 +29,7 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import ObjectChannel, ShardGroups, open_all_reduce, translating_peer_errors
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
+from lockstep.strategies.abilities import CommunicatesInForward, ComputesLoss, ExplainsErrors
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import (
@@ -53,14 +54,7 @@ from lockstep.strategies.pipelined.stage import (
     shapes_in,
 )
 from lockstep.strategies.pipelined.stage_reduction import StageReduction
-from lockstep.strategies.protocol import (
-    CommunicatesInForward,
-    ComputesLoss,
-    ExplainsErrors,
-    ReplicaAssignment,
-    Strategy,
-    StrategyContext,
-)
+from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.state_layout import OwnerLayout

@@ -49,20 +49,18 @@ from lockstep.collectives import (
     translating_peer_errors,
 )
 from lockstep.errors import SettingError, UsageError
-from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
-from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.partial_models import PickleGuard, half_a_model, outside_forward, refuse_copies
-from lockstep.strategies.protocol import (
+from lockstep.strategies.abilities import (
     ChecksOptimizers,
     CommunicatesInForward,
     ExplainsErrors,
     FinishesTraining,
     PreparesEvaluation,
-    ReplicaAssignment,
-    Strategy,
-    StrategyContext,
 )
+from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
+from lockstep.strategies.module_states import sync_module_states
+from lockstep.strategies.partial_models import PickleGuard, half_a_model, outside_forward, refuse_copies
+from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.sharded.dtensor_layout import DTensorLayout
 from lockstep.strategies.sharded.fsdp_gradients import (
     AllUsed,

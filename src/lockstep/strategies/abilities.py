@@ -1,0 +1,346 @@
+"""What a strategy may offer beyond what a run requires of each.
+
+Each optional ability is a protocol of its own, with a function beside it that uses the ability where a strategy has
+it, and does the usual thing where it has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from lockstep.batch import MicroBatchPosition
+from lockstep.errors import UsageError
+from lockstep.strategies.gradient_accumulation import LossCall, ParameterSet
+from lockstep.strategies.protocol import StateDict, Strategy
+
+
+@runtime_checkable
+class Delegates(Protocol):
+    """A strategy that leaves the abilities which it does not have itself to another strategy."""
+
+    def delegate(self) -> Strategy:
+        """The other strategy."""
+        ...
+
+
+def _delegation_chain(strategy: Strategy) -> Iterator[Strategy]:
+    """``strategy``, the one that it delegates to, and so on: the first with an ability is the one that is asked."""
+    yield strategy
+    while isinstance(strategy, Delegates):
+        strategy = strategy.delegate()
+        yield strategy
+
+
+@runtime_checkable
+class PreparesForward(Protocol):
+    """A strategy with something to do before a forward pass."""
+
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Prepare the forward pass of one micro-batch."""
+        ...
+
+
+def begin_micro_batch(strategy: Strategy, position: MicroBatchPosition) -> None:
+    """Prepare the forward pass of one micro-batch; most strategies have nothing to prepare."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, PreparesForward):
+            each.begin_micro_batch(position)
+            return
+
+
+@runtime_checkable
+class PreparesOptimizerStep(Protocol):
+    """A strategy under which not every rank makes every optimizer step."""
+
+    def before_optimizer_step(self, target: ParameterSet) -> None:
+        """Drop the gradients of the parameters that other ranks update."""
+        ...
+
+
+def before_optimizer_step(strategy: Strategy, target: ParameterSet) -> None:
+    """Leave gradients only where this rank makes the optimizer step; under most strategies every rank makes it."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, PreparesOptimizerStep):
+            each.before_optimizer_step(target)
+            return
+
+
+@runtime_checkable
+class PreparesUpdate(Protocol):
+    """A strategy whose last collective calls of a step can come before the first optimizer steps."""
+
+    def before_update(self, position: MicroBatchPosition) -> None:
+        """Make them; then no optimizer steps on one rank and not on another because a third one died. Collective.
+
+        Args:
+            position: of this rank's last micro-batch, which `Strategy.end_micro_batch` is given afterwards.
+        """
+        ...
+
+
+def before_update(strategy: Strategy, position: MicroBatchPosition) -> None:
+    """Make what collective calls of the step can be made before optimizers step; most strategies have none."""
+    if isinstance(strategy, PreparesUpdate):
+        strategy.before_update(position)
+
+
+@runtime_checkable
+class HoldsWholeState(Protocol):
+    """A strategy under which each rank may hold the whole state after each step."""
+
+    holds_whole_state: bool  #: whether it does, with the options that it has
+
+
+def holds_whole_state(strategy: Strategy) -> bool:
+    """Whether each rank by itself holds all that the next steps depend on, but for the data of its micro-batches.
+
+    Then `StateLayout.model_state`, `StateLayout.optimizer_state` and `strategy_state` ask no other rank.
+    """
+    return isinstance(strategy, HoldsWholeState) and strategy.holds_whole_state
+
+
+@runtime_checkable
+class PreparesEvaluation(Protocol):
+    """A strategy under which models differ from what a checkpoint would hold while they train."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A context in which models are what a checkpoint would hold, on every rank. Collective."""
+        ...
+
+
+def evaluating(strategy: Strategy) -> AbstractContextManager[None]:
+    """A context in which models are what a checkpoint would hold, on every rank. Collective."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, PreparesEvaluation):
+            return each.evaluating()
+    return nullcontext()
+
+
+@runtime_checkable
+class FinishesTraining(Protocol):
+    """A strategy under which ranks do not hold the trained model, or their part of it, after the last step."""
+
+    def finish_training(self) -> None:
+        """Give every rank the trained model, or its part of it. Collective."""
+        ...
+
+
+def finish_training(strategy: Strategy) -> None:
+    """Give every rank the trained model, or its part of it; most strategies have given it already. Collective."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, FinishesTraining):
+            each.finish_training()
+            return
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """A strategy whose next steps depend on more than models and optimizers."""
+
+    def state_dict(self) -> StateDict:
+        """What the next steps depend on; a `TensorShard` for a divided tensor. Collective."""
+        ...
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Load what `state_dict` gave, after models and optimizers; empty: another strategy saved. Collective."""
+        ...
+
+
+def strategy_state(strategy: Strategy) -> StateDict:
+    """What the next steps depend on beside models and optimizers; empty for most strategies. Collective."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, HasState):
+            return each.state_dict()
+    return {}
+
+
+def load_strategy_state(strategy: Strategy, state: StateDict) -> None:
+    """Load what `strategy_state` gave; empty: another strategy saved. After models and optimizers. Collective."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, HasState):
+            each.load_state_dict(state)
+            return
+
+
+@runtime_checkable
+class UpdatesTrainable(Protocol):
+    """A strategy under which the set of trainable parameters may change after `Strategy.setup_model`."""
+
+    def update_trainable(self, target: ParameterSet) -> None:
+        """Train the parameters of ``target`` from now on, and no others of its models.
+
+        Called before a step's first backward pass for ``target``. Collective; the parameters that are new hold the same
+        values on every rank.
+
+        Raises:
+            UsageError: if something was added that cannot be included within a step.
+        """
+        ...
+
+
+def can_update_trainable(strategy: Strategy) -> bool:
+    """Whether `update_trainable` is possible; then every trainable parameter of a model is trained."""
+    return any(isinstance(each, UpdatesTrainable) for each in _delegation_chain(strategy))
+
+
+def update_trainable(strategy: Strategy, target: ParameterSet) -> None:
+    """Train the parameters of ``target`` from now on, and no others of its models. Collective.
+
+    Raises:
+        UsageError: if ``strategy`` cannot do that.
+    """
+    for each in _delegation_chain(strategy):
+        if isinstance(each, UpdatesTrainable):
+            each.update_trainable(target)
+            return
+    raise UsageError(
+        f"other parameters learn than when run.model(...) was called, and {type(strategy).__name__} divides a "
+        "model as it is then: freeze, unfreeze and add parameters before run.model(...), or use ddp or zero"
+    )
+
+
+@runtime_checkable
+class ChecksOptimizers(Protocol):
+    """A strategy under which some optimizers cannot step."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that ``optimizer`` can step.
+
+        Raises:
+            UsageError: if it cannot, with what to use instead.
+        """
+        ...
+
+
+def check_can_step(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
+    """Check that ``optimizer`` can step under ``strategy``.
+
+    Raises:
+        UsageError: if it cannot, with what to use instead.
+    """
+    for each in _delegation_chain(strategy):
+        if isinstance(each, ChecksOptimizers):
+            each.check_optimizer(optimizer)
+            return
+
+
+@runtime_checkable
+class RepeatsStep(Protocol):
+    """A strategy under which the passes of a step can be made again before the step ends, by an optimizer's closure.
+
+    After `Strategy.end_micro_batch` of the last micro-batch the first one may begin again, with other parameters.
+    """
+
+    repeats_step: bool  #: whether they can, with the options that it has
+
+
+def can_repeat_step(strategy: Strategy) -> bool:
+    """Whether optimizers may compute the loss of a step several times.
+
+    Not asked of what ``strategy`` delegates to: the optimizer must see whole parameters and gradients.
+    """
+    return isinstance(strategy, RepeatsStep) and strategy.repeats_step
+
+
+@runtime_checkable
+class CommunicatesInForward(Protocol):
+    """A strategy whose forward passes may be collective, so that every rank must make equally many of them."""
+
+    forward_is_collective: bool  #: whether they are for this group, also in evaluations
+
+
+def forward_is_collective(strategy: Strategy) -> bool:
+    """Whether every rank must make equally many forward passes, also in evaluations."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, CommunicatesInForward):
+            return each.forward_is_collective
+    return False
+
+
+@runtime_checkable
+class ComputesLoss(Protocol):
+    """A strategy that computes forward and backward passes itself, from a description of what the user would compute.
+
+    It also moves models to the device itself: they need not fit there as a whole.
+    """
+
+    def compute(
+        self, task: LossCall, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> Sequence[tuple[int, torch.Tensor]]:
+        """Do what otherwise the user's forward pass and `Strategy.backward` do.
+
+        Args:
+            task: what to compute.
+            weight: what the loss is multiplied by, in float64, since the loss's type is not known yet; None: 1.
+            target: whose gradients are computed.
+            position: of the micro-batch.
+
+        Returns:
+            The losses that have become known here, each with the index of its micro-batch; none on most ranks.
+        """
+        ...
+
+
+@runtime_checkable
+class ExplainsErrors(Protocol):
+    """A strategy under which torch's own words for a mistake do not tell what to do."""
+
+    def explain(self, error: Exception, method: str) -> str:
+        """What to do about ``error``; "" where the strategy has no part in it.
+
+        Args:
+            error: what ended the run.
+            method: of a model, in which it was raised without the model's forward pass; "" otherwise.
+        """
+        ...
+
+
+def explain(strategy: Strategy, error: Exception, method: str) -> str:
+    """What to do about ``error``, if it comes of how ``strategy`` holds models; else "". See `ExplainsErrors`."""
+    texts = (each.explain(error, method) for each in _delegation_chain(strategy) if isinstance(each, ExplainsErrors))
+    return next(filter(None, texts), "")
+
+
+@runtime_checkable
+class HasServerRanks(Protocol):
+    """A strategy under which some ranks compute no micro-batch, but serve those that do."""
+
+    def serve(self, target: ParameterSet, position: MicroBatchPosition) -> bool:
+        """Serve one step of the other ranks; then ``.grad`` holds its gradient where this rank owns the parameter.
+
+        Returns:
+            Whether they made the step; if not, they have left their loop over micro-batches, and `end_loop` is next.
+        """
+        ...
+
+    def goes_on(self) -> bool:
+        """Whether ranks that compute go on after the last step of an epoch of the data. Collective.
+
+        A loop that goes through several epochs may be left by ``break`` there, which serving ranks would not see.
+
+        Returns:
+            True on ranks that compute, which go on; where this rank serves, False if they have left their loop over
+            micro-batches, and `end_loop` is next.
+
+        Raises:
+            PeerLost: where this rank serves, if the others did not leave the loop after the same step.
+        """
+        ...
+
+    def end_loop(self, *, complete: bool) -> bool:
+        """End the loop over micro-batches. Collective; ranks that compute do not wait for the others.
+
+        Args:
+            complete: whether the loop came to its end on this rank, if it computes; ``break`` may have left it earlier.
+
+        Returns:
+            Whether it came to its end, the same on all ranks.
+
+        Raises:
+            PeerLost: where this rank serves, if the others did not leave the loop after the same step.
+        """
+        ...
