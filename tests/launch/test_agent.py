@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.launch.agent import Agent, Stops
 from lockstep.launch.console import Screen
+from lockstep.launch.deadline_thread import FileThread
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.rendezvous.membership import ElasticLimits, NodeReport
@@ -28,7 +29,8 @@ def agent(err, *, is_coordinator):
     joined = SimpleNamespace(
         job=job, store=store, limits=ElasticLimits(), report=NodeReport("n", "n1", 2), place=None, probe=None
     )
-    return Agent(joined, SimpleNamespace(attached=None), Screen(io.StringIO(), err, {}), Stops())
+    screen = Screen(io.StringIO(), err, {})
+    return Agent(joined, SimpleNamespace(attached=None), screen, Stops(), FileThread(screen.say))
 
 
 @pytest.mark.parametrize(("is_coordinator", "old"), [(True, ["older"]), (False, [])])

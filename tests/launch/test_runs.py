@@ -181,15 +181,6 @@ def test_no_rank_outlives_a_launcher_that_is_killed(workshop, hit):
     # The fixture waits until no process is left.
 
 
-def test_ranks_die_with_their_fork_server(workshop, hit):
-    launcher = workshop.start("--start", "plain", workshop.script(WAITS))
-    workshop.wait_for_file("up-0")
-    hit(workshop.fork_server(), "SIGKILL")
-    ended = workshop.end_of(launcher)
-    assert ended.code == 1
-    assert "the fork server, which starts the ranks, died" in ended.err
-
-
 @pytest.mark.parametrize(
     ("how", "first", "code", "says"),
     [

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from lockstep.errors import LaunchError, SettingError
-from lockstep.faults import FaultPlan
+from lockstep.faults import Fault, FaultPlan
 from lockstep.formatting import plural
 from lockstep.launch.agent import Agent, Stops
 from lockstep.launch.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.console import Screen
+from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.host import Machine
@@ -36,11 +37,11 @@ from lockstep.launch.run_directory import Job, begin_options, prepare, settle, s
 from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.remote_start import run_start_commands
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, text_of
-from lockstep.launch.workers.fork_server import open_fork_server
+from lockstep.launch.workers.fork_server_client import open_fork_server
 from lockstep.launch.workers.rank_environment import common_environment
 from lockstep.launch.workers.worker_group import WorkerGroup
 from lockstep.launch_contract import ENDS_AT, EXIT_FAILED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, FAULT_NOTES, FAULTS
-from lockstep.report import StatusFile
+from lockstep.report import State, StatusFile
 from lockstep.settings import parse
 from lockstep.strategy_words import split
 
@@ -235,30 +236,48 @@ def _announce(job: Job, screen: Screen) -> None:
 
 def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
     """Start the fork server and carry out this node's part of the job; returns as `_run_here` does."""
-    job, request = joined.job, joined.job.request
+    job, request, thread = joined.job, joined.job.request, ScreenThread(screen)
+    files = FileThread(thread.say, shown)
     hang_monitor = HangMonitor(
         HangTimeouts(request.hang_after_s),
         request.on_hang,
         stacks=job.stacks,
         hangs=job.hangs,
-        say=screen.say,
+        files=files,
+        say=thread.say,
         shown=shown,
     )
-    with hang_monitor:
-        env = {**os.environ, **_end_of_job(request, os.environ), **({FAULTS: request.faults} if request.faults else {})}
-        common = common_environment(job, env, hang_monitor.channel)
-        fork_server = open_fork_server(request.program, job.start_method, common)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.closing(fork_server))
-            terminal = _terminal_of(job)
-            if terminal is not None:
-                stack.enter_context(contextlib.closing(terminal))
-            stack.enter_context(contextlib.closing(screen))
-            agent = Agent(joined, WorkerGroup(job, fork_server, screen, hang_monitor, terminal), screen, stops)
-            code = _with_missed_faults(job, screen, agent.run())
-            if code not in (EXIT_OK, EXIT_STOPPED) and (status := StatusFile.read(job.status)) is not None:
-                StatusFile(job.status).write(replace(status, state="unsaved" if code == EXIT_NOT_SAVED else "failed"))
-            return code, agent.last_failure
+    env = {**os.environ, **_end_of_job(request, os.environ), **({FAULTS: request.faults} if request.faults else {})}
+    common = common_environment(job, env, hang_monitor.channel)
+    with contextlib.ExitStack() as stack:
+        # The last words are those of whatever is closed before.
+        stack.callback(thread.finish, lambda: stops.times)
+        stack.enter_context(contextlib.closing(files))
+        stack.enter_context(hang_monitor)
+        terminal = _terminal_of(job, files)
+        if terminal is not None:
+            stack.enter_context(contextlib.closing(terminal))
+        workers = WorkerGroup(
+            job,
+            lambda: open_fork_server(request.program, job.start_method, common),
+            thread,
+            hang_monitor,
+            files,
+            terminal,
+        )
+        stack.enter_context(contextlib.closing(workers))
+        stack.callback(thread.close)
+        agent = Agent(joined, workers, thread, stops, files)
+        code = _with_missed_faults(job, thread, files, agent.run())
+        if code not in (EXIT_OK, EXIT_STOPPED):
+            state: State = "unsaved" if code == EXIT_NOT_SAVED else "failed"
+            files.ask(lambda: _note_state(job.status, state), None, of=job.status)
+        return code, agent.last_failure
+
+
+def _note_state(path: Path, state: State) -> None:
+    if (status := StatusFile.read(path)) is not None:
+        StatusFile(path).write(replace(status, state=state))
 
 
 def _check_attach(request: Request) -> None:
@@ -274,13 +293,13 @@ def _check_attach(request: Request) -> None:
         )
 
 
-def _terminal_of(job: Job) -> AttachedTerminal | None:
+def _terminal_of(job: Job, files: FileThread) -> AttachedTerminal | None:
     """The terminal of the rank that is to have it; None if none has."""
     rank = job.request.attach
     only = job.ranks == 1 and job.request.nodes is None and not isinstance(job.request.program, Function)
     if rank is None and only and has_terminal(sys.stdin, sys.stdout, sys.stderr):
         rank = 0
-    return None if rank is None else AttachedTerminal(rank, sys.stdin.fileno())
+    return None if rank is None else AttachedTerminal(rank, sys.stdin.fileno(), files)
 
 
 def _end_of_job(request: Request, env: Mapping[str, str]) -> dict[str, str]:
@@ -291,11 +310,13 @@ def _end_of_job(request: Request, env: Mapping[str, str]) -> dict[str, str]:
     return {} if at_s is None else {ENDS_AT: f"{at_s:.0f}"}
 
 
-def _with_missed_faults(job: Job, screen: Screen, code: int) -> int:
+def _with_missed_faults(job: Job, screen: ScreenThread, files: FileThread, code: int) -> int:
     """``code``; or that of a failure, if a fault that was to be injected never happened."""
+    if not job.request.faults:
+        return code
     plan, notes = FaultPlan.parse(job.request.faults), job.run_dir / FAULT_NOTES
-    plan.clean(notes)
-    missed = plan.missed(notes)
+    files.ask(lambda: plan.clean(notes), None, of=notes)
+    missed = files.ask(lambda: list(plan.missed(notes)), list[Fault](), of=notes)
     for fault in missed:
         screen.say(f"never happened: {fault}")
     return EXIT_FAILED if missed else code

@@ -191,8 +191,9 @@ def _write_record(error: BaseException) -> None:
     """Write the failure record before the traceback, so that its reader knows where in the log that begins."""
     if FAILURE not in os.environ:
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     error.with_traceback(strip_own_frames(error.__traceback__))
     record = Failure.of(
         error,
@@ -202,7 +203,10 @@ def _write_record(error: BaseException) -> None:
         log_bytes=os.fstat(1).st_size,
         gpu=_gpu(),
     )
-    # A full disk must not hide the error: the log may still take it, and the exit code does.
+    # First to the launcher itself: a file system that is full, gone or does not answer must not hide the error.
+    if (line := open_channel(os.environ.get(CHANNEL, ""))) is not None:
+        with contextlib.closing(line), contextlib.suppress(OSError):
+            line.send(record.to_message())
     with contextlib.suppress(OSError):
         record.write(Path(os.environ[FAILURE]))
 
