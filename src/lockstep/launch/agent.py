@@ -34,8 +34,6 @@ from lockstep.launch.diagnosis.root_cause import (
 from lockstep.launch.rendezvous.join import Joined
 from lockstep.launch.rendezvous.membership import (
     MembershipState,
-    Plan,
-    StopMode,
     abandon,
     announce,
     decide,
@@ -43,6 +41,7 @@ from lockstep.launch.rendezvous.membership import (
     missing_hosts,
 )
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message, Notice
+from lockstep.launch.rendezvous.plan import Plan, StopMode
 from lockstep.launch.run_directory import MARK, note_generation, shown
 from lockstep.launch.workers.worker_group import WorkerGroup, without_repeated_tracebacks
 from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE
@@ -94,7 +93,12 @@ class Agent:
         self, joined: Joined, workers: WorkerGroup, screen: ScreenThread, stops: Stops, files: FileThread
     ) -> None:
         self._job, self._store, self._limits = joined.job, joined.store, joined.limits
-        self._place, self._probe = joined.place, joined.probe
+        self._place, self._probe, self._listen, self._look_after = (
+            joined.place,
+            joined.probe,
+            joined.listen,
+            joined.look_after,
+        )
         self._report, self._coordinator = joined.report, joined.store.coordinator
         self._workers, self._screen, self._stops, self._files = workers, screen, stops, files
         self._state: MembershipState = initial_state(self._job.generation, time.monotonic())
@@ -125,6 +129,8 @@ class Agent:
     def _until_over(self) -> int:
         while True:
             self._workers.poll(_TICK_S if self._report.plan_seen else 0.0)
+            self._store.beat()
+            self._look_after()
             self._check_stop_file()
             self._send_report()
             if self._store.is_coordinator:
@@ -178,12 +184,8 @@ class Agent:
             self._listening = self._listen()
             self._state = replace(self._state, plan=replace(plan, port=self._listening.getsockname()[1]))
         if self._state.gave_up:
-            reasons = [self._probe(host) for host in missing_hosts(self._store.nodes(), self._limits)]
+            reasons = self._probe(missing_hosts(self._store.nodes(), self._limits))
             self._state = announce(self._state, *(Message(reason, failure=True) for reason in reasons))
-
-    def _listen(self) -> socket.socket:
-        """A socket for the store of the next generation."""
-        return socket.create_server(("127.0.0.1" if self._limits.max_nodes == 1 else "", 0), backlog=1024)
 
     def _publish(self) -> None:
         self._store.publish(self._state.plan, self._state.notices)
@@ -282,7 +284,7 @@ class Agent:
         self._store.report(self._report, without_repeated_tracebacks(self._workers.endings))
         end_s = time.monotonic() + _FAREWELL_S
         while self._store.is_coordinator and time.monotonic() < end_s:
-            self._store.report(self._report, ())
+            self._store.beat()
             others = [node for node in self._store.nodes() if node.report.node_id != self._report.node_id]
             if all(node.gone(self._limits) for node in others):
                 break

@@ -194,12 +194,13 @@ def _run_here(job: Job) -> tuple[int, str]:
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
     with settle(job, now=datetime.now()), stops.listening():
         _announce(job, screen)
-        return _run_agent(join_alone(job), screen, stops)
+        return _run_agent(join_alone(job), ScreenThread(screen), stops)
 
 
 def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: Allocation) -> int:
     """Carry out this machine's part of a job on several machines; returns its exit code."""
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
+    thread = ScreenThread(screen)
     endpoint = Endpoint(nodes.host, nodes.port)
     with contextlib.ExitStack() as stack:
         stack.enter_context(stops.listening())
@@ -216,12 +217,12 @@ def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: A
             stack.enter_context(listening)
             stack.enter_context(settle(job, now=datetime.now()))
             _announce(job, screen)
-            joined: Joined | None = host_job(job, nodes, endpoint, listening, stack)
+            joined: Joined | None = host_job(job, nodes, endpoint, listening, stack, thread.say)
         else:
             joined = join_job(job, nodes, endpoint, say=screen.say, stopped=lambda: stops.times > 0)
         if joined is None:
             return 128 + (stops.first or 0)
-        return _run_agent(joined, screen, stops)[0]
+        return _run_agent(joined, thread, stops)[0]
 
 
 def _announce(job: Job, screen: Screen) -> None:
@@ -234,24 +235,24 @@ def _announce(job: Job, screen: Screen) -> None:
     screen.say(f"{plural(job.ranks, 'rank')}{where}, {plural(threads, 'CPU thread')}{each}; logs: {shown(job.logs)}")
 
 
-def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
+def _run_agent(joined: Joined, screen: ScreenThread, stops: Stops) -> tuple[int, str]:
     """Start the fork server and carry out this node's part of the job; returns as `_run_here` does."""
-    job, request, thread = joined.job, joined.job.request, ScreenThread(screen)
-    files = FileThread(thread.say, shown)
+    job, request = joined.job, joined.job.request
+    files = FileThread(screen.say, shown)
     hang_monitor = HangMonitor(
         HangTimeouts(request.hang_after_s),
         request.on_hang,
         stacks=job.stacks,
         hangs=job.hangs,
         files=files,
-        say=thread.say,
+        say=screen.say,
         shown=shown,
     )
     env = {**os.environ, **_end_of_job(request, os.environ), **({FAULTS: request.faults} if request.faults else {})}
     common = common_environment(job, env, hang_monitor.channel)
     with contextlib.ExitStack() as stack:
         # The last words are those of whatever is closed before.
-        stack.callback(thread.finish, lambda: stops.times)
+        stack.callback(screen.finish, lambda: stops.times)
         stack.enter_context(contextlib.closing(files))
         stack.enter_context(hang_monitor)
         terminal = _terminal_of(job, files)
@@ -260,15 +261,15 @@ def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
         workers = WorkerGroup(
             job,
             lambda: open_fork_server(request.program, job.start_method, common),
-            thread,
+            screen,
             hang_monitor,
             files,
             terminal,
         )
         stack.enter_context(contextlib.closing(workers))
-        stack.callback(thread.close)
-        agent = Agent(joined, workers, thread, stops, files)
-        code = _with_missed_faults(job, thread, files, agent.run())
+        stack.callback(screen.close)
+        agent = Agent(joined, workers, screen, stops, files)
+        code = _with_missed_faults(job, screen, files, agent.run())
         if code not in (EXIT_OK, EXIT_STOPPED):
             state: State = "unsaved" if code == EXIT_NOT_SAVED else "failed"
             files.ask(lambda: _note_state(job.status, state), None, of=job.status)

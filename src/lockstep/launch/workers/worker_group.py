@@ -22,7 +22,7 @@ from lockstep.launch.diagnosis.host_memory import MemoryTracker
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
 from lockstep.launch.diagnosis.root_cause import RankExit, how_it_ended
 from lockstep.launch.diagnosis.wait_share import Waiting
-from lockstep.launch.rendezvous.membership import NodePlacement, Plan, StopMode
+from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
 from lockstep.launch.run_directory import Job
 from lockstep.launch.workers.fork_messages import (
     Event,
