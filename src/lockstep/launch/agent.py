@@ -210,7 +210,7 @@ class Agent:
         if member and plan.generation != self._workers.generation and not self._workers.running:
             self._start_ranks(plan)
         elif member and plan.generation == self._workers.generation:
-            self._workers.stop(plan.stop_mode)
+            self._workers.stop(plan.stop_mode, plan.stop_reason)
         elif self._workers.running:
             # The others go on, or will do so, without this node.
             self._workers.stop(StopMode.KILL)
@@ -300,7 +300,7 @@ class Agent:
         if code == EXIT_STOPPED:
             self._screen.say(f"stopped with a complete checkpoint; to go on: {self._job.to_resume}")
         elif code - 128 in STOP_SIGNALS:
-            name = signal.Signals(code - 128).name
+            name = "Ctrl-C" if code - 128 == signal.SIGINT else signal.Signals(code - 128).name
             self._screen.say(f"stopped by {name}, without a checkpoint of this moment")
 
 

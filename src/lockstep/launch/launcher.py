@@ -33,14 +33,23 @@ from lockstep.launch.host import Machine
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.join import Joined, host_job, join_alone, join_job
 from lockstep.launch.request import Function, Nodes, OnHang, Request
-from lockstep.launch.run_directory import Job, begin_options, prepare, settle, shown
+from lockstep.launch.run_directory import MARK, Job, begin_options, note_refused, prepare, settle, shown
 from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.remote_start import run_start_commands
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, text_of
 from lockstep.launch.workers.fork_server_client import open_fork_server
 from lockstep.launch.workers.rank_environment import common_environment
 from lockstep.launch.workers.worker_group import WorkerGroup
-from lockstep.launch_contract import ENDS_AT, EXIT_FAILED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, FAULT_NOTES, FAULTS
+from lockstep.launch_contract import (
+    ENDS_AT,
+    EXIT_FAILED,
+    EXIT_NOT_SAVED,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    FAULT_NOTES,
+    FAULTS,
+)
 from lockstep.report import State, StatusFile
 from lockstep.settings import parse
 from lockstep.strategy_words import split
@@ -270,6 +279,8 @@ def _run_agent(joined: Joined, screen: ScreenThread, stops: Stops) -> tuple[int,
         stack.callback(screen.close)
         agent = Agent(joined, workers, screen, stops, files)
         code = _with_missed_faults(job, screen, files, agent.run())
+        if code == EXIT_USAGE and request.nodes is None:
+            files.ask(lambda: note_refused(job), None, of=job.run_dir / MARK)
         if code not in (EXIT_OK, EXIT_STOPPED):
             state: State = "unsaved" if code == EXIT_NOT_SAVED else "failed"
             files.ask(lambda: _note_state(job.status, state), None, of=job.status)

@@ -41,7 +41,7 @@ from lockstep.launch.diagnosis.hang_analysis import (
 from lockstep.launch.diagnosis.hang_report import Recovered, Worker, report, sentence
 from lockstep.launch.diagnosis.wait_share import WaitShare
 from lockstep.launch.request import OnHang
-from lockstep.launch_contract import STACKS_SIGNAL
+from lockstep.launch_contract import PRIVATE, STACKS_SIGNAL, STOP_REASON
 
 #: How long all ranks together may take to write their stacks.
 _STACKS_S = 1.5
@@ -93,7 +93,7 @@ class HangMonitor:
         self._stacks, self._hangs, self._files, self._say, self._shown = stacks, hangs, files, say, shown
         self._now = now
         # Short: the path of a socket holds about a hundred characters, and a run directory may have more.
-        self._home: Final = Path(tempfile.mkdtemp(prefix="lockstep-"))
+        self._home: Final = Path(tempfile.mkdtemp(prefix=PRIVATE))
         self._socket: Final = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(self._home / "beats"))
         self._socket.setblocking(False)
@@ -118,10 +118,16 @@ class HangMonitor:
             pass
         self._tracker, self.diagnosis, self.waits = HeartbeatTracker(ranks, self._now()), None, WaitShare()
         self._ends, self.failures = False, {}
+        (self._home / STOP_REASON).unlink(missing_ok=True)
 
     def rank_exited(self, rank: int, status: int) -> None:
         """A rank's process has ended."""
         self._tracker.rank_exited(rank, status)
+
+    def leave_reason(self, reason: str) -> None:
+        """Leave for the ranks why they are asked to stop: their signal does not say it."""
+        with contextlib.suppress(OSError):
+            (self._home / STOP_REASON).write_text(reason, encoding="utf-8")
 
     @property
     def heard_any(self) -> bool:

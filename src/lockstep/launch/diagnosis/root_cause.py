@@ -48,6 +48,7 @@ class RankExit:
     log_tail: str = ""  #: the end of its log
     host: str = ""  #: where there are several
     memory: str = ""  #: that host memory ran out, and who held it; "" if it did not
+    planned: str = ""  #: the fault on purpose that killed it
     part: str = ""  #: what befell a process of the launcher that this rank needs; "": nothing did
 
     @property
@@ -175,7 +176,8 @@ def format_failure(diagnosis: Diagnosis, *, ranks: int, log: Callable[[int], str
     cause = diagnosis.cause
     if cause.part:
         return _format_lost_part(diagnosis, log(cause.rank))
-    lines = [f"run failed: {_who(diagnosis, ranks)} {_what(cause)}"]
+    what = _what(cause).replace("was killed", "were killed") if len(diagnosis.alike) > 1 else _what(cause)
+    lines = [f"run failed: {_who(diagnosis, ranks)} {what}"]
     lines += [f"    {line}" for line in _why(cause)]
     if cause.failure is not None and cause.failure.file:
         lines.append(f"    at {shown(Path(cause.failure.file))}:{cause.failure.line}")
@@ -280,6 +282,8 @@ def _why(rank_exit: RankExit) -> list[str]:
         if len(lines) > _MESSAGE_LINES:
             lines = [*lines[:2], "...", *lines[3 - _MESSAGE_LINES :]]
         return lines
+    if rank_exit.planned:
+        return [f"as planned, by --fault: {rank_exit.planned}"]
     if rank_exit.memory:
         return []
     return _REASONS.get(-rank_exit.status, [])

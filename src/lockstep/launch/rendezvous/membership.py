@@ -187,11 +187,11 @@ def _supervise(
         return _stop(state, StopMode.INTERRUPT, text)
     if stops:
         text = "stopping: waiting for the ranks to save and leave; Ctrl-C now: without saving"
-        return _stop(state, StopMode.GRACEFUL, text)
+        return _stop(state, StopMode.GRACEFUL, text, _why_stopped(nodes, limits))
     if newcomers := _newcomers(state, nodes, limits, now_s):
         hosts = ", ".join(node.report.host for node in newcomers)
         text = f"{hosts} came: stopping at a checkpoint, to go on with more nodes"
-        return _stop(replace(state, growing=True), StopMode.GRACEFUL, text)
+        return _stop(replace(state, growing=True), StopMode.GRACEFUL, text, f"{hosts}, which came to take part,")
     return state
 
 
@@ -319,16 +319,23 @@ def _end_job(state: MembershipState, code: int, text: str = "") -> MembershipSta
     return replace(state, plan=replace(state.plan, number=state.plan.number + 1, phase="over", code=code))
 
 
-def _stop(state: MembershipState, mode: StopMode, text: str = "") -> MembershipState:
+def _stop(state: MembershipState, mode: StopMode, text: str = "", reason: str = "") -> MembershipState:
     """End the ranks of this generation; nothing changes if they are asked already."""
     if mode <= state.plan.stop_mode:
         return state
     state = announce(state, Message(text)) if text else state
-    return replace(state, plan=replace(state.plan, number=state.plan.number + 1, stop_mode=mode))
+    plan = replace(state.plan, number=state.plan.number + 1, stop_mode=mode, stop_reason=reason)
+    return replace(state, plan=plan)
 
 
 def _first_stop(nodes: Iterable[NodeView]) -> int | None:
     return next((node.report.stopped_by for node in nodes if node.report.stops), None)
+
+
+def _why_stopped(nodes: Iterable[NodeView], limits: ElasticLimits) -> str:
+    report = next(node.report for node in nodes if node.report.stops)
+    name = "Ctrl-C" if report.stopped_by == signal.SIGINT else _signal_name(report.stopped_by)
+    return name if limits.max_nodes == 1 else f"{name} on {report.host}"
 
 
 def _back_off_s(changes: int) -> float:

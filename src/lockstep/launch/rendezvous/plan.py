@@ -103,6 +103,7 @@ class Plan:
     generation: int = 0  #: the one that runs, or the next
     restart: int = 0  #: generations of this job before it, since it was started
     stop_mode: StopMode = StopMode.NONE
+    stop_reason: str = ""  #: why, in words for the user
     members: tuple[Member, ...] = ()  #: in the order of their ranks
     port: int = 0  #: of the store where the ranks meet
     code: int = 0  #: exit code of all agents, once the job is over

@@ -57,19 +57,19 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """The fork server has carried out all orders up to this one."""
+class OrderReceived:
+    """The fork server is about to carry out this order, and has carried out those before it."""
 
     number: int
 
 
 Event = RankExited | ForkUnavailable | ForkServerDied | StoreExited
-_EVENTS: Mapping[str, type[Event | Started | Answered]] = {
+_EVENTS: Mapping[str, type[Event | Started | OrderReceived]] = {
     "rank-exited": RankExited,
     "fork-unavailable": ForkUnavailable,
     "store-exited": StoreExited,
     "started": Started,
-    "answered": Answered,
+    "order-received": OrderReceived,
 }
 
 
@@ -78,7 +78,7 @@ def message(**fields: object) -> bytes:
     return json.dumps(fields).encode() + b"\n"
 
 
-def event_from(line: bytes) -> Event | Started | Answered:
+def event_from(line: bytes) -> Event | Started | OrderReceived:
     """The event that the fork server has sent as ``line``."""
     fields: dict[str, Any] = json.loads(line)
     return _EVENTS[fields.pop("event")](**fields)

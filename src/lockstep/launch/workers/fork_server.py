@@ -23,6 +23,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -37,7 +38,7 @@ from lockstep.launch.request import Function, Program, StartMethod
 from lockstep.launch.workers.fork_messages import RankSpec, message
 from lockstep.launch.workers.rank_process import become_rank, program_from, program_to_args, run_program
 from lockstep.launch.workers.tcp_store import serve_store
-from lockstep.launch_contract import CHANNEL
+from lockstep.launch_contract import CHANNEL, PRIVATE
 
 # What every training script needs; the last one is loaded by the first optimizer.
 _IMPORTED_ONCE = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch._dynamo")
@@ -94,7 +95,7 @@ class ForkServer:
 
     def _carry_out(self, order: Mapping[str, Any]) -> None:
         # Before it: an order that starts many ranks takes a while, and says of each that it did.
-        self._tell(event="answered", number=order["number"])
+        self._tell(event="order-received", number=order["number"])
         match order["order"]:
             case "start":
                 listening = self._listening.pop(0) if order["port"] else None
@@ -109,9 +110,8 @@ class ForkServer:
         self._kill()
         self._wait_all()
         # A launcher that was killed could not remove what it had in the file system.
-        with contextlib.suppress(OSError, KeyError):
-            Path(os.environ[CHANNEL]).unlink()
-            Path(os.environ[CHANNEL]).parent.rmdir()
+        if (home := Path(os.environ.get(CHANNEL, "")).parent).name.startswith(PRIVATE):
+            shutil.rmtree(home, ignore_errors=True)
         os._exit(0)
 
     def _start(self, ranks: list[RankSpec], listening: int | None, port: int) -> None:

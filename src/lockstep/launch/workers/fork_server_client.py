@@ -20,10 +20,10 @@ from lockstep.launch import procfs
 from lockstep.launch.child_process import kill_group, own_python, stop_signals_blocked, with_this_package
 from lockstep.launch.request import Function, Program, StartMethod
 from lockstep.launch.workers.fork_messages import (
-    Answered,
     Event,
     ForkServerDied,
     ForkUnavailable,
+    OrderReceived,
     RankExited,
     RankSpec,
     Started,
@@ -146,14 +146,14 @@ class ForkServerClient:
             self.kill_directly()
         return _status_of(self._process, _GONE_S) is not None and self._wait_for_ranks(_GONE_S)
 
-    def _taken_in(self, event: Event | Started | Answered) -> Event | None:
+    def _taken_in(self, event: Event | Started | OrderReceived) -> Event | None:
         """``event`` if it is for the caller."""
         match event:
             case Started(process, None):
                 self._store = process
             case Started(process, int() as rank):
                 self._ranks[rank] = _Process(process, procfs.begun(process))
-            case Answered(number):
+            case OrderReceived(number):
                 self._answered, self._unanswered_since_s = number, time.monotonic()
             case RankExited(rank):
                 self._ranks.pop(rank, None)

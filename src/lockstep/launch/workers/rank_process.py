@@ -13,12 +13,14 @@ import contextlib
 import ctypes
 import faulthandler
 import io
+import multiprocessing
 import os
 import pickle
 import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -88,6 +90,7 @@ def become_rank(env: Mapping[str, str], log: str, parent: int) -> None:
     else:
         _redirect_to(log)
     _reseed()
+    _keep_temporary_files(env)
     if STACKS in env:
         # A full disk must not keep the rank from working.
         with contextlib.suppress(OSError):
@@ -299,6 +302,14 @@ def announce_input(sender: HeartbeatSender) -> None:
             sender.beat()
 
     builtins.input = announced
+
+
+def _keep_temporary_files(env: Mapping[str, str]) -> None:
+    """Have multiprocessing put its sockets where the launcher removes them: a rank that is killed cannot."""
+    if env.get(CHANNEL, "").startswith("/"):
+        with contextlib.suppress(OSError):
+            home = tempfile.mkdtemp(prefix="rank-", dir=Path(env[CHANNEL]).parent)
+            multiprocessing.current_process()._config["tempdir"] = home  # type: ignore[attr-defined]
 
 
 def _reseed() -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from lockstep.faults import Fault, FaultPlan
 from lockstep.launch.attached_terminal import AttachedTerminal
 from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.error_record import Failure
@@ -35,7 +36,7 @@ from lockstep.launch.workers.fork_messages import (
 from lockstep.launch.workers.fork_server_client import ForkServerClient
 from lockstep.launch.workers.rank_environment import rank_environment
 from lockstep.launch.workers.rank_output import RankOutput
-from lockstep.launch_contract import EXIT_OK, EXIT_STOPPED, TERMINAL
+from lockstep.launch_contract import EXIT_OK, EXIT_STOPPED, FAULT_NOTES, TERMINAL
 from lockstep.report import RanksFile, RankStatus, lateness
 from lockstep.world import World
 
@@ -171,14 +172,16 @@ class WorkerGroup:
         if not self.running and self._ranks and not self.endings:
             self._collect_endings()
 
-    def stop(self, mode: StopMode) -> None:
-        """Have the ranks end in this way; does nothing if they were asked to end as urgently already."""
+    def stop(self, mode: StopMode, reason: str = "") -> None:
+        """Have the ranks end in this way, and tell the user why; nothing if they were asked as urgently already."""
         if mode <= self._stop_mode or not self.running:
             return
         self._stop_mode = mode
         if mode is StopMode.KILL:
             self._kill()
             return
+        if reason:
+            self._hang_monitor.leave_reason(reason)
         self._asked_with = signal.SIGINT if mode is StopMode.INTERRUPT else signal.SIGTERM
         if self._fork_server is not None:
             self._fork_server.signal(self._asked_with)
@@ -234,7 +237,7 @@ class WorkerGroup:
         """See whether the fork server or the store is stopped, and does not go on."""
         if self._fork_server is None:
             return
-        parts = {self._fork_server.pid: _FORK_SERVER.rstrip(",")}
+        parts = {self._fork_server.pid: _FORK_SERVER}
         if self.running and self._fork_server.store is not None:
             parts[self._fork_server.store] = _STORE
         self._parts.watch(parts)
@@ -313,12 +316,18 @@ class WorkerGroup:
         starts = self._log_starts
         nothing = dict[int, tuple[Failure | None, str]]()
         read = self._files.ask(lambda: _read_files(files, starts), nothing, of=self._job.logs, urgent=True)
+        plan, notes = FaultPlan.parse(self._job.request.faults), self._job.run_dir / FAULT_NOTES
+        kills = list[Fault]()
+        if any(fault.kind == "kill" for fault in plan.faults):
+            kills = self._files.ask(lambda: [one for one in plan.past(notes) if one.kind == "kill"], kills, of=notes)
+        planned = {fault.rank: str(fault) for fault in kills}
         endings = []
         for ending in exited:
             # The file may say more, and the launcher hears more than a file system takes.
             written, tail = read.get(ending.rank, (None, ""))
             failure = written or self._hang_monitor.failures.get(ending.rank) or hung.get(ending.rank)
-            endings.append(self._with_details(ending, failure, tail))
+            by_plan = planned.get(ending.rank, "") if ending.status == -signal.SIGKILL else ""
+            endings.append(self._with_details(replace(ending, planned=by_plan), failure, tail))
         self.endings = tuple(endings)
 
     def _with_details(self, ending: RankExit, failure: Failure | None, tail: str) -> RankExit:
