@@ -8,7 +8,6 @@ What is imported by a name that the program computes is not found, and neither i
 from __future__ import annotations
 
 import ast
-import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -24,6 +23,9 @@ def source_hashes(program: Program) -> Mapping[str, str]:
 
     Reads these files once; about a millisecond each.
     """
+    # Late: it loads a library of some megabytes, which launchers of one machine do without.
+    import hashlib
+
     file = source_file(program)
     if file is None or not isinstance(program, Script | Module):
         return {}

@@ -10,10 +10,7 @@ stand for another, and what reads them takes no number that is smaller than one 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,13 +44,18 @@ class Signature:
         Raises:
             ValueError: if another secret, or none, has signed the ``value`` that is under ``key``.
         """
+        # Late: it loads a library of some megabytes, which launchers of one machine do without.
+        import hmac
+
         mark, _, text = (value if isinstance(value, str) else value.decode(errors="replace")).partition(" ")
         if not hmac.compare_digest(mark.encode(), self._mark(key, text).encode()):
             raise ValueError(f"the value of {key} in the store is not signed by a launcher of this run")
         return text
 
     def _mark(self, key: str, text: str) -> str:
-        return hmac.new(self.secret, f"{key}\n{text}".encode(), hashlib.sha256).hexdigest()
+        import hmac
+
+        return hmac.new(self.secret, f"{key}\n{text}".encode(), "sha256").hexdigest()
 
 
 def make_signature(run_dir: Path, env: Mapping[str, str]) -> Signature:
@@ -67,7 +69,7 @@ def make_signature(run_dir: Path, env: Mapping[str, str]) -> Signature:
         with contextlib.suppress(FileExistsError):
             descriptor = os.open(run_dir / SECRET_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(_BYTES))
+                file.write(os.urandom(_BYTES))
     return read_signature(run_dir, env)
 
 
@@ -78,6 +80,8 @@ def read_signature(run_dir: Path, env: Mapping[str, str]) -> Signature:
         SettingError: if there is none, or somebody else may read or write its secret.
     """
     if SECRET in env:
+        import hashlib
+
         return Signature(hashlib.sha256(env[SECRET].encode()).digest())
     path = run_dir / SECRET_FILE
     try:
