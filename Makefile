@@ -2,7 +2,7 @@
 # make test    check the style and run the whole test suite
 # make test-clusters   real jobs in a Slurm and a Grid Engine of our own, where these are installed (docs/clusters.md)
 # make campaign   a thousand random training scripts on every world, beside plain torch, and the tests that `make test`
-#                 leaves out since their like is in it (about half an hour)
+#                 leaves out since their like is in it (about half an hour); then 500 faults (over an hour)
 # make mutants    plant errors in the code and see which test notices each (about an hour)
 # make lint    only the style: ruff and mypy
 # make clean   remove what was installed and cached; runs stay
@@ -36,6 +36,7 @@ test-clusters: .venv/.ready
 campaign: .venv/.ready
 	@LOCKSTEP_RANDOM_SCRIPTS=1000 $(BIN)/python -m pytest -q -p no:randomly --timeout 7200 tests/test_random_scripts.py
 	@PYTHONDONTWRITEBYTECODE= LOCKSTEP_CAMPAIGN=1 $(BIN)/python -m pytest -q -n 4
+	@$(BIN)/python benchmarks/campaign.py --faults 500
 
 mutants: .venv/.ready
 	@$(BIN)/python tests/mutants.py

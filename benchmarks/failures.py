@@ -573,7 +573,10 @@ def main() -> None:
     if told.out == "-":
         print(text)
     else:
-        Path(told.out).write_text(text)
+        # `campaign.py` has a chapter of its own on that page.
+        page_before = Path(told.out).read_text() if Path(told.out).exists() else ""
+        _, mark, campaign = page_before.partition("<!-- campaign -->")
+        Path(told.out).write_text(f"{text.rstrip()}\n\n{mark}{campaign}" if mark else text)
 
 
 if __name__ == "__main__":

@@ -213,6 +213,9 @@ class PowerDisk:
     def names(self, path):
         return list(self._directory(path).names)
 
+    def is_link(self, path):
+        return False
+
     def is_directory(self, path):
         try:
             return isinstance(self.node(path), Directory)

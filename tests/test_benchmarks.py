@@ -78,6 +78,13 @@ def test_goodput(tmp_path):
     assert len(shown.splitlines()) == 4
 
 
+def test_campaign(tmp_path):
+    found, shown = measured(tmp_path, "campaign.py", "--kinds", "store|exception")
+    assert len(found) == 4
+    assert all(one["named"] and one["bits"] and not one["left"] for one in found), shown
+    assert "| kill -9 of the ranks' store |" in shown
+
+
 on_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")
 
 

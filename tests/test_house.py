@@ -42,7 +42,7 @@ TORCH_FREE = (
 #: free of it.
 OWN_PROCESS = {
     "launch/workers/tcp_store.py": "serves the store where ranks meet, and outlives each of them",
-    "launch/rendezvous/tcp_store_client.py": "asks such a store, in the launcher of several machines only",
+    "launch/rendezvous/store_connection.py": "asks such a store, in the launcher of several machines only",
 }
 #: What a strategy may take from torch.distributed: modules that it wraps and their types, never a collective.
 WRAPPED = ("fsdp", "optim", "algorithms", "tensor", "device_mesh", "pipelining", "rpc", "autograd", "GradBucket")

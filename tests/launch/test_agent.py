@@ -8,10 +8,11 @@ import pytest
 
 from lockstep.launch.agent import Agent, Stops
 from lockstep.launch.console import Screen
+from lockstep.launch.deadline_thread import FileThread
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit
-from lockstep.launch.rendezvous.membership import ElasticLimits, NodeReport
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message
+from lockstep.launch.rendezvous.plan import ElasticLimits, NodeReport
 
 RAISED = Failure(1, "n2", "ValueError", "bad label", "train.py", 5, "x", "Traceback...", False, 10.0, 7)
 FAILED = GenerationFailed.of(2, [RankExit(0, 0, 9.0), RankExit(1, 1, 11.0, failure=RAISED, host="n2")])
@@ -26,9 +27,17 @@ def agent(err, *, is_coordinator):
     job = SimpleNamespace(generation=0, log=lambda rank: Path(f"r/{rank}.log"), to_resume="lockstep run --resume")
     store = SimpleNamespace(is_coordinator=is_coordinator, coordinator="c")
     joined = SimpleNamespace(
-        job=job, store=store, limits=ElasticLimits(), report=NodeReport("n", "n1", 2), place=None, probe=None
+        job=job,
+        store=store,
+        limits=ElasticLimits(),
+        report=NodeReport("n", "n1", 2),
+        place=None,
+        probe=None,
+        listen=None,
+        look_after=None,
     )
-    return Agent(joined, SimpleNamespace(attached=None), Screen(io.StringIO(), err, {}), Stops())
+    screen = Screen(io.StringIO(), err, {})
+    return Agent(joined, SimpleNamespace(attached=None), screen, Stops(), FileThread(screen.say))
 
 
 @pytest.mark.parametrize(("is_coordinator", "old"), [(True, ["older"]), (False, [])])

@@ -4,18 +4,20 @@ import os
 import socket
 
 from lockstep.heartbeat_message import Heartbeat, SourceLine
-from lockstep.launch.diagnosis.error_record import Failure
+from lockstep.launch.deadline_thread import FileThread
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 
 
 def test_ranks_that_are_ended_for_a_hang_are_not_blamed_for_falling_silent(tmp_path):
     now, said = 100.0, []
+    files = FileThread(said.append)
     hang_monitor = HangMonitor(
         HangTimeouts(hang_after_s=2.0),
         None,
         stacks=lambda rank: tmp_path / f"stacks-{rank}",
         hangs=tmp_path / "hangs",
+        files=files,
         say=said.append,
         shown=str,
         now=lambda: now,
@@ -34,8 +36,8 @@ def test_ranks_that_are_ended_for_a_hang_are_not_blamed_for_falling_silent(tmp_p
         while now < 120:  # both are being ended, and say nothing more
             assert hang_monitor.poll() is None
             now += 0.5
-        hang_monitor.record_hangs(lambda rank: tmp_path / f"failure-{rank}")
+        failures = hang_monitor.hang_failures()
+    files.close()
     assert len(said) == 1
     assert hang.diagnosis.culprits == (1,)
-    assert Failure.read(tmp_path / "failure-1") is not None
-    assert not (tmp_path / "failure-0").exists()
+    assert list(failures) == [1]

@@ -8,18 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.launch.diagnosis.root_cause import RankExit
-from lockstep.launch.rendezvous.membership import (
-    ElasticLimits,
-    MembershipState,
-    NodeReport,
-    NodeView,
-    Plan,
-    StopMode,
-    decide,
-    initial_state,
-    missing_hosts,
-)
+from lockstep.launch.rendezvous.membership import MembershipState, decide, initial_state, missing_hosts
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message, notice_from_json, notice_to_json
+from lockstep.launch.rendezvous.plan import ElasticLimits, NodeReport, NodeView, Plan, StopMode
 
 TICK_S = 0.25
 

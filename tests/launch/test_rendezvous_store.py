@@ -12,46 +12,82 @@ from lockstep.errors import LaunchError, SettingError
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.host import interface_of
+from lockstep.launch.program_sources import source_hashes
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract, differences
 from lockstep.launch.rendezvous.join import probe
-from lockstep.launch.rendezvous.membership import Member, NodeReport, Plan, StopMode
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message
+from lockstep.launch.rendezvous.plan import Member, NodeReport, Plan, StopMode
+from lockstep.launch.rendezvous.signature import SECRET_FILE, Signature, make_signature, read_signature
 from lockstep.launch.rendezvous.store import LocalStore
+from lockstep.launch.rendezvous.store_connection import open_store, read_contract
 from lockstep.launch.rendezvous.store_process import StoreProcess
-from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store, open_store, read_contract
+from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
+from lockstep.launch.request import Module, Script
 from waiting import wait_until
 
 DEADLINE_S = 60
+SIGNED = Signature(b"of this run")
 RAISED = Failure(3, "n2", "ValueError", "bad label", "train.py", 5, "x", "Traceback...", False, 10.0, 7)
 
 
 @pytest.fixture(scope="module")
 def store():
     """An endpoint with a store; its process can be stopped."""
+    with serving() as served:
+        yield served
+
+
+@pytest.fixture
+def new_store():
+    """As `store`, for one test only."""
+    with serving() as served:
+        yield served
+
+
+@contextlib.contextmanager
+def serving():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         endpoint = Endpoint("127.0.0.1", listening.getsockname()[1])
-        process = StoreProcess(listening)
+        process = StoreProcess(listening, print)
     with contextlib.closing(process):
         yield endpoint, process
 
 
 def contract(coordinator="c", generation=4):
-    return JobContract(coordinator, "n1", {"torch": "2"}, "/r", "new", generation)
+    return JobContract(coordinator, "n1", {"torch": "2", "lockstep": "1"}, "/r", "new", generation)
 
 
 @contextlib.contextmanager
 def clients(endpoint, *ids, lost_after_s=30.0):
     """The coordinator's client and those of others."""
     job = contract(ids[0])
-    made = [create_store(endpoint, job, NodeReport(ids[0], "n1", 2), lost_after_s=lost_after_s)]
-    made += [TcpStoreClient(endpoint, job, NodeReport(n, n, 2), lost_after_s=lost_after_s) for n in ids[1:]]
-    try:
+    made = [create_store(endpoint, job, NodeReport(ids[0], "n1", 2), SIGNED, lost_after_s=lost_after_s)]
+    made += [TcpStoreClient(endpoint, job, NodeReport(n, n, 2), SIGNED, lost_after_s=lost_after_s) for n in ids[1:]]
+    with beating(made):
         yield made
+    for client in made:
+        client.close()
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "lockstep store client"])
+
+
+@contextlib.contextmanager
+def beating(clients):
+    """What agents' loops do all the time."""
+    over = threading.Event()
+
+    def loops():
+        while not over.wait(0.02):
+            for client in clients:
+                client.beat()
+
+    agents = threading.Thread(target=loops)
+    agents.start()
+    try:
+        yield
     finally:
-        for client in made:
-            client.close()
-        wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "lockstep store client"])
+        over.set()
+        agents.join()
 
 
 def test_what_one_node_writes_the_others_read(store):
@@ -90,7 +126,7 @@ def test_notices_are_written_once_and_read_by_all_also_by_nodes_that_join_late(s
         wait_until(lambda: other.plan().notices == 2)
         assert other.notices() == (Message("waiting, é"), failed)
         with contextlib.closing(
-            TcpStoreClient(endpoint, contract(), NodeReport("late", "n3", 2), lost_after_s=30.0)
+            TcpStoreClient(endpoint, contract(), NodeReport("late", "n3", 2), SIGNED, lost_after_s=30.0)
         ) as late:
             wait_until(lambda: late.plan().number == 2)
             assert late.notices() == (Message("waiting, é"), failed)
@@ -105,7 +141,7 @@ def test_a_node_that_says_nothing_grows_silent_and_one_that_left_says_so(store):
     endpoint, _ = store
     with clients(endpoint, "c", "quiet", "leaves") as (coordinator, quiet, leaves):
         wait_until(lambda: len(coordinator.nodes()) == 3)
-        quiet.close()
+        quiet.beat = lambda: None  # its loop stands still; its thread does not
         leaves.report(NodeReport("leaves", "leaves", 2, leaving=True), ())
         leaves.close()
 
@@ -136,7 +172,7 @@ def test_a_new_agent_may_become_the_coordinator_and_the_others_follow_it(store):
         old.publish(Plan(1, notices=1), [Message("the old one's")])
         wait_until(lambda: other.notices() == (Message("the old one's"),))
         old.close()
-        new = create_store(endpoint, contract("new", 9), NodeReport("new", "n1", 2), lost_after_s=0.5)
+        new = create_store(endpoint, contract("new", 9), NodeReport("new", "n1", 2), SIGNED, lost_after_s=0.5)
         # A store that was restarted would have closed the connections.
         other._start_thread()
         wait_until(lambda: other.coordinator == "new" and len(new.nodes()) == 2)
@@ -147,10 +183,126 @@ def test_a_new_agent_may_become_the_coordinator_and_the_others_follow_it(store):
         new.close()
 
 
+def test_a_store_that_dies_is_started_anew_and_filled_again(new_store):
+    endpoint, process = new_store
+    with clients(endpoint, "c", "other", lost_after_s=5.0) as (coordinator, other):
+        coordinator.publish(Plan(7, notices=1), [Message("before")])
+        wait_until(lambda: other.plan().number == 7 and len(coordinator.nodes()) == 2)
+        process._process.kill()
+        process._process.wait()
+        process.look_after()
+        coordinator.publish(Plan(8, notices=2), [Message("before"), Message("after")])
+        wait_until(lambda: other.plan().number == 8)
+        assert other.notices() == (Message("before"), Message("after"))
+        other.report(NodeReport("other", "n2", 2, generation=5), ())
+        wait_until(lambda: coordinator.nodes()[1].report.generation == 5)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "no json",
+        "[" * 100_000,
+        "{}",
+        '{"report": {"node_id": "c", "host": "h", "ranks": 1, "unknown": 1}, "beat": 99, "now_s": 0, "written": []}',
+        '{"number": 99, "phase": "over", "members": [], "stop_mode": 0, "code": 0}',
+    ],
+)
+def test_what_a_stranger_writes_to_the_store_counts_for_nothing(store, value):
+    endpoint, _ = store
+    with clients(endpoint, "c", "other", lost_after_s=30.0) as (coordinator, other):
+        coordinator.publish(Plan(1), ())
+        wait_until(lambda: other.plan().number == 1 and len(coordinator.nodes()) == 2)
+        raw = open_store(endpoint)
+        raw.append("nodes", "without-record stranger ")
+        for text in (value, Signature(b"another secret").sign("plan", value), SIGNED.sign("another key", value)):
+            for key in ("node/stranger", "plan", "node/c", "node/other", "endings/-1/other", "notice/0"):
+                raw.set(key, text)
+        assert raw.check(["plan"])  # and all that was set before is there now
+        coordinator.publish(Plan(2, notices=1), [Message("goes on")])
+        wait_until(lambda: other.plan().number == 2 and other.notices() == (Message("goes on"),))
+        other.report(NodeReport("other", "n2", 2, generation=6), ())
+        wait_until(lambda: coordinator.nodes()[1].report.generation == 6)
+        assert [node.report.node_id for node in coordinator.nodes()] == ["c", "other"]
+
+
+def test_values_of_another_version_lose_what_is_not_known_here():
+    text = contract().to_json()
+    assert JobContract.from_json(text.replace("{", '{"epoch": {"of": 3}, ', 1)) == contract()
+    plan = Plan(3, members=(Member("c", "n1", 2),))
+    assert Plan.from_json(plan.to_json().replace('{"node_id"', '{"colour": 1, "node_id"')) == plan
+    for broken in ("[]", "1", '{"must_match": 3}', '{"members": 1}', '{"members": [1], "stop_mode": 0}'):
+        for kind in (JobContract, Plan):
+            with pytest.raises(ValueError, match="no "):
+                kind.from_json(broken)
+
+
+def test_the_secret_of_a_run_is_its_users_alone(tmp_path):
+    made = make_signature(tmp_path, {})
+    file = tmp_path / SECRET_FILE
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert read_signature(tmp_path, {}) == make_signature(tmp_path, {}) == made
+    assert made.text_of("k", made.sign("k", "text of any kind\n")) == "text of any kind\n"
+    assert "0x" not in repr(made)
+    assert str(made.secret) not in repr(made)
+    assert read_signature(tmp_path, {"LOCKSTEP_SECRET": "s"}) == make_signature(
+        tmp_path / "no", {"LOCKSTEP_SECRET": "s"}
+    )
+    file.chmod(0o640)
+    with pytest.raises(SettingError, match="chmod 600"):
+        read_signature(tmp_path, {})
+    file.unlink()
+    file.symlink_to("/etc/hostname")
+    with pytest.raises(SettingError, match="cannot be read"):
+        read_signature(tmp_path, {})
+
+
+def test_the_files_of_a_program_are_those_that_it_imports(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = {
+        "train.py": "import models.unet, torch\nfrom losses import dice\nimport models",
+        "losses.py": "import absent",
+        "other.py": "",
+        "models/__init__.py": "",
+        "models/unet.py": "from . import blocks\nfrom ..losses import x",
+        "models/blocks.py": "import train",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = source_hashes(Script("train.py"))
+    assert sorted(found) == ["losses.py", "models/__init__.py", "models/blocks.py", "models/unet.py", "train.py"]
+    (tmp_path / "models" / "blocks.py").write_text("import train  # another")
+    now = source_hashes(Script("train.py"))
+    assert {name for name in found if now[name] != found[name]} == {"models/blocks.py"}
+    assert source_hashes(Module("models.unet")) == {name: now[name] for name in now if name.startswith("models")} | {
+        "losses.py": now["losses.py"],
+        "train.py": now["train.py"],
+    }
+
+
+@pytest.mark.skipif(not socket.has_ipv6 or interface_of("::1") == "", reason="no IPv6 here")
+def test_launchers_meet_over_ipv6_too():
+    with Endpoint("::1", 0).claim() as listening:
+        assert listening.family == socket.AF_INET6
+        endpoint = Endpoint("::1", listening.getsockname()[1])
+        process = StoreProcess(listening, print)
+    with contextlib.closing(process), clients(endpoint, "c") as (coordinator,):
+        wait_until(lambda: len(coordinator.nodes()) == 1)
+        assert endpoint.local_address() == "::1"
+        assert str(endpoint) == f"[::1]:{endpoint.port}"
+
+
+def read(endpoint, *, version="1", within_s=DEADLINE_S, say=print, stopped=lambda: False):
+    return read_contract(endpoint, lambda _: SIGNED, version=version, within_s=within_s, say=say, stopped=stopped)
+
+
 def test_a_node_that_joins_reads_what_must_be_equal(store):
     endpoint, _ = store
     with clients(endpoint, "c"):
-        assert read_contract(endpoint, within_s=DEADLINE_S, say=print, stopped=lambda: False) == contract()
+        assert read(endpoint) == (contract(), SIGNED)
+        with pytest.raises(SettingError, match=r"lockstep is 2 on .*, 1 there; install the same version"):
+            read(endpoint, version="2")
     assert differences({"torch": "3", "python": "3.11"}, "n2", {"torch": "2", "python": "3.11"}, "n1") == [
         "torch is 3 on n2, 2 on n1"
     ]
@@ -163,9 +315,9 @@ def test_a_node_that_finds_no_store_says_so_and_gives_up():
     with pytest.raises(
         LaunchError, match=r"found no store of this job at 127.0.0.1:\d+ within 4 s \(Connection refused"
     ):
-        read_contract(free, within_s=3.6, say=said.append, stopped=lambda: False)
+        read(free, within_s=3.6, say=said.append)
     assert "where the nodes meet: Connection refused" in said[0]
-    assert read_contract(free, within_s=3.6, say=said.append, stopped=lambda: True) is None
+    assert read(free, stopped=lambda: True) is None
 
 
 def test_an_endpoint_knows_whether_it_is_here():

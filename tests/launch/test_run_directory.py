@@ -10,7 +10,8 @@ import pytest
 from lockstep.errors import LockstepError, SettingError
 from lockstep.launch.host import Machine, visible
 from lockstep.launch.request import Function, Module, Request, Script
-from lockstep.launch.run_directory import note_generation, prepare, settle
+from lockstep.launch.run_directory import note_generation, note_refused, prepare, settle, without_secrets
+from lockstep.launch.variables import check_variables
 from lockstep.launch.workers.rank_environment import common_environment, rank_environment
 from lockstep.world import World
 
@@ -224,3 +225,30 @@ def test_requests_can_be_said_again():
 )
 def test_gpus_that_are_visible(allowed, present, count):
     assert visible(allowed, present) == count
+
+
+def test_a_start_that_was_refused_leaves_its_directory_as_if_it_were_empty(here):
+    job = ask(run_dir="r")
+    settle(job, now=NOW).close()
+    note_generation(job, 0, ranks=1, hosts=["n1"], now=NOW)
+    note_refused(job)
+    assert ask(run_dir="r").begins == "new"
+    (job.run_dir / "metrics.jsonl").write_text("{}")
+    with pytest.raises(SettingError, match="holds an earlier run"):
+        ask(run_dir="r")
+
+
+def test_a_new_run_directory_is_its_users_alone_and_says_no_secret(here):
+    job = ask(run_dir="r")
+    settle(job, now=NOW).close()
+    assert job.run_dir.stat().st_mode & 0o777 == 0o700
+    assert without_secrets("lockstep run train.py --token x --lr 1 --api-key=y PASSWORD=z tokens.txt --auth -v") == (
+        "lockstep run train.py --token '***' --lr 1 '--api-key=***' 'PASSWORD=***' tokens.txt --auth -v"
+    )
+
+
+@pytest.mark.parametrize(("given", "meant"), [("PRECISON", "PRECISION"), ("SAVEEVERY", "SAVE_EVERY")])
+def test_a_misspelt_variable_is_refused(given, meant):
+    with pytest.raises(SettingError, match=f"LOCKSTEP_{given} is none of Lockstep's; did you mean LOCKSTEP_{meant}"):
+        check_variables({f"LOCKSTEP_{given}": "bf16"})
+    check_variables({f"LOCKSTEP_{meant}": "x", "LOCKSTEP_TEST_SESSION": "1", "LOCKSTEP_WORKERS": "2", "PRECISON": ""})

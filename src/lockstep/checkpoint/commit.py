@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint.filesystem import LOCAL, FileSystem
-from lockstep.checkpoint.layout import reads
+from lockstep.checkpoint.layout import Box, coverage_error, reads
 from lockstep.checkpoint.manifest import MANIFEST, Manifest, Piece
 from lockstep.errors import DamagedCheckpoint
 
@@ -129,16 +129,24 @@ def read_manifest(path: Path, disk: FileSystem = LOCAL) -> Manifest:
         CheckpointError: if a newer version of Lockstep wrote it.
     """
     try:
+        if disk.size(path / MANIFEST) < 0:
+            raise DamagedCheckpoint(f"{path / MANIFEST} is no regular file")
         with disk.reader(path / MANIFEST) as file:
             content = file.read()
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} has no {MANIFEST}") from None
     manifest = Manifest.parse(content, str(path / MANIFEST))
+    for tensor in manifest.tensors:
+        boxes = [(piece.file, Box(piece.start, piece.shape)) for piece in tensor.pieces]
+        if fault := coverage_error(boxes, tensor.shape):
+            raise DamagedCheckpoint(f"{path}: the manifest contradicts itself about {tensor.path}: {fault}")
     for name, length in manifest.files.items():
         try:
             size = disk.size(path / name)
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{path / name} is missing") from None
+        if size < 0:
+            raise DamagedCheckpoint(f"{path / name} is no regular file")
         if size != length:
             raise DamagedCheckpoint(f"{path / name} has {size} bytes; {length} were committed")
     return manifest
@@ -212,7 +220,7 @@ def remove(directories: Iterable[Path], root: Path, disk: FileSystem) -> None:
         visible = _NAME.fullmatch(directory.name)
         aside = root / f"{_REMOVING}{directory.name}" if visible else directory
         if visible:
-            if disk.is_directory(aside):  # an earlier removal of this name was interrupted
+            if disk.is_directory(aside) or disk.is_link(aside):  # an earlier removal of this name was interrupted
                 _unlink_all(aside, disk)
             disk.rename(directory, aside)
         doomed.append(aside)
@@ -223,6 +231,10 @@ def remove(directories: Iterable[Path], root: Path, disk: FileSystem) -> None:
 
 
 def _unlink_all(directory: Path, disk: FileSystem) -> None:
+    if disk.is_link(directory):
+        # What it leads to is not ours.
+        disk.unlink(directory)
+        return
     for name in disk.names(directory):
         disk.unlink(directory / name)
     disk.remove_directory(directory)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import stat
 from pathlib import Path
 from typing import Protocol
 
@@ -51,8 +52,11 @@ class FileSystem(Protocol):
     def is_directory(self, path: Path) -> bool:
         """Whether ``path`` is a directory."""
 
+    def is_link(self, path: Path) -> bool:
+        """Whether ``path`` is a symbolic link, to whatever."""
+
     def size(self, path: Path) -> int:
-        """Bytes in a file."""
+        """Bytes in a file; -1 for what is no regular file, such as a link or a pipe, which is not to be opened."""
 
     def reader(self, path: Path) -> io.BufferedIOBase:
         """A file opened for reading; the caller closes it."""
@@ -117,8 +121,13 @@ class LocalFileSystem(FileSystem):
         return path.is_dir()
 
     @override
+    def is_link(self, path: Path) -> bool:
+        return path.is_symlink()
+
+    @override
     def size(self, path: Path) -> int:
-        return path.stat().st_size
+        about = path.lstat()
+        return about.st_size if stat.S_ISREG(about.st_mode) else -1
 
     @override
     def reader(self, path: Path) -> io.BufferedIOBase:

@@ -98,6 +98,8 @@ def decode(value: Any, tensors: Sequence[object]) -> Tree:
     if tag == "tuple":
         return tuple(decode(item, tensors) for item in inner)
     if tag == "tensor":
+        if not (type(inner) is int and 0 <= inner < len(tensors)):
+            raise ValueError(f"there is no tensor {inner!r} among {len(tensors)}")
         return tensors[inner]
     if tag in _DICTS:
         return _DICTS[tag]({key: decode(item, tensors) for key, item in inner})

@@ -12,6 +12,7 @@ The file is one line of JSON whose sum covers its own bytes:
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -126,12 +127,21 @@ class Manifest:
                 }
             )
             manifest._check()
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise DamagedCheckpoint(f"{where}: the manifest is not understood: {error}") from error
         return manifest
 
     def _check(self) -> None:
         """Each byte of each file belongs to its head or to exactly one piece, so that the sums cover everything."""
+        if strange := [name for name in self.files if not _PART.fullmatch(name)]:
+            raise ValueError(f"{strange[0]!r} is no name of a part")
+        sizes = [*self.files.values(), *(head.length for head in self.heads.values())]
+        sizes += [size for t in self.tensors for p in t.pieces for size in (p.offset, p.length, *p.start, *p.shape)]
+        sizes += [self.step, *(size for tensor in self.tensors for size in tensor.shape)]
+        if not all(type(size) is int and size >= 0 for size in sizes):
+            raise ValueError("a size or a place in it is no number, or negative")
+        # The tree is read again once its tensors are: it must speak of those that there are.
+        decode(self.tree, range(len(self.tensors)))
         if not self.heads.keys() <= self.files.keys():
             raise ValueError("a head of a file that does not exist")
         ends = {name: self.heads[name].length if name in self.heads else 0 for name in self.files}
@@ -167,6 +177,7 @@ def _stored(entry: Mapping[str, Any]) -> TensorRecord:
     )
 
 
+_PART = re.compile(r"part-\d{1,9}\.(safetensors|bin)")
 _HEAD, _MIDDLE, _TAIL = b'{"crc32":"', b'","manifest":', b"}\n"
 
 

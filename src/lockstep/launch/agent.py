@@ -19,10 +19,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 
 from lockstep.errors import LaunchError
 from lockstep.launch.child_process import STOP_SIGNALS
-from lockstep.launch.console import Screen
+from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.root_cause import (
     find_root_cause,
     format_failure,
@@ -33,8 +34,6 @@ from lockstep.launch.diagnosis.root_cause import (
 from lockstep.launch.rendezvous.join import Joined
 from lockstep.launch.rendezvous.membership import (
     MembershipState,
-    Plan,
-    StopMode,
     abandon,
     announce,
     decide,
@@ -42,7 +41,8 @@ from lockstep.launch.rendezvous.membership import (
     missing_hosts,
 )
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message, Notice
-from lockstep.launch.run_directory import note_generation, shown
+from lockstep.launch.rendezvous.plan import Plan, StopMode
+from lockstep.launch.run_directory import MARK, note_generation, shown
 from lockstep.launch.workers.worker_group import WorkerGroup, without_repeated_tracebacks
 from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE
 
@@ -86,13 +86,21 @@ class Agent:
         workers: its ranks.
         screen: for the user.
         stops: signals that came.
+        files: reads and writes the run directory.
     """
 
-    def __init__(self, joined: Joined, workers: WorkerGroup, screen: Screen, stops: Stops) -> None:
+    def __init__(
+        self, joined: Joined, workers: WorkerGroup, screen: ScreenThread, stops: Stops, files: FileThread
+    ) -> None:
         self._job, self._store, self._limits = joined.job, joined.store, joined.limits
-        self._place, self._probe = joined.place, joined.probe
+        self._place, self._probe, self._listen, self._look_after = (
+            joined.place,
+            joined.probe,
+            joined.listen,
+            joined.look_after,
+        )
         self._report, self._coordinator = joined.report, joined.store.coordinator
-        self._workers, self._screen, self._stops = workers, screen, stops
+        self._workers, self._screen, self._stops, self._files = workers, screen, stops, files
         self._state: MembershipState = initial_state(self._job.generation, time.monotonic())
         self._listening: socket.socket | None = None  # for the store of the next generation
         self._shown: int | None = None  # how many notices were shown, or are older than this node's part
@@ -121,6 +129,8 @@ class Agent:
     def _until_over(self) -> int:
         while True:
             self._workers.poll(_TICK_S if self._report.plan_seen else 0.0)
+            self._store.beat()
+            self._look_after()
             self._check_stop_file()
             self._send_report()
             if self._store.is_coordinator:
@@ -132,7 +142,7 @@ class Agent:
     def _check_stop_file(self) -> None:
         # Ranks that use `Run` see it themselves; others are to stop too.
         file = self._job.run_dir / STOP_FILE
-        if not self._stops.times and file.exists():
+        if not self._stops.times and self._files.ask(lambda: _is_in(file), False, of=file):
             self._screen.say(f"found {shown(file)}")
             self._stops.ask(signal.SIGTERM)
 
@@ -165,12 +175,16 @@ class Agent:
         """What the coordinator does when a phase begins."""
         if plan.phase == "generation":
             hosts = [member.host for member in plan.members]
-            note_generation(self._job, plan.generation, ranks=plan.ranks, hosts=hosts, now=datetime.now())
-            address = "127.0.0.1" if self._limits.max_nodes == 1 else ""
-            self._listening = socket.create_server((address, 0), backlog=1024)
+            self._files.ask(
+                lambda: note_generation(self._job, plan.generation, ranks=plan.ranks, hosts=hosts, now=datetime.now()),
+                None,
+                of=self._job.run_dir / MARK,
+                urgent=True,
+            )
+            self._listening = self._listen()
             self._state = replace(self._state, plan=replace(plan, port=self._listening.getsockname()[1]))
         if self._state.gave_up:
-            reasons = [self._probe(host) for host in missing_hosts(self._store.nodes(), self._limits)]
+            reasons = self._probe(missing_hosts(self._store.nodes(), self._limits))
             self._state = announce(self._state, *(Message(reason, failure=True) for reason in reasons))
 
     def _publish(self) -> None:
@@ -196,7 +210,7 @@ class Agent:
         if member and plan.generation != self._workers.generation and not self._workers.running:
             self._start_ranks(plan)
         elif member and plan.generation == self._workers.generation:
-            self._workers.stop(plan.stop_mode)
+            self._workers.stop(plan.stop_mode, plan.stop_reason)
         elif self._workers.running:
             # The others go on, or will do so, without this node.
             self._workers.stop(StopMode.KILL)
@@ -270,6 +284,7 @@ class Agent:
         self._store.report(self._report, without_repeated_tracebacks(self._workers.endings))
         end_s = time.monotonic() + _FAREWELL_S
         while self._store.is_coordinator and time.monotonic() < end_s:
+            self._store.beat()
             others = [node for node in self._store.nodes() if node.report.node_id != self._report.node_id]
             if all(node.gone(self._limits) for node in others):
                 break
@@ -280,10 +295,22 @@ class Agent:
         self._screen.close()
         if self._stops.times:
             # The request was carried out, and must not stop the next run too.
-            with contextlib.suppress(OSError):
-                (self._job.run_dir / STOP_FILE).unlink(missing_ok=True)
+            file = self._job.run_dir / STOP_FILE
+            self._files.ask(lambda: file.unlink(missing_ok=True), None, of=file)
         if code == EXIT_STOPPED:
             self._screen.say(f"stopped with a complete checkpoint; to go on: {self._job.to_resume}")
         elif code - 128 in STOP_SIGNALS:
-            name = signal.Signals(code - 128).name
+            name = "Ctrl-C" if code - 128 == signal.SIGINT else signal.Signals(code - 128).name
             self._screen.say(f"stopped by {name}, without a checkpoint of this moment")
+
+
+def _is_in(file: Path) -> bool:
+    """Whether ``file`` is in its directory.
+
+    Raises:
+        FileNotFoundError: if that directory is gone.
+    """
+    if file.exists():
+        return True
+    file.parent.stat()
+    return False

@@ -18,6 +18,8 @@ import termios
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from lockstep.launch.deadline_thread import FileThread
+
 _CHUNK_BYTES = 1 << 16
 _MOST_BYTES = 1 << 20
 _SIZE = struct.Struct("HHHH")
@@ -34,10 +36,12 @@ class AttachedTerminal:
     Args:
         rank: that has it.
         keys: a descriptor of the terminal, open for reading.
+        files: writes the rank's log.
     """
 
-    def __init__(self, rank: int, keys: int) -> None:
+    def __init__(self, rank: int, keys: int, files: FileThread) -> None:
         self.rank: Final = rank
+        self._files = files
         self._keys: int | None = keys
         self._before: list[Any] = termios.tcgetattr(keys)
         self._ours, self._theirs = -1, -1
@@ -99,10 +103,12 @@ class AttachedTerminal:
         data = b"".join(parts)
         if data:
             # A full disk must not keep the rank from the terminal.
-            with contextlib.suppress(OSError):
-                self._log.write(data.replace(b"\r\n", b"\n"))
-                self._log.flush()
+            self._files.ask(lambda: self._write(data), None, of=Path(self._log.name))
         return data
+
+    def _write(self, data: bytes) -> None:
+        self._log.write(data.replace(b"\r\n", b"\n"))
+        self._log.flush()
 
     def close(self) -> None:
         """Give the terminal back as it was."""

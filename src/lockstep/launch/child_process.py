@@ -44,6 +44,12 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def signal_when_parent_dies(signum: int) -> None:
+    """Have the kernel send this process ``signum`` when the thread that forked it ends; on Linux only."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_PDEATHSIG, signum)
+
+
 @contextlib.contextmanager
 def stop_signals_blocked() -> Iterator[None]:
     """A process that is started inside this context gets none of `STOP_SIGNALS` until it unblocks them.
@@ -55,6 +61,14 @@ def stop_signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def kill_group(process: int) -> None:
+    """Kill ``process`` and the processes of its group, as far as they live."""
+    # One that was started this very moment has no group of its own yet.
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(process, signal.SIGKILL)
 
 
 def own_python(role: str, args: list[str]) -> list[str]:

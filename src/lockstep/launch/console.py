@@ -19,22 +19,30 @@ class Tail:
 
     def __init__(self, path: Path, offset: int) -> None:
         self._file = path.open("rb")
-        self._file.seek(offset)
+        self._at = offset
         self._unfinished = b""
 
     def size(self) -> int:
         """The length of the file, in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
-    def read(self, up_to: int) -> str:
-        """The lines that were finished since the last call before byte ``up_to`` of the file, "" if none were.
+    def new(self, up_to: int) -> bytes:
+        """What `take` has not had yet of the file before its byte ``up_to``; changes nothing.
 
         At most a mebibyte, so that a rank that writes much does not keep the launcher from its other tasks.
         """
-        room = min(_CHUNK_BYTES, max(0, up_to - self._file.tell()))
-        whole, newline, rest = (self._unfinished + self._file.read(room)).rpartition(b"\n")
+        return os.pread(self._file.fileno(), min(_CHUNK_BYTES, max(0, up_to - self._at)), self._at)
+
+    def take(self, new: bytes) -> str:
+        """The lines that ``new`` finishes, "" if none."""
+        self._at += len(new)
+        whole, newline, rest = (self._unfinished + new).rpartition(b"\n")
         self._unfinished = rest
         return (whole + newline).decode(errors="replace")
+
+    def read(self, up_to: int) -> str:
+        """The lines that were finished since the last call before byte ``up_to`` of the file, "" if none were."""
+        return self.take(self.new(up_to))
 
     def unfinished(self) -> str:
         """The line that is not finished yet, "" if there is none."""

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from lockstep.errors import LaunchError, SettingError
-from lockstep.faults import FaultPlan
+from lockstep.faults import Fault, FaultPlan
 from lockstep.formatting import plural
 from lockstep.launch.agent import Agent, Stops
 from lockstep.launch.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.console import Screen
+from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.emergency_memory import emergency_memory
@@ -33,11 +34,11 @@ from lockstep.launch.host import Machine
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.join import Joined, host_job, join_alone, join_job
 from lockstep.launch.request import Function, Nodes, OnHang, Request
-from lockstep.launch.run_directory import Job, begin_options, prepare, settle, shown
+from lockstep.launch.run_directory import MARK, Job, begin_options, note_refused, prepare, settle, shown
 from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.remote_start import run_start_commands
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, text_of
-from lockstep.launch.workers.fork_server import open_fork_server
+from lockstep.launch.workers.fork_server_client import open_fork_server
 from lockstep.launch.workers.rank_environment import common_environment
 from lockstep.launch.workers.worker_group import WorkerGroup
 from lockstep.launch_contract import (
@@ -47,10 +48,11 @@ from lockstep.launch_contract import (
     EXIT_NOT_SAVED,
     EXIT_OK,
     EXIT_STOPPED,
+    EXIT_USAGE,
     FAULT_NOTES,
     FAULTS,
 )
-from lockstep.report import StatusFile
+from lockstep.report import State, StatusFile
 from lockstep.settings import parse
 from lockstep.strategy_words import split
 
@@ -203,12 +205,13 @@ def _run_here(job: Job) -> tuple[int, str]:
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
     with settle(job, now=datetime.now()), stops.listening():
         _announce(job, screen)
-        return _run_agent(join_alone(job), screen, stops)
+        return _run_agent(join_alone(job), ScreenThread(screen), stops)
 
 
 def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: Allocation) -> int:
     """Carry out this machine's part of a job on several machines; returns its exit code."""
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
+    thread = ScreenThread(screen)
     endpoint = Endpoint(nodes.host, nodes.port)
     with contextlib.ExitStack() as stack:
         stack.enter_context(stops.listening())
@@ -225,12 +228,12 @@ def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: A
             stack.enter_context(listening)
             stack.enter_context(settle(job, now=datetime.now()))
             _announce(job, screen)
-            joined: Joined | None = host_job(job, nodes, endpoint, listening, stack)
+            joined: Joined | None = host_job(job, nodes, endpoint, listening, stack, thread.say)
         else:
             joined = join_job(job, nodes, endpoint, say=screen.say, stopped=lambda: stops.times > 0)
         if joined is None:
             return 128 + (stops.first or 0)
-        return _run_agent(joined, screen, stops)[0]
+        return _run_agent(joined, thread, stops)[0]
 
 
 def _announce(job: Job, screen: Screen) -> None:
@@ -243,32 +246,53 @@ def _announce(job: Job, screen: Screen) -> None:
     screen.say(f"{plural(job.ranks, 'rank')}{where}, {plural(threads, 'CPU thread')}{each}; logs: {shown(job.logs)}")
 
 
-def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
+def _run_agent(joined: Joined, screen: ScreenThread, stops: Stops) -> tuple[int, str]:
     """Start the fork server and carry out this node's part of the job; returns as `_run_here` does."""
     job, request = joined.job, joined.job.request
+    files = FileThread(screen.say, shown)
     hang_monitor = HangMonitor(
         HangTimeouts(request.hang_after_s),
         request.on_hang,
         stacks=job.stacks,
         hangs=job.hangs,
+        files=files,
         say=screen.say,
         shown=shown,
     )
-    with hang_monitor, _room_for_emergencies(joined) as room:
-        env = {**os.environ, **_end_of_job(request, os.environ), **({FAULTS: request.faults} if request.faults else {})}
+    env = {**os.environ, **_end_of_job(request, os.environ), **({FAULTS: request.faults} if request.faults else {})}
+    with contextlib.ExitStack() as stack:
+        # The last words are those of whatever is closed before.
+        stack.callback(screen.finish, lambda: stops.times)
+        room = stack.enter_context(_room_for_emergencies(joined))
         common = common_environment(job, env, hang_monitor.channel) | room
-        fork_server = open_fork_server(request.program, job.start_method, common)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.closing(fork_server))
-            terminal = _terminal_of(job)
-            if terminal is not None:
-                stack.enter_context(contextlib.closing(terminal))
-            stack.enter_context(contextlib.closing(screen))
-            agent = Agent(joined, WorkerGroup(job, fork_server, screen, hang_monitor, terminal), screen, stops)
-            code = _with_missed_faults(job, screen, agent.run())
-            if code not in (EXIT_OK, EXIT_STOPPED) and (status := StatusFile.read(job.status)) is not None:
-                StatusFile(job.status).write(replace(status, state="unsaved" if code == EXIT_NOT_SAVED else "failed"))
-            return code, agent.last_failure
+        stack.enter_context(contextlib.closing(files))
+        stack.enter_context(hang_monitor)
+        terminal = _terminal_of(job, files)
+        if terminal is not None:
+            stack.enter_context(contextlib.closing(terminal))
+        workers = WorkerGroup(
+            job,
+            lambda: open_fork_server(request.program, job.start_method, common),
+            screen,
+            hang_monitor,
+            files,
+            terminal,
+        )
+        stack.enter_context(contextlib.closing(workers))
+        stack.callback(screen.close)
+        agent = Agent(joined, workers, screen, stops, files)
+        code = _with_missed_faults(job, screen, files, agent.run())
+        if code == EXIT_USAGE and request.nodes is None:
+            files.ask(lambda: note_refused(job), None, of=job.run_dir / MARK)
+        if code not in (EXIT_OK, EXIT_STOPPED):
+            state: State = "unsaved" if code == EXIT_NOT_SAVED else "failed"
+            files.ask(lambda: _note_state(job.status, state), None, of=job.status)
+        return code, agent.last_failure
+
+
+def _note_state(path: Path, state: State) -> None:
+    if (status := StatusFile.read(path)) is not None:
+        StatusFile(path).write(replace(status, state=state))
 
 
 @contextlib.contextmanager
@@ -294,13 +318,13 @@ def _check_attach(request: Request) -> None:
         )
 
 
-def _terminal_of(job: Job) -> AttachedTerminal | None:
+def _terminal_of(job: Job, files: FileThread) -> AttachedTerminal | None:
     """The terminal of the rank that is to have it; None if none has."""
     rank = job.request.attach
     only = job.ranks == 1 and job.request.nodes is None and not isinstance(job.request.program, Function)
     if rank is None and only and has_terminal(sys.stdin, sys.stdout, sys.stderr):
         rank = 0
-    return None if rank is None else AttachedTerminal(rank, sys.stdin.fileno())
+    return None if rank is None else AttachedTerminal(rank, sys.stdin.fileno(), files)
 
 
 def _end_of_job(request: Request, env: Mapping[str, str]) -> dict[str, str]:
@@ -311,11 +335,13 @@ def _end_of_job(request: Request, env: Mapping[str, str]) -> dict[str, str]:
     return {} if at_s is None else {ENDS_AT: f"{at_s:.0f}"}
 
 
-def _with_missed_faults(job: Job, screen: Screen, code: int) -> int:
+def _with_missed_faults(job: Job, screen: ScreenThread, files: FileThread, code: int) -> int:
     """``code``; or that of a failure, if a fault that was to be injected never happened."""
+    if not job.request.faults:
+        return code
     plan, notes = FaultPlan.parse(job.request.faults), job.run_dir / FAULT_NOTES
-    plan.clean(notes)
-    missed = plan.missed(notes)
+    files.ask(lambda: plan.clean(notes), None, of=notes)
+    missed = files.ask(lambda: list(plan.missed(notes)), list[Fault](), of=notes)
     for fault in missed:
         screen.say(f"never happened: {fault}")
     return EXIT_FAILED if missed else code

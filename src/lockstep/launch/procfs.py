@@ -1,4 +1,4 @@
-"""The two facts about a process that psutil does not give, or not fast enough, read from Linux's ``/proc``."""
+"""What psutil does not say of a process, or not fast enough, read from Linux's ``/proc``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,22 @@ def descendants(process: int) -> list[int]:
 def status(process: int) -> str:
     """The text of ``/proc/PID/status``, which says what signals a process catches; psutil has no word for that."""
     return text_of(Path(f"/proc/{process}/status"))
+
+
+def state(process: int) -> str:
+    """The kernel's letter for what ``process`` does, such as ``S``, ``T`` or ``Z``; "" if there is none."""
+    return _stat(process)[:1]
+
+
+def begun(process: int) -> str:
+    """When ``process`` was started, in the kernel's own count: together with its number, its name for ever."""
+    fields = _stat(process).split()
+    return fields[19] if len(fields) > 19 else ""
+
+
+def _stat(process: int) -> str:
+    # The name of the program, in brackets, may hold anything.
+    return text_of(Path(f"/proc/{process}/stat")).rpartition(") ")[2]
 
 
 def text_of(path: Path) -> str:

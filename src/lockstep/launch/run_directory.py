@@ -7,6 +7,8 @@ import fcntl
 import importlib.metadata
 import json
 import platform
+import re
+import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,11 +25,13 @@ from lockstep.launch.program import check_program
 from lockstep.launch.request import Request, StartMethod
 from lockstep.launch.schedulers.requeue import directory, goes_on, noted
 from lockstep.launch.schedulers.scheduler import Allocation
+from lockstep.launch.variables import check_variables
 from lockstep.world import World
 
 #: The file by which a run directory is recognized.
 MARK = "run.json"
 _LOCK = ".lock"
+_SECRET = re.compile(r"token|secret|passw|passphrase|credential|api[-_]?key|auth", re.IGNORECASE)
 _RUNS = Path("runs")
 _NO_SCHEDULER = Allocation()
 
@@ -118,6 +122,7 @@ def prepare(
     if not (request.hang_after_s is None or request.hang_after_s > 0):
         given_s = request.spelt("--hang-after", request.hang_after_s)
         raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never asks")
+    check_variables(env)
     check_program(request.program)
     ranks, notes = _ranks(request, machine, env)
     if request.attach is not None:
@@ -164,6 +169,9 @@ def settle(job: Job, *, now: datetime) -> Any:
         if job.aside is not None:
             with _locked(job.run_dir):
                 job.run_dir.rename(job.aside)
+        if not job.run_dir.exists():
+            job.run_dir.parent.mkdir(parents=True, exist_ok=True)
+            job.run_dir.mkdir(mode=0o700)
         job.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingError(
@@ -173,14 +181,14 @@ def settle(job: Job, *, now: datetime) -> Any:
     lock = _locked(job.run_dir)
     job.status.unlink(missing_ok=True)
     start = {
-        "command": job.request.command(*begin_options(job)),
+        "command": without_secrets(job.request.command(*begin_options(job))),
         "time": now.astimezone().isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "cwd": str(Path.cwd()),
         "ranks": job.ranks,
         "begins": job.begins,
         "settings": dict(job.request.settings),
-        **noted(job.given, job.request.subject),
+        **noted(job.given, without_secrets(job.request.subject)),
         "versions": versions(),
     }
     about = _about(job.run_dir) or {"format": 1, "starts": [], "generations": []}
@@ -201,6 +209,28 @@ def note_generation(job: Job, generation: int, *, ranks: int, hosts: Sequence[st
         }
     )
     _write(job.run_dir, about)
+
+
+def note_refused(job: Job) -> None:
+    """Record that the run was refused before its first step, so that its directory can be used as if it were empty."""
+    if (about := _about(job.run_dir)) is not None:
+        about["starts"][-1]["refused"] = True
+        _write(job.run_dir, about)
+
+
+def _was_refused(about: Mapping[str, Any] | None) -> bool:
+    return about is not None and all(start.get("refused") for start in about["starts"])
+
+
+def without_secrets(command: str) -> str:
+    """``command`` with ``***`` for what is given to options and variables that are named after a secret."""
+    words, hides = [], False
+    for word in shlex.split(command):
+        name, equals, _ = word.partition("=")
+        secret = _SECRET.search(name) is not None and (name.startswith("-") or equals)
+        words.append("***" if hides and not word.startswith("-") else f"{name}=***" if secret and equals else word)
+        hides = bool(secret and not equals)
+    return shlex.join(words)
 
 
 def begin_options(job: Job) -> list[str]:
@@ -264,7 +294,7 @@ def _run_dir(
         raise SettingError("--resume and --fresh contradict each other; give one of them")
     again = f"{given} was started again (restart {given.restarts}), so its run goes on"
     if request.run_dir is None and given.job and not request.resume:
-        path, on = directory(given, _RUNS.absolute(), request.program.stem, request.subject, _about)
+        path, on = directory(given, _RUNS.absolute(), request.program.stem, without_secrets(request.subject), _about)
         return path, "resume" if on else "fresh" if request.fresh else "new", (again,) if on else ()
     if request.run_dir is None:
         if request.resume and not request.settings.get("checkpoint"):
@@ -275,6 +305,9 @@ def _run_dir(
     if run_dir.exists() and not run_dir.is_dir():
         raise SettingError(f"{spelt} is a file; give a directory")
     held = [path for path in run_dir.iterdir() if path.name != _LOCK] if run_dir.exists() else []
+    trained = any(path.name in ("metrics.jsonl", "checkpoints") for path in held)
+    if not trained and _was_refused(_about(run_dir)):
+        held = []
     if not held and request.fresh:
         return run_dir, "fresh", ()
     if not held:
@@ -286,7 +319,7 @@ def _run_dir(
     if request.resume:
         return run_dir, "resume", ()
     # Before --fresh: a job that began with it is not to start over each time the scheduler starts it again.
-    if goes_on(given, request.subject, _about(run_dir)):
+    if goes_on(given, without_secrets(request.subject), _about(run_dir)):
         return run_dir, "resume", (again,)
     if request.fresh:
         return run_dir, "fresh", ()

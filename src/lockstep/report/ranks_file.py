@@ -52,14 +52,15 @@ class RanksFile:
     """
 
     def __init__(self, run_dir: Path, number: int) -> None:
-        self._path = run_dir / f"ranks-{number:04d}.json"
-        self._scratch = run_dir / f".{self._path.name}.{os.getpid()}"
+        #: The file.
+        self.path = run_dir / f"ranks-{number:04d}.json"
+        self._scratch = run_dir / f".{self.path.name}.{os.getpid()}"
 
     def write(self, ranks: Sequence[RankStatus]) -> None:
         """Replace what is there. What cannot be written, such as on a full disk, is dropped."""
         try:
             self._scratch.write_text(json.dumps([asdict(one) for one in ranks]), encoding="utf-8")
-            self._scratch.replace(self._path)
+            self._scratch.replace(self.path)
         except OSError:
             with contextlib.suppress(OSError):
                 self._scratch.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from lockstep.checkpoint import Checkpoints, Outcome, Saved, SavedTree, StateTree
 from lockstep.errors import CheckpointError, SettingError
-from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME, RESUME_FROM
+from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME, RESUME_FROM, RUN_DIR
 from lockstep.run.emergency import LeftBehind
 from lockstep.run.identity import differences
 from lockstep.run.stop_requests import JobDeadline
@@ -270,7 +271,9 @@ class DirectoryCheckpointer(RunCheckpointer):
         leave_together()
         if self._checkpoints.last_committed_step != step:
             raise CheckpointError(f"stopped by {reason} at step {step}, and its checkpoint was not saved")
-        self._say(f"stopped by {reason} at step {step}, which is saved; run it again with --resume to go on")
+        # The launcher gives the command, where there is one, or goes on by itself.
+        again = "" if RUN_DIR in os.environ else "; run it again with --resume to go on"
+        self._say(f"stopped by {reason} at step {step}, which is saved{again}")
         raise SystemExit(EXIT_STOPPED)
 
     @override

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from lockstep.launch_contract import EXIT_INTERRUPTED
+from lockstep.launch_contract import CHANNEL, EXIT_INTERRUPTED, STOP_REASON
 from lockstep.world import job_ends_at
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
@@ -124,9 +124,20 @@ class StopRequests:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._reason is None:
-            self._reason = signal.Signals(number).name
+            self._reason = _why(number, os.environ)
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
+
+
+def _why(number: int, env: Mapping[str, str]) -> str:
+    """Why a signal came: what the launcher has left about it; else that it came to this rank alone."""
+    name = signal.Signals(number).name
+    if not env.get(CHANNEL, "").startswith("/"):
+        return name
+    # A small file in a directory of the launcher's, on this machine.
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return Path(env[CHANNEL]).with_name(STOP_REASON).read_text(encoding="utf-8") or name
+    return f"{name} to rank {env.get('RANK', '?')}" if int(env.get("WORLD_SIZE", "1")) > 1 else name
 
 
 class _SignalThread:

@@ -6,16 +6,19 @@ import json
 import linecache
 import re
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from lockstep.heartbeat import own_lines
 from lockstep.peer_failure import is_peer_failure
 
 #: The kind of a failure that the launcher found and not the rank itself: it makes no progress.
 HANG = "hang"
+_MOST_SIGNS = 4000
 
 _WORKER_LOST = re.compile(r"DataLoader worker .*(is killed by signal: Killed|exited unexpectedly)", re.DOTALL)
 _ABORTED_BY_WATCHDOG = re.compile(
@@ -66,6 +69,33 @@ class Failure:
         """Whether a process of its data loader was killed or ended unexpectedly."""
         return _WORKER_LOST.search(self.message) is not None
 
+    @property
+    def ends_well(self) -> bool:
+        """Whether its rank leaves by itself with an exit code, and perhaps takes its time."""
+        return self.kind == "SystemExit"
+
+    def to_message(self) -> bytes:
+        """The record as one message for the launcher, of at most 60 KiB: long texts lose their middle."""
+        short = {name: _short(value) if isinstance(value, str) else value for name, value in asdict(self).items()}
+        return json.dumps({"failure": short}).encode()
+
+    @classmethod
+    def from_message(cls, text: bytes) -> Self | None:
+        """What `to_message` made ``text`` of; None if it is another message."""
+        try:
+            return cls.from_fields(json.loads(text)["failure"])
+        except (ValueError, TypeError, KeyError):
+            return None
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """The record with these ``fields``; those that this version does not know are left out.
+
+        Raises:
+            TypeError: if one is missing.
+        """
+        return cls(**{field.name: fields[field.name] for field in dataclass_fields(cls) if field.name in fields})
+
     def write(self, path: Path) -> None:
         """Write the record to ``path``, completely or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +107,7 @@ class Failure:
     def read(cls, path: Path) -> Self | None:
         """The record at ``path``; None if there is none that can be read."""
         try:
-            return cls(**json.loads(path.read_text(encoding="ascii")))
+            return cls.from_fields(json.loads(path.read_text(encoding="ascii")))
         except (OSError, ValueError, TypeError):
             return None
 
@@ -91,6 +121,11 @@ def first_failure(run_dir: Path) -> Failure | None:
     records = [Failure.read(path) for path in generations[-1].glob("*.json")] if generations else []
     found = [record for record in records if record is not None]
     return min(found, key=lambda record: (record.collateral, record.raised_s), default=None)
+
+
+def _short(text: str) -> str:
+    # Each of its signs may take six bytes in a message.
+    return text if len(text) <= _MOST_SIGNS else f"{text[: _MOST_SIGNS // 2]}\n...\n{text[-_MOST_SIGNS // 2 :]}"
 
 
 def user_frame(error: BaseException) -> tuple[str, int]:

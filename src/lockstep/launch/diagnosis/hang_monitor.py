@@ -28,6 +28,7 @@ from typing import Final, Self
 from lockstep.heartbeat import NOTHING, NOWHERE, Stacks, is_registered, read_stacks
 from lockstep.heartbeat_message import Heartbeat
 from lockstep.launch import procfs
+from lockstep.launch.deadline_thread import FileThread
 from lockstep.launch.diagnosis.error_record import HANG, Failure
 from lockstep.launch.diagnosis.hang_analysis import (
     HangDiagnosis,
@@ -40,7 +41,7 @@ from lockstep.launch.diagnosis.hang_analysis import (
 from lockstep.launch.diagnosis.hang_report import Recovered, Worker, report, sentence
 from lockstep.launch.diagnosis.wait_share import WaitShare
 from lockstep.launch.request import OnHang
-from lockstep.launch_contract import STACKS_SIGNAL
+from lockstep.launch_contract import PRIVATE, STACKS_SIGNAL, STOP_REASON
 
 #: How long all ranks together may take to write their stacks.
 _STACKS_S = 1.5
@@ -48,6 +49,8 @@ _STACKS_S = 1.5
 _QUIET_S = 0.06
 _LOOK_EVERY_S = 0.2
 _WORKERS = 4
+#: How long all these workers together may take, since the launcher's loop waits for them.
+_WORKERS_S = 2.0
 _BEAT_BYTES = 1 << 16
 
 
@@ -68,6 +71,7 @@ class HangMonitor:
             how long to wait; otherwise only report.
         stacks: where each rank writes its stacks.
         hangs: directory for the reports.
+        files: reads and writes there.
         say: shows text to the user.
         shown: a path as the user would write it.
         now: a clock that does not run while the host sleeps.
@@ -80,14 +84,16 @@ class HangMonitor:
         *,
         stacks: Callable[[int], Path],
         hangs: Path,
+        files: FileThread,
         say: Callable[[str], None],
         shown: Callable[[Path], str],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeouts, self._on_hang = timeouts, on_hang
-        self._stacks, self._hangs, self._say, self._shown, self._now = stacks, hangs, say, shown, now
+        self._stacks, self._hangs, self._files, self._say, self._shown = stacks, hangs, files, say, shown
+        self._now = now
         # Short: the path of a socket holds about a hundred characters, and a run directory may have more.
-        self._home: Final = Path(tempfile.mkdtemp(prefix="lockstep-"))
+        self._home: Final = Path(tempfile.mkdtemp(prefix=PRIVATE))
         self._socket: Final = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(self._home / "beats"))
         self._socket.setblocking(False)
@@ -98,6 +104,8 @@ class HangMonitor:
         #: The hang that was reported and still lasts.
         self.diagnosis: HangDiagnosis | None = None
         self._ends = False  # for that hang; what ranks do while they are ended says nothing about it
+        #: Why ranks of this generation said that they fail, by rank.
+        self.failures: dict[int, Failure] = {}
 
     @property
     def channel(self) -> str:
@@ -109,11 +117,17 @@ class HangMonitor:
         for _ in self._heard():
             pass
         self._tracker, self.diagnosis, self.waits = HeartbeatTracker(ranks, self._now()), None, WaitShare()
-        self._ends = False
+        self._ends, self.failures = False, {}
+        (self._home / STOP_REASON).unlink(missing_ok=True)
 
     def rank_exited(self, rank: int, status: int) -> None:
         """A rank's process has ended."""
         self._tracker.rank_exited(rank, status)
+
+    def leave_reason(self, reason: str) -> None:
+        """Leave for the ranks why they are asked to stop: their signal does not say it."""
+        with contextlib.suppress(OSError):
+            (self._home / STOP_REASON).write_text(reason, encoding="utf-8")
 
     @property
     def heard_any(self) -> bool:
@@ -162,33 +176,34 @@ class HangMonitor:
         self.diagnosis, self._ends = self._tell(diagnosis, ends), ends
         return Hang(self.diagnosis, restart=self._on_hang != "abort") if ends else None
 
-    def record_hangs(self, failure: Callable[[int], Path]) -> None:
-        """Leave the failure record of each rank that hangs where it has not left one itself.
+    def hang_failures(self) -> dict[int, Failure]:
+        """What stands for the failure record of each rank that hangs, by rank; empty if none does.
 
         For when the generation ends because of the hang: by us, or by the other ranks' own timeouts.
         """
         if self.diagnosis is None:
-            return
+            return {}
         diagnosis, began_s = self.diagnosis, self._now() - self.diagnosis.for_s
-        said = sentence(diagnosis, self._file)
+        said, found = sentence(diagnosis, self._file), {}
         for rank_state in diagnosis.rank_states:
-            if rank_state.rank not in diagnosis.culprits or failure(rank_state.rank).exists():
+            if rank_state.rank not in diagnosis.culprits:
                 continue
             # Where several hang, the line of one of them is not the cause.
             place = rank_state.beat.place if rank_state.beat and len(diagnosis.culprits) == 1 else NOWHERE
-            Failure(
+            found[rank_state.rank] = Failure(
                 rank=rank_state.rank,
                 host=socket.gethostname(),
                 kind=HANG,
                 message=said,
                 file=place.file,
                 line=place.line,
-                source=_source(place.file, place.line),
+                source=self._source(place.file, place.line),
                 traceback="",
                 collateral=False,
                 raised_s=began_s,
                 log_bytes=1 << 62,
-            ).write(failure(rank_state.rank))
+            )
+        return found
 
     def close(self) -> None:
         """Stop listening and remove the socket."""
@@ -211,22 +226,30 @@ class HangMonitor:
                     raise
                 return beats
             # A process that may write to the socket may write what it wants.
+            if (failure := Failure.from_message(text)) is not None:
+                self.failures.setdefault(failure.rank, failure)
+                continue
             with contextlib.suppress(ValueError):
                 beats.append(Heartbeat.from_text(text))
 
     def _tell(self, diagnosis: HangDiagnosis, ends: bool) -> HangDiagnosis:
         """Report and store all that can be known; returns the diagnosis with what the stacks have added."""
         processes = {s.rank: s.beat.process for s in diagnosis.rank_states if s.beat is not None}
-        stacks = self._ask(processes)
+        home, none = self._stacks(0).parent, dict[int, Stacks]()
+        stacks = self._files.ask(lambda: self._ask(processes), none, of=home, urgent=True, within_s=2 * _STACKS_S)
         diagnosis = with_stacks(diagnosis, stacks)
         children = {
             s.rank: procfs.children(processes[s.rank])[:_WORKERS]
             for s in diagnosis.rank_states
             if s.rank in diagnosis.culprits and s.beat is not None and s.beat.call == "next(loader)"
         }
-        workers = {rank: [self._ask_worker(rank, child) for child in found] for rank, found in children.items()}
-        text = report(diagnosis, stacks, workers, shown=self._file, source=_source)
-        path = self._keep(text, stacks, workers)
+        end_s = time.monotonic() + _WORKERS_S
+        workers = {
+            rank: [self._ask_worker(rank, child) for child in found if time.monotonic() < end_s]
+            for rank, found in children.items()
+        }
+        text = report(diagnosis, stacks, workers, shown=self._file, source=self._source)
+        path = self._files.ask(lambda: self._keep(text, stacks, workers), None, of=self._hangs, urgent=True)
         lines = [text, *([f"  all threads of all ranks: {self._shown(path)}"] if path else [])]
         if not ends:
             lines.append("  the run waits; --on-hang abort or --on-hang restart would end it here")
@@ -246,11 +269,15 @@ class HangMonitor:
         state = _process_state(process)
         # It writes where its rank does, whose file it has inherited.
         path = self._stacks(rank)
-        before, size = procfs.text_of(path), _size(path)
-        if not _ask_process(process):
-            return Worker(process, state, NOTHING)
-        _settle({path: size})
-        return Worker(process, state, read_stacks(before, procfs.text_of(path)[len(before) :]))
+
+        def stacks() -> Stacks:
+            before, size = procfs.text_of(path), _size(path)
+            if not _ask_process(process):
+                return NOTHING
+            _settle({path: size})
+            return read_stacks(before, procfs.text_of(path)[len(before) :])
+
+        return Worker(process, state, self._files.ask(stacks, NOTHING, of=path, within_s=2 * _STACKS_S))
 
     def _keep(self, text: str, stacks: Mapping[int, Stacks], workers: Mapping[int, Sequence[Worker]]) -> Path | None:
         parts = [text, ""]
@@ -259,15 +286,14 @@ class HangMonitor:
         for rank, children in sorted(workers.items()):
             for child in children:
                 parts += [f"--- process {child.process} of rank {rank}", child.stacks.text]
-        try:
-            self._hangs.mkdir(parents=True, exist_ok=True)
-            number = 1 + len(list(self._hangs.iterdir()))
-            path = self._hangs / f"hang-{number}.txt"
-            path.write_text("\n".join(parts), encoding="utf-8")
-        except OSError:
-            # A full disk does not keep the report from the screen.
-            return None
+        self._hangs.mkdir(parents=True, exist_ok=True)
+        number = 1 + len(list(self._hangs.iterdir()))
+        path = self._hangs / f"hang-{number}.txt"
+        path.write_text("\n".join(parts), encoding="utf-8")
         return path
+
+    def _source(self, file: str, line: int) -> str:
+        return self._files.ask(lambda: linecache.getline(file, line).strip()[:80], "", of=Path(file))
 
     def _file(self, name: str) -> str:
         return self._shown(Path(name))
@@ -309,10 +335,6 @@ def _process_state(process: int) -> str:
         return str(psutil.Process(process).status())
     except psutil.Error:
         return ""
-
-
-def _source(file: str, line: int) -> str:
-    return linecache.getline(file, line).strip()[:80]
 
 
 def _size(path: Path) -> int:

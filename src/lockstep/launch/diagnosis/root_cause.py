@@ -30,6 +30,7 @@ from lockstep.launch_contract import (
 #: Exit codes that a script may choose by itself; the others mean something here, to Grid Engine, or to the shell.
 _OF_SCRIPTS = frozenset(range(1, 126)) - {EXIT_USAGE, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_TIMEOUT, 99, 100}
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_NOTICED_S = 1.0
 _TRACEBACK_LINES = 40
 _MESSAGE_LINES = 12
 _TAIL_LINES = 6
@@ -47,6 +48,8 @@ class RankExit:
     log_tail: str = ""  #: the end of its log
     host: str = ""  #: where there are several
     memory: str = ""  #: that host memory ran out, and who held it; "" if it did not
+    planned: str = ""  #: the fault on purpose that killed it
+    part: str = ""  #: what befell a process of the launcher that this rank needs; "": nothing did
 
     @property
     def well(self) -> bool:
@@ -56,6 +59,8 @@ class RankExit:
     @property
     def collateral(self) -> bool:
         """Whether it ended because another rank was gone."""
+        if self.part:
+            return False
         if self.failure is not None:
             return self.failure.collateral
         return self.status == -signal.SIGABRT and aborted_by_watchdog(self.log_tail)
@@ -68,11 +73,16 @@ class RankExit:
     @property
     def since_s(self) -> float:
         """When it failed; a rank that raised an error may take a while to end."""
+        if self.part:
+            # It is noticed after its ranks may have noticed.
+            return self.at_s - _NOTICED_S
         return self.failure.raised_s if self.failure else self.at_s
 
     @property
     def failure_key(self) -> object:
         """Equal for ranks that failed in the same way."""
+        if self.part:
+            return self.part
         if self.failure is None:
             return self.status
         if self.hung:
@@ -98,6 +108,8 @@ def has_failed(rank_exit: RankExit) -> bool:
     A rank that we ended has not, unless it says that something else went wrong on its way out, such as a checkpoint
     that could not be written.
     """
+    if rank_exit.part:
+        return True
     if rank_exit.well:
         return False
     spoke = rank_exit.failure is not None and rank_exit.failure.kind != "SystemExit" and not rank_exit.collateral
@@ -141,6 +153,8 @@ def exit_code(exits: Sequence[RankExit], *, stopped_by: int | None) -> int:
     if stopped_by is not None and not own:
         return 128 + stopped_by
     cause = find_root_cause(exits).cause
+    if cause.part:
+        return EXIT_FAILED
     if cause.status == -signal.SIGKILL and not cause.hung:
         return EXIT_KILLED
     if all(rank_exit.status == EXIT_INTERRUPTED for rank_exit in failed):
@@ -160,7 +174,10 @@ def format_failure(diagnosis: Diagnosis, *, ranks: int, log: Callable[[int], str
         shown: a path as the user would write it.
     """
     cause = diagnosis.cause
-    lines = [f"run failed: {_who(diagnosis, ranks)} {_what(cause)}"]
+    if cause.part:
+        return _format_lost_part(diagnosis, log(cause.rank))
+    what = _what(cause).replace("was killed", "were killed") if len(diagnosis.alike) > 1 else _what(cause)
+    lines = [f"run failed: {_who(diagnosis, ranks)} {what}"]
     lines += [f"    {line}" for line in _why(cause)]
     if cause.failure is not None and cause.failure.file:
         lines.append(f"    at {shown(Path(cause.failure.file))}:{cause.failure.line}")
@@ -209,7 +226,7 @@ def format_not_saved(exits: Sequence[RankExit], *, ranks: int, log: Callable[[in
 def format_traceback(cause: RankExit) -> str:
     """The traceback to show before the last block, "" if there is none; the end of a long one."""
     # What is not the program's fault needs no place in it.
-    if cause.failure is None or cause.failure.kind == "SystemExit" or cause.status == EXIT_USAGE:
+    if cause.part or cause.failure is None or cause.failure.kind == "SystemExit" or cause.status == EXIT_USAGE:
         return ""
     lines = cause.failure.traceback.rstrip("\n").splitlines()
     if len(lines) > _TRACEBACK_LINES:
@@ -219,6 +236,15 @@ def format_traceback(cause: RankExit) -> str:
             *lines[3 - _TRACEBACK_LINES :],
         ]
     return "\n".join(lines)
+
+
+def _format_lost_part(diagnosis: Diagnosis, log: str) -> str:
+    cause = diagnosis.cause
+    lines = [f"run failed: {cause.part}{f' (host {cause.host})' if cause.host else ''}"]
+    lines += ["    it is a process of the launcher; no rank is to blame"]
+    if "SIGKILL" in cause.part:
+        lines += [f"    {line}" for line in _REASONS[signal.SIGKILL]]
+    return "\n".join([*lines, f"  full log: {log}"])
 
 
 def _who(diagnosis: Diagnosis, ranks: int) -> str:
@@ -240,9 +266,12 @@ def _what(rank_exit: RankExit) -> str:
         return f"left with exit code {rank_exit.status}"
     if rank_exit.failure is not None:
         return f"raised {rank_exit.failure.kind}"
-    if rank_exit.status < 0:
-        return f"was killed by {_signal_name(-rank_exit.status)}"
-    return f"left with exit code {rank_exit.status}"
+    return how_it_ended(rank_exit.status)
+
+
+def how_it_ended(status: int) -> str:
+    """How a process ended, in words, from its exit code or minus the signal that killed it."""
+    return f"was killed by {_signal_name(-status)}" if status < 0 else f"left with exit code {status}"
 
 
 def _why(rank_exit: RankExit) -> list[str]:
@@ -253,6 +282,8 @@ def _why(rank_exit: RankExit) -> list[str]:
         if len(lines) > _MESSAGE_LINES:
             lines = [*lines[:2], "...", *lines[3 - _MESSAGE_LINES :]]
         return lines
+    if rank_exit.planned:
+        return [f"as planned, by --fault: {rank_exit.planned}"]
     if rank_exit.memory:
         return []
     return _REASONS.get(-rank_exit.status, [])

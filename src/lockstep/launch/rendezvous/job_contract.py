@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal, Self
+
+from lockstep.launch.rendezvous.known_fields import from_known, object_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,8 @@ class JobContract:
     run_dir: str
     begins: Literal["new", "resume", "fresh"]
     generation: int  #: the first one
+    #: What may differ between nodes, but seldom does for a reason: variables of torch, NCCL and gloo.
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The contract as text for the store."""
@@ -25,8 +29,26 @@ class JobContract:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """The contract that `to_json` turned into ``text``."""
-        return cls(**json.loads(text))
+        """The contract that `to_json` turned into ``text``.
+
+        Raises:
+            ValueError: if it is something else.
+        """
+        values = object_from(text if isinstance(text, str) else text.decode(errors="replace"))
+        if not isinstance(values.get("must_match"), dict):
+            raise ValueError(f"no contract of a job: {text!r:.80}")
+        return from_known(cls, values)
+
+
+def version_in(text: str | bytes) -> str:
+    """The version of Lockstep that wrote the contract ``text``, whatever else it says; "" if it does not say.
+
+    Raises:
+        ValueError: if it is no contract.
+    """
+    must_match = object_from(text if isinstance(text, str) else text.decode(errors="replace")).get("must_match")
+    version = must_match.get("lockstep") if isinstance(must_match, dict) else None
+    return version if isinstance(version, str) else ""
 
 
 def differences(ours: Mapping[str, str], host: str, theirs: Mapping[str, str], their_host: str) -> list[str]:

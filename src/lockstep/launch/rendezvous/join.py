@@ -10,22 +10,29 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import shlex
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from lockstep.errors import SettingError
+from lockstep.launch.deadline_thread import TaskThread
 from lockstep.launch.host import INTERFACES, interface_of
-from lockstep.launch.rendezvous.endpoint import Endpoint
+from lockstep.launch.program_sources import source_hashes
+from lockstep.launch.rendezvous.endpoint import Endpoint, listen
 from lockstep.launch.rendezvous.job_contract import JobContract, differences
-from lockstep.launch.rendezvous.membership import ElasticLimits, NodePlacement, NodeReport, Plan
+from lockstep.launch.rendezvous.plan import ElasticLimits, NodePlacement, NodeReport, Plan
+from lockstep.launch.rendezvous.signature import Signature, make_signature, read_signature
 from lockstep.launch.rendezvous.store import LocalStore, RendezvousStore
+from lockstep.launch.rendezvous.store_connection import read_contract
 from lockstep.launch.rendezvous.store_process import StoreProcess
-from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store, read_contract
+from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
 from lockstep.launch.request import Function, Nodes, Request
 from lockstep.launch.run_directory import Job, versions
 
@@ -35,6 +42,11 @@ _COORDINATOR_FILE = ".coordinator"
 _PROBE_S = 2.0
 #: A host that is up accepts or refuses a connection there.
 _PROBE_PORT = 22
+_MOST_PROBES = 64
+#: Torch's ranks speak another protocol where this differs.
+_MUST_MATCH = ("TORCH_DISTRIBUTED_DEBUG",)
+_OF_TORCH = ("TORCH_", "NCCL_", "GLOO_", "TP_")
+_OF_ONE_HOST = re.compile(r"IFNAME|_HCA|_DEBUG|_LOG|TOPO_FILE|_DIR|_HOME|_PATH|HOST|_CACHE|_FR_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +59,12 @@ class Joined:
     limits: ElasticLimits
     #: Where this node's ranks meet the others in a generation; the socket is the store's, on the node that has it.
     place: Callable[[Plan, socket.socket | None], NodePlacement]
-    #: Says why an expected host may not have joined.
-    probe: Callable[[str], str]
+    #: Say why expected hosts may not have joined.
+    probe: Callable[[Sequence[str]], list[str]]
+    #: Listens for the store of the next generation, where this node is the coordinator.
+    listen: Callable[[], socket.socket]
+    #: Looks after what this node serves to the others; to be called often.
+    look_after: Callable[[], None]
 
 
 def join_alone(job: Job) -> Joined:
@@ -61,17 +77,28 @@ def join_alone(job: Job) -> Joined:
         report,
         limits,
         place=lambda _, listening: NodePlacement(0, "127.0.0.1", listening),
-        probe=lambda _: "",
+        probe=lambda _: [],
+        listen=lambda: listen(socket.AF_INET, ("127.0.0.1", 0)),
+        look_after=lambda: None,
     )
 
 
 def host_job(
-    job: Job, nodes: Nodes, endpoint: Endpoint, listening: socket.socket, stack: contextlib.ExitStack
+    job: Job,
+    nodes: Nodes,
+    endpoint: Endpoint,
+    listening: socket.socket,
+    stack: contextlib.ExitStack,
+    say: Callable[[str], None],
 ) -> Joined:
     """Become the coordinator of a job whose run directory is ready.
 
     The store is served behind ``listening`` until ``stack`` is closed.
+
+    Raises:
+        SettingError: if the secret of the run is not its user's alone.
     """
+    signature = make_signature(job.run_dir, os.environ)
     report = NodeReport(uuid.uuid4().hex, socket.gethostname(), job.ranks, node_rank=nodes.node_rank)
     contract = JobContract(
         coordinator=report.node_id,
@@ -80,11 +107,16 @@ def host_job(
         run_dir=str(job.run_dir),
         begins=job.begins,
         generation=job.generation,
+        variables=_variables(os.environ),
     )
     (job.run_dir / _COORDINATOR_FILE).write_text(report.node_id, encoding="ascii")
-    stack.enter_context(contextlib.closing(StoreProcess(listening)))
-    store = create_store(endpoint, contract, report, lost_after_s=nodes.lost_after_s)
-    return _joined(job, nodes, endpoint, store, report)
+    process = stack.enter_context(contextlib.closing(StoreProcess(listening, say)))
+    store = create_store(endpoint, contract, report, signature, lost_after_s=nodes.lost_after_s)
+    # The ranks meet where the launchers do: what reaches the one reaches the other, and nothing else listens.
+    host, _, *more = listening.getsockname()
+    family = listening.family
+    joined = _joined(job, nodes, endpoint, store, report)
+    return replace(joined, listen=lambda: listen(family, (host, 0, *more)), look_after=process.look_after)
 
 
 def join_job(
@@ -96,23 +128,31 @@ def join_job(
         SettingError: if this node differs from that one in what must be equal, or does not see the run directory.
         LaunchError: if there is no store at the endpoint in time.
     """
-    contract = read_contract(endpoint, within_s=nodes.join_timeout_s, say=say, stopped=stopped)
-    if contract is None:
-        return None
     host = socket.gethostname()
+
+    def sign(contract: JobContract) -> Signature:
+        _wait_for_run_dir(Path(contract.run_dir), contract, host)
+        return read_signature(Path(contract.run_dir), os.environ)
+
+    version = str(versions()["lockstep"])
+    read = read_contract(endpoint, sign, version=version, within_s=nodes.join_timeout_s, say=say, stopped=stopped)
+    if read is None:
+        return None
+    contract, signature = read
     # A second agent on one machine, as in a rehearsal, needs a name of its own.
     name = f"{host}#{os.getpid()}" if host == contract.host else host
     if found := differences(_must_match(job.request, nodes), name, contract.must_match, contract.host):
         raise SettingError(f"this node cannot take part in the job at {endpoint}: {'; '.join(found)}")
+    for found_once in differences(_variables(os.environ), name, contract.variables, contract.host):
+        say(f"note: {found_once}; where torch's ranks do not agree on such a variable they may wait for ever")
     run_dir = Path(contract.run_dir)
-    _wait_for_run_dir(run_dir, contract, name)
     given = job.request.run_dir
     if given is not None and Path(given).absolute() != run_dir:
         say(f"note: the run directory is {run_dir}, as {contract.host} says, and not {given}")
     job = replace(job, run_dir=run_dir, begins=contract.begins, generation=contract.generation)
     address = endpoint.local_address()
     report = NodeReport(uuid.uuid4().hex, name, job.ranks, address, node_rank=nodes.node_rank)
-    store = TcpStoreClient(endpoint, contract, report, lost_after_s=nodes.lost_after_s)
+    store = TcpStoreClient(endpoint, contract, report, signature, lost_after_s=nodes.lost_after_s)
     return _joined(job, nodes, endpoint, store, report)
 
 
@@ -123,8 +163,14 @@ def _joined(job: Job, nodes: Nodes, endpoint: Endpoint, store: RendezvousStore, 
         report,
         _limits(job.request, nodes),
         place=lambda plan, listening: _placement(plan, endpoint, report, listening),
-        probe=lambda host: probe(host, nodes.endpoint),
+        probe=lambda hosts: probe_all(hosts, nodes.endpoint),
+        listen=_not_here,
+        look_after=lambda: None,
     )
+
+
+def _not_here() -> NoReturn:
+    raise AssertionError("only the coordinator serves the store of a generation")
 
 
 def _limits(request: Request, nodes: Nodes) -> ElasticLimits:
@@ -152,6 +198,17 @@ def _must_match(request: Request, nodes: Nodes) -> Mapping[str, str]:
         "the settings": " ".join(f"{name}={value}" for name, value in sorted(request.settings.items())) or "none",
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{name: versions()[name] or "none" for name in ("lockstep", "torch")},
+        **{f"the file {name} (SHA-256)": digest for name, digest in source_hashes(program).items()},
+        **{name: os.environ[name] for name in _MUST_MATCH if name in os.environ},
+    }
+
+
+def _variables(env: Mapping[str, str]) -> Mapping[str, str]:
+    """What ``env`` tells torch, NCCL and gloo, but for what names the host's own devices, files and logs."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name.startswith(_OF_TORCH) and name not in _MUST_MATCH and not _OF_ONE_HOST.search(name)
     }
 
 
@@ -179,6 +236,17 @@ def _placement(plan: Plan, endpoint: Endpoint, report: NodeReport, listening: so
         own = report.address or (Endpoint(others[0], endpoint.port).local_address() if others else "127.0.0.1")
         interface = interface_of(own)
     return NodePlacement(node_rank, endpoint.host, listening, report.host, interface)
+
+
+def probe_all(hosts: Sequence[str], endpoint: str) -> list[str]:
+    """Why each of ``hosts`` may not have joined at ``endpoint``, as far as it is found out within some seconds."""
+    threads = [TaskThread("lockstep probe") for _ in hosts[:_MOST_PROBES]]
+    asked = [thread.start(partial(probe, host, endpoint)) for thread, host in zip(threads, hosts, strict=False)]
+    end_s = time.monotonic() + 1.5 * _PROBE_S
+    found = [task.result() for task in asked if task.wait(max(0.0, end_s - time.monotonic()))]
+    for thread in threads:
+        thread.close()
+    return found
 
 
 def probe(host: str, endpoint: str) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit, has_failed
+from lockstep.launch.rendezvous.known_fields import from_known, object_from
 from lockstep.launch_contract import EXIT_NOT_SAVED
 
 
@@ -49,22 +49,36 @@ def notice_to_json(notice: Notice) -> str:
 
 
 def notice_from_json(text: str) -> Notice:
-    """The notice that `notice_to_json` turned into ``text``."""
-    fields = json.loads(text)
+    """The notice that `notice_to_json` turned into ``text``.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    fields = object_from(text)
     if "text" in fields:
-        return Message(**fields)
-    return GenerationFailed(fields["ranks"], tuple(map(_ending, fields["endings"])))
+        return from_known(Message, fields)
+    return from_known(GenerationFailed, fields, endings=_endings(fields.get("endings")))
 
 
 def endings_to_json(endings: Sequence[RankExit]) -> str:
     """Endings as text for the store."""
-    return json.dumps([asdict(ending) for ending in endings])
+    return json.dumps({"endings": [asdict(ending) for ending in endings]})
 
 
 def endings_from_json(text: str) -> tuple[RankExit, ...]:
-    """The endings that `endings_to_json` turned into ``text``."""
-    return tuple(map(_ending, json.loads(text)))
+    """The endings that `endings_to_json` turned into ``text``.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    return _endings(object_from(text).get("endings"))
 
 
-def _ending(fields: dict[str, Any]) -> RankExit:
-    return RankExit(**{**fields, "failure": fields["failure"] and Failure(**fields["failure"])})
+def _endings(values: object) -> tuple[RankExit, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise ValueError(f"no endings of ranks: {values!r:.80}")
+    failures = [value.get("failure") for value in values]
+    return tuple(
+        from_known(RankExit, value, failure=failure and from_known(Failure, failure))
+        for value, failure in zip(values, failures, strict=True)
+    )

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lockstep.launch.diagnosis.root_cause import RankExit
-from lockstep.launch.rendezvous.membership import NodeReport, NodeView, Plan
 from lockstep.launch.rendezvous.notices import Notice
+from lockstep.launch.rendezvous.plan import NodeReport, NodeView, Plan
 
 
 class RendezvousStore(Protocol):
@@ -25,6 +25,10 @@ class RendezvousStore(Protocol):
 
     def report(self, report: NodeReport, endings: Sequence[RankExit]) -> None:
         """Set what this node reports from now on; ``endings`` once all ranks of ``report.generation`` have ended."""
+        ...
+
+    def beat(self) -> None:
+        """The agent's loop goes on. A node whose loop does not call this is silent for the others."""
         ...
 
     def nodes(self) -> Sequence[NodeView]:
@@ -66,6 +70,9 @@ class LocalStore(RendezvousStore):
     def report(self, report: NodeReport, endings: Sequence[RankExit]) -> None:
         """Keep the report."""
         self._node = NodeView(report, 0.0, tuple(endings))
+
+    def beat(self) -> None:
+        """Do nothing: nobody else listens."""
 
     def nodes(self) -> Sequence[NodeView]:
         """The only node."""

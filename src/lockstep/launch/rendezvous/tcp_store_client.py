@@ -10,27 +10,28 @@
                          notice/*    numbered, the coordinator's
                          plan        the coordinator's
 
+Every value is signed (see `signature`); one that is not, or cannot be read, is treated as if it were not there. A
+node's heartbeat is that of its agent's loop and not that of the thread: one that decides nothing any more is lost.
+
 It is torch's TCPStore. A call to it may last as long as the network pleases, so a thread makes all calls, and the agent
 only reads what the thread brought last. When the store does not answer, the thread is given up and another one asks.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from lockstep.errors import LaunchError
 from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract
-from lockstep.launch.rendezvous.membership import NodeReport, NodeView, Plan
+from lockstep.launch.rendezvous.known_fields import object_from
+from lockstep.launch.rendezvous.node_record import UNKNOWN, NodeRecord, beat_in, record_text
 from lockstep.launch.rendezvous.notices import (
     Notice,
     endings_from_json,
@@ -38,15 +39,15 @@ from lockstep.launch.rendezvous.notices import (
     notice_from_json,
     notice_to_json,
 )
+from lockstep.launch.rendezvous.plan import NodeReport, NodeView, Plan
+from lockstep.launch.rendezvous.signature import Signature
 from lockstep.launch.rendezvous.store import RendezvousStore
+from lockstep.launch.rendezvous.store_connection import open_store, open_store_in_time
 
-#: The environment variable from which torch reads how much its C++ code writes.
-LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _EVERY_S = 0.2  #: how often the thread writes and reads, at least
-_CONNECT_S = 2.0
-_ANSWER_S = 5.0
 _CREATE_S = 60.0  #: how long the store's own process may take to answer first
-_WAIT_NOTICE_S = (3.0, 60.0)
+#: Nodes that are looked at: anybody may add names to the list of them, though not a record that counts.
+_MOST_NODES = 10_000
 
 
 class TcpStoreClient(RendezvousStore):
@@ -56,10 +57,20 @@ class TcpStoreClient(RendezvousStore):
         endpoint: where the store listens.
         contract: what the store holds already.
         report: this node's first report.
+        signature: of this run.
         lost_after_s: a store that does not answer for so long is asked by another thread.
     """
 
-    def __init__(self, endpoint: Endpoint, contract: JobContract, report: NodeReport, *, lost_after_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        contract: JobContract,
+        report: NodeReport,
+        signature: Signature,
+        *,
+        lost_after_s: float,
+    ) -> None:
+        self._signature: Final = signature
         self._is_coordinator = report.node_id == contract.coordinator
         self._contract = contract
         self._endpoint, self._lost_after_s = endpoint, lost_after_s
@@ -70,8 +81,8 @@ class TcpStoreClient(RendezvousStore):
         self._plan = Plan(generation=contract.generation)
         self._notices: tuple[Notice, ...] = ()
         self._notices_written = 0
-        self._nodes: dict[str, _NodeRecord] = {}
-        self._beat = 0
+        self._nodes: dict[str, NodeRecord] = {}
+        self._beat = self._writes = 0
         self._coordinator_beat = -1
         self._heard_s = self._busy_since_s = time.monotonic()
         self._thread_number = 0
@@ -96,6 +107,11 @@ class TcpStoreClient(RendezvousStore):
             if endings and report.generation not in self._endings:
                 self._endings[report.generation] = endings_to_json(endings)
                 self._wake.set()
+
+    def beat(self) -> None:
+        """Have the thread write that the agent's loop goes on."""
+        with self._lock:
+            self._beat += 1
 
     def nodes(self) -> Sequence[NodeView]:
         """All nodes, as the thread has read them last."""
@@ -132,10 +148,10 @@ class TcpStoreClient(RendezvousStore):
     def close(self) -> None:
         """Write what was reported last, if that is possible within a second, and end the thread."""
         with self._lock:
-            beat = self._beat
+            writes = self._writes
             self._wake.set()
         end_s = time.monotonic() + 1.0
-        while time.monotonic() < end_s and self._beat < beat + 2 and self.silent_s() < self._lost_after_s:
+        while time.monotonic() < end_s and self._writes < writes + 2 and self.silent_s() < self._lost_after_s:
             time.sleep(0.02)
         with self._lock:
             self._thread_number = -1
@@ -169,7 +185,11 @@ class TcpStoreClient(RendezvousStore):
             self._wake.clear()
 
     def _join(self, store: Any) -> None:
-        node_id, contract = self._report.node_id, JobContract.from_json(store.get("contract"))
+        node_id = self._report.node_id
+        if self.is_coordinator and not store.check(["contract"]):
+            # The store's process has died, and a new one is empty.
+            self._fill(store)
+        contract = JobContract.from_json(self._get(store, "contract"))
         if contract.coordinator != self.coordinator:
             # The coordinator's agent died and another one took over. The plans of the old one mean nothing any more.
             ours, theirs = self._contract, contract
@@ -182,13 +202,34 @@ class TcpStoreClient(RendezvousStore):
         if node_id not in store.get("nodes").decode().split():
             with self._lock:
                 record = self._next_record()
-            store.set(f"node/{node_id}", record)
+            self._set(store, f"node/{node_id}", record)
             store.append("nodes", f"{node_id} ")
 
+    def _fill(self, store: Any) -> None:
+        """Write what a store holds from its beginning; what else it held, the nodes write again."""
+        with self._lock:
+            contract, node_id, record, plan = self._contract, self._report.node_id, self._next_record(), self._plan
+            notices, self._notices_written = self._notices, 0
+            endings = dict(self._endings)
+        for generation, text in endings.items():
+            self._set(store, f"endings/{generation}/{node_id}", text)
+        self._set(store, f"node/{node_id}", record)
+        store.set("nodes", f"{node_id} ")
+        for index, notice in enumerate(notices):
+            self._set(store, f"notice/{index}", notice_to_json(notice))
+        self._set(store, "plan", plan.to_json())
+        self._set(store, "contract", contract.to_json())
+
+    def _get(self, store: Any, key: str) -> str:
+        return self._signature.text_of(key, store.get(key))
+
+    def _set(self, store: Any, key: str, text: str) -> None:
+        store.set(key, self._signature.sign(key, text))
+
     def _next_record(self) -> str:
-        """This node's next record; the caller holds the lock."""
-        self._beat += 1
-        return _record(self._report, self._beat, sorted(self._endings))
+        """This node's record now; the caller holds the lock."""
+        self._writes += 1
+        return record_text(self._report, self._beat, sorted(self._endings))
 
     def _write(self, store: Any, number: int) -> None:
         with self._lock:
@@ -197,13 +238,13 @@ class TcpStoreClient(RendezvousStore):
             plan, notices, record = self._plan, self._notices, self._next_record()
         # In this order: a node that reads a record or a plan finds the endings and the notices that it speaks of.
         if endings is not None:
-            store.set(f"endings/{generation}/{node_id}", endings)
+            self._set(store, f"endings/{generation}/{node_id}", endings)
         if self.is_coordinator and number == self._thread_number:
             for index in range(self._notices_written, len(notices)):
-                store.set(f"notice/{index}", notice_to_json(notices[index]))
+                self._set(store, f"notice/{index}", notice_to_json(notices[index]))
             self._notices_written = len(notices)
-            store.set("plan", plan.to_json())
-        store.set(f"node/{node_id}", record)
+            self._set(store, "plan", plan.to_json())
+        self._set(store, f"node/{node_id}", record)
 
     def _read(self, store: Any, number: int) -> None:
         if self.is_coordinator:
@@ -212,114 +253,51 @@ class TcpStoreClient(RendezvousStore):
             self._read_plan(store, number)
 
     def _read_plan(self, store: Any, number: int) -> None:
-        text, coordinator = store.multi_get(["plan", f"node/{self.coordinator}"])
-        plan, beat = Plan.from_json(text.decode()), json.loads(coordinator)["beat"]
+        key = f"node/{self.coordinator}"
+        plan_text, coordinator = store.multi_get(["plan", key])
+        plan = Plan.from_json(self._signature.text_of("plan", plan_text))
+        beat = beat_in(self._signature.text_of(key, coordinator))
+        if plan.number < self._plan.number:
+            raise ValueError("the plan in the store is an old one")
         new = [f"notice/{index}" for index in range(len(self._notices), plan.notices)]
-        notices = (*self._notices, *(notice_from_json(text.decode()) for text in (store.multi_get(new) if new else ())))
+        texts = map(self._signature.text_of, new, store.multi_get(new) if new else ())
+        notices = (*self._notices, *map(notice_from_json, texts))
         with self._lock:
             if number == self._thread_number:
                 self._plan, self._notices = plan, notices
-                if beat != self._coordinator_beat:
+                if beat > self._coordinator_beat:
                     self._coordinator_beat, self._heard_s = beat, time.monotonic()
 
     def _read_nodes(self, store: Any, number: int) -> None:
-        ids = store.get("nodes").decode().split()
-        texts = store.multi_get([f"node/{node_id}" for node_id in ids])
+        ids = list(dict.fromkeys(store.get("nodes").decode(errors="replace").split()))[:_MOST_NODES]
+        # Reading a key that is not there would wait for it.
+        keys = [f"node/{node_id}" for node_id in ids]
+        if not store.check(keys):
+            keys = [key for key in keys if store.check([key])]
+        texts = store.multi_get(keys)
         now_s = time.monotonic()
-        records = {
-            node_id: self._nodes.get(node_id, _UNKNOWN).update(json.loads(text), now_s)
-            for node_id, text in zip(ids, texts, strict=True)
-        }
+        records = dict(self._nodes)
+        for key, text in zip(keys, texts, strict=True):
+            node_id = key.partition("/")[2]
+            with contextlib.suppress(ValueError):
+                values = object_from(self._signature.text_of(key, text))
+                records[node_id] = self._nodes.get(node_id, UNKNOWN).update(values, now_s)
+        # What is not there, or cannot be read, is silence.
+        records = {node_id: replace(record, read_s=now_s) for node_id, record in records.items()}
         for node_id, record in records.items():
             generation = record.report.generation
             if generation in record.written and record.endings_of != generation:
-                text = store.get(f"endings/{generation}/{node_id}").decode()
-                records[node_id] = replace(record, endings_of=generation, endings=endings_from_json(text))
+                key = f"endings/{generation}/{node_id}"
+                if store.check([key]):
+                    endings = endings_from_json(self._get(store, key))
+                    records[node_id] = replace(record, endings_of=generation, endings=endings)
         with self._lock:
             if number == self._thread_number:
                 self._nodes, self._heard_s = records, now_s
 
 
-def _record(report: NodeReport, beat: int, written: Sequence[int]) -> str:
-    return json.dumps({"report": asdict(report), "beat": beat, "now_s": time.monotonic(), "written": list(written)})
-
-
-@dataclass(frozen=True, slots=True)
-class _NodeRecord:
-    """What the coordinator's thread knows of one node."""
-
-    report: NodeReport
-    beat: int = -1
-    since_s: float = 0.0  #: when the beat was new, on our clock
-    read_s: float = 0.0  #: when it was read last
-    ahead_s: float = float("inf")  #: of our clock before its; too large by how long the quickest record was on its way
-    written: tuple[int, ...] = ()  #: generations of which it has written the endings
-    endings_of: int = -1  #: the generation of ``endings``
-    endings: tuple[RankExit, ...] = ()
-
-    def update(self, record: Mapping[str, Any], now_s: float) -> _NodeRecord:
-        new = record["beat"] != self.beat
-        return replace(
-            self,
-            report=NodeReport(**record["report"]),
-            beat=record["beat"],
-            since_s=now_s if new else self.since_s,
-            read_s=now_s,
-            ahead_s=min(self.ahead_s, now_s - record["now_s"]) if new else self.ahead_s,
-            written=tuple(record["written"]),
-        )
-
-    def view(self) -> NodeView:
-        # Silence counts up to the last read, not up to now: an agent that has slept knows nothing of the others.
-        silent_s = self.read_s - self.since_s
-        endings = self.endings if self.endings_of == self.report.generation else ()
-        return NodeView(self.report, silent_s, tuple(_on_our_clock(ending, self.ahead_s) for ending in endings))
-
-
-_UNKNOWN: Final = _NodeRecord(NodeReport("", "", 0))
-
-
-def _on_our_clock(ending: RankExit, ahead_s: float) -> RankExit:
-    failure = ending.failure and replace(ending.failure, raised_s=ending.failure.raised_s + ahead_s)
-    return replace(ending, at_s=ending.at_s + ahead_s, failure=failure)
-
-
-def open_store(endpoint: Endpoint) -> Any:
-    """A connection to the store at ``endpoint``.
-
-    Raises:
-        OSError: if the endpoint cannot be reached.
-        RuntimeError: if what listens there is no such store.
-    """
-    # First with a plain socket: torch would try for long, and write about each try.
-    socket.create_connection((endpoint.host, endpoint.port), _CONNECT_S).close()
-    TCPStore = _tcp_store_class()  # noqa: N806 - a class
-    return TCPStore(
-        endpoint.host,
-        endpoint.port,
-        world_size=None,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_ANSWER_S),
-    )
-
-
-def _tcp_store_class() -> Any:
-    """Torch's TCPStore, imported so that it writes errors only: it would warn of names that it need not resolve."""
-    before = os.environ.get(LOG_LEVEL)
-    os.environ.setdefault(LOG_LEVEL, "ERROR")
-    try:
-        # Imported late, so that the launcher of one machine does not load torch.
-        from torch._C._distributed_c10d import TCPStore  # as torch.distributed hands it on, with types
-
-        return TCPStore
-    finally:
-        if before is None:
-            del os.environ[LOG_LEVEL]
-
-
 def create_store(
-    endpoint: Endpoint, contract: JobContract, report: NodeReport, *, lost_after_s: float
+    endpoint: Endpoint, contract: JobContract, report: NodeReport, signature: Signature, *, lost_after_s: float
 ) -> TcpStoreClient:
     """Fill a new store with its first values, as its coordinator.
 
@@ -329,46 +307,19 @@ def create_store(
     end_s = time.monotonic() + _CREATE_S
     while True:
         try:
-            store = open_store(endpoint)
+            store = open_store_in_time(endpoint)
             break
         except (RuntimeError, OSError) as error:
             if time.monotonic() > end_s:
                 raise LaunchError(f"the store of the job's nodes does not answer at {endpoint}: {error}") from error
         time.sleep(0.1)
+    values = {
+        f"node/{report.node_id}": record_text(report, 0, ()),
+        "plan": Plan(generation=contract.generation).to_json(),
+        "contract": contract.to_json(),
+    }
     # The coordinator is the first node, since its ranks come first.
-    store.set(f"node/{report.node_id}", _record(report, 0, ()))
     store.set("nodes", f"{report.node_id} ")
-    store.set("plan", Plan(generation=contract.generation).to_json())
-    store.set("contract", contract.to_json())
-    return TcpStoreClient(endpoint, contract, report, lost_after_s=lost_after_s)
-
-
-def read_contract(
-    endpoint: Endpoint, *, within_s: float, say: Callable[[str], None], stopped: Callable[[], bool]
-) -> JobContract | None:
-    """The contract in the store at ``endpoint``, once there is one; None if ``stopped`` first.
-
-    Raises:
-        LaunchError: if there is none within ``within_s``, or something else listens there.
-    """
-    start_s = time.monotonic()
-    next_notice_s, host = _WAIT_NOTICE_S[0], socket.gethostname()
-    why = ""
-    while not stopped():
-        waited_s = time.monotonic() - start_s
-        if waited_s >= within_s:
-            raise LaunchError(
-                f"node {host} found no store of this job at {endpoint} within {waited_s:.0f} s ({why}); start "
-                f"lockstep run on {endpoint.host} too, and see that no firewall closes port {endpoint.port}"
-            )
-        if waited_s >= next_notice_s:
-            say(f"waiting for {endpoint}, where the nodes meet: {why} ({waited_s:.0f} s)")
-            next_notice_s = min(2 * next_notice_s, next_notice_s + _WAIT_NOTICE_S[1])
-        try:
-            return JobContract.from_json(open_store(endpoint).get("contract"))
-        except OSError as error:
-            why = error.strerror or str(error) or type(error).__name__
-        except (RuntimeError, ValueError) as error:
-            why = f"something else may use the port: {str(error).splitlines()[0]}"
-        time.sleep(0.1)
-    return None
+    for key, text in values.items():
+        store.set(key, signature.sign(key, text))
+    return TcpStoreClient(endpoint, contract, report, signature, lost_after_s=lost_after_s)

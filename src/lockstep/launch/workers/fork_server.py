@@ -1,4 +1,4 @@
-"""The fork server, which imports torch once and starts each rank as a copy of itself, and the launcher's client of it.
+"""The fork server, which imports torch once and starts each rank as a copy of itself.
 
     launcher                 fork server             rank 0 ... rank n-1      store
     no torch      socket     imports torch once ─►   copies of it, each       a copy too
@@ -6,8 +6,9 @@
                                                      and a log of its own
 
 A rank costs a fork instead of a second or more of imports, at every start and every restart. When the launcher ends,
-in whatever way, its end of the socket closes, and the fork server kills the process groups of all ranks. When the fork
-server dies, the kernel kills the ranks. So no process is left over in any case.
+in whatever way, its end of the socket closes, and the fork server kills the process groups of all ranks; the kernel
+has it go on for that, should it be stopped. When the fork server dies, the kernel kills the ranks. When it does not
+answer, the launcher, which was told each process id, kills them itself. So no process is left over in any case.
 
 The fork server must not have threads when it forks, since locks that other threads hold would stay locked in the
 copies. It counts its threads, and where there are others it starts ranks as separate Python processes.
@@ -20,171 +21,28 @@ import contextlib
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.errors import LaunchError
-from lockstep.launch.child_process import STOP_SIGNALS, own_python, stop_signals_blocked, with_this_package
+from lockstep.launch.child_process import STOP_SIGNALS, kill_group, own_python, signal_when_parent_dies
 from lockstep.launch.request import Function, Program, StartMethod
+from lockstep.launch.workers.fork_messages import RankSpec, message
 from lockstep.launch.workers.rank_process import become_rank, program_from, program_to_args, run_program
 from lockstep.launch.workers.tcp_store import serve_store
-from lockstep.launch_contract import CHANNEL, EMERGENCY
+from lockstep.launch_contract import CHANNEL, EMERGENCY, PRIVATE
 
 # What every training script needs; the last one is loaded by the first optimizer.
 _IMPORTED_ONCE = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch._dynamo")
 _CHUNK_BYTES = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class RankSpec:
-    """One rank to start."""
-
-    rank: int
-    env: Mapping[str, str]  #: what differs from the fork server's own environment
-    log: str
-
-
-@dataclass(frozen=True, slots=True)
-class RankExited:
-    """A rank's process has ended."""
-
-    rank: int
-    status: int  #: exit code, or minus the signal that killed it
-    at_s: float  #: on the host's monotonic clock
-
-
-@dataclass(frozen=True, slots=True)
-class ForkUnavailable:
-    """The fork server will start ranks as separate Python processes, though it was to fork them."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class ForkServerDied:
-    """The fork server has ended, and its ranks with it."""
-
-
-Event = RankExited | ForkUnavailable | ForkServerDied
-_EVENTS = {"rank-exited": RankExited, "fork-unavailable": ForkUnavailable}
-
-
-class ForkServerClient:
-    """The launcher's side: starts and signals ranks, and reads what happens to them. One generation at a time."""
-
-    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes] | Any) -> None:
-        self._connection, self._process = connection, process
-        self._unread = b""
-
-    @property
-    def pid(self) -> int:
-        """The process whose children the ranks are."""
-        return int(self._process.pid)
-
-    def start(self, ranks: Iterable[RankSpec], listening: socket.socket | None) -> None:
-        """Start these ranks, and the store where they meet behind the socket ``listening``.
-
-        None: the store is on another node. Returns at once: the ranks start when the fork server is ready.
-        """
-        port = listening.getsockname()[1] if listening else 0
-        order = _message(order="start", ranks=[asdict(spec) for spec in ranks], port=port)
-        sent = socket.send_fds(self._connection, [order], [listening.fileno()]) if listening else 0
-        self._connection.sendall(order[sent:])
-
-    def signal(self, signum: int) -> None:
-        """Send ``signum`` to every rank that lives, though not to processes that ranks have started themselves."""
-        self._send(order="signal", signum=signum)
-
-    def kill(self) -> None:
-        """Kill every rank that lives, together with all processes that it has started."""
-        self._send(order="kill")
-
-    def events(self, timeout_s: float, descriptors: Sequence[int] = ()) -> list[Event]:
-        """What happened since the last call, waiting up to ``timeout_s`` for something to happen.
-
-        Something to read from one of the ``descriptors`` ends the waiting, too.
-        """
-        connection = self._connection.fileno()
-        if connection not in select.select([connection, *descriptors], [], [], timeout_s)[0]:
-            return []
-        chunk = self._receive()
-        if not chunk:
-            return [ForkServerDied()]
-        *messages, self._unread = (self._unread + chunk).split(b"\n")
-        return [_event(json.loads(message)) for message in messages]
-
-    def close(self) -> None:
-        """Kill the ranks that still live and end the fork server; returns when all of them are gone."""
-        self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
-        if isinstance(self._process, subprocess.Popen):
-            self._process.wait()
-        else:
-            self._process.join()
-
-    def _receive(self) -> bytes:
-        try:
-            return self._connection.recv(_CHUNK_BYTES)
-        except ConnectionError:
-            return b""
-
-    def _send(self, **fields: object) -> None:
-        # That the fork server is gone is read as `ForkServerDied`.
-        with contextlib.suppress(ConnectionError):
-            self._connection.sendall(_message(**fields))
-
-
-def open_fork_server(program: Program, method: StartMethod, env: Mapping[str, str]) -> ForkServerClient:
-    """Start the fork server for the ranks of ``program``; ``env`` is what they have in common.
-
-    For a `Function` the fork server is a copy of this process.
-
-    Raises:
-        LaunchError: if this process cannot be copied because CUDA is in use.
-    """
-    ours, theirs = socket.socketpair()
-    if isinstance(program, Function):
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            ours.close()
-            theirs.close()
-            raise LaunchError(
-                "CUDA is in use in this process, and such a process cannot be copied into ranks; restart the kernel "
-                "and call launch before anything touches a GPU"
-            )
-        copied = multiprocessing.get_context("fork").Process(
-            target=_serve_copied, args=(theirs, ours, program, dict(env)), name="lockstep fork server"
-        )
-        with warnings.catch_warnings():
-            # Python warns of other threads, such as a notebook's own: the copy uses none of them.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            copied.start()
-        theirs.close()
-        return ForkServerClient(ours, copied)
-    args = [str(theirs.fileno()), method, *program_to_args(program)]
-    with stop_signals_blocked():
-        process = subprocess.Popen(
-            own_python("fork-server", args),
-            env=with_this_package(env),
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    theirs.close()
-    return ForkServerClient(ours, process)
 
 
 class ForkServer:
@@ -195,6 +53,8 @@ class ForkServer:
         for signum in STOP_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        # When the launcher is gone the connection closes, and a process that is stopped would not see that.
+        signal_when_parent_dies(signal.SIGCONT)
         self._connection, self._program = connection, program
         self._method = _import_torch_once(connection) if method == "fork" else method
         self._ranks: dict[int, int] = {}  # process id: rank
@@ -234,6 +94,8 @@ class ForkServer:
         return chunk
 
     def _carry_out(self, order: Mapping[str, Any]) -> None:
+        # Before it: an order that starts many ranks takes a while, and says of each that it did.
+        self._tell(event="order-received", number=order["number"])
         match order["order"]:
             case "start":
                 listening = self._listening.pop(0) if order["port"] else None
@@ -248,9 +110,8 @@ class ForkServer:
         self._kill()
         self._wait_all()
         # A launcher that was killed could not remove what it had in the file system.
-        with contextlib.suppress(OSError, KeyError):
-            Path(os.environ[CHANNEL]).unlink()
-            Path(os.environ[CHANNEL]).parent.rmdir()
+        if (home := Path(os.environ.get(CHANNEL, "")).parent).name.startswith(PRIVATE):
+            shutil.rmtree(home, ignore_errors=True)
         if EMERGENCY in os.environ:
             shutil.rmtree(os.environ[EMERGENCY], ignore_errors=True)
         os._exit(0)
@@ -261,14 +122,18 @@ class ForkServer:
             os.kill(self._store, signal.SIGKILL)
             os.waitpid(self._store, 0)
         self._store = 0 if listening is None else self._start_store(listening, port, own_pid)
+        if self._store:
+            self._tell(event="started", process=self._store, rank=None)
         for spec in ranks:
-            self._ranks[self._start_rank(spec, listening, own_pid)] = spec.rank
+            process = self._start_rank(spec, listening, own_pid)
+            self._ranks[process] = spec.rank
+            self._tell(event="started", process=process, rank=spec.rank)
         if listening is not None:
             os.close(listening)
 
     def _kill(self) -> None:
         for process in self._ranks:
-            _kill_group(process)
+            kill_group(process)
 
     def _wait_all(self) -> None:
         """Wait until every rank that was killed is gone, and end the store."""
@@ -292,15 +157,18 @@ class ForkServer:
             at_s = time.monotonic()
             if ended.si_pid in self._ranks:
                 # Before it is waited for: until then no other process can have been given its number.
-                _kill_group(ended.si_pid)
+                kill_group(ended.si_pid)
             _, status = os.waitpid(ended.si_pid, 0)
             if ended.si_pid == self._store:
                 self._store = 0
+                self._tell(event="store-exited", status=os.waitstatus_to_exitcode(status), at_s=at_s)
             elif (rank := self._ranks.pop(ended.si_pid, None)) is not None:
-                event = _message(event="rank-exited", rank=rank, status=os.waitstatus_to_exitcode(status), at_s=at_s)
-                # That the launcher is gone is noticed by the closed connection.
-                with contextlib.suppress(ConnectionError):
-                    self._connection.sendall(event)
+                self._tell(event="rank-exited", rank=rank, status=os.waitstatus_to_exitcode(status), at_s=at_s)
+
+    def _tell(self, **fields: object) -> None:
+        # That the launcher is gone is noticed by the closed connection.
+        with contextlib.suppress(ConnectionError):
+            self._connection.sendall(message(**fields))
 
     def _start_store(self, listening: int, port: int, own_pid: int) -> int:
         if self._method == "plain":
@@ -342,7 +210,7 @@ def _import_torch_once(connection: socket.socket) -> StartMethod:
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)
     if sys.platform == "linux" and (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
-        connection.sendall(_message(event="fork-unavailable", why=f"importing torch started {threads - 1} threads"))
+        connection.sendall(message(event="fork-unavailable", why=f"importing torch started {threads - 1} threads"))
         return "plain"
     # What lives now is shared by all copies and will not become garbage.
     gc.collect()
@@ -350,7 +218,7 @@ def _import_torch_once(connection: socket.socket) -> StartMethod:
     return "fork"
 
 
-def _serve_copied(
+def serve_copied(
     connection: socket.socket, launchers_end: socket.socket, program: Function, env: dict[str, str]
 ) -> None:
     """Be the fork server, as a copy of a process that is used for something else as well, such as a notebook."""
@@ -388,21 +256,6 @@ def _exit_always() -> Any:
         if (error := sys.exc_info()[1]) is not None:
             sys.excepthook(type(error), error, error.__traceback__)
         os._exit(1)
-
-
-def _kill_group(process: int) -> None:
-    # A rank that was started this very moment has no group of its own yet.
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(process, signal.SIGKILL)
-
-
-def _message(**fields: object) -> bytes:
-    return json.dumps(fields).encode() + b"\n"
-
-
-def _event(fields: dict[str, Any]) -> Event:
-    return _EVENTS[fields.pop("event")](**fields)  # type: ignore[no-any-return]
 
 
 def main(argv: list[str]) -> NoReturn:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from lockstep.launch.host import INTERFACES
 from lockstep.launch.program import local_rank_option
+from lockstep.launch.rendezvous.signature import SECRET
 from lockstep.launch.run_directory import Job
 from lockstep.launch.workers.rank_process import LOCAL_RANK_OPTION, RESULT
 from lockstep.launch_contract import (
@@ -45,7 +46,8 @@ def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[s
     # The others wait for a rank whose user thinks; the launcher ends them should that rank die.
     attached = job.request.attach is not None and "LOCKSTEP_PEER_TIMEOUT_S" not in env
     patience = {"peer_timeout_s": _ATTACHED_TIMEOUT_S} if attached else {}
-    kept = {name: value for name, value in env.items() if name not in (RESUME, RESUME_FROM, FRESH, EMERGENCY)}
+    not_handed_on = (RESUME, RESUME_FROM, FRESH, EMERGENCY, SECRET)
+    kept = {name: value for name, value in env.items() if name not in not_handed_on}
     return {
         **threads,
         # With the threads that NumPy's import starts, the process could not be forked; where the user has set

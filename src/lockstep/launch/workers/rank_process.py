@@ -13,12 +13,14 @@ import contextlib
 import ctypes
 import faulthandler
 import io
+import multiprocessing
 import os
 import pickle
 import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -88,6 +90,7 @@ def become_rank(env: Mapping[str, str], log: str, parent: int) -> None:
     else:
         _redirect_to(log)
     _reseed()
+    _keep_temporary_files(env)
     if STACKS in env:
         # A full disk must not keep the rank from working.
         with contextlib.suppress(OSError):
@@ -191,8 +194,9 @@ def _write_record(error: BaseException) -> None:
     """Write the failure record before the traceback, so that its reader knows where in the log that begins."""
     if FAILURE not in os.environ:
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     error.with_traceback(strip_own_frames(error.__traceback__))
     record = Failure.of(
         error,
@@ -202,7 +206,10 @@ def _write_record(error: BaseException) -> None:
         log_bytes=os.fstat(1).st_size,
         gpu=_gpu(),
     )
-    # A full disk must not hide the error: the log may still take it, and the exit code does.
+    # First to the launcher itself: a file system that is full, gone or does not answer must not hide the error.
+    if (line := open_channel(os.environ.get(CHANNEL, ""))) is not None:
+        with contextlib.closing(line), contextlib.suppress(OSError):
+            line.send(record.to_message())
     with contextlib.suppress(OSError):
         record.write(Path(os.environ[FAILURE]))
 
@@ -295,6 +302,14 @@ def announce_input(sender: HeartbeatSender) -> None:
             sender.beat()
 
     builtins.input = announced
+
+
+def _keep_temporary_files(env: Mapping[str, str]) -> None:
+    """Have multiprocessing put its sockets where the launcher removes them: a rank that is killed cannot."""
+    if env.get(CHANNEL, "").startswith("/"):
+        with contextlib.suppress(OSError):
+            home = tempfile.mkdtemp(prefix="rank-", dir=Path(env[CHANNEL]).parent)
+            multiprocessing.current_process()._config["tempdir"] = home  # type: ignore[attr-defined]
 
 
 def _reseed() -> None:

@@ -6,7 +6,9 @@ process with threads must not be forked.
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 from typing import NoReturn
 
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
@@ -24,11 +26,23 @@ def serve_store(listening: int, port: int, parent: int) -> NoReturn:
     from torch._C._distributed_c10d import TCPStore  # as torch.distributed hands it on, with types
 
     store = TCPStore(
-        "127.0.0.1", port, world_size=None, is_master=True, master_listen_fd=listening, wait_for_workers=False
+        _own_address(listening),
+        port,
+        world_size=None,
+        is_master=True,
+        master_listen_fd=listening,
+        wait_for_workers=False,
     )
     while store is not None:
         signal.pause()
     raise AssertionError("a store is served until it is killed")
+
+
+def _own_address(listening: int) -> str:
+    """By which this process reaches the socket ``listening``: it becomes a client of its own store."""
+    with socket.socket(fileno=os.dup(listening)) as own:
+        host = str(own.getsockname()[0])
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def main(argv: list[str]) -> NoReturn:

@@ -1,41 +1,43 @@
 """The ranks of this node: started, watched, shown and ended, one generation after the other.
 
 start(plan)  ──►  poll() again and again: who exited, what the leader wrote, who hangs  ──►  all have exited
-stop(mode): SIGTERM or SIGINT, later SIGKILL
+stop(mode): SIGTERM or SIGINT, later SIGKILL; without the fork server where that does not answer
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from lockstep.errors import LaunchError
+from lockstep.faults import Fault, FaultPlan
 from lockstep.launch.attached_terminal import AttachedTerminal
-from lockstep.launch.console import Screen, Tail
+from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.diagnosis.host_memory import MemoryTracker
-from lockstep.launch.diagnosis.root_cause import RankExit
+from lockstep.launch.diagnosis.part_monitor import PartMonitor
+from lockstep.launch.diagnosis.root_cause import RankExit, how_it_ended
 from lockstep.launch.diagnosis.wait_share import Waiting
-from lockstep.launch.rendezvous.membership import NodePlacement, Plan, StopMode
+from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
 from lockstep.launch.run_directory import Job
-from lockstep.launch.workers.fork_server import (
+from lockstep.launch.workers.fork_messages import (
     Event,
-    ForkServerClient,
     ForkServerDied,
     ForkUnavailable,
     RankExited,
     RankSpec,
+    StoreExited,
 )
+from lockstep.launch.workers.fork_server_client import ForkServerClient
 from lockstep.launch.workers.rank_environment import rank_environment
-from lockstep.launch_contract import EXIT_OK, EXIT_STOPPED, TERMINAL
-from lockstep.report import RanksFile, RankStatus, StatusFile, lateness
+from lockstep.launch.workers.rank_output import RankOutput
+from lockstep.launch_contract import EXIT_OK, EXIT_STOPPED, FAULT_NOTES, TERMINAL
+from lockstep.report import RanksFile, RankStatus, lateness
 from lockstep.world import World
 
 _TAIL_BYTES = 4096
@@ -44,33 +46,56 @@ _RANKS_EVERY_S = 1.0
 _SILENT_START_S = 1
 #: Grace for ranks whose peers are gone: enough to leave, since there is nothing that they could save together.
 _PEER_LOST_GRACE_S = 3.0
+#: How long the fork server may take to answer, until the launcher signals and kills the ranks itself.
+_ANSWER_S = 2.0
+#: How long a rank may take to end that was killed. A large process takes seconds; one that the kernel holds, for ever.
+_UNKILLABLE_S = 60.0
+#: How long a rank that has told why it fails may take to end. Its exit handlers have less.
+_FAILED_S = 15.0
+
+_FORK_SERVER = "the fork server, which starts the ranks,"
+_STORE = "the store where the ranks meet"
 
 
 class WorkerGroup:
-    """This node's ranks."""
+    """This node's ranks.
+
+    Args:
+        job: what is carried out.
+        open_fork_server: starts the process whose children the ranks are: now, and again when it has died.
+        screen: for the user.
+        hang_monitor: hears the ranks.
+        files: reads and writes the run directory.
+        terminal: of the attached rank; None: there is none.
+    """
 
     def __init__(
         self,
         job: Job,
-        fork_server: ForkServerClient,
-        screen: Screen,
+        open_fork_server: Callable[[], ForkServerClient],
+        screen: ScreenThread,
         hang_monitor: HangMonitor,
+        files: FileThread,
         terminal: AttachedTerminal | None = None,
     ) -> None:
-        self._job, self._fork_server, self._screen, self._hang_monitor = job, fork_server, screen, hang_monitor
+        self._job, self._screen, self._hang_monitor, self._files = job, screen, hang_monitor, files
+        self._open_fork_server = open_fork_server
+        self._fork_server: ForkServerClient | None = open_fork_server()
         self._terminal = terminal
-        self._memory = MemoryTracker(fork_server.pid)
+        self._output = RankOutput(job, files, screen, hang_monitor, terminal)
+        self._parts = PartMonitor(screen.say)
+        self._lost_part, self._lost_part_s = "", 0.0  # which of these is gone, and since when
+        self._memory = MemoryTracker(self._fork_server.pid)
         self._ranks_file = RanksFile(job.run_dir, 0)
-        self._next_ranks_s, self._late = 0.0, ""
+        self._next_ranks_s = 0.0
         self._generation = -1
         self._ranks: range = range(0)
         self._host = ""
-        self._log_starts: dict[int, int] = {}  # by rank: length of its log before this generation
-        self._leads = False  # the leader is on this node
-        self._leader_log: Tail | None = None  # where it writes to its log only
+        self._log_starts: Mapping[int, int] = {}  # by rank: length of its log before this generation
         self._start_s, self._heard = 0.0, False  # when the ranks were started, and whether one of them was heard since
         self._exited: dict[int, RankExit] = {}
-        self._stop_mode, self._kill_at_s = StopMode.NONE, float("inf")
+        self._stop_mode, self._kill_at_s, self._killed_s = StopMode.NONE, float("inf"), float("inf")
+        self._asked_with: signal.Signals | None = None  # and not known to have been heard
         #: How all ranks of the generation ended, once they all have.
         self.endings: tuple[RankExit, ...] = ()
         #: They hang.
@@ -86,7 +111,7 @@ class WorkerGroup:
     @property
     def attached(self) -> int | None:
         """The rank that has the terminal; None: none has."""
-        return None if self._terminal is None else self._terminal.rank
+        return self._output.attached
 
     @property
     def running(self) -> bool:
@@ -95,8 +120,8 @@ class WorkerGroup:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank of this generation has failed."""
-        return any(not ending.well for ending in self._exited.values())
+        """Whether a rank of this generation has failed, or something that all of them need."""
+        return self._lost_part != "" or any(not ending.well for ending in self._exited.values()) or self._fails_late()
 
     def start(self, plan: Plan, placement: NodePlacement) -> None:
         """Start this node's ranks of a generation. Those of the one before must all have ended."""
@@ -105,58 +130,61 @@ class WorkerGroup:
         self._ranks = range(first, first + plan.members[placement.node_rank].ranks)
         self._generation, self._host = generation, placement.host
         self._exited, self.endings, self.hangs = {}, (), False
-        self._ranks_file, self._late = RanksFile(job.run_dir, placement.node_rank), ""
-        self._stop_mode, self._kill_at_s = StopMode.NONE, float("inf")
-        for rank in self._ranks:
-            job.failure(generation, rank).unlink(missing_ok=True)
-            with job.log(rank).open("a") as log:
-                if generation or log.tell():
-                    log.write(f"--- generation {generation}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n")
-        self._log_starts = {rank: job.log(rank).stat().st_size for rank in self._ranks}
+        self._ranks_file = RanksFile(job.run_dir, placement.node_rank)
+        self._stop_mode, self._kill_at_s, self._killed_s = StopMode.NONE, float("inf"), float("inf")
+        self._asked_with, self._lost_part = None, ""
+        files = [(job.log(rank), job.failure(generation, rank)) for rank in self._ranks]
+        unknown = [0] * len(self._ranks)
+        before = self._files.ask(lambda: _prepare_files(files, generation), unknown, of=job.logs, urgent=True)
+        self._log_starts = dict(zip(self._ranks, before, strict=True))
+        if self._fork_server is None:
+            self._fork_server = self._open_fork_server()
+            self._memory = MemoryTracker(self._fork_server.pid)
         specs = [RankSpec(rank, self._variables(plan, placement, rank), str(job.log(rank))) for rank in self._ranks]
         self._start_s, self._heard = time.monotonic(), False
         self._hang_monitor.begin(self._ranks)
         self._memory.begin()
         self._fork_server.start(specs, placement.listening)
-        # The attached rank's output does not come by its log.
-        has_log = first == 0 and self.attached != 0
-        self._leader_log = Tail(job.log(0), self._log_starts[0]) if has_log else None
-        self._leads = first == 0
+        self._output.begin(generation, leads=first == 0, log_start=self._log_starts.get(0, 0))
 
     def poll(self, timeout_s: float) -> None:
-        """Take in what happened, waiting up to ``timeout_s`` for something to happen.
-
-        Raises:
-            LaunchError: if the fork server has died.
-        """
-        terminal = self._terminal
-        for event in self._fork_server.events(timeout_s, terminal.descriptors if terminal else ()):
-            self._handle(event)
-        self._echo()
+        """Take in what happened, waiting up to ``timeout_s`` for something to happen."""
+        if self._fork_server is None:
+            time.sleep(timeout_s)
+        else:
+            for event in self._fork_server.events(timeout_s, self._output.descriptors):
+                self._handle(event)
+        self._hang_monitor.hear()
+        self._look_at_parts()
+        self._output.show()
         self._say_what_is_waited_for()
         self._memory.poll()
         if (now_s := time.monotonic()) >= self._next_ranks_s:
             self._next_ranks_s = now_s + _RANKS_EVERY_S
             ranks = [_row(rank) for rank in self._hang_monitor.waits.ranks(now_s)]
-            self._late = lateness(ranks)
-            self._ranks_file.write(ranks)
-        if self.running and not self.failed and (hang := self._hang_monitor.poll()) is not None:
+            self._output.late = lateness(ranks)
+            ranks_file = self._ranks_file
+            self._files.ask(lambda: ranks_file.write(ranks), None, of=ranks_file.path)
+        suspects = self._parts.suspects
+        if self.running and not self.failed and not suspects and (hang := self._hang_monitor.poll()) is not None:
             self.hangs, self.final = True, not hang.restart
-        if time.monotonic() >= self._kill_at_s:
-            self._fork_server.kill()
-            self._kill_at_s = float("inf")
+        self._insist(time.monotonic())
         if not self.running and self._ranks and not self.endings:
             self._collect_endings()
 
-    def stop(self, mode: StopMode) -> None:
-        """Have the ranks end in this way; does nothing if they were asked to end as urgently already."""
+    def stop(self, mode: StopMode, reason: str = "") -> None:
+        """Have the ranks end in this way, and tell the user why; nothing if they were asked as urgently already."""
         if mode <= self._stop_mode or not self.running:
             return
         self._stop_mode = mode
         if mode is StopMode.KILL:
-            self._fork_server.kill()
+            self._kill()
             return
-        self._fork_server.signal(signal.SIGINT if mode is StopMode.INTERRUPT else signal.SIGTERM)
+        if reason:
+            self._hang_monitor.leave_reason(reason)
+        self._asked_with = signal.SIGINT if mode is StopMode.INTERRUPT else signal.SIGTERM
+        if self._fork_server is not None:
+            self._fork_server.signal(self._asked_with)
         grace_s = self._job.request.grace_s
         if mode in (StopMode.INTERRUPT, StopMode.TERMINATE):
             self._kill_at_s = time.monotonic() + grace_s
@@ -168,14 +196,69 @@ class WorkerGroup:
         self._generation, self._ranks, self._exited, self.endings = -1, range(0), {}, ()
 
     def close(self) -> None:
-        """Show what the leader wrote last, and close its log."""
-        while self._echo():
-            pass
-        if self._leader_log is not None:
-            self._screen.leader(self._leader_log.unfinished())
-            self._leader_log.close()
-            self._leader_log = None
-        self._leads = False
+        """Kill the ranks that still live, end the fork server, and show what the leader wrote last."""
+        self._output.close()
+        if self._fork_server is not None and not self._fork_server.close():
+            held = ", ".join(str(process) for process in self._fork_server.processes().values())
+            self._screen.say(
+                f"note: the kernel holds processes that were killed, until what they wait for is back: {held}"
+            )
+        self._fork_server = None
+
+    def _kill(self) -> None:
+        self._kill_at_s = float("inf")
+        if self._killed_s == float("inf"):
+            self._killed_s = time.monotonic()
+        if self._fork_server is not None:
+            self._fork_server.kill()
+
+    def _insist(self, now_s: float) -> None:
+        """Do what was asked for and did not happen."""
+        if now_s >= self._kill_at_s:
+            self._kill()
+        fork_server = self._fork_server
+        if fork_server is None or not self.running:
+            return
+        if fork_server.silent_s >= _ANSWER_S:
+            if now_s >= self._killed_s + _ANSWER_S:
+                fork_server.kill_directly()
+            elif self._asked_with is not None:
+                fork_server.signal_directly(self._asked_with)
+                self._asked_with = None
+        if now_s >= self._killed_s + _UNKILLABLE_S:
+            for rank in set(self._ranks) - self._exited.keys():
+                process = fork_server.processes().get(rank, 0)
+                self._screen.say(
+                    f"note: rank {rank} (process {process}) was killed, and the kernel does not let it end"
+                )
+                self._exited[rank] = RankExit(rank, -signal.SIGKILL, now_s, ended_by_us=True, host=self._host)
+
+    def _look_at_parts(self) -> None:
+        """See whether the fork server or the store is stopped, and does not go on."""
+        if self._fork_server is None:
+            return
+        parts = {self._fork_server.pid: _FORK_SERVER}
+        if self.running and self._fork_server.store is not None:
+            parts[self._fork_server.store] = _STORE
+        self._parts.watch(parts)
+        if (part := self._parts.poll()) is None:
+            return
+        if part.process == self._fork_server.pid:
+            self._lose_part(f"{_FORK_SERVER} was stopped and did not go on", time.monotonic())
+            self._fork_server.kill_directly()
+        else:
+            self._lose_part(f"{_STORE} was stopped and did not go on", time.monotonic())
+            os.kill(part.process, signal.SIGKILL)
+
+    def _lose_part(self, what: str, at_s: float) -> None:
+        if self.running and not self._lost_part and self._stop_mode is StopMode.NONE:
+            self._lost_part, self._lost_part_s = what, at_s
+
+    def _fails_late(self) -> bool:
+        """Whether a rank has told why it fails, and does not end: its log may be on a file system that is not there."""
+        now_s = time.monotonic()
+        told = self._hang_monitor.failures.values()
+        return any(f.rank not in self._exited and now_s - f.raised_s > _FAILED_S and not f.ends_well for f in told)
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -185,11 +268,24 @@ class WorkerGroup:
                 self._exited[rank] = RankExit(rank, status, at_s, ended_by_us=stopped, host=self._host)
             case ForkUnavailable(why):
                 self._screen.say(f"note: ranks start as separate processes, which is slower: {why}")
-            case ForkServerDied():
-                raise LaunchError(
-                    "the fork server, which starts the ranks, died, and all ranks with it; "
-                    "what it wrote, if it wrote anything, is above"
-                )
+            case StoreExited(status, at_s):
+                self._lose_part(f"{_STORE} {how_it_ended(status)}", at_s)
+            case ForkServerDied(status):
+                self._lose_fork_server(status)
+
+    def _lose_fork_server(self, status: int | None) -> None:
+        """The fork server is dead, and all ranks with it."""
+        assert self._fork_server is not None, "it has told so itself"
+        now_s, how = time.monotonic(), "closed its connection" if status is None else how_it_ended(status)
+        self._lose_part(f"{_FORK_SERVER} {how}", now_s)
+        stopped = self._stop_mode is not StopMode.NONE
+        for rank in set(self._ranks) - self._exited.keys():
+            self._hang_monitor.rank_exited(rank, -signal.SIGKILL)
+            self._exited[rank] = RankExit(
+                rank, -signal.SIGKILL, now_s, ended_by_us=stopped, host=self._host, part=self._lost_part
+            )
+        self._fork_server.close()
+        self._fork_server = None
 
     def _variables(self, plan: Plan, placement: NodePlacement, rank: int) -> dict[str, str]:
         world = World(
@@ -210,60 +306,38 @@ class WorkerGroup:
         return variables
 
     def _collect_endings(self) -> None:
-        self.close()
-        generation = self._generation
-        if self.failed:
-            self._hang_monitor.record_hangs(lambda rank: self._job.failure(generation, rank))
-        self.endings = tuple(map(self._with_details, self._exited.values()))
+        self._output.close()
+        generation, exited = self._generation, sorted(self._exited.values(), key=lambda ending: ending.rank)
+        if self._lost_part and not all(ending.well for ending in exited):
+            lost = replace(exited[0], part=self._lost_part, at_s=self._lost_part_s, ended_by_us=False)
+            exited[0] = exited[0] if exited[0].part else lost
+        hung = self._hang_monitor.hang_failures() if self.failed else {}
+        files = {rank: (self._job.log(rank), self._job.failure(generation, rank)) for rank in self._ranks}
+        starts = self._log_starts
+        nothing = dict[int, tuple[Failure | None, str]]()
+        read = self._files.ask(lambda: _read_files(files, starts), nothing, of=self._job.logs, urgent=True)
+        plan, notes = FaultPlan.parse(self._job.request.faults), self._job.run_dir / FAULT_NOTES
+        kills = list[Fault]()
+        if any(fault.kind == "kill" for fault in plan.faults):
+            kills = self._files.ask(lambda: [one for one in plan.past(notes) if one.kind == "kill"], kills, of=notes)
+        planned = {fault.rank: str(fault) for fault in kills}
+        endings = []
+        for ending in exited:
+            # The file may say more, and the launcher hears more than a file system takes.
+            written, tail = read.get(ending.rank, (None, ""))
+            failure = written or self._hang_monitor.failures.get(ending.rank) or hung.get(ending.rank)
+            by_plan = planned.get(ending.rank, "") if ending.status == -signal.SIGKILL else ""
+            endings.append(self._with_details(replace(ending, planned=by_plan), failure, tail))
+        self.endings = tuple(endings)
 
-    def _with_details(self, ending: RankExit) -> RankExit:
-        log = self._job.log(ending.rank)
-        failure = Failure.read(self._job.failure(self._generation, ending.rank))
+    def _with_details(self, ending: RankExit, failure: Failure | None, tail: str) -> RankExit:
         killed = ending.status == -signal.SIGKILL or (failure is not None and failure.lost_worker)
         return replace(
             ending,
             failure=failure,
-            log_tail="" if ending.status in (EXIT_OK, EXIT_STOPPED) else _end_of(log, self._log_starts[ending.rank]),
+            log_tail="" if ending.status in (EXIT_OK, EXIT_STOPPED) else tail,
             memory=self._memory.reason(ending.rank) if killed and not ending.ended_by_us else "",
         )
-
-    def _echo(self) -> bool:
-        """Show what the leader and the attached rank wrote; returns whether there was something to show."""
-        wrote, waits = self._echo_attached()
-        wrote |= self._echo_leader()
-        if self._leads and not waits and (status := StatusFile.read(self._job.status)) is not None:
-            self._screen.show(replace(status, late=self._late))
-        return wrote
-
-    def _echo_attached(self) -> tuple[bool, bool]:
-        """Hand on what the attached rank wrote and what its user types; returns whether it wrote, and whether it waits.
-
-        It says that it waits before it writes a prompt, so in this order neither is missed.
-        """
-        terminal = self._terminal
-        if terminal is None or self._generation < 0:
-            return False, False
-        data = terminal.read()
-        self._hang_monitor.hear()
-        waits = self._hang_monitor.waits_for_user(terminal.rank)
-        self._screen.attached(data, sys.stdout, prompts=waits)
-        terminal.prompts(waits)
-        terminal.hand_on()
-        return bool(data), waits
-
-    def _echo_leader(self) -> bool:
-        """Show what the leader wrote, though not the traceback at its end: the cause may be another rank's."""
-        if self._leader_log is None:
-            return False
-        # In this order: the traceback follows the record, so what is in the log before the record is no traceback.
-        up_to = self._leader_log.size()
-        failure = Failure.read(self._job.failure(self._generation, 0))
-        if failure is not None and failure.kind != "SystemExit":  # which prints none
-            up_to = min(up_to, failure.log_bytes)
-        text = self._leader_log.read(up_to)
-        self._screen.leader(text)
-        self._screen.unfinished(self._leader_log.unfinished())
-        return bool(text)
 
     def _say_what_is_waited_for(self) -> None:
         """Until the first rank is heard: that torch is being imported, which may take a minute on a busy machine."""
@@ -281,11 +355,34 @@ def _row(rank: Waiting) -> RankStatus:
     return RankStatus(beat.rank, beat.step, beat.phase, f"{source} {beat.call}".strip(), rank.waits, rank.silent_s)
 
 
+def _prepare_files(files: Sequence[tuple[Path, Path]], generation: int) -> list[int]:
+    """Make each log and failure record ready for ``generation``; returns how long each log is."""
+    starts = []
+    for log, failure in files:
+        failure.unlink(missing_ok=True)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as file:
+            if generation or file.tell():
+                file.write(f"--- generation {generation}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n")
+        starts.append(log.stat().st_size)
+    return starts
+
+
+def _read_files(
+    files: Mapping[int, tuple[Path, Path]], starts: Mapping[int, int]
+) -> dict[int, tuple[Failure | None, str]]:
+    """Each rank's failure record, and the end of its log."""
+    return {rank: (Failure.read(failure), _end_of(log, starts.get(rank, 0))) for rank, (log, failure) in files.items()}
+
+
 def _end_of(log: Path, start: int) -> str:
-    """The last lines of ``log``, of what was written since it was ``start`` bytes long."""
-    with log.open("rb") as file:
-        file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        return file.read().decode(errors="replace")
+    """The last lines of ``log``, of what was written since it was ``start`` bytes long; "" if it is gone."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def without_repeated_tracebacks(endings: Sequence[RankExit]) -> Sequence[RankExit]:

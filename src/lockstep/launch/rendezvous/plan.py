@@ -1,0 +1,140 @@
+"""What each node of a job reports, and what all of them are told to do: values, and their text in the store."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Literal, Self
+
+from lockstep.launch.diagnosis.root_cause import RankExit
+from lockstep.launch.rendezvous.known_fields import from_known, object_from
+
+Phase = Literal["gather", "generation", "over"]
+
+
+class StopMode(IntEnum):
+    """How ranks are to end; it only ever grows within a generation."""
+
+    NONE = 0
+    GRACEFUL = 1  #: SIGTERM, and all the time that they need to save
+    INTERRUPT = 2  #: SIGINT, and SIGKILL after the grace: the user has no time for a checkpoint
+    TERMINATE = 3  #: SIGTERM, and SIGKILL after the grace: the generation has failed
+    PEER_LOST = 4  #: as TERMINATE with a short grace: the peers that they wait for are gone
+    KILL = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticLimits:
+    """Which numbers of nodes, restarts and seconds the user allows."""
+
+    min_nodes: int = 1  #: nothing runs with fewer
+    max_nodes: int = 1
+    max_restarts: int = 0  #: generations that may be started after failures
+    max_changes: int = 0  #: generations that may be started after nodes were lost or joined
+    join_timeout_s: float = 600.0  #: how long ``min_nodes`` are waited for
+    lost_after_s: float = 5.0  #: a node that has reported nothing for so long is lost
+    last_call_s: float = 3.0  #: how long ``max_nodes`` are waited for once ``min_nodes`` are there
+    listen_s: float = 0.5  #: how long other ranks may fail after the first, so that the cause is among them
+    expected: tuple[str, ...] = ()  #: hosts of the allocation, where a scheduler names them
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What one node reports of itself."""
+
+    node_id: str  #: unique, one for each agent
+    host: str
+    ranks: int  #: that it can start
+    address: str = ""  #: by which other nodes can reach it
+    node_rank: int | None = None  #: that the user has given it
+    generation: int = -1  #: of its ranks, living or ended
+    running: bool = False  #: some of its ranks live
+    failed: bool = False  #: a rank of this generation has failed
+    hangs: bool = False  #: its ranks hang and are to be ended
+    final: bool = False  #: nothing is to be started after this generation
+    stops: int = 0  #: how often it was asked to stop
+    stopped_by: int = 0  #: the first signal that asked
+    leaving: bool = False
+    plan_seen: int = 0  #: number of the last plan that it has read
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node, as the coordinator sees it."""
+
+    report: NodeReport
+    silent_s: float = 0.0  #: since its last report
+    endings: tuple[RankExit, ...] = ()  #: of its ranks of ``report.generation``, once all of them have ended
+
+    def gone(self, limits: ElasticLimits) -> bool:
+        """Whether it counts as lost."""
+        return self.report.leaving or self.silent_s >= limits.lost_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node of one generation."""
+
+    node_id: str
+    host: str
+    ranks: int
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlacement:
+    """Which node of a generation this one is, and how its ranks reach the others."""
+
+    node_rank: int
+    address: str  #: of the store where the ranks meet
+    listening: socket.socket | None  #: the socket of that store, on the node that has it
+    host: str = ""  #: this node's name, where there are several
+    interface: str = ""  #: of this host, which leads to the others; "": the ranks find it out
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every node does."""
+
+    number: int = 0  #: grows with every change
+    phase: Phase = "gather"
+    generation: int = 0  #: the one that runs, or the next
+    restart: int = 0  #: generations of this job before it, since it was started
+    stop_mode: StopMode = StopMode.NONE
+    stop_reason: str = ""  #: why, in words for the user
+    members: tuple[Member, ...] = ()  #: in the order of their ranks
+    port: int = 0  #: of the store where the ranks meet
+    code: int = 0  #: exit code of all agents, once the job is over
+    notices: int = 0  #: how many were announced so far
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of all members."""
+        return sum(member.ranks for member in self.members)
+
+    def node_rank(self, node_id: str) -> int | None:
+        """The node rank of ``node_id``; None if it is no member of this generation."""
+        return next((rank for rank, member in enumerate(self.members) if member.node_id == node_id), None)
+
+    def first_rank(self, node_rank: int) -> int:
+        """The first rank on the node with this ``node_rank``."""
+        return sum(member.ranks for member in self.members[:node_rank])
+
+    def to_json(self) -> str:
+        """The plan as text for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The plan that `to_json` turned into ``text``.
+
+        Raises:
+            ValueError: if it is something else.
+        """
+        fields = object_from(text)
+        if not isinstance(fields.get("members"), list) or not isinstance(fields.get("stop_mode"), int):
+            raise ValueError(f"no plan: {text:.80}")
+        members = tuple(from_known(Member, member) for member in fields["members"])
+        return from_known(cls, fields, stop_mode=StopMode(fields["stop_mode"]), members=members)

@@ -1,0 +1,128 @@
+"""A connection to the store where the nodes of a job meet, and what a node reads there before it takes part."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from lockstep.errors import LaunchError, SettingError
+from lockstep.launch.deadline_thread import TaskThread
+from lockstep.launch.rendezvous.endpoint import Endpoint
+from lockstep.launch.rendezvous.job_contract import JobContract, version_in
+from lockstep.launch.rendezvous.signature import Signature
+
+#: The environment variable from which torch reads how much its C++ code writes.
+LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+_CONNECT_S = 2.0
+_ANSWER_S = 5.0
+_WAIT_NOTICE_S = (3.0, 60.0)
+
+
+def open_store(endpoint: Endpoint) -> Any:
+    """A connection to the store at ``endpoint``.
+
+    Raises:
+        OSError: if the endpoint cannot be reached.
+        RuntimeError: if what listens there is no such store.
+    """
+    # First with a plain socket: torch would try for long, and write about each try.
+    socket.create_connection((endpoint.host, endpoint.port), _CONNECT_S).close()
+    TCPStore = _tcp_store_class()  # noqa: N806 - a class
+    return TCPStore(
+        endpoint.host,
+        endpoint.port,
+        world_size=None,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_ANSWER_S),
+    )
+
+
+def open_store_in_time(endpoint: Endpoint) -> Any:
+    """As `open_store`, within some seconds also where who listens does not answer, for which torch waits for ever.
+
+    Raises:
+        OSError: if the endpoint cannot be reached, or does not answer.
+        RuntimeError: if what listens there is no such store.
+    """
+    thread = TaskThread("lockstep store connection")
+    opened = thread.start(lambda: open_store(endpoint))
+    answers = opened.wait(_CONNECT_S + _ANSWER_S)
+    thread.close()
+    if not answers:
+        raise TimeoutError(f"what listens at {endpoint} does not answer")
+    return opened.result()
+
+
+def _tcp_store_class() -> Any:
+    """Torch's TCPStore, imported so that it writes errors only: it would warn of names that it need not resolve."""
+    before = os.environ.get(LOG_LEVEL)
+    os.environ.setdefault(LOG_LEVEL, "ERROR")
+    try:
+        # Imported late, so that the launcher of one machine does not load torch.
+        from torch._C._distributed_c10d import TCPStore  # as torch.distributed hands it on, with types
+
+        return TCPStore
+    finally:
+        if before is None:
+            del os.environ[LOG_LEVEL]
+
+
+def read_contract(
+    endpoint: Endpoint,
+    sign: Callable[[JobContract], Signature],
+    *,
+    version: str,
+    within_s: float,
+    say: Callable[[str], None],
+    stopped: Callable[[], bool],
+) -> tuple[JobContract, Signature] | None:
+    """The contract in the store at ``endpoint``, once there is one, and the signature that it bears.
+
+    Args:
+        endpoint: where the store listens.
+        sign: finds the signature of the run that a contract speaks of; the contract is not trusted before that.
+        version: of this launcher; a contract of another one is not read further.
+        within_s: how long to wait.
+        say: tells the user what is waited for.
+        stopped: whether to give up; then it is None.
+
+    Raises:
+        LaunchError: if there is none within ``within_s``, or something else listens there.
+        SettingError: if the launcher there is of another version.
+    """
+    start_s = time.monotonic()
+    next_notice_s, host = _WAIT_NOTICE_S[0], socket.gethostname()
+    why = ""
+    while not stopped():
+        waited_s = time.monotonic() - start_s
+        if waited_s >= within_s:
+            raise LaunchError(
+                f"node {host} found no store of this job at {endpoint} within {waited_s:.0f} s ({why}); start "
+                f"lockstep run on {endpoint.host} too, and see that no firewall closes port {endpoint.port}"
+            )
+        if waited_s >= next_notice_s:
+            say(f"waiting for {endpoint}, where the nodes meet: {why} ({waited_s:.0f} s)")
+            next_notice_s = min(2 * next_notice_s, next_notice_s + _WAIT_NOTICE_S[1])
+        try:
+            value = open_store_in_time(endpoint).get("contract")
+            _, _, text = value.decode(errors="replace").partition(" ")
+            if (theirs := version_in(text)) != version:
+                raise SettingError(
+                    f"this node cannot take part in the job at {endpoint}: lockstep is {version} on {host}, "
+                    f"{theirs or 'another one'} there; install the same version on both"
+                )
+            signature = sign(JobContract.from_json(text))
+            return JobContract.from_json(signature.text_of("contract", value)), signature
+        except SettingError:
+            raise
+        except OSError as error:
+            why = error.strerror or str(error) or type(error).__name__
+        except (RuntimeError, ValueError) as error:
+            why = f"something else may use the port: {str(error).splitlines()[0]}"
+        time.sleep(0.1)
+    return None

@@ -1,0 +1,116 @@
+"""What the ranks of this node write, on its way to the screen: the leader's log, its progress, the attached rank."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from lockstep.launch.attached_terminal import AttachedTerminal
+from lockstep.launch.console import Tail
+from lockstep.launch.deadline_thread import FileThread, ScreenThread
+from lockstep.launch.diagnosis.error_record import Failure
+from lockstep.launch.diagnosis.hang_monitor import HangMonitor
+from lockstep.launch.run_directory import Job
+from lockstep.report import StatusFile
+
+
+class RankOutput:
+    """Shows the output of the ranks of one node, one generation after the other.
+
+    Args:
+        job: what is carried out.
+        files: reads the logs.
+        screen: for the user.
+        hang_monitor: knows whether the attached rank waits for its user, and what a failing rank said.
+        terminal: of the attached rank; None: there is none.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        files: FileThread,
+        screen: ScreenThread,
+        hang_monitor: HangMonitor,
+        terminal: AttachedTerminal | None,
+    ) -> None:
+        self._job, self._files, self._screen, self._hang_monitor = job, files, screen, hang_monitor
+        self._terminal = terminal
+        self._leads = False  # the leader is on this node
+        self._leader_log: Tail | None = None  # where it writes to its log only
+        self._generation = -1
+        #: Who keeps the other ranks waiting, in words.
+        self.late = ""
+
+    @property
+    def attached(self) -> int | None:
+        """The rank that has the terminal; None: none has."""
+        return None if self._terminal is None else self._terminal.rank
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What to wait for: keys, and what the attached rank writes."""
+        return [] if self._terminal is None else self._terminal.descriptors
+
+    def begin(self, generation: int, *, leads: bool, log_start: int) -> None:
+        """A generation begins; with ``leads`` its leader is here, whose log was ``log_start`` bytes long before."""
+        self._generation, self._leads, self.late = generation, leads, ""
+        self._leader_log = None
+        # The attached rank's output does not come by its log.
+        if leads and self.attached != 0:
+            log = self._job.log(0)
+            self._leader_log = self._files.ask(lambda: Tail(log, log_start), None, of=log, urgent=True)
+
+    def show(self) -> bool:
+        """Show what the leader and the attached rank wrote; returns whether there was something to show."""
+        wrote, waits = self._show_attached()
+        wrote |= self._show_leader()
+        if self._leads and not waits:
+            status = self._files.ask(lambda: StatusFile.read(self._job.status), None, of=self._job.status)
+            if status is not None:
+                self._screen.show(replace(status, late=self.late))
+        return wrote
+
+    def close(self) -> None:
+        """Show what was written last, and close the leader's log."""
+        while self.show():
+            pass
+        if self._leader_log is not None:
+            self._screen.leader(self._leader_log.unfinished())
+            self._leader_log.close()
+            self._leader_log = None
+        self._leads = False
+
+    def _show_attached(self) -> tuple[bool, bool]:
+        """Hand on what the attached rank wrote and what its user types; returns whether it wrote, and whether it waits.
+
+        It says that it waits before it writes a prompt, so in this order neither is missed.
+        """
+        terminal = self._terminal
+        if terminal is None or self._generation < 0:
+            return False, False
+        data = terminal.read()
+        self._hang_monitor.hear()
+        waits = self._hang_monitor.waits_for_user(terminal.rank)
+        self._screen.attached(data, sys.stdout, prompts=waits)
+        terminal.prompts(waits)
+        terminal.hand_on()
+        return bool(data), waits
+
+    def _show_leader(self) -> bool:
+        """Show what the leader wrote, though not the traceback at its end: the cause may be another rank's."""
+        log = self._leader_log
+        if log is None or self._screen.is_behind:
+            return False
+        new = self._files.ask(lambda: self._new_of_leader(log), b"", of=self._job.log(0))
+        text = log.take(new)
+        self._screen.leader(text)
+        self._screen.unfinished(log.unfinished())
+        return bool(text)
+
+    def _new_of_leader(self, log: Tail) -> bytes:
+        # In this order: the traceback follows the record, so what is in the log before the record is no traceback.
+        up_to = log.size()
+        failure = self._hang_monitor.failures.get(0) or Failure.read(self._job.failure(self._generation, 0))
+        if failure is not None and failure.kind != "SystemExit":  # which prints none
+            up_to = min(up_to, failure.log_bytes)
+        return log.new(up_to)

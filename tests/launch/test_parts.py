@@ -1,0 +1,160 @@
+"""What the launcher stands on dies, is stopped, or does not answer: it is named, no rank is blamed, and all ends."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch import procfs
+from lockstep.launch.diagnosis.part_monitor import PartMonitor
+from waiting import wait_until
+
+RAISES_WHEN_TOLD = """
+    import os, signal, sys, time
+    from pathlib import Path
+
+    rank, generation = os.environ["RANK"], os.environ["LOCKSTEP_GENERATION"]
+    if "deaf" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Path(f"up-{generation}-{rank}").write_text("")
+    while not Path("go").exists():
+        time.sleep(0.02)
+    if rank == "1":
+        raise ValueError("the true cause")
+    time.sleep(300)
+"""
+#: Without torch in the ranks, which it is not about.
+PLAIN = ("--start", "plain", "--nproc-per-node", 2)
+
+
+@pytest.fixture
+def launched(workshop):
+    """Start a launcher whose ranks wait, with what it says in a file; returns it and a function that reads that."""
+
+    def start(*options, args=()):
+        heard = workshop.here / "screen"
+        with heard.open("w") as screen:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": screen, "stderr": screen}
+            script = workshop.script(RAISES_WHEN_TOLD)
+            launcher = workshop.start(*PLAIN, "--run-dir", "r", *options, script, *args, streams=streams)
+        return launcher, heard.read_text
+
+    return start
+
+
+def process_of(workshop, name):
+    return wait_until(lambda: next((pid for pid, n in workshop.processes().items() if n == name), None), name)
+
+
+def fork_server_of(launcher):
+    return wait_until(lambda: procfs.children(launcher.pid), "the fork server")[0]
+
+
+def ranks_are_up(workshop, generation):
+    for rank in range(2):
+        workshop.wait_for_file(f"up-{generation}-{rank}")
+
+
+def test_each_part_that_dies_is_named_and_costs_one_generation_and_the_cause_is_told_at_last(workshop, launched):
+    launcher, screen = launched("--max-restarts", 2)
+    ranks_are_up(workshop, 0)
+    os.kill(process_of(workshop, "lockstep store"), signal.SIGKILL)
+    ranks_are_up(workshop, 1)
+    os.kill(fork_server_of(launcher), signal.SIGKILL)
+    ranks_are_up(workshop, 2)
+    store = process_of(workshop, "lockstep store")
+    os.kill(store, signal.SIGSTOP)
+    wait_until(lambda: "the store where the ranks meet was stopped" in screen(), screen)
+    wait_until(lambda: procfs.state(store) not in "Tt", "the store to go on")
+    # A pipe that nobody writes stands for a file system that does not answer.
+    status = workshop.here / "r" / "status.json"
+    status.unlink(missing_ok=True)
+    os.mkfifo(status)
+    wait_until(lambda: "r/status.json does not answer" in screen(), screen)
+    (workshop.here / "go").touch()
+    assert launcher.wait(60) == 1
+    blocks = screen().split("✗ ")[1:]
+    assert len(blocks) == 3, screen()
+    assert blocks[0].startswith("run failed: the store where the ranks meet was killed by SIGKILL")
+    assert blocks[1].startswith("run failed: the fork server, which starts the ranks, was killed by SIGKILL")
+    assert all("no rank is to blame" in block for block in blocks[:2])
+    assert blocks[2].startswith("run failed: rank 1 of 2 (host ")
+    assert "the true cause" in blocks[2]
+    assert screen().count("restarting all 2 ranks") == 2
+
+
+def test_a_run_directory_that_goes_away_does_not_hide_the_cause(workshop, launched):
+    launcher, screen = launched()
+    ranks_are_up(workshop, 0)
+    shutil.rmtree(workshop.here / "r")
+    wait_until(lambda: "note: r/" in screen(), screen)
+    (workshop.here / "go").touch()
+    assert launcher.wait(60) == 1
+    assert "rank 1 of 2" in screen().split("✗ ")[-1]
+    assert "the true cause" in screen().split("✗ ")[-1]
+    assert "Traceback" not in screen().split("✗ ")[-1]
+
+
+@pytest.mark.parametrize("urged", [["TERM", "INT", "INT", "INT"], ["KILL"]])
+def test_nothing_is_left_where_the_fork_server_is_stopped(workshop, launched, urged):
+    launcher, _ = launched("--grace", 1, args=["deaf"])
+    ranks_are_up(workshop, 0)
+    fork_server = fork_server_of(launcher)
+    os.kill(fork_server, signal.SIGSTOP)
+    before_s = time.monotonic()
+    for name in urged:
+        launcher.send_signal(signal.Signals[f"SIG{name}"])
+        time.sleep(0.2)  # one signal after the other, as a user types them
+    launcher.wait(60)
+    # Soon, where a machine is not busy; without its deadlines it would never end.
+    assert time.monotonic() - before_s < 30
+    wait_until(lambda: not workshop.processes(), lambda: f"the end of {workshop.processes()}", deadline_s=30)
+
+
+def test_a_part_is_told_to_go_on_before_it_is_given_up():
+    now, said, states = [0.0], [], {7: "S"}
+    monitor = PartMonitor(said.append, lambda process: states.get(process, ""), lambda: now[0])
+
+    def looks(count):
+        found = None
+        for _ in range(count):
+            now[0] += 0.6
+            found = found or monitor.poll()
+        return found
+
+    monitor.watch({1 << 30: "another", 7: "the store"})
+    assert looks(20) is None
+    states[7] = "T"
+    assert looks(3) is None
+    assert monitor.suspects
+    assert not said
+    states[7] = "S"
+    assert looks(1) is None
+    assert not monitor.suspects, "it runs again"
+    states[7] = "t"
+    # The process with this number, if there is one, is not the test's to signal.
+    monitor.watch({1 << 30: "another"})
+    assert looks(9) is None
+    states[1 << 30] = "T"
+    assert looks(4) is None
+    assert len(said) == 1
+    assert looks(4).name == "another"
+
+
+def test_a_process_is_told_apart_from_another_with_its_number():
+    own, child = procfs.begun(os.getpid()), subprocess.Popen(["sleep", "100"])
+    try:
+        assert procfs.begun(os.getpid()) == own != ""
+        assert procfs.begun(child.pid) not in (own, "")
+        child.send_signal(signal.SIGSTOP)
+        wait_until(lambda: procfs.state(child.pid) == "T", "it to be stopped")
+    finally:
+        child.kill()
+        child.wait()
+    assert procfs.begun(child.pid) == procfs.state(child.pid) == ""
+    assert Path("/proc/self/stat").exists(), "this test is for Linux"
