@@ -74,7 +74,8 @@ def forecast(curves: Sequence[Curve], wanted: int, horizon: int) -> Forecast:
 
 def _distances(points: Sequence[tuple[float, ...]]) -> Array:
     genes = np.asarray(points, dtype=np.float64).reshape(len(points), -1)
-    return np.minimum(np.abs(genes[:, None, :] - genes[None, :, :]), 1.0).sum(axis=2)
+    apart: Array = np.minimum(np.abs(genes[:, None, :] - genes[None, :, :]), 1.0).sum(axis=2)
+    return apart
 
 
 @dataclass(frozen=True, slots=True)

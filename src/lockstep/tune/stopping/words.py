@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Final
+from typing import Any, Final
 
 from lockstep.errors import SettingError
 from lockstep.tune.stopping.combined import AnyOf, NeverStops
@@ -15,9 +16,8 @@ from lockstep.tune.stopping.protocol import StoppingRule
 from lockstep.tune.stopping.static_surrogate import StaticSurrogate
 from lockstep.tune.stopping.successive_halving import SuccessiveHalving
 
-_Rule = type[Patience | Median | SuccessiveHalving | StaticSurrogate | DynamicSurrogate]
 #: The rules that have a word; their options are their fields.
-STOPPING_WORDS: Final[dict[str, _Rule]] = {
+STOPPING_WORDS: Final[Mapping[str, type[Any]]] = {
     "patience": Patience,
     "median": Median,
     "asha": SuccessiveHalving,
@@ -58,7 +58,7 @@ def _rule_of(word: str) -> StoppingRule:
             f"{', '.join(STOPPING_WORDS)}, several joined by ' or '"
         )
     rule = STOPPING_WORDS[name]
-    kinds = {field.name: type(field.default) for field in fields(rule)}
+    kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(rule)}
     given: dict[str, float] = {}
     for number, part in enumerate(rest.split(",") if rest else ()):
         option, _, value = part.rpartition("=")
@@ -71,4 +71,5 @@ def _rule_of(word: str) -> StoppingRule:
             raise SettingError(
                 f"stopping={word!r}: {option} is {'a whole number' if kinds[option] is int else 'a number'}"
             ) from None
-    return rule(**given)
+    made: StoppingRule = rule(**given)
+    return made
