@@ -221,7 +221,9 @@ class Driver:
         if self._stops.times <= self._forwarded:
             return
         self._forwarded = self._stops.times
-        self._view.line("stopping: trials in work are saved as far as they can" if self._forwarded == 1 else "stopping now")
+        self._view.line(
+            "stopping: trials in work are saved as far as they can" if self._forwarded == 1 else "stopping now"
+        )
         for process in self._processes.values():
             if process.pid is not None:
                 os.kill(process.pid, signal.SIGTERM if self._forwarded == 1 else signal.SIGINT)
@@ -367,5 +369,3 @@ def _shown(path: Path) -> str:
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
-
-

@@ -1,10 +1,10 @@
 """The run directory of a search: what lies where, and who may be which worker.
 
-    RUN/search.json           what is searched
-    RUN/claims                which worker has which trial
-    RUN/journal/              a file for each worker, and a lock that its process holds for as long as it lives
-    RUN/workers/0000/         the run directory of a worker: logs, failures, reports of hangs
-    RUN/trials/00000/         the files of a trial: metrics, checkpoints
+RUN/search.json           what is searched
+RUN/claims                which worker has which trial
+RUN/journal/              a file for each worker, and a lock that its process holds for as long as it lives
+RUN/workers/0000/         the run directory of a worker: logs, failures, reports of hangs
+RUN/trials/00000/         the files of a trial: metrics, checkpoints
 """
 
 from __future__ import annotations
