@@ -20,6 +20,7 @@ __all__ = [
     "Progress",
     "Run",
     "SettingError",
+    "TrialStopped",
     "UsageError",
     "World",
     "WorldError",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         PeerLost,
         PlanError,
         SettingError,
+        TrialStopped,
         UsageError,
         WorldError,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from lockstep.run.state import State
 from lockstep.run.stop_requests import JobDeadline, StopRequests
 from lockstep.settings import ResolvedSettings, Settings
 from lockstep.strategies import ReplicaAssignment, Strategy, StrategyContext, open_strategy
+from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial
 from lockstep.world import World
 
 
@@ -98,7 +99,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     refuse_unknown_trackers(settings.track or "")
     marker = progress_marker()
     marker.set_phase("start")
-    world = World.from_env(env)
+    world = _world_of_trial(World.from_env(env), current_trial())
     device = _choose_device(world, settings.rehearse)
     threads = _choose_threads(settings, device)
     torch.set_num_threads(threads)
@@ -158,6 +159,14 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     )
 
 
+def _world_of_trial(world: World, trial: CurrentTrial | None) -> World:
+    """``world``; in a search with the files of the trial, whose attempts are what generations are to other runs."""
+    if trial is None:
+        return world
+    trial.directory.mkdir(parents=True, exist_ok=True)
+    return replace(world, run_dir=str(trial.directory), generation=trial.attempt - 1)
+
+
 def _refuse_child_import() -> None:
     """A process that is started by spawn first imports the script, all of whose top level then runs once more."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -193,7 +202,9 @@ def _open_checkpointer(
     reporter: ProgressReporter,
     deadline: JobDeadline,
 ) -> RunCheckpointer:
-    root = settings.checkpoint or (world.run_dir and Path(world.run_dir, "checkpoints"))
+    # Trials never share a directory, whatever the script says.
+    given = None if current_trial() is not None else settings.checkpoint
+    root = given or (world.run_dir and Path(world.run_dir, CHECKPOINTS))
     if root:
         checkpoints = Checkpoints(
             Path(root), group, keep=settings.keep, say=reporter.say, peer_timeout_s=settings.peer_timeout_s

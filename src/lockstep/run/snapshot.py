@@ -46,6 +46,7 @@ class RunSnapshot:
             "early_stopping": {name: one.state_dict() for name, one in self._state.early_stopping.items()},
             "ended": self._position.ended,
             "best": self._position.best.as_dict(),
+            "reports": self._position.reports,
         }
         self._divergence.compare(tree, self._position.progress.step)
         return tree
@@ -72,6 +73,7 @@ class RunSnapshot:
         self._position.metrics = dict(tree["metrics"])
         self._position.measured_at = dict(tree["measured_at"])
         self._position.best.load(tree["best"])
+        self._position.reports = tree.get("reports", 0)  # what was saved before there were any has none
         for name, one in self._state.early_stopping.items():
             if name in tree["early_stopping"]:
                 one.load_state_dict(tree["early_stopping"][name])

@@ -161,11 +161,16 @@ def try_lock(file: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        raise SettingError(
-            f"the file system of the run directory cannot lock files ({error.strerror}), by which the workers of a "
-            "search share its trials; give a --run-dir on another"
-        ) from error
+        raise lock_error(error) from error
     return True
+
+
+def lock_error(error: OSError) -> SettingError:
+    """What is said where files cannot be locked."""
+    return SettingError(
+        f"the file system of the run directory cannot lock files ({error.strerror}), by which the workers of a search "
+        "share its trials; give a --run-dir on another"
+    )
 
 
 def _flush_directory(path: Path) -> None:

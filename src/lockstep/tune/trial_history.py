@@ -44,7 +44,9 @@ class TrialHistory:
 
     def __init__(self) -> None:
         self._stories: dict[int, _Story] = {}
+        self._trials: dict[int, Trial | None] = {}  # made of them, as far as nothing has come since
         self._moves: dict[tuple[int, int], Move] = {}
+        self.ended = 0  #: trials that are over
         self._expected: dict[int, int] = {}  # by worker: serial number of the next entry
 
     def add(self, entry: Entry) -> bool:
@@ -57,6 +59,7 @@ class TrialHistory:
             self._moves[entry.worker, entry.serial] = record
             return True
         story = self._stories.setdefault(record.number, _Story())
+        self._trials.pop(record.number, None)
         attempt = story.attempts.setdefault(record.attempt, _Attempt())
         attempt.worker, attempt.last_s = entry.worker, record.at_s
         match record:
@@ -67,17 +70,19 @@ class TrialHistory:
             case AttemptCut():
                 attempt.cut = record
             case TrialEnded():
+                self.ended += not story.ended
                 story.ended[record.attempt] = record
         return True
 
     def trial(self, number: int) -> Trial | None:
         """The trial ``number``; None if it is not known what it is."""
-        story = self._stories.get(number)
-        return None if story is None else _trial(number, story)
+        if number not in self._trials and number in self._stories:
+            self._trials[number] = _trial(number, self._stories[number])
+        return self._trials.get(number)
 
     def trials(self) -> tuple[Trial, ...]:
         """All trials whose beginning is known, by their numbers."""
-        found = (_trial(number, self._stories[number]) for number in sorted(self._stories))
+        found = map(self.trial, sorted(self._stories))
         return tuple(trial for trial in found if trial is not None)
 
     def moves(self) -> tuple[Move, ...]:
