@@ -15,7 +15,9 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
     """The options that start no trial; the one positional argument is then the directory of the search."""
     group = parser.add_argument_group("a search that is there, in place of a script")
     group.add_argument("--show", action="store_true", help="counts, the best trials of each island, failures")
-    group.add_argument("--top", type=int, default=5, metavar="N", help="of --show: how many of each island (default: 5)")
+    group.add_argument(
+        "--top", type=int, default=5, metavar="N", help="of --show: how many of each island (default: 5)"
+    )
     group.add_argument("--json", action="store_true", help="of --show: everything as JSON, for programs")
     group.add_argument("--pictures", metavar="DIR", help="draw it: SVG, with the numbers as CSV and JSON beside them")
     group.add_argument("--to-optuna", metavar="FILE", help="write it into a study of Optuna: FILE.db, or a URL")

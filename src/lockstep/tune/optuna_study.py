@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.errors import SettingError
+from lockstep.tune.claims import TrialClaims
 from lockstep.tune.journal import JournalWriter, SearchPlan, read_search
 from lockstep.tune.records import LossReported, Record, TrialBegan, TrialEnded
 from lockstep.tune.search import Choice, Float, Int, Point, Space
 from lockstep.tune.search.dimensions import Dimension, decoded, encoded
+from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.trial import Trial
 
 Study = Any  # optuna's own types: the package need not be installed
@@ -100,12 +102,17 @@ def import_optuna(
     space = Space.from_json(told) if told else _space_of(frozen)
     signs = [-1.0 if direction.name == "MAXIMIZE" else 1.0 for direction in study.directions]
     directory = Path(run_dir)
-    if not SearchPlan(space.to_json(), {"imported_from": study.study_name}).write(directory):
+    settings = SearchSettings(trials=max(len(frozen), 1), objectives=len(signs))
+    if not SearchPlan(space.to_json(), settings.to_json() | {"imported_from": study.study_name}).write(directory):
         raise SettingError(f"{os.fspath(run_dir)} has a search; give a directory without one")
-    with closing(JournalWriter(directory, 0)) as journal:
+    with closing(JournalWriter(directory, 0)) as journal, closing(TrialClaims(directory)) as claims:
         for trial in frozen:
             for record in _records(trial, space, signs):
                 journal.append(record)
+        # The numbers are taken, so that a search that goes on here begins behind them.
+        highest = max((_number(trial) for trial in frozen), default=-1)
+        while claims.claim(0, highest + 1) is not None:
+            pass
     return len(frozen)
 
 
@@ -188,9 +195,14 @@ def _value(plain: object, dimension: Dimension) -> object:
     return plain
 
 
+def _number(frozen: Any) -> int:
+    """Of the trial that a frozen one was exported from, else Optuna's."""
+    return int(frozen.user_attrs.get(_TRIAL, {}).get("number", frozen.number))
+
+
 def _records(frozen: Any, space: Space, signs: Sequence[float]) -> Iterator[Record]:
     about: Mapping[str, Any] = frozen.user_attrs.get(_TRIAL, {})
-    number = about.get("number", frozen.number)
+    number = _number(frozen)
     began = frozen.datetime_start.timestamp() if frozen.datetime_start else time.time()
     ended = frozen.datetime_complete.timestamp() if frozen.datetime_complete else began
     dimensions = {gene.name: gene.dimension for gene in space.genes}

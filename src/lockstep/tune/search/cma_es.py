@@ -113,9 +113,7 @@ class Distribution:
         path_c = (1 - w.c_c) * self.path_c + moves * math.sqrt(w.c_c * (2 - w.c_c) * w.mu_eff) * step
         each = np.where(w.values >= 0, w.values, w.values * genes / np.maximum(distance, 1e-12) ** 2)
         kept = 1 + w.c_1 * (1 - moves) * w.c_c * (2 - w.c_c) - w.c_1 - w.c_mu * w.values.sum()
-        covariance = (
-            kept * self.covariance + w.c_1 * np.outer(path_c, path_c) + w.c_mu * (steps.T * each) @ steps
-        )
+        covariance = kept * self.covariance + w.c_1 * np.outer(path_c, path_c) + w.c_mu * (steps.T * each) @ steps
         covariance = (covariance + covariance.T) / 2
         squares, axes = np.linalg.eigh(covariance)
         squares = np.maximum(squares, 1e-20 * squares[-1])
