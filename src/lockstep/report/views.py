@@ -51,8 +51,8 @@ def choose_view(stream: TextIO, env: Mapping[str, str], *, now: Callable[[], flo
         # Late, since rich takes a tenth of a second and most ranks never draw.
         from lockstep.report.terminal_view import LiveView
 
-        return ViewWhileThere(LiveView(stream, env), stream)
-    return ViewWhileThere(LinesView(stream, now=now), stream) if wanted == "lines" else SilentView()
+        return ViewOnStream(LiveView(stream, env), stream)
+    return ViewOnStream(LinesView(stream, now=now), stream) if wanted == "lines" else SilentView()
 
 
 def view_word(stream: TextIO, env: Mapping[str, str]) -> Literal["live", "lines", "silent"]:
@@ -152,7 +152,7 @@ def _mark(status: Status | None) -> object:
     return status and (status.epoch, status.last_saved_step, status.generation, status.ended)
 
 
-class ViewWhileThere(Generic[Shown]):
+class ViewOnStream(Generic[Shown]):
     """Shows on ``view`` for as long as its stream is there, then on nothing."""
 
     def __init__(self, view: ViewOf[Shown], stream: TextIO) -> None:

@@ -10,7 +10,8 @@ trial                 what is known of one trial; outcome: what an objective gav
 journal, records      append-only files, one for each worker: the truth about a search; trial_history: read back
 claims                which worker has which trial; death: how the ranks of a worker died
 search_directory      what lies where in the run directory
-result, summary       what came out; views, pictures: shown
+result, summary       what came out; views: while it runs; pictures/: drawn
+optuna_study          searches as studies of Optuna, and back
 """
 
 import sys
@@ -32,16 +33,23 @@ __all__ = [
     "Space",
     "StoppingRule",
     "Trial",
+    "draw_pictures",
+    "export_optuna",
+    "import_optuna",
     "load",
+    "show",
     "tune",
 ]
 
 if TYPE_CHECKING:
     from lockstep.tune.door import tune
+    from lockstep.tune.optuna_study import export_optuna, import_optuna
     from lockstep.tune.outcome import Evaluated
+    from lockstep.tune.pictures import draw_pictures
     from lockstep.tune.result import SearchResult, load
     from lockstep.tune.search import Algorithm, Bool, Choice, Float, Individual, Int, Islands, Proposal, Space
     from lockstep.tune.stopping import StoppingRule
+    from lockstep.tune.summary import show
     from lockstep.tune.trial import Trial
 else:
     # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
@@ -52,7 +60,11 @@ else:
         "SearchResult": "result",
         "StoppingRule": "stopping",
         "Trial": "trial",
+        "draw_pictures": "pictures",
+        "export_optuna": "optuna_study",
+        "import_optuna": "optuna_study",
         "load": "result",
+        "show": "summary",
         "tune": "door",
     }
 

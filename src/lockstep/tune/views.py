@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO, TypeAlias
 
-from lockstep.report import SilentView, ViewOf, ViewWhileThere, line_interval_s, view_word
+from lockstep.report import SilentView, ViewOf, ViewOnStream, line_interval_s, view_word
 from lockstep.tune.journal import SearchRecord, read_search
 from lockstep.tune.result import SearchResult
 from lockstep.tune.summary import counts_of
@@ -40,8 +40,8 @@ def choose_search_view(
         # Late, since rich takes a tenth of a second.
         from lockstep.tune.terminal_view import LiveSearchView
 
-        return ViewWhileThere(LiveSearchView(stream, env, wall_clock), stream)
-    return ViewWhileThere(SearchLines(stream, now=now), stream) if wanted == "lines" else SilentView()
+        return ViewOnStream(LiveSearchView(stream, env, wall_clock), stream)
+    return ViewOnStream(SearchLines(stream, now=now), stream) if wanted == "lines" else SilentView()
 
 
 class SearchLines:

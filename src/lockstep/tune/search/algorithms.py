@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 from lockstep.errors import SettingError
 from lockstep.settings import reader_of
 from lockstep.tune.search.algorithm import Algorithm
+from lockstep.tune.search.cma_es import CmaEs
 from lockstep.tune.search.distinct import Distinct
 from lockstep.tune.search.evolving import Evolving, propulate_operator
 from lockstep.tune.search.operators import InitUniform
@@ -51,9 +52,23 @@ class Random:
         return Evolving(InitUniform(space))
 
 
+@dataclass(frozen=True, slots=True)
+class Cma:
+    """`CmaEs`."""
+
+    population: int = 0
+    active: bool = True
+    sigma: float = 0.25
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        """As `AlgorithmFactory` says."""
+        return CmaEs(space, self.population, self.active, self.sigma)
+
+
 _FACTORIES: Final[dict[str, Callable[..., AlgorithmFactory]]] = {
     "random": Random,
     "propulate": Propulate,
+    "cma-es": Cma,
     "evolution": Propulate,
 }
 #: The words of the algorithms, each with the names of its options.
