@@ -48,7 +48,7 @@ from lockstep.tune.followed_search import FollowedSearch
 from lockstep.tune.journal import SearchRecord, journal_file
 from lockstep.tune.result import SearchResult
 from lockstep.tune.search_directory import SearchDirectory
-from lockstep.tune.views import choose_search_view
+from lockstep.tune.views import choose_search_view, watch_search
 
 #: A worker whose ranks fail so often in a row before they begin a trial is given up.
 _FAILED_STARTS = 3
@@ -369,3 +369,9 @@ def _shown(path: Path) -> str:
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
+
+
+def watch_directory(run_dir: Path, stream: TextIO, *, once: bool) -> None:
+    """Show the search in ``run_dir`` until no worker is there any more, or ``once``; it only reads."""
+    directory = SearchDirectory(run_dir)
+    watch_search(run_dir, stream, os.environ, once=once, is_over=lambda: not directory.is_alive())

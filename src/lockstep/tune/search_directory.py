@@ -199,6 +199,20 @@ def open_directory(
     return directory
 
 
+def join_directory(run_dir: str | None) -> SearchDirectory:
+    """The directory of a search that runs, for more workers.
+
+    Raises:
+        SettingError: if there is none.
+    """
+    if run_dir is None:
+        raise SettingError("--join: say which search, with --run-dir")
+    directory = SearchDirectory(Path(run_dir).absolute())
+    if not (directory.path / "journal").exists():
+        raise SettingError(f"--join: {run_dir} holds no search; begin one: lockstep tune --run-dir {run_dir} search.py")
+    return directory
+
+
 def _new(path: Path) -> Path:
     path = _unused(path)
     path.mkdir(parents=True)
