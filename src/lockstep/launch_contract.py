@@ -20,6 +20,7 @@ CHANNEL = "LOCKSTEP_CHANNEL"  #: where a rank sends its heartbeats: path of a da
 FAULTS = "LOCKSTEP_FAULTS"  #: what is to go wrong on purpose, in the words of `lockstep.heartbeat.FaultPlan`
 STACKS = "LOCKSTEP_STACKS"  #: path where a rank writes the stacks of all its threads when it gets `STACKS_SIGNAL`
 LAUNCHER = "LOCKSTEP_LAUNCHER"  #: name of the row of `LAUNCHERS` to believe, where two contradict each other
+SEARCH = "LOCKSTEP_SEARCH"  #: of which search, and which of its workers, this rank is one; set by `lockstep tune`
 
 TERMINAL = "LOCKSTEP_TERMINAL"  #: path of the terminal of a rank that has one
 

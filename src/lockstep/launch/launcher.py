@@ -23,7 +23,7 @@ from typing import Any, TypeVar, get_args
 from lockstep.errors import LaunchError, SettingError
 from lockstep.faults import FaultPlan
 from lockstep.formatting import plural
-from lockstep.launch.agent import Agent, Stops
+from lockstep.launch.agent import AfterFailure, Agent, Stops
 from lockstep.launch.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.console import Screen
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
@@ -152,6 +152,25 @@ def launch(
     return results
 
 
+def watch(request: Request, after_failure: AfterFailure) -> tuple[int, str]:
+    """As `start`, for one of several runs on this machine that each have a process of their own.
+
+    What is said goes to this process' standard output and error.
+
+    Returns:
+        The exit code, and the failure that was shown last, "" if there was none.
+
+    Args:
+        request: what to run.
+        after_failure: see `lockstep.launch.agent.Agent`.
+
+    Raises:
+        SettingError, LaunchError: as `start` does.
+    """
+    job = prepare(request, machine=Machine.detect(os.environ), env=os.environ, now=datetime.now())
+    return _run_here(job, after_failure)
+
+
 def _on_allocated_nodes(request: Request, given: Allocation) -> Request:
     """``request`` with the nodes of the allocation, where this launcher is one of several."""
     hosts = tuple(node.name for node in given.nodes)
@@ -188,12 +207,12 @@ def _start_everywhere(job: Job) -> int:
         )
 
 
-def _run_here(job: Job) -> tuple[int, str]:
+def _run_here(job: Job, after_failure: AfterFailure = lambda exits, generation: True) -> tuple[int, str]:
     """Carry out ``job`` on this machine; returns its exit code and the failure that was shown last."""
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
     with settle(job, now=datetime.now()), stops.listening():
         _announce(job, screen)
-        return _run_agent(join_alone(job), screen, stops)
+        return _run_agent(join_alone(job), screen, stops, after_failure)
 
 
 def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: Allocation) -> int:
@@ -233,7 +252,9 @@ def _announce(job: Job, screen: Screen) -> None:
     screen.say(f"{plural(job.ranks, 'rank')}{where}, {plural(threads, 'CPU thread')}{each}; logs: {shown(job.logs)}")
 
 
-def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
+def _run_agent(
+    joined: Joined, screen: Screen, stops: Stops, after_failure: AfterFailure = lambda exits, generation: True
+) -> tuple[int, str]:
     """Start the fork server and carry out this node's part of the job; returns as `_run_here` does."""
     job, request = joined.job, joined.job.request
     hang_monitor = HangMonitor(
@@ -254,7 +275,8 @@ def _run_agent(joined: Joined, screen: Screen, stops: Stops) -> tuple[int, str]:
             if terminal is not None:
                 stack.enter_context(contextlib.closing(terminal))
             stack.enter_context(contextlib.closing(screen))
-            agent = Agent(joined, WorkerGroup(job, fork_server, screen, hang_monitor, terminal), screen, stops)
+            workers = WorkerGroup(job, fork_server, screen, hang_monitor, terminal)
+            agent = Agent(joined, workers, screen, stops, after_failure)
             code = _with_missed_faults(job, screen, agent.run())
             if code not in (EXIT_OK, EXIT_STOPPED) and (status := StatusFile.read(job.status)) is not None:
                 StatusFile(job.status).write(replace(status, state="unsaved" if code == EXIT_NOT_SAVED else "failed"))

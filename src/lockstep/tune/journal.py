@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from lockstep.errors import SettingError
-from lockstep.tune.records import Entry, Move, Record, TrialEnded, decode, encode
-from lockstep.tune.trial import Trial
+from lockstep.tune.records import Entry, Record, TrialEnded, decode, encode
+from lockstep.tune.trial import Move, Trial
 from lockstep.tune.trial_history import TrialHistory
 
 #: The file by which the directory of a search is recognized.
@@ -211,13 +211,7 @@ class SearchPlan:
 
     def write(self, directory: Path) -> bool:
         """Write it to ``directory`` unless another process has written one there; returns whether this one did."""
-        directory.mkdir(parents=True, exist_ok=True)
-        scratch = directory / f".{SEARCH_FILE}.{os.getpid()}"
-        content = {"format": _FORMAT, "space": self.space, "settings": self.settings}
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        scratch = self._written(directory)
         try:
             os.link(scratch, directory / SEARCH_FILE)
         except FileExistsError:
@@ -226,6 +220,22 @@ class SearchPlan:
             scratch.unlink()
         _flush_directory(directory)
         return True
+
+    def replace(self, directory: Path) -> None:
+        """Write it to ``directory`` in place of the one that is there."""
+        self._written(directory).replace(directory / SEARCH_FILE)
+        _flush_directory(directory)
+
+    def _written(self, directory: Path) -> Path:
+        """A file in ``directory`` that holds it."""
+        directory.mkdir(parents=True, exist_ok=True)
+        scratch = directory / f".{SEARCH_FILE}.{os.getpid()}"
+        content = {"format": _FORMAT, "space": self.space, "settings": self.settings}
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        return scratch
 
     @classmethod
     def read(cls, directory: Path) -> Self | None:

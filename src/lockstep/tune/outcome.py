@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self, SupportsFloat
 
-from lockstep.error_advice import own_lines
+from lockstep.heartbeat import own_lines
 from lockstep.peer_failure import is_peer_failure
 
 
@@ -44,7 +44,7 @@ class Outcome:
         """The outcome of an objective that returned ``value``."""
         violation = 0.0
         if isinstance(value, Evaluated):
-            value, violation = value.losses, value.violation
+            violation, value = value.violation, value.losses
         values = value if isinstance(value, tuple | list) else (value,)
         try:
             losses = tuple(_number(one) for one in values)

@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.tune.search.individual import Point
 from lockstep.tune.trial import State
@@ -65,24 +65,26 @@ class TrialEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """Individuals went from one island to another."""
+class MovePlanned:
+    """An individual changes islands, or gives place to one that came; the fields are those of `search.Move`."""
 
+    what: Literal["moved", "copied", "replaced"]
+    number: int
     source: int
     target: int
-    copies: bool  #: they stay on their island, too
+    responsible: int
     at_s: float
-    numbers: tuple[int, ...] = ()  #: of their trials
-    replaced: tuple[int, ...] = ()  #: trials of the target island that breed no more there
+    step: int = 0
+    replaced_by: int = -1
 
 
-Record = TrialBegan | LossReported | AttemptCut | TrialEnded | Move
+Record = TrialBegan | LossReported | AttemptCut | TrialEnded | MovePlanned
 _KINDS: Mapping[str, type[Record]] = {
     "began": TrialBegan,
     "loss": LossReported,
     "cut": AttemptCut,
     "ended": TrialEnded,
-    "moved": Move,
+    "move": MovePlanned,
 }
 _KIND_OF = {of: kind for kind, of in _KINDS.items()}
 _NAMES = {of: tuple(field.name for field in fields(of)) for of in _KIND_OF}

@@ -49,3 +49,15 @@ class Trial:
     def loss(self) -> float:
         """The first of its losses; NaN while there is none."""
         return self.losses[0] if self.losses else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Individuals went from one island to another."""
+
+    numbers: tuple[int, ...]  #: of their trials
+    source: int
+    target: int
+    copies: bool  #: they stay on their island, too
+    replaced: tuple[int, ...]  #: trials of the target island that breed no more there
+    at_s: float  #: seconds since 1970

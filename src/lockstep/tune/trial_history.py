@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.tune.records import AttemptCut, Entry, LossReported, Move, TrialBegan, TrialEnded
-from lockstep.tune.trial import Reported, Trial
+from lockstep.tune.records import AttemptCut, Entry, LossReported, MovePlanned, TrialBegan, TrialEnded
+from lockstep.tune.trial import Move, Reported, Trial
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class TrialHistory:
     def __init__(self) -> None:
         self._stories: dict[int, _Story] = {}
         self._trials: dict[int, Trial | None] = {}  # made of them, as far as nothing has come since
-        self._moves: dict[tuple[int, int], Move] = {}
+        self._moves: dict[tuple[int, int], MovePlanned] = {}
         self.ended = 0  #: trials that are over
         self._expected: dict[int, int] = {}  # by worker: serial number of the next entry
 
@@ -55,7 +55,7 @@ class TrialHistory:
             return False
         self._expected[entry.worker] = entry.serial + 1
         record = entry.record
-        if isinstance(record, Move):
+        if isinstance(record, MovePlanned):
             self._moves[entry.worker, entry.serial] = record
             return True
         story = self._stories.setdefault(record.number, _Story())
@@ -87,17 +87,30 @@ class TrialHistory:
 
     def moves(self) -> tuple[Move, ...]:
         """All moves between islands, by time."""
-        return tuple(move for _, move in sorted(self._moves.items(), key=lambda item: (item[1].at_s, item[0])))
+        planned = [move for _, move in sorted(self._moves.items(), key=lambda item: (item[1].at_s, item[0]))]
+        places = {(move.replaced_by, move.source): move.number for move in planned if move.what == "replaced"}
+        return tuple(
+            Move(
+                numbers=(move.number,),
+                source=move.source,
+                target=move.target,
+                copies=move.what == "copied",
+                replaced=(places[move.number, move.target],) if (move.number, move.target) in places else (),
+                at_s=move.at_s,
+            )
+            for move in planned
+            if move.what != "replaced"
+        )
 
     def has_ended(self, number: int) -> bool:
         """Whether the trial ``number`` is over."""
         story = self._stories.get(number)
         return story is not None and bool(story.ended)
 
-    def attempts(self, number: int) -> int:
-        """How many attempts at the trial ``number`` were begun."""
-        story = self._stories.get(number)
-        return 0 if story is None else max(story.attempts)
+    def began_at_s(self, number: int) -> float:
+        """When the newest attempt at the trial ``number``, of which that is known, began; in seconds since 1970."""
+        story = self._stories[number]
+        return max(one.began.at_s for one in story.attempts.values() if one.began is not None)
 
     def cuts(self, number: int) -> tuple[AttemptCut, ...]:
         """How attempts at the trial ``number`` were cut, in their order, as far as that was recorded."""
