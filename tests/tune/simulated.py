@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from lockstep.tune.journal import SearchRecord
-from lockstep.tune.records import Move
 from lockstep.tune.search import Choice, Float, Individual, Int, Space, make_algorithm
 from lockstep.tune.stopping import make_stopping
-from lockstep.tune.trial import Reported, Trial
+from lockstep.tune.trial import Move, Reported, Trial
 
 SPACE = Space.of(
     {

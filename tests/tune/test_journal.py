@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import SettingError
 from lockstep.tune.journal import JournalReader, JournalWriter, SearchPlan, journal_file, read_search
-from lockstep.tune.records import AttemptCut, Entry, LossReported, Move, TrialBegan, TrialEnded, decode, encode
+from lockstep.tune.records import AttemptCut, Entry, LossReported, MovePlanned, TrialBegan, TrialEnded, decode, encode
 from lockstep.tune.trial_history import TrialHistory
 
 finite = st.floats(allow_nan=False, width=64)
@@ -41,14 +41,23 @@ records = st.one_of(
         losses=st.lists(finite, max_size=2).map(tuple),
         reason=texts,
     ),
-    st.builds(Move, source=small, target=small, copies=st.booleans(), at_s=finite, numbers=st.just((1, 2))),
+    st.builds(
+        MovePlanned,
+        what=st.sampled_from(("moved", "copied", "replaced")),
+        number=small,
+        source=small,
+        target=small,
+        responsible=small,
+        at_s=finite,
+    ),
 )
 
 
 @given(records, st.integers(0, 10**9))
 def test_a_line_is_its_record(record, serial):
     line = encode(serial, record)
-    assert line.endswith(b"\n") and line.count(b"\n") == 1
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
     assert decode(line[:-1]) == (serial, record)
 
 
@@ -73,7 +82,7 @@ def test_any_torn_tail_is_tolerated_and_removed(tmp_path_factory, written, torn,
     path = journal_file(directory, 0)
     whole = path.read_bytes()
     path.write_bytes(whole[: max(0, len(whole) - torn)] + garbage)
-    kept = [entry for entry in all_of([Entry(0, i, r) for i, r in enumerate(written)], len(whole) - torn)]
+    kept = list(all_of([Entry(0, i, r) for i, r in enumerate(written)], len(whole) - torn))
     reader = JournalReader(directory)
     with contextlib.closing(reader):
         assert reader.read() == kept
@@ -101,7 +110,7 @@ def test_the_order_of_files_does_not_matter(files, order):
         [
             e
             for e in queue
-            if isinstance(e.record, Move) or (e.record.number + e.record.attempt) % len(files) == e.worker
+            if isinstance(e.record, MovePlanned) or (e.record.number + e.record.attempt) % len(files) == e.worker
         ]
         for queue in queues
     ]

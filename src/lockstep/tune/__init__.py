@@ -10,7 +10,7 @@ trial                 what is known of one trial; outcome: what an objective gav
 journal, records      append-only files, one for each worker: the truth about a search; trial_history: read back
 claims                which worker has which trial; death: how the ranks of a worker died
 search_directory      what lies where in the run directory
-result, summary       what came out; views, pictures/: shown
+result, summary       what came out; views: while it runs; pictures/: drawn
 optuna_study          searches as studies of Optuna, and back
 """
 
@@ -23,12 +23,14 @@ __all__ = [
     "Algorithm",
     "Bool",
     "Choice",
+    "Driver",
     "Evaluated",
     "Float",
     "Individual",
     "Int",
     "Islands",
     "Proposal",
+    "SearchRequest",
     "SearchResult",
     "Space",
     "StoppingRule",
@@ -36,18 +38,25 @@ __all__ = [
     "draw_pictures",
     "export_optuna",
     "import_optuna",
+    "join_directory",
     "load",
+    "open_directory",
     "show",
     "tune",
+    "visible_gpus",
+    "watch_directory",
+    "worker_sizes",
 ]
 
 if TYPE_CHECKING:
-    from lockstep.tune.door import tune
+    from lockstep.tune.door import tune, worker_sizes
+    from lockstep.tune.driver import Driver, SearchRequest, visible_gpus, watch_directory
     from lockstep.tune.optuna_study import export_optuna, import_optuna
     from lockstep.tune.outcome import Evaluated
     from lockstep.tune.pictures import draw_pictures
     from lockstep.tune.result import SearchResult, load
     from lockstep.tune.search import Algorithm, Bool, Choice, Float, Individual, Int, Islands, Proposal, Space
+    from lockstep.tune.search_directory import join_directory, open_directory
     from lockstep.tune.stopping import StoppingRule
     from lockstep.tune.summary import show
     from lockstep.tune.trial import Trial
@@ -56,16 +65,23 @@ else:
     import importlib
 
     _ROOM_OF = {
+        "Driver": "driver",
         "Evaluated": "outcome",
+        "SearchRequest": "driver",
         "SearchResult": "result",
         "StoppingRule": "stopping",
         "Trial": "trial",
         "draw_pictures": "pictures",
         "export_optuna": "optuna_study",
         "import_optuna": "optuna_study",
-        "show": "summary",
+        "join_directory": "search_directory",
         "load": "result",
+        "open_directory": "search_directory",
+        "show": "summary",
         "tune": "door",
+        "visible_gpus": "driver",
+        "watch_directory": "driver",
+        "worker_sizes": "door",
     }
 
     class _Tune(types.ModuleType):

@@ -150,7 +150,9 @@ def _as_worker(
     from lockstep.tune.trial_ranks import open_channel
 
     with open_channel(world) as channel:
-        is_over = _evaluate(objective, space, settings, world, directory, worker, workers, channel, float(told["began_s"]))
+        is_over = _evaluate(
+            objective, space, settings, world, directory, worker, workers, channel, float(told["began_s"])
+        )
     if not is_over:
         raise SystemExit(EXIT_OK)
     return load(directory.path)

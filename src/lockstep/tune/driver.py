@@ -48,7 +48,7 @@ from lockstep.tune.followed_search import FollowedSearch
 from lockstep.tune.journal import SearchRecord, journal_file
 from lockstep.tune.result import SearchResult
 from lockstep.tune.search_directory import SearchDirectory
-from lockstep.tune.views import choose_search_view
+from lockstep.tune.views import choose_search_view, watch_search
 
 #: A worker whose ranks fail so often in a row before they begin a trial is given up.
 _FAILED_STARTS = 3
@@ -221,7 +221,9 @@ class Driver:
         if self._stops.times <= self._forwarded:
             return
         self._forwarded = self._stops.times
-        self._view.line("stopping: trials in work are saved as far as they can" if self._forwarded == 1 else "stopping now")
+        self._view.line(
+            "stopping: trials in work are saved as far as they can" if self._forwarded == 1 else "stopping now"
+        )
         for process in self._processes.values():
             if process.pid is not None:
                 os.kill(process.pid, signal.SIGTERM if self._forwarded == 1 else signal.SIGINT)
@@ -369,3 +371,7 @@ def _shown(path: Path) -> str:
     return str(path)
 
 
+def watch_directory(run_dir: Path, stream: TextIO, *, once: bool) -> None:
+    """Show the search in ``run_dir`` until no worker is there any more, or ``once``; it only reads."""
+    directory = SearchDirectory(run_dir)
+    watch_search(run_dir, stream, os.environ, once=once, is_over=lambda: not directory.is_alive())

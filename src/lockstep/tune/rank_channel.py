@@ -62,9 +62,7 @@ class StoreRankChannel(RankChannel):
         clock: in seconds.
     """
 
-    def __init__(
-        self, store: KeyValueStore, rank: int, size: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, store: KeyValueStore, rank: int, size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._rank, self._size, self._clock = store, rank, size, clock
         self._number = -1  # of what was told last
         self._old: list[str] = []  # keys of it

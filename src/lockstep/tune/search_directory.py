@@ -1,10 +1,10 @@
 """The run directory of a search: what lies where, and who may be which worker.
 
-    RUN/search.json           what is searched
-    RUN/claims                which worker has which trial
-    RUN/journal/              a file for each worker, and a lock that its process holds for as long as it lives
-    RUN/workers/0000/         the run directory of a worker: logs, failures, reports of hangs
-    RUN/trials/00000/         the files of a trial: metrics, checkpoints
+RUN/search.json           what is searched
+RUN/claims                which worker has which trial
+RUN/journal/              a file for each worker, and a lock that its process holds for as long as it lives
+RUN/workers/0000/         the run directory of a worker: logs, failures, reports of hangs
+RUN/trials/00000/         the files of a trial: metrics, checkpoints
 """
 
 from __future__ import annotations
@@ -196,6 +196,20 @@ def open_directory(
             "--resume, or begin again with --fresh, which moves it aside"
         )
     directory.unfinish()
+    return directory
+
+
+def join_directory(run_dir: str | None) -> SearchDirectory:
+    """The directory of a search that runs, for more workers.
+
+    Raises:
+        SettingError: if there is none.
+    """
+    if run_dir is None:
+        raise SettingError("--join: say which search, with --run-dir")
+    directory = SearchDirectory(Path(run_dir).absolute())
+    if not (directory.path / "journal").exists():
+        raise SettingError(f"--join: {run_dir} holds no search; begin one: lockstep tune --run-dir {run_dir} search.py")
     return directory
 
 

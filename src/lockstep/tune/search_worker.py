@@ -290,4 +290,3 @@ def _move(record: MovePlanned) -> Move:
         record.step,
         record.replaced_by,
     )
-
