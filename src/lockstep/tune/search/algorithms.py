@@ -12,6 +12,7 @@ from lockstep.settings import reader_of
 from lockstep.tune.search.algorithm import Algorithm
 from lockstep.tune.search.cma_es import CmaEs
 from lockstep.tune.search.distinct import Distinct
+from lockstep.tune.search.evolution import Evolution
 from lockstep.tune.search.evolving import Evolving, propulate_operator
 from lockstep.tune.search.operators import InitUniform
 from lockstep.tune.search.space import Space
@@ -65,11 +66,22 @@ class Cma:
         return CmaEs(space, self.population, self.active, self.sigma)
 
 
+@dataclass(frozen=True, slots=True)
+class Evolve:
+    """`Evolution`, the default."""
+
+    population: int = 0
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        """As `AlgorithmFactory` says."""
+        return Evolution(space, self.population, workers)
+
+
 _FACTORIES: Final[dict[str, Callable[..., AlgorithmFactory]]] = {
+    "evolution": Evolve,
     "random": Random,
     "propulate": Propulate,
     "cma-es": Cma,
-    "evolution": Propulate,
 }
 #: The words of the algorithms, each with the names of its options.
 ALGORITHM_WORDS: Final = {
