@@ -147,8 +147,14 @@ def test_failures():
 
 
 def test_tune_speed(tmp_path):
-    options = ("--workers", "1", "--evaluations", "20", "--optuna", sys.executable)
+    options = ("--workers", "1", "--evaluations", "40", "--optuna", sys.executable)
     found, shown = measured(tmp_path, "tune_speed.py", *options)
-    assert [row["way"] for row in found] == ["lockstep", "Optuna, journal", "Optuna, SQLite", "Optuna, memory"]
+    assert [row["way"] for row in found] == [
+        "lockstep",
+        "lockstep, each with a Run",
+        "Optuna, journal",
+        "Optuna, SQLite",
+        "Optuna, memory",
+    ]
     assert all(rate > 0 for row in found for rate in row["rates"])
     assert "lockstep is faster by" in shown
