@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from dataclasses import Field, dataclass, fields
 from typing import Any, Final, Protocol
 
 from lockstep.errors import SettingError
 from lockstep.settings import reader_of
 from lockstep.tune.search.algorithm import Algorithm
-from lockstep.tune.search.cma_es import CmaEs
+from lockstep.tune.search.cma_es import FIRST_STEP, CmaEs
 from lockstep.tune.search.distinct import Distinct
 from lockstep.tune.search.evolution import Evolution
-from lockstep.tune.search.evolving import Evolving, propulate_operator
+from lockstep.tune.search.evolving import Evolving, genetic_operator, propulate_operator
+from lockstep.tune.search.nelder_mead import NelderMead
+from lockstep.tune.search.nsga2 import Nsga2
 from lockstep.tune.search.operators import InitUniform
+from lockstep.tune.search.optuna_samplers import MULTI_OBJECTIVE_SAMPLERS, SAMPLERS, OptunaSampler
+from lockstep.tune.search.particle_swarm import ParticleSwarm
 from lockstep.tune.search.space import Space
 
 
@@ -27,9 +30,17 @@ class AlgorithmFactory(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Propulate:
-    """Propulate's default; ``population`` 0: twice the workers of the island, at least 8."""
+class _Evolution:
+    population: int = 0
 
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        if objectives > 1:
+            return Nsga2(space, self.population)
+        return Evolution(space, self.population, workers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Propulate:
     population: int = 0
     crossover: float = 0.7
     mutation: float = 0.4
@@ -37,7 +48,6 @@ class Propulate:
     sigma: float = 0.05
 
     def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
-        """As `AlgorithmFactory` says."""
         population = self.population or max(2 * workers, 8)
         return Evolving(
             propulate_operator(space, population, self.crossover, self.mutation, self.random_init, self.sigma)
@@ -45,43 +55,79 @@ class Propulate:
 
 
 @dataclass(frozen=True, slots=True)
-class Random:
-    """Uniform points."""
+class _Genetic:
+    population: int = 24
+    crossover: float = 0.9
+    mutation: float = 0.2
+    sigma: float = 0.1
+    tournament: int = 2
 
     def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
-        """As `AlgorithmFactory` says."""
-        return Evolving(InitUniform(space))
+        return Evolving(
+            genetic_operator(space, self.population, self.crossover, self.mutation, self.sigma, self.tournament)
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Cma:
-    """`CmaEs`."""
-
+class _CmaEs:
     population: int = 0
     active: bool = True
-    sigma: float = 0.25
+    sigma: float = FIRST_STEP
 
     def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
-        """As `AlgorithmFactory` says."""
         return CmaEs(space, self.population, self.active, self.sigma)
 
 
 @dataclass(frozen=True, slots=True)
-class Evolve:
-    """`Evolution`, the default."""
+class _ParticleSwarm:
+    variant: str = "constriction"
+    particles: int = 0
 
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return ParticleSwarm(space, self.variant, worker, self.particles or -(-24 // workers))
+
+
+@dataclass(frozen=True, slots=True)
+class _NelderMead:
+    adaptive: bool = False
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return NelderMead(space, worker, self.adaptive)
+
+
+@dataclass(frozen=True, slots=True)
+class _Nsga2:
     population: int = 0
 
     def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
-        """As `AlgorithmFactory` says."""
-        return Evolution(space, self.population, workers)
+        return Nsga2(space, self.population)
 
 
-_FACTORIES: Final[dict[str, Callable[..., AlgorithmFactory]]] = {
-    "evolution": Evolve,
-    "random": Random,
-    "propulate": Propulate,
-    "cma-es": Cma,
+@dataclass(frozen=True, slots=True)
+class _Random:
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return Evolving(InitUniform(space))
+
+
+def _optuna(word: str) -> type[AlgorithmFactory]:
+    @dataclass(frozen=True, slots=True)
+    class _Optuna:
+        def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+            return OptunaSampler(space, word, objectives)
+
+    return _Optuna
+
+
+_FACTORIES: Final[dict[str, type[AlgorithmFactory]]] = {
+    "evolution": _Evolution,
+    "propulate": _Propulate,
+    "genetic": _Genetic,
+    "cma-es": _CmaEs,
+    "pso": _ParticleSwarm,
+    "nelder-mead": _NelderMead,
+    "nsga2": _Nsga2,
+    "random": _Random,
+    **{word: _optuna(word) for word in SAMPLERS},
 }
 #: The words of the algorithms, each with the names of its options.
 ALGORITHM_WORDS: Final = {
@@ -89,7 +135,7 @@ ALGORITHM_WORDS: Final = {
     for name, kind in _FACTORIES.items()
 }
 #: Those that minimise several losses at a time.
-MULTI_OBJECTIVE: Final = ("random",)
+MULTI_OBJECTIVE: Final = ("evolution", "nsga2", "random", *MULTI_OBJECTIVE_SAMPLERS)
 
 
 def make_algorithm(

@@ -144,14 +144,14 @@ class Distribution:
 class CmaEs:
     """CMA-ES over all individuals of an island: all its workers learn one distribution together.
 
-    Whenever ``population`` individuals have been learnt of since the last update, the distribution is updated with them;
-    nobody waits for a generation to be whole. After convergence it restarts elsewhere with twice the population (IPOP,
-    Auger and Hansen 2005), at a point of a low-discrepancy sequence, so that all workers restart at the same.
+    Whenever ``population`` individuals have been learnt of since the last update, the distribution is updated with
+    them; nobody waits for a generation to be whole. After convergence it restarts elsewhere with twice the population
+    (IPOP, Auger and Hansen 2005), at a point of a low-discrepancy sequence, so that all workers restart at the same.
 
     Numbers are the places between 0 and 1 of their genes, so that widths and scales of parameters play no part; a point
     beyond a limit is reflected there. Where there are finitely many values a standard deviation is kept at which
-    neighbours are reached. Genes of choices are taken from one of the better half of the last generation, each resampled
-    with probability 1 / (number of genes).
+    neighbours are reached. Genes of choices are taken from one of the better half of the last generation, each
+    resampled with probability 1 / (number of genes).
 
     Args:
         space: with at least one number.
@@ -179,6 +179,10 @@ class CmaEs:
         self._least = np.where(cells > 0, 0.3 / np.maximum(cells, 1), 0.0)
         self._space, self._active, self._sigma, self._only_own = space, active, sigma, only_own
         self._runs = 0
+        self._distribution: Distribution
+        self._batch: list[Individual] = []
+        self._better: list[Individual] = []  # of the last generation
+        self._best: list[float] = []  # of each generation
         self._start(population or 4 + int(3 * math.log(len(self._numbers))))
 
     @property
@@ -242,9 +246,7 @@ class CmaEs:
         self._weights = Weights.of(len(self._numbers), population, self._active)
         self._distribution = Distribution.around(_start_of(self._runs, len(self._numbers)), self._sigma)
         self._runs += 1
-        self._batch: list[Individual] = []
-        self._better: list[Individual] = []  # of the last generation
-        self._best: list[float] = []  # of each generation
+        self._batch, self._better, self._best = [], [], []
 
 
 def _start_of(run: int, genes: int) -> Array:
@@ -252,7 +254,7 @@ def _start_of(run: int, genes: int) -> Array:
     ratio = 2.0
     for _ in range(40):  # the root of x^(genes + 1) = x + 1, the generalised golden ratio
         ratio = (1 + ratio) ** (1 / (genes + 1))
-    return (0.5 + run * (1 / ratio) ** np.arange(1, genes + 1)) % 1
+    return np.asarray((0.5 + run * (1 / ratio) ** np.arange(1, genes + 1)) % 1, dtype=np.float64)
 
 
 def reflected(place: Array) -> Array:

@@ -20,8 +20,8 @@ class Distinct:
     """Another algorithm, of whose proposals those that are known already are varied.
 
     Known is what was observed, also of individuals that are gone, and what was proposed here. One gene of a duplicate
-    is resampled, then two, then four, ...; where all points are known, or none is found in `ATTEMPTS`, it is proposed as
-    it is. So a search in a small space ends, and an objective with noise is measured again there.
+    is resampled, then two, then four, ...; where all points are known, or none is found in `ATTEMPTS`, it is proposed
+    as it is. So a search in a small space ends, and an objective with noise is measured again there.
     """
 
     def __init__(self, algorithm: Algorithm, space: Space) -> None:

@@ -2,10 +2,10 @@
 
 A genetic algorithm in the steady state, as Propulate's, of which each move is one of: a crossover with Propulate's
 mutations, one gene resampled, one gene moved by a large, a middle or a small step, and a move along differences
-(differential evolution, Storn and Price 1997, "current to best"); beside them CMA-ES learns a distribution. Genetic moves
-win where parameters act separately and there are many minima, CMA-ES and differences where parameters depend on each
-other; which it is, nobody knows before. The share of a move follows its success (probability matching, Goldberg 1990,
-with improvement as its reward, Fialho 2010).
+(differential evolution, Storn and Price 1997, "current to best"); beside them CMA-ES learns a distribution. Genetic
+moves win where parameters act separately and there are many minima, CMA-ES and differences where parameters depend on
+each other; which it is, nobody knows before. The share of a move follows its success (probability matching, Goldberg
+1990, with improvement as its reward, Fialho 2010).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def cross(elite: Elite, random: np.random.Generator) -> Bred:
 
 
 def resample(elite: Elite, random: np.random.Generator) -> Bred:
-    """A crossover, of which one gene is drawn anew; of few parents, all others of its genes are as good as they were."""
+    """A crossover, of which one gene is drawn anew from all its values."""
     genes, parents = elite.crossed(random)
     gene = elite.a_gene(genes, random)
     genes[gene] = random.random() * elite.space.widths[gene]
@@ -133,8 +133,8 @@ class Evolution:
     """The default algorithm; see the module.
 
     A move's reward is by how much its offspring is better than its first parent, in units of the span of the elite's
-    losses: nothing if it is not better, at most 1. So a tiny step that succeeds every other time earns little while large
-    ones still bring much. The elite are the ``population`` best; 0: as many as there are workers, at least 10. An
+    losses: nothing if it is not better, at most 1. So a tiny step that succeeds every other time earns little while
+    large ones still bring much. The elite are the ``population`` best; 0: as many as there are workers, at least 10. An
     individual is in it once, so copies of one never fill it.
 
     Cost: 0.15 ms a proposal with 30 dimensions, which does not grow with the population.
@@ -180,7 +180,8 @@ class Evolution:
         earned = weights * (np.array(list(self._rewards.values())) + 1e-3)
         parts = LEAST * weights + (1 - LEAST * weights.sum()) * earned / earned.sum()
         index = int(np.searchsorted(np.cumsum(parts), random.random()))
-        return list(self._rewards)[min(index, len(parts) - 1)]
+        names: list[str] = list(self._rewards)
+        return names[min(index, len(names) - 1)]
 
     def _reward(self, individual: Individual) -> float:
         ranked = self._population.ranked

@@ -18,6 +18,7 @@ from lockstep.tune.search.operators import (
     Operator,
     PointMutation,
     SelectMin,
+    SelectTournament,
     SelectUniform,
 )
 from lockstep.tune.search.population import Population
@@ -62,9 +63,9 @@ def propulate_operator(
     Uniform points until ``population`` individuals are known. Then two of the ``population`` best ever, drawn
     uniformly; each gene of the first with probability ``crossover`` and else of the second, always; one gene resampled
     with probability ``mutation``; one gene of a `Float`, where there is one, moved by N(0, ``sigma``) of its range;
-    with probability ``random_init`` a uniform point instead of all that. So ``crossover`` is no probability of crossing, as
-    its name promised there, but the share of the first parent: this is kept, since results depend on it. Not kept: a
-    category that mutation could not reach, reversed limits that pinned a gene, NaN as the best loss.
+    with probability ``random_init`` a uniform point instead of all that. So ``crossover`` is no probability of
+    crossing, as its name promised there, but the share of the first parent: this is kept, since results depend on it.
+    Not kept: a category that mutation could not reach, reversed limits that pinned a gene, NaN as the best loss.
     """
     return Conditional(
         population,
@@ -75,6 +76,28 @@ def propulate_operator(
             PointMutation(space, probability=mutation),
             IntervalMutation(space, sigma=sigma),
             InitUniform(space, probability=random_init),
+        ),
+        InitUniform(space),
+    )
+
+
+def genetic_operator(
+    space: Space, population: int, crossover: float, mutation: float, sigma: float, tournament: int
+) -> Operator:
+    """A genetic algorithm as in textbooks (Eiben and Smith 2015, chapter 5): tournaments, crossover, mutation.
+
+    Uniform points until ``population`` individuals are known. Then two of the ``population`` best, by tournaments of
+    ``tournament``; crossed with probability ``crossover``; one gene resampled with
+    probability ``mutation``; one gene of a `Float` moved by N(0, ``sigma``) of its range.
+    """
+    return Conditional(
+        population,
+        Cascade(
+            SelectMin(population),
+            SelectTournament(2, size=tournament),
+            CrossoverUniform(space, probability=crossover),
+            PointMutation(space, probability=mutation),
+            IntervalMutation(space, sigma=sigma),
         ),
         InitUniform(space),
     )
