@@ -70,7 +70,8 @@ CAMPAIGN = re.compile(
     r"test_loops\.py::test_a_loop_is_the_same_on_any_world|"
     r"test_examples_end_well_with_smaller_arguments|test_a_resnet_goes_through_a_pipeline_of_two|"
     r"test_vision_transformer_learns_under_every_strategy|"
-    r"test_benchmarks\.py::test_(servers|links|compress|zero|strategies|start|memory|exact|failures)$"
+    r"test_search_digits_finds_a_network|"
+    r"test_benchmarks\.py::test_(servers|links|compress|zero|strategies|start|memory|exact|failures|tune_speed)$"
 )
 
 

@@ -68,7 +68,7 @@ def simulated_search(trials=120, islands=2, workers=4, ranks=2, stopping="asha:e
             if islands > 1 and random.random() < 0.08:
                 target = (island + 1) % islands
                 best = min((one for one in known.values() if one.island == island and one.losses), key=lambda t: t.loss)
-                moves.append(Move(island, target, True, now, (best.number,)))
+                moves.append(Move((best.number,), island, target, copies=True, replaced=(), at_s=now))
                 copy = Individual(best.number, best.point, best.losses, island=island, worker=best.worker)
                 for other in range(target, workers, islands):
                     algorithms[other].observe([copy])

@@ -102,8 +102,8 @@ def test_all_kinds_of_dimensions_are_exported(tmp_path):
             journal.append(TrialEnded(number, 1, "done", 1e9 + 1, 1.0, (float(number), 1.0), 0.5 * number))
     export_optuna(tmp_path / "search", tmp_path / "study.log", "kinds")
     import_optuna(tmp_path / "study.log", tmp_path / "again", "kinds")
-    found = read_search(tmp_path / "again").trials
-    assert [space.params(trial.point) for trial in found] == given
+    found = load(tmp_path / "again").trials
+    assert [trial.params for trial in found] == given
     assert [trial.losses for trial in found] == [(0.0, 1.0), (1.0, 1.0), (2.0, 1.0)]
     assert [trial.violation for trial in found] == [0.0, 0.5, 1.0]
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_imported_is_refused(tmp_path):
     study.optimize(lambda trial: trial.suggest_float("a" if trial.number % 2 else "b", 0, 1), n_trials=4)
     with pytest.raises(SettingError, match="no categorical parameter says which"):
         import_optuna(storage, tmp_path)
-    SearchPlan({}, {}).write(tmp_path)
+    SearchPlan({}, {}).write(tmp_path)  # from now on there is a search
     study = optuna.create_study(storage=storage, study_name="three")
     study.optimize(lambda trial: trial.suggest_float("a", 0, 1), n_trials=1)
     with pytest.raises(SettingError, match="has a search"):

@@ -7,12 +7,13 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from lockstep.errors import UsageError
 from lockstep.tune.journal import SearchRecord, read_search
 from lockstep.tune.pareto_front import pareto_front
+from lockstep.tune.search import Space
 from lockstep.tune.trial import State, Trial
 
 
@@ -140,7 +141,11 @@ def load(run_dir: str | os.PathLike[str]) -> SearchResult:
     Raises:
         SettingError: if there is none.
     """
-    return SearchResult(read_search(run_dir))
+    record = read_search(run_dir)
+    space = Space.from_json(record.space)
+    # By the points: values that a script gave as tuples came out of JSON as lists.
+    trials = tuple(replace(trial, params=space.params(trial.point)) for trial in record.trials)
+    return SearchResult(replace(record, trials=trials))
 
 
 def rank_of(trial: Trial) -> tuple[float, float, int]:
