@@ -94,6 +94,10 @@ def tune_options() -> argparse.ArgumentParser:
 
 def _tune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if wants_results(parsed):
+        # What follows the directory is no script's.
+        results = Parser(prog="lockstep tune", allow_abbrev=False)
+        add_result_options(results)
+        results.parse_args(parsed.args, namespace=parsed)
         return show_results(parsed, parsed.script)
     if parsed.script is None:
         raise SettingError("say which script: lockstep tune search.py, or which search: lockstep tune --show runs/NAME")

@@ -87,7 +87,7 @@ else:
     class _Tune(types.ModuleType):
         """The package, which is also the function: ``lockstep.tune(objective, space)``."""
 
-        def __call__(self, *args, **kwargs):
+        def __call__(self, *args: object, **kwargs: object) -> object:
             """See `lockstep.tune.tune`."""
             return self.tune(*args, **kwargs)
 

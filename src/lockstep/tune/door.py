@@ -22,6 +22,7 @@ from lockstep.tune.result import SearchResult, load
 from lockstep.tune.search import AlgorithmFactory, Islands, Space
 from lockstep.tune.search_directory import SearchDirectory, open_directory
 from lockstep.tune.search_settings import SearchSettings
+from lockstep.tune.stop_signals import StopSignals
 from lockstep.tune.stopping import StoppingRule
 from lockstep.world import World
 
@@ -54,13 +55,13 @@ def tune(
 
     In a script that ``lockstep tune`` has started it evaluates trials as one rank of one worker, and what the command
     line says wins over the arguments here. It returns on the worker that sees the last trial end, and the script goes
-    on there; on the others the script ends with it. In a script that was started otherwise, and in a notebook, it starts
-    ``workers`` itself; without ``workers`` this world is the only one.
+    on there; on the others the script ends with it. In a script that was started otherwise, and in a notebook, it
+    starts ``workers`` itself; without ``workers`` this world is the only one.
 
     Args:
         objective: called on all ranks of a trial with equal parameters: ``objective(run, params)``, with a `Run` on the
-            worker's ranks, or ``objective(params)``, which may open its own, or needs none. Returns the loss, smaller is
-            better; a tuple for several objectives; an `Evaluated` with constraints. The leader's counts.
+            worker's ranks, or ``objective(params)``, which may open its own, or needs none. Returns the loss, smaller
+            is better; a tuple for several objectives; an `Evaluated` with constraints. The leader's counts.
         space: `Float`, `Int`, `Choice` or `Bool` by name, or Propulate's tuples.
         trials: how many in all, those of before a resume included.
         seed: of the search, and of the training of each trial.
@@ -149,10 +150,9 @@ def _as_worker(
     # Late, for it imports torch.
     from lockstep.tune.trial_ranks import open_channel
 
-    with open_channel(world) as channel:
-        is_over = _evaluate(
-            objective, space, settings, world, directory, worker, workers, channel, float(told["began_s"])
-        )
+    with open_channel(world) as (channel, stops):
+        began_s = float(told["began_s"])
+        is_over = _evaluate(objective, space, settings, world, directory, worker, workers, channel, stops, began_s)
     if not is_over:
         raise SystemExit(EXIT_OK)
     return load(directory.path)
@@ -172,7 +172,7 @@ def _alone(
     # Late, for it imports torch.
     from lockstep.tune.trial_ranks import open_channel
 
-    with open_channel(world) as channel, contextlib.ExitStack() as stack:
+    with open_channel(world) as (channel, stops), contextlib.ExitStack() as stack:
         path, worker = "", 0
         if world.leads:
             if run_dir is None and world.run_dir is not None:
@@ -186,7 +186,7 @@ def _alone(
             worker = stack.enter_context(directory.being_worker())
             path = str(directory.path)
         directory = SearchDirectory(Path(channel.tell(path)))
-        _evaluate(objective, space, settings, world, directory, worker, 1, channel, time.time())
+        _evaluate(objective, space, settings, world, directory, worker, 1, channel, stops, time.time())
         return load(directory.path)
 
 
@@ -199,6 +199,7 @@ def _evaluate(
     worker: int,
     workers: int,
     channel: RankChannel,
+    stops: StopSignals,
     began_s: float,
 ) -> bool:
     """Evaluate trials; returns whether this worker is to say that the search is over."""
@@ -222,7 +223,7 @@ def _evaluate(
                 stop_at_s=_stop_at_s(settings, began_s),
             )
             stack.enter_context(contextlib.closing(leader))
-        is_over = evaluate_trials(directory, called, space, settings, channel, leader)
+        is_over = evaluate_trials(directory, called, space, settings, channel, stops, leader)
         says_so = is_over and leader is not None and directory.finish(worker, _log_bytes())
         return channel.tell("yes" if says_so else "") == "yes"
 

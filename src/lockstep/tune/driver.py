@@ -39,6 +39,7 @@ from lockstep.launch import (
     check_program,
     die_with_parent,
     import_torch,
+    is_in_use,
     name_process,
     watch,
 )
@@ -55,6 +56,10 @@ _FAILED_STARTS = 3
 _LOOK_S = 0.2
 _SHOW_EVERY_S = 1.0
 _NO_LIMIT = 10**9
+#: What a worker's launcher leaves with that cannot start ranks any more; of a new one that may be otherwise.
+_NO_FORK_SERVER = 70
+#: How long what a killed launcher has started may take to end.
+_ENDING_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +211,9 @@ class Driver:
         code = process.exitcode or 0
         process.close()
         written = _length(journal_file(self._directory.path, spec.number))
-        if code < 0 and not self._stops.times and not _no_progress(self._starts[spec], written):
-            self._view.line(f"worker {spec.number}: its launcher was killed by signal {-code}; starting it again")
+        is_gone = code < 0 or code == _NO_FORK_SERVER
+        if is_gone and not self._stops.times and not _no_progress(self._starts[spec], written):
+            self._view.line(f"worker {spec.number}: its launcher was killed; starting it again")
             self._start(spec)
             return
         self._codes[spec] = code
@@ -280,6 +286,9 @@ def _be_launcher(request: SearchRequest, spec: WorkerSpec, env: Mapping[str, str
     failure = run_dir.with_suffix(".failure")
     failure.unlink(missing_ok=True)
     code, why = EXIT_FAILED, ""
+    until_s = time.monotonic() + _ENDING_S
+    while is_in_use(run_dir) and time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
     try:
         code, why = watch(
             Request(
@@ -298,7 +307,7 @@ def _be_launcher(request: SearchRequest, spec: WorkerSpec, env: Mapping[str, str
             _Judge(request.directory, spec.number).after_failure,
         )
     except LockstepError as error:
-        why, code = str(error), EXIT_FAILED if isinstance(error, LaunchError) else EXIT_USAGE
+        why, code = str(error), _NO_FORK_SERVER if isinstance(error, LaunchError) else EXIT_USAGE
     if why:
         failure.write_text(why, encoding="utf-8")
     sys.stdout.flush()

@@ -7,13 +7,15 @@ leader      verdict 7 ────────────►  the others      w
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol
 
 from typing_extensions import override
 
 from lockstep.collectives import KeyValueStore
+from lockstep.errors import PeerLost
 from lockstep.tune.outcome import Outcome
 
 #: How the ranks go on after a trial.
@@ -21,7 +23,10 @@ Verdict = Literal["well", "renew", "end"]
 
 #: How long a rank that failed waits for the others to have failed alike. They may be waiting for it in a collective.
 _GRACE_S = 3.0
+#: How long a rank that was asked to stop waits for the others: they were asked, too, or are gone.
+_LEAVE_S = 0.5
 _A_DAY_S = 86400.0
+_AT_ONCE_S = 0.2
 _POLL_S = (0.0002, 0.02)  # the first pause between two looks, and the longest
 
 
@@ -59,26 +64,34 @@ class StoreRankChannel(RankChannel):
         store: of theirs.
         rank: this one.
         size: how many there are.
+        stops: whether this rank was asked to stop; it then waits for nobody any more.
         clock: in seconds.
     """
 
-    def __init__(self, store: KeyValueStore, rank: int, size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._rank, self._size, self._clock = store, rank, size, clock
+    def __init__(
+        self,
+        store: KeyValueStore,
+        rank: int,
+        size: int,
+        stops: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._stops, self._clock = stops, clock
         self._number = -1  # of what was told last
-        self._old: list[str] = []  # keys of it
+        self._old: list[str] = []  # keys that all have read
 
     @override
     def tell(self, text: str) -> str:
         self._number += 1
         key = f"{self._number}/told"
-        if self._rank:
-            return self._store.get(key, _A_DAY_S)
-        self._store.set(key, text)
-        # All have had what came before the last verdict.
-        for old in self._old:
-            self._store.delete(old)
-        self._old = [key, f"{self._number}/verdict", *(f"{self._number}/outcome/{r}" for r in range(1, self._size))]
-        return text
+        if self._rank == 0:
+            self._store.set(key, text)
+            return text
+        # Most often it comes at once, and a wait in the store is the quickest. No signal is handled within it.
+        with contextlib.suppress(PeerLost):
+            return self._store.get(key, _AT_ONCE_S)
+        return self._store.get(key, _GRACE_S) if self._wait(lambda: self._store.is_set(key), _A_DAY_S) else ""
 
     @override
     def verdict(self, own: Outcome) -> Verdict:
@@ -88,6 +101,12 @@ class StoreRankChannel(RankChannel):
         outcomes = self._outcomes(own)
         verdict = _verdict(outcomes) if len(outcomes) == self._size else "end"
         self._store.set(f"{self._number}/verdict", verdict)
+        if verdict != "end":
+            # All have read what they were told of this trial, and the verdict on the one before.
+            outcome_keys = [f"{self._number}/outcome/{rank}" for rank in range(1, self._size)]
+            for key in (*self._old, f"{self._number}/told", *outcome_keys):
+                self._store.delete(key)
+            self._old = [f"{self._number}/verdict"]
         return verdict
 
     def _leaders_verdict(self, own: Outcome) -> Verdict:
@@ -118,6 +137,8 @@ class StoreRankChannel(RankChannel):
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         until_s, (pause_s, longest_s) = self._clock() + timeout_s, _POLL_S
         while not condition():
+            if self._stops():
+                until_s = min(until_s, self._clock() + _LEAVE_S)
             if self._clock() > until_s:
                 return False
             time.sleep(pause_s)

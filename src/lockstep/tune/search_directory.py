@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,6 +24,7 @@ from lockstep.tune.journal import SEARCH_FILE, SearchPlan, journal_file, read_se
 from lockstep.tune.search import Space
 from lockstep.tune.search_settings import FIXED, SearchSettings
 
+_ENDING_S = 5.0
 _FINISHED = "finished.json"
 
 
@@ -179,7 +181,11 @@ def open_directory(
         return directory
     if not (path / SEARCH_FILE).exists() and not (path / "journal").exists():
         raise SettingError(f"--run-dir {os.fspath(run_dir)} is not empty and holds no search (no {SEARCH_FILE})")
-    if directory.is_alive():
+    until_s = time.monotonic() + _ENDING_S
+    # What a search that was killed has started may end this very moment.
+    while (is_alive := directory.is_alive()) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    if is_alive:
         raise SettingError(
             f"another search works in {os.fspath(run_dir)} now: more workers for it: lockstep tune --join; for a "
             "search of its own give another --run-dir"

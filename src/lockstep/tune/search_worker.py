@@ -14,10 +14,10 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final, Self
 
 from lockstep.checkpoint import list_checkpoints
+from lockstep.trial_contract import CHECKPOINTS
 from lockstep.tune.breeding import Breeding
 from lockstep.tune.claims import TrialClaims
 from lockstep.tune.death import Death
@@ -30,7 +30,6 @@ from lockstep.tune.search_directory import SearchDirectory
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.stopping import make_stopping
 from lockstep.tune.trial_history import TrialHistory
-from lockstep.trial_contract import CHECKPOINTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,9 @@ import contextlib
 import gc
 import inspect
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
-from typing import Final
 
 from lockstep.collectives import Connections, keeping_connections, open_store
 from lockstep.errors import PeerLost, SettingError, TrialStopped
@@ -27,50 +23,11 @@ from lockstep.tune.search import Space
 from lockstep.tune.search_directory import SearchDirectory
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.search_worker import SearchWorker, TrialOrder
+from lockstep.tune.stop_signals import Interrupted, StopSignals
 from lockstep.world import World
 
-_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 #: A run that the worker opens for an objective saves so often what a kill would cost.
 _SAVE_EVERY = "1 min"
-
-
-class _Interrupted(BaseException):
-    """A signal asks to stop, and no run is there that would save first."""
-
-
-class StopSignals:
-    """Signals that ask a worker to stop, as long as no run listens to them itself."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._interrupts = False
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Within, signals are taken note of; in the main thread, as Python allows it only there."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._note) for number in _STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """Within, a signal raises an error at once: what runs could not save anything anyway."""
-        self._interrupts = True
-        try:
-            yield
-        finally:
-            self._interrupts = False
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        if self._interrupts:
-            raise _Interrupted(signal.Signals(number).name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +79,7 @@ class TrialRank:
         leader: the worker's part of the search, on its rank 0; None on the others.
         channel: to the other ranks.
         connections: of the runs, which one trial leaves to the next.
+        stops: signals that come.
     """
 
     def __init__(
@@ -133,10 +91,11 @@ class TrialRank:
         leader: SearchWorker | None,
         channel: RankChannel,
         connections: Connections,
+        stops: StopSignals,
     ) -> None:
         self._directory, self._objective, self._space, self._settings = directory, objective, space, settings
         self._leader, self._channel, self._connections = leader, channel, connections
-        self._stops = StopSignals()
+        self._stops = stops
         self._stopped = ""  # why the trial in work is to stop; on the leader
 
     def run(self) -> None:
@@ -146,9 +105,8 @@ class TrialRank:
             SystemExit: with code 75, if the search was asked to stop; trials in work can be gone on with.
             Exception: what an objective raised on some ranks only; they are out of step, and must end.
         """
-        with self._stops.listening():
-            while text := self._channel.tell(self._next()):
-                self._evaluate(TrialOrder.from_json(text))
+        while text := self._channel.tell(self._next()):
+            self._evaluate(TrialOrder.from_json(text))
         if self._stops.asked:
             raise SystemExit(EXIT_STOPPED)
 
@@ -193,7 +151,7 @@ class TrialRank:
                 value = self._objective.evaluate(self._space.params(order.point), self._settings.seed)
         except TrialStopped as stop:
             return Outcome("stopped", reason=self._stopped or str(stop)), None
-        except (_Interrupted, KeyboardInterrupt) as error:
+        except (Interrupted, KeyboardInterrupt) as error:
             return Outcome("interrupted"), error
         except SystemExit as error:
             if error.code == EXIT_STOPPED:
@@ -214,14 +172,16 @@ class TrialRank:
 
 
 @contextlib.contextmanager
-def open_channel(world: World) -> Iterator[RankChannel]:
-    """This rank's connection to the others of its worker. Collective."""
-    if world.size == 1:
-        yield SingleRankChannel()
-        return
-    os.environ.update(world.rank_variables())
-    store = open_store(world, f"search/{world.generation}", Settings().peer_timeout_s)
-    yield StoreRankChannel(store, world.rank, world.size)
+def open_channel(world: World) -> Iterator[tuple[RankChannel, StopSignals]]:
+    """This rank's connection to the others of its worker; within, it takes note of signals. Collective."""
+    stops = StopSignals()
+    with stops.listening():
+        if world.size == 1:
+            yield SingleRankChannel(), stops
+            return
+        os.environ.update(world.rank_variables())
+        store = open_store(world, f"search/{world.generation}", Settings().peer_timeout_s)
+        yield StoreRankChannel(store, world.rank, world.size, lambda: stops.asked), stops
 
 
 def evaluate_trials(
@@ -230,6 +190,7 @@ def evaluate_trials(
     space: Space,
     settings: SearchSettings,
     channel: RankChannel,
+    stops: StopSignals,
     leader: SearchWorker | None,
 ) -> bool:
     """Be one rank of a worker until there are no trials left for it. Collective.
@@ -241,5 +202,5 @@ def evaluate_trials(
         SystemExit: as `TrialRank.run` does.
     """
     with keeping_connections() as connections:
-        TrialRank(directory, objective, space, settings, leader, channel, connections).run()
+        TrialRank(directory, objective, space, settings, leader, channel, connections, stops).run()
     return channel.tell("over" if leader is not None and leader.is_over else "") == "over"

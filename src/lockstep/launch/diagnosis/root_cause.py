@@ -199,7 +199,7 @@ def failure_line(exits: Sequence[RankExit]) -> FailureLine:
     failure = cause.failure
     spoke = cause.status > 0 if failure is None else not failure.lost_worker
     raised = spoke and not cause.hung and not cause.collateral
-    why = (cause.memory.splitlines() or _why(cause) or [""])[0]
+    why = (cause.memory.splitlines() or (_why(cause) if failure is not None else []) or [""])[0]
     place = f" ({Path(failure.file).name}:{failure.line})" if failure is not None and failure.file else ""
     everybody = len(diagnosis.alike) == len(exits)
     whose = f"all {len(exits)} ranks" if everybody else f"{format_ranks(diagnosis.alike)} of {len(exits)}"
