@@ -97,3 +97,9 @@ FUNCTIONS = {
         Function("griewank shifted", 10, 600, griewank, shift=0.35),
     )
 }
+
+
+def best_at(losses: list[float], marks: list[int]) -> dict[int, float]:
+    """The smallest of the first so many ``losses``, for each of the marks that they reach."""
+    smallest = np.fmin.accumulate(np.array(losses))
+    return {mark: float(smallest[mark - 1]) for mark in marks if mark <= len(losses)}

@@ -54,11 +54,10 @@ def test_each_picture_is_a_whole_svg_with_its_numbers_beside_it(record, tmp_path
     "trials",
     [
         (),
-        (trial(0, [1.0, 0.5], **point_of()),),
         (trial(0, [], "failed"), trial(1, [], "running")),
         (trial(0, [float("inf")], **point_of()), trial(1, [-1.0], **point_of(layers=3))),
     ],
-    ids=["none", "one", "no loss", "infinite"],
+    ids=["none", "no loss", "infinite"],
 )
 def test_a_search_that_has_hardly_begun_has_pictures_too(trials, tmp_path):
     for path in draw_pictures(record_of(*trials), tmp_path):

@@ -68,12 +68,14 @@ def test_a_search_in_words():
         trial(2, [], "failed", reason="out of memory on rank 1"),
         trial(3, [], "failed", reason="out of memory on rank 1"),
         trial(4, [1.0], "running"),
+        trial(5, [], "failed", reason="a rank was killed"),
         trials=10,
     )
     said = show(record)
-    assert said.startswith("5 of 10 trials: 1 running, 1 done, 1 stopped early, 2 failed | 5.0 s | ")
+    assert [failure.numbers for failure in SearchResult(record).failures] == [(2, 3), (5,)]
+    assert said.startswith("6 of 10 trials: 1 running, 1 done, 1 stopped early, 3 failed | 6.0 s | ")
     assert "best: trial 0, loss 0.5, island 1\n  lr   0.0123457\n  act  relu\n" in said
-    assert "island 0: the best of 4 trials\n" in said
+    assert "island 0: the best of 5 trials\n" in said
     assert "out of memory on rank 1 (2 trials: 2, 3)" in said
 
 

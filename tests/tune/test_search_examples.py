@@ -17,22 +17,11 @@ def run(tmp_path, *words):
 
 def test_search_digits_finds_a_network_that_reads_digits(tmp_path):
     said = run(tmp_path, EXAMPLES / "search_digits.py")
-    assert "trial " in said
     (directory,) = (tmp_path / "runs").iterdir()
     result = load(directory)
+    assert f"trial {result.best.number}: loss {result.best.loss:.4f}" in said
     assert result.best.loss <= 0.25
     assert result.counts["stopped"] > result.counts["done"] > 0
-
-
-def test_search_digits_begins(tmp_path):
-    """In the smallest size; the whole one runs in `make campaign`."""
-    said = run(tmp_path, EXAMPLES / "search_digits.py", "--trials", 4)
-    (directory,) = (tmp_path / "runs").iterdir()
-    trials = load(directory).trials
-    assert len(trials) == 4
-    assert {trial.state for trial in trials} <= {"done", "stopped"}
-    best = min(trials, key=lambda trial: trial.loss)
-    assert f"trial {best.number}: loss {best.loss:.4f}" in said
 
 
 def test_search_convnet_trains_each_trial_on_two_ranks(tmp_path):

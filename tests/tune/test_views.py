@@ -47,6 +47,11 @@ def test_lines_come_with_a_new_best_and_else_now_and_then():
     assert 10 <= len(shown(many)) <= 14  # each second for ten seconds, then each ten seconds, and at the end
 
 
+def test_many_new_bests_do_not_flood_a_log():
+    steps = [(30 + step / 100, [trial(number, [1000.0 - number]) for number in range(step + 1)]) for step in range(300)]
+    assert len(shown([(0.0, []), *steps])) <= 5  # a line each second at most, by now, and the last one
+
+
 def test_a_failure_is_told_when_it_is_the_first_of_its_kind():
     failed = trial(1, [], "failed", reason="out of memory")
     lines = shown([(0.0, [trial(0, [1.0])]), (0.5, [trial(0, [1.0]), failed])])

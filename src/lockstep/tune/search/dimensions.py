@@ -43,14 +43,14 @@ class Float:
             return
         if self.log:
             raise SettingError(f"{self}: log and step exclude each other; leave one out, or give Choice the values")
-        if not 0 < self.step <= self.high - self.low:
+        if not 0 < self.step <= (self.high - self.low) * (1 + 1e-9):
             raise SettingError(f"{self}: give a step above 0 and at most high - low = {self.high - self.low:g}")
         _check_count(self, self.cells)
 
     @property
     def cells(self) -> int:
         """How many values there are; 0: as many as a double can tell."""
-        return 0 if self.step is None else math.floor((self.high - self.low) / self.step * (1 + 1e-12)) + 1
+        return 0 if self.step is None else math.floor((self.high - self.low) / self.step * (1 + 1e-9)) + 1
 
     def value(self, gene: float) -> float:
         """The number at ``gene``, which is between 0 and 1."""
