@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from lockstep.progress import Progress
     from lockstep.run import Run
     from lockstep.saved_run import load
-    from lockstep.tune.door import tune
+    from lockstep.tune import tune
     from lockstep.world import World
 else:
     # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.

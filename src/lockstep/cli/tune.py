@@ -15,8 +15,11 @@ from lockstep.cli.command import Command, Parser
 from lockstep.cli.search_results import add_result_options, show_results, wants_results
 from lockstep.errors import SettingError
 from lockstep.settings import Interval, Settings, parse
+from lockstep.world import World
 
 _SETTINGS = ("strategy", "precision", "reduction", "save_every", "rehearse")
+#: How long a machine waits for the first one to begin the search.
+_MEET_S = 600.0
 #: Options that are settings of the search, with the names that these have.
 _OPTIONS = {
     "trials": "trials",
@@ -116,8 +119,13 @@ def _tune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         workers = len(ranks) if len(ranks) > 1 else max(1, gpus // ranks[0])
     sizes = worker_sizes(workers, ranks)
     settings, options = _settings(parsed), _options(parsed)
-    if parsed.join:
-        directory = join_directory(parsed.run_dir)
+    world = World.from_env(os.environ)
+    if world.size > 1 and parsed.run_dir is None:
+        raise SettingError(
+            f"{world.size} of this were started by {world.launcher}: say where they meet, with --run-dir"
+        )
+    if parsed.join or world.rank:
+        directory = join_directory(parsed.run_dir, within_s=0.0 if parsed.join else _MEET_S)
     else:
         directory = open_directory(
             parsed.run_dir, program.stem, datetime.now(), resume=parsed.resume, fresh=parsed.fresh
@@ -128,6 +136,7 @@ def _tune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         program,
         directory,
         sizes,
+        workers=len(sizes) * world.size,
         options=options,
         settings=settings,
         hang_after_s=parsed.hang_after,

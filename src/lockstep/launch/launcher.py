@@ -39,7 +39,16 @@ from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, 
 from lockstep.launch.workers.fork_server import open_fork_server
 from lockstep.launch.workers.rank_environment import common_environment
 from lockstep.launch.workers.worker_group import WorkerGroup
-from lockstep.launch_contract import ENDS_AT, EXIT_FAILED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, FAULT_NOTES, FAULTS
+from lockstep.launch_contract import (
+    ENDS_AT,
+    EXIT_FAILED,
+    EXIT_NOT_SAVED,
+    EXIT_OK,
+    EXIT_STOPPED,
+    FAULT_NOTES,
+    FAULTS,
+    LAUNCHER,
+)
 from lockstep.report import StatusFile
 from lockstep.settings import parse
 from lockstep.strategy_words import split
@@ -167,7 +176,9 @@ def watch(request: Request, after_failure: AfterFailure) -> tuple[int, str]:
     Raises:
         SettingError, LaunchError: as `start` does.
     """
-    job = prepare(request, machine=Machine.detect(os.environ), env=os.environ, now=datetime.now())
+    # Several machines may each have a process that starts such runs; that it is one of them is nothing to the run.
+    env = {**os.environ, LAUNCHER: "none"}
+    job = prepare(request, machine=Machine.detect(os.environ), env=env, now=datetime.now())
     return _run_here(job, after_failure)
 
 

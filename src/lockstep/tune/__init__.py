@@ -1,6 +1,6 @@
 """`lockstep.tune`: evolutionary search on islands, whose trials are data-parallel runs.
 
-door                  tune: which part of a search this process is
+start_search          tune: which part of a search this process is
 driver                starts and watches workers: runs of the launcher, one for each
 trial_ranks           what each rank of a worker does; rank_channel: how these agree
 search_worker         on the leader of a worker: which trial is next, what is written of it; breeding: what it is
@@ -49,7 +49,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from lockstep.tune.door import tune, worker_sizes
     from lockstep.tune.driver import Driver, SearchRequest, visible_gpus, watch_directory
     from lockstep.tune.optuna_study import export_optuna, import_optuna
     from lockstep.tune.outcome import Evaluated
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from lockstep.tune.result import SearchResult, load
     from lockstep.tune.search import Algorithm, Bool, Choice, Float, Individual, Int, Islands, Proposal, Space
     from lockstep.tune.search_directory import join_directory, open_directory
+    from lockstep.tune.start_search import tune, worker_sizes
     from lockstep.tune.stopping import StoppingRule
     from lockstep.tune.summary import show
     from lockstep.tune.trial import Trial
@@ -78,10 +78,10 @@ else:
         "load": "result",
         "open_directory": "search_directory",
         "show": "summary",
-        "tune": "door",
+        "tune": "start_search",
         "visible_gpus": "driver",
         "watch_directory": "driver",
-        "worker_sizes": "door",
+        "worker_sizes": "start_search",
     }
 
     class _Tune(types.ModuleType):

@@ -69,6 +69,7 @@ class SearchRequest:
     program: Script | Module | Function
     directory: SearchDirectory
     ranks: tuple[int, ...]  #: of each worker
+    workers: int = 0  #: of the whole search, if other machines have some; 0: these
     options: Mapping[str, Any] = field(default_factory=dict)  #: settings of the search, over the script's
     settings: Mapping[str, str] = field(default_factory=dict)  #: for the runs of its trials
     hang_after_s: float | None = None  #: without progress until a trial is ended; None: measured
@@ -183,7 +184,7 @@ class Driver:
                 {
                     "directory": str(self._directory.path),
                     "worker": spec.number,
-                    "workers": len(self._request.ranks),
+                    "workers": self._request.workers or len(self._request.ranks),
                     "options": dict(self._request.options),
                     "began_s": self._began_s,
                 }

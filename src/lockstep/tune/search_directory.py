@@ -205,8 +205,12 @@ def open_directory(
     return directory
 
 
-def join_directory(run_dir: str | None) -> SearchDirectory:
+def join_directory(run_dir: str | None, within_s: float) -> SearchDirectory:
     """The directory of a search that runs, for more workers.
+
+    Args:
+        run_dir: of the search.
+        within_s: how long it may take to begin.
 
     Raises:
         SettingError: if there is none.
@@ -214,8 +218,11 @@ def join_directory(run_dir: str | None) -> SearchDirectory:
     if run_dir is None:
         raise SettingError("--join: say which search, with --run-dir")
     directory = SearchDirectory(Path(run_dir).absolute())
-    if not (directory.path / "journal").exists():
-        raise SettingError(f"--join: {run_dir} holds no search; begin one: lockstep tune --run-dir {run_dir} search.py")
+    until_s = time.monotonic() + within_s
+    while not (is_alive := directory.is_alive()) and time.monotonic() < until_s:
+        time.sleep(0.2)
+    if not is_alive:
+        raise SettingError(f"no search runs in {run_dir}; begin one: lockstep tune --run-dir {run_dir} search.py")
     return directory
 
 

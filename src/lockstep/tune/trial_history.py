@@ -122,8 +122,8 @@ class TrialHistory:
 
 def _trial(number: int, story: _Story) -> Trial | None:
     attempts = [attempt for _, attempt in sorted(story.attempts.items())]
-    birth = next((one.began for one in attempts if one.began is not None and one.began.point is not None), None)
-    if birth is None:
+    begun = next((one.began for one in attempts if one.began is not None and one.began.point is not None), None)
+    if begun is None:
         return None
     ended = story.ended[min(story.ended)] if story.ended else None
     # Of an attempt that was taken for dead, and of what came after the end, nothing counts.
@@ -147,15 +147,15 @@ def _trial(number: int, story: _Story) -> Trial | None:
     ran = story.attempts[last]
     return Trial(
         number=number,
-        params=birth.params or {},
-        point=birth.point or (),
+        params=begun.params or {},
+        point=begun.point or (),
         state="running" if ended is None else ended.state,
-        island=birth.island,
+        island=begun.island,
         worker=ran.worker,
-        ranks=ran.began.ranks if ran.began is not None else birth.ranks,
-        parents=birth.parents,
-        operator=birth.operator,
-        inherits=birth.inherits,
+        ranks=ran.began.ranks if ran.began is not None else begun.ranks,
+        parents=begun.parents,
+        operator=begun.operator,
+        inherits=begun.inherits,
         attempts=last,
         reports=tuple(reports[step] for step in sorted(reports)),
         began_at_s=min(one.began.at_s for one in counted if one.began is not None),
