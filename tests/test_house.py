@@ -32,7 +32,8 @@ FLOORS = (
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
-    *("errors", "launch_contract", "trial_contract", "slurm_syntax", "world", "batch", "progress", "settings", "size_balancing"),
+    *("errors", "launch_contract", "trial_contract", "slurm_syntax", "world", "batch", "progress", "settings"),
+    *("size_balancing",),
     *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
     *("launch", "strategy_words", "saved_run", "error_advice"),
     *("cli", "__init__", "__main__"),

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 import time
 
 import psutil
@@ -19,15 +20,15 @@ def started(function, *args, **kwargs):
 
 
 def _called(function, args, kwargs):
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(nothing, standard)
     try:
         function(*args, **kwargs)
     except LaunchError:
         os._exit(1)
     except SystemExit as ending:
         os._exit(ending.code or 0)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(0)
 
 

@@ -252,7 +252,8 @@ class Driver:
         if record is None:
             self._err.write("".join(f"{text}\n" for text in causes[:1]) or "the script ended without lockstep.tune\n")
             return EXIT_FAILED if failed or not self._stops.times else EXIT_STOPPED
-        if (finished := self._directory.finished()) is not None:
+        finished = self._directory.finished()
+        if finished is not None and finished["worker"] in {spec.number for spec in self._codes}:
             self._out.write(_last_words(self._directory, finished))
             self._out.flush()
         result = SearchResult(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -224,6 +225,8 @@ def _evaluate(
             )
             stack.enter_context(contextlib.closing(leader))
         is_over = evaluate_trials(directory, called, space, settings, channel, stops, leader)
+        if not is_over and time.time() >= _job_stop_at_s():
+            raise SystemExit(EXIT_STOPPED)
         says_so = is_over and leader is not None and directory.finish(worker, _log_bytes())
         return channel.tell("yes" if says_so else "") == "yes"
 
@@ -255,10 +258,13 @@ def _start_workers(
 
 def _stop_at_s(settings: SearchSettings, began_s: float) -> float:
     """When no trial begins any more, in seconds since 1970."""
-    ends = [float(os.environ[ENDS_AT]) - _MARGIN_S] if os.environ.get(ENDS_AT) else []
-    if settings.time_limit_s is not None:
-        ends.append(began_s + settings.time_limit_s)
-    return min(ends, default=float("inf"))
+    limit_s = math.inf if settings.time_limit_s is None else began_s + settings.time_limit_s
+    return min(limit_s, _job_stop_at_s())
+
+
+def _job_stop_at_s() -> float:
+    """When the job that holds this search is about to end, in seconds since 1970; infinity without one."""
+    return float(os.environ[ENDS_AT]) - _MARGIN_S if os.environ.get(ENDS_AT) else math.inf
 
 
 def _script() -> str:
