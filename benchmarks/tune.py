@@ -10,8 +10,8 @@ are unknown to it. That is the delay that workers of equal speed have; nothing i
 propagator on one island, 2 individuals for each rank) runs as it is, under MPI, with as many ranks. Optuna's
 samplers run one evaluation after another, which favours them.
 
-The peers need pythons of their own: one with propulate 1.2.2, mpi4py, an MPI and GPy; one with optuna 5 and cmaes. Those
-that are not given are left out.
+The peers need pythons of their own: one with propulate 1.2.2, mpi4py, an MPI and GPy; one with optuna 5 and cmaes.
+Those that are not given are left out.
 """
 
 import argparse

@@ -158,3 +158,22 @@ def test_tune_speed(tmp_path):
     ]
     assert all(rate > 0 for row in found for rate in row["rates"])
     assert "lockstep is faster by" in shown
+
+
+def test_tune(tmp_path):
+    few = (
+        "--functions",
+        "sphere",
+        "step",
+        "--ours",
+        "evolution",
+        "2xpropulate",
+        "--evaluations",
+        "60",
+        "--workers",
+        "2",
+    )
+    found, shown = measured(tmp_path, "tune.py", *few)
+    assert found.keys() == {"evolution", "2xpropulate"}
+    assert found["evolution"]["step"][0]["60"] < 0
+    assert "| evolution | 60 |" in shown

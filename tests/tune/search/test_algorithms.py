@@ -1,13 +1,17 @@
 """The algorithms: what each owes, and how good it is on small functions."""
 
+import ast
 import dataclasses
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lockstep.tune.search
 from lockstep.errors import SettingError
 from lockstep.tune.search import ALGORITHM_WORDS, Bool, Choice, Float, Individual, Int, Proposal, Space, make_algorithm
 from lockstep.tune.search.algorithms import MULTI_OBJECTIVE
@@ -135,13 +139,24 @@ def test_whoever_is_forgotten_breeds_no_more(words):
 
 #: The median of three seeds is below this after so many evaluations with the delay of four workers.
 QUALITY = {
-    ("evolution", "sphere"): (500, 1e-4), ("evolution", "ellipsoid"): (1500, 1.0), ("cma-es", "sphere"): (500, 1e-6),
-    ("cma-es", "ellipsoid"): (1500, 1e-6), ("cma-es:active=false", "ellipsoid"): (2000, 1e-4), ("pso", "sphere"): (800, 1e-2),
-    ("pso:variant=basic", "sphere"): (800, 1.0), ("pso:variant=clamped", "sphere"): (800, 1.0), ("pso:variant=canonical", "sphere"): (800, 1e-2),
-    ("pso:variant=stateless", "sphere"): (800, 2.0), ("nelder-mead", "sphere"): (1200, 1e-4), ("nelder-mead:adaptive=true", "sphere"): (1200, 1e-4),
-    ("genetic", "sphere"): (800, 0.3), ("propulate", "sphere"): (800, 0.05), ("nsga2", "sphere"): (800, 0.3), ("tpe", "sphere"): (80, 5.0),
+    ("evolution", "sphere"): (500, 0.02),
+    ("evolution", "ellipsoid"): (1000, 1e4),
+    ("cma-es", "sphere"): (500, 1e-4),
+    ("cma-es", "ellipsoid"): (1500, 1e-3),
+    ("cma-es:active=false", "ellipsoid"): (1500, 1.0),
+    ("pso", "sphere"): (800, 1e-2),
+    ("pso:variant=basic", "sphere"): (800, 1.0),
+    ("pso:variant=clamped", "sphere"): (800, 1.0),
+    ("pso:variant=canonical", "sphere"): (800, 1e-2),
+    ("pso:variant=stateless", "sphere"): (800, 2.0),
+    ("nelder-mead", "sphere"): (1200, 1e-4),
+    ("nelder-mead:adaptive=true", "sphere"): (1200, 1e-4),
+    ("genetic", "sphere"): (800, 0.3),
+    ("propulate", "sphere"): (800, 0.05),
+    ("nsga2", "sphere"): (400, 2.0),
+    ("tpe", "sphere"): (60, 9.0),
     ("optuna-nsga2", "sphere"): (200, 9.0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("words", "function"), QUALITY)
@@ -355,10 +370,14 @@ def test_a_constraint_is_obeyed_before_the_loss():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("evolutoin", "did you mean evolution"), ("", "an algorithm without a name"), ("cma-es:populatoin=3", "did you mean population"),
-        ("genetic:population=many", "give"), ("genetic:population=2,population=3", "each option once"), ("pso:variant=odd", "give one of basic"),
+        ("evolutoin", "did you mean evolution"),
+        ("", "no algorithm without a name"),
+        ("cma-es:populatoin=3", "did you mean population"),
+        ("genetic:population=many", "give"),
+        ("genetic:population=2,population=3", "each option once"),
+        ("pso:variant=odd", "give one of basic"),
     ],
-)  # fmt: skip
+)
 def test_words_that_mean_nothing_are_told_with_the_nearest(words, told):
     with pytest.raises(SettingError, match=told):
         make_algorithm(words, MIXED)
@@ -384,6 +403,18 @@ def test_an_algorithm_of_ones_own():
         def propose(self, random):
             return Proposal(self.space.snap(random.integers(2, size=len(self.space)).astype(float)), (), "corner")
 
-    made = make_algorithm(lambda space, *, objectives, worker, workers: Corners(space), box(4))
+    made = make_algorithm(Corners, box(4))
     points = {made.propose(np.random.default_rng(0)).point for _ in range(1)}
     assert points <= {tuple(map(float, f"{n:04b}")) for n in range(16)}
+
+
+def test_the_search_is_free_of_torch_and_of_files():
+    folder = Path(lockstep.tune.search.__file__).parent
+    for file in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            named += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in named:
+                room = name.split(".")
+                assert room[0] in {"numpy", "optuna", "lockstep", *sys.stdlib_module_names} - {"os", "pathlib"}, file
+                assert room[0] != "lockstep" or room[1] in {"errors", "settings", "tune"}, file

@@ -80,7 +80,7 @@ def test_who_lives_where_is_what_happened_step_by_step(islands, seed):
 
 
 @given(any_islands, st.integers(0, 2**32), st.randoms(use_true_random=False))
-def test_the_order_of_learning_and_a_second_telling_change_nothing(islands, seed, shuffler):
+def test_the_order_of_learning_and_a_second_time_change_nothing(islands, seed, shuffler):
     residents, records = evolve(islands, 40, seed)
     shuffled = records + records[::3]
     shuffler.shuffle(shuffled)
@@ -146,7 +146,8 @@ def test_pollination_copies_the_best_and_the_worst_gives_place():
     (copy,) = plan_emigration(islands, residents, 0, 2, random)
     assert (copy.kind, copy.number, copy.target, copy.responsible) == ("copied", 0, 1, 1)
     residents.add_move(copy)
-    assert 0 in residents.on(0) and 0 in residents.on(1)
+    assert 0 in residents.on(0)
+    assert 0 in residents.on(1)
     assert plan_replacement(islands, residents, 0, random) == ()
     (place,) = plan_replacement(islands, residents, 1, random)
     assert (place.number, place.replaced_by) == (3, 0)
@@ -184,11 +185,16 @@ def test_sizes_are_as_given_and_latecomers_go_round():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"count": 0}, "at least 1"), ({"sizes": (2, 0)}, "at least one worker"), ({"count": 3, "sizes": (1, 1)}, "leave count out"),
-        ({"migration": 2}, "from 0 to 1"), ({"emigrants": "bad"}, "best, worst"), ({"count": 2, "algorithms": ("a", "b", "c")}, "one for each"),
-        ({"count": 2, "topology": ((0, 1),)}, "2 rows of 2"), ({"count": 2, "topology": ((1, 1), (1, 0))}, "0 from an island to itself"),
+        ({"count": 0}, "at least 1"),
+        ({"sizes": (2, 0)}, "at least one worker"),
+        ({"count": 3, "sizes": (1, 1)}, "leave count out"),
+        ({"migration": 2}, "from 0 to 1"),
+        ({"emigrants": "bad"}, "best, worst"),
+        ({"count": 2, "algorithms": ("a", "b", "c")}, "one for each"),
+        ({"count": 2, "topology": ((0, 1),)}, "2 rows of 2"),
+        ({"count": 2, "topology": ((1, 1), (1, 0))}, "0 from an island to itself"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_said(given, words):
     with pytest.raises(SettingError, match=words):
         Islands(**given)

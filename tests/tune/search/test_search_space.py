@@ -48,13 +48,24 @@ def named(dimensions, prefix):
 
 plain = floats() | ints() | st.lists(values, min_size=1, max_size=4, unique_by=repr).map(lambda given: Choice(*given))
 conditional = st.builds(
-    lambda a, b, inner: Choice("a", None, (1, "b"), opens={"a": named(a, "i"), (1, "b"): {"i0": b, "j": Choice(0, 1, opens={0: named(inner, "k")})}}),
-    st.lists(plain, min_size=1, max_size=2), plain, st.lists(plain, min_size=1, max_size=2),
-)  # fmt: skip
+    lambda a, b, inner: Choice(
+        "a",
+        None,
+        (1, "b"),
+        opens={"a": named(a, "i"), (1, "b"): {"i0": b, "j": Choice(0, 1, opens={0: named(inner, "k")})}},
+    ),
+    st.lists(plain, min_size=1, max_size=2),
+    plain,
+    st.lists(plain, min_size=1, max_size=2),
+)
 any_space = st.builds(
-    lambda first, last, opening: Space.of(named(first, "d") | ({"choice": opening} if opening else {}) | named(last, "e")),
-    st.lists(plain, min_size=1, max_size=2), st.lists(plain, max_size=1), st.none() | conditional,
-)  # fmt: skip
+    lambda first, last, opening: Space.of(
+        named(first, "d") | ({"choice": opening} if opening else {}) | named(last, "e")
+    ),
+    st.lists(plain, min_size=1, max_size=2),
+    st.lists(plain, max_size=1),
+    st.none() | conditional,
+)
 
 
 @given(any_space, st.integers(0, 2**32))
@@ -98,8 +109,8 @@ def test_each_whole_number_owns_as_much_as_every_other_of_its_gene(dimension):
     """The widths of the parts, from where each begins: equal, or falling as 1 / n in a logarithm."""
     if dimension.cells > 50:
         return
-    found = [dimension.value((n + 0.5) / 20_000) for n in range(20_000)]
-    counts = [found.count(value) / 20_000 for value in sorted(set(found))]
+    found = [dimension.value((n + 0.5) / 5_000) for n in range(5_000)]
+    counts = [found.count(value) / 5_000 for value in sorted(set(found))]
     assert len(counts) == dimension.cells
     if dimension.log:
         span = math.log(dimension.high + 0.5) - math.log(dimension.low - 0.5)
@@ -108,7 +119,7 @@ def test_each_whole_number_owns_as_much_as_every_other_of_its_gene(dimension):
         ]
     else:
         expected = [1 / dimension.cells] * dimension.cells
-    assert counts == pytest.approx(expected, abs=2e-3)
+    assert counts == pytest.approx(expected, abs=5e-3)
 
 
 def test_propulates_tuples_are_taken_as_they_are():
@@ -116,16 +127,21 @@ def test_propulates_tuples_are_taken_as_they_are():
         {"layers": (2, 10), "lr": (0.01, 0.0001), "activation": ("relu", "sigmoid"), "width": (16, 32, 64)}
     )
     assert [gene.dimension for gene in space.genes] == [
-        Int(2, 10), Float(0.0001, 0.01), Choice("relu", "sigmoid"), Choice(16, 32, 64),
-    ]  # fmt: skip
+        Int(2, 10),
+        Float(0.0001, 0.01),
+        Choice("relu", "sigmoid"),
+        Choice(16, 32, 64),
+    ]
 
 
 def test_what_a_value_opens_exists_with_it_only():
     space = Space.of(
         {
-            "optimizer": Choice("sgd", "adam", opens={"sgd": {"lr": Float(0, 1), "nesterov": Bool()}, "adam": {"lr": Float(0, 0.1)}}),
+            "optimizer": Choice(
+                "sgd", "adam", opens={"sgd": {"lr": Float(0, 1), "nesterov": Bool()}, "adam": {"lr": Float(0, 0.1)}}
+            ),
         }
-    )  # fmt: skip
+    )
     assert space.params(space.point({"optimizer": "adam", "lr": 0.05})) == {"optimizer": "adam", "lr": 0.05}
     assert space.points == math.inf
     with pytest.raises(SettingError, match="has no nesterov at these values"):
@@ -152,7 +168,7 @@ def test_how_many_points_there_are():
         (lambda: Int(0, 1.5), "is not whole"),
         (lambda: Int(0, 2**60), "2\\*\\*52"),
         (lambda: Int(0, 5, log=True), "at least 1"),
-        (lambda: Choice(), "give it values"),
+        (Choice, "give it values"),
         (lambda: Choice(1, 2, 1), "given twice"),
         (lambda: Choice(len), "cannot be written as JSON"),
         (lambda: Choice("a", opens={"b": {}}), "none of its values"),
@@ -161,7 +177,7 @@ def test_how_many_points_there_are():
         (lambda: Space.of({"a": Int(1, 2)}).point({"a": True}), "is no whole number"),
         (lambda: Space.of({"a": Choice(1, True)}).point({"a": 1.0}), "none of its values"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_used_is_said_with_the_way_out(given, words):
     with pytest.raises(SettingError, match=words):
         given()

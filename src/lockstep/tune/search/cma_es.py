@@ -158,7 +158,6 @@ class CmaEs:
         population: of a generation; 0: 4 + 3 ln(numbers).
         active: whether the worse half of a generation counts, negatively.
         sigma: the first standard deviation, in units of the range.
-        only_own: individuals that another operator bred do not count.
 
     Raises:
         SettingError: if the space has no number.
@@ -170,14 +169,13 @@ class CmaEs:
         population: int = 0,
         active: bool = True,
         sigma: float = FIRST_STEP,
-        only_own: bool = False,
     ) -> None:
         self._numbers, self._choices = np.flatnonzero(~space.is_choice), np.flatnonzero(space.is_choice)
         if not len(self._numbers):
             raise SettingError(f"cma-es: {space!r} has no numbers; give algorithm='evolution' or 'tpe'")
         cells = space.cells[self._numbers]
         self._least = np.where(cells > 0, 0.3 / np.maximum(cells, 1), 0.0)
-        self._space, self._active, self._sigma, self._only_own = space, active, sigma, only_own
+        self._space, self._active, self._sigma = space, active, sigma
         self._runs = 0
         self._distribution: Distribution
         self._batch: list[Individual] = []
@@ -224,9 +222,7 @@ class CmaEs:
     def _counts(self, individual: Individual) -> bool:
         if not math.isfinite(individual.losses[0]):
             return False
-        if individual.operator.startswith("cma-es"):
-            return individual.operator == self.operator
-        return not self._only_own
+        return individual.operator == self.operator or not individual.operator.startswith("cma-es")
 
     def _update(self, ordered: list[Individual]) -> None:
         """The distribution after this generation, or a new one."""

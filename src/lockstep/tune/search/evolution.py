@@ -24,8 +24,8 @@ from lockstep.tune.search.space import Space
 
 #: The part of uniform points: so many of what is proposed.
 UNIFORM: Final = 0.02
-#: The part of CMA-ES, which needs generations before it succeeds; it earns more by success as any other move.
-CMA: Final = 0.08
+#: The part of CMA-ES, which needs generations before it succeeds; it earns more by success, as any other move.
+CMA: Final = 0.15
 #: The least part of a move, in units of its weight (`MOVES`).
 LEAST: Final = 0.05
 #: What a move's mean reward keeps of itself at each reward.
@@ -144,7 +144,7 @@ class Evolution:
         self._space = space
         self._size = population or max(workers, 10)
         self._population = Population()
-        self._cma = CmaEs(space, only_own=True) if not space.is_choice.all() else None
+        self._cma = CmaEs(space) if not space.is_choice.all() else None
         self._rewards = dict.fromkeys((*MOVES, *(("cma-es",) if self._cma else ())), 1.0)
 
     def observe(self, individuals: Sequence[Individual]) -> None:
