@@ -173,6 +173,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
                 count = options.evaluations // (10 if name in SLOW else 1) // workers * workers
                 with tempfile.TemporaryDirectory() as place:
                     rates[name].append(count / seconds(count, Path(place), number))
+                print(f"{workers} workers, {name}: {rates[name][-1]:.0f} a second", file=sys.stderr, flush=True)
         rows += [
             {
                 "workers": workers,
@@ -183,8 +184,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
             }
             for name, rate in rates.items()
         ]
-        for row in rows[-len(ways) :]:
-            print(row, file=sys.stderr, flush=True)
     return rows
 
 
@@ -202,9 +201,10 @@ def table(rows: Sequence[dict], evaluations: int, rounds: int) -> str:
         )
         for row in rows
     ]
+    how = f"median, least and most of {rounds} rounds, median of the rounds' ratios"
     return (
-        f"{circumstances()}; {evaluations} evaluations, a tenth of them where there are fewer than 200 a second; median, "
-        f"least and most of {rounds} rounds, median of the rounds' ratios.\n\n{markdown(head, cells)}"
+        f"{circumstances()}; {evaluations} evaluations, a tenth of them where there are fewer than 200 a second; {how}."
+        f"\n\n{markdown(head, cells)}"
     )
 
 

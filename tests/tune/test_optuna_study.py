@@ -1,41 +1,19 @@
 """A search becomes a study of Optuna, and comes back as it was; studies of others become searches."""
 
+import json
 import math
 from contextlib import closing
 
 import optuna
 import pytest
+from simulated_search import simulated_search, write
 
 from lockstep.errors import SettingError
 from lockstep.tune.journal import JournalWriter, SearchPlan, read_search
 from lockstep.tune.optuna_study import export_optuna, import_optuna
-from lockstep.tune.records import LossReported, TrialBegan, TrialEnded
+from lockstep.tune.records import TrialBegan, TrialEnded
 from lockstep.tune.result import load
 from lockstep.tune.search import Bool, Choice, Float, Int, Space
-from tune.simulated import simulated_search
-
-
-def write(record, directory):
-    """``record`` as the journal of one worker."""
-    SearchPlan(record.space, record.settings).write(directory)
-    with closing(JournalWriter(directory, 0)) as journal:
-        for one in record.trials:
-            journal.append(
-                TrialBegan(
-                    *(one.number, one.attempts, one.ranks, one.began_at_s, one.params, one.point, one.island),
-                    *(one.parents, one.operator, one.inherits),
-                )
-            )
-            for report in one.reports:
-                journal.append(LossReported(one.number, one.attempts, report.step, report.loss, report.at_s))
-            if one.state != "running":
-                journal.append(
-                    TrialEnded(
-                        *(one.number, one.attempts, one.state, one.ended_at_s, one.run_s, one.losses),
-                        *(one.violation, one.reason),
-                    )
-                )
-    return directory
 
 
 def told(trial):
@@ -130,6 +108,12 @@ def test_a_study_of_someone_else_becomes_a_search_with_its_conditions(tmp_path):
             "kind": Choice("sgd", "adam", opens={"sgd": {"momentum": Float(0.0, 1.0)}}),
         }
     )
+    # A script may write the limits as whole numbers: it is the same space, and the search can be gone on with.
+    as_written = {
+        "rate": Float(1e-4, 1e-1, log=True),
+        "kind": Choice("sgd", "adam", opens={"sgd": {"momentum": Float(0, 1)}}),
+    }
+    assert json.dumps(Space.of(as_written).to_json()) == json.dumps(read_search(tmp_path).space)
     result = load(tmp_path)
     assert result.best.params == study.best_params
     assert result.best.loss == -study.best_value

@@ -8,6 +8,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from made_trials import trial
+from simulated_search import SPACE, simulated_search
 
 from lockstep.tune.journal import SearchRecord
 from lockstep.tune.pictures import (
@@ -20,8 +22,6 @@ from lockstep.tune.pictures import (
     timeline,
 )
 from lockstep.tune.pictures.random_forest import permutation_importance
-from tune.simulated import SPACE, simulated_search
-from tune.trials import trial
 
 
 @pytest.fixture(scope="module")

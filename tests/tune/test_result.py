@@ -6,13 +6,13 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_trials import trial
 
 from lockstep.errors import UsageError
 from lockstep.tune.journal import SearchRecord
 from lockstep.tune.pareto_front import pareto_front
 from lockstep.tune.result import SearchResult
 from lockstep.tune.summary import show
-from tune.trials import trial
 
 VECTORS = st.integers(1, 3).flatmap(
     lambda size: st.lists(st.tuples(*[st.integers(0, 4).map(float)] * size), max_size=25)

@@ -1,12 +1,14 @@
 """`lockstep tune` on a search that is there: `--show`, `--json`, `--pictures`, `--to-optuna`, `--from-optuna`."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+from simulated_search import simulated_search, write
 
 from lockstep.cli import main
-from tune.simulated import simulated_search
-from tune.test_optuna_study import write
 
 
 @pytest.fixture
@@ -33,6 +35,16 @@ def test_a_search_goes_to_optuna_and_comes_back(search, tmp_path, capsys):
     assert "study search is in" in said.err
     assert "20 trials of" in said.err
     assert said.out.startswith("20 of 20 trials: ")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(search):
+    """Such as ``lockstep tune --show RUN | head -1``."""
+    command = [sys.executable, "-m", "lockstep", "tune", "--show", str(search)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

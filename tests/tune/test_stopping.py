@@ -6,6 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_trials import trial
 
 from lockstep.errors import SettingError
 from lockstep.tune.stopping import (
@@ -21,7 +22,6 @@ from lockstep.tune.stopping import (
     make_stopping,
     order_at_equal_budget,
 )
-from tune.trials import trial
 
 LOSS = st.one_of(st.floats(-5, 5), st.integers(-3, 3).map(float), st.just(math.nan), st.just(math.inf))
 CURVE = st.lists(LOSS, min_size=1, max_size=12)

@@ -5,12 +5,12 @@ import re
 from dataclasses import replace
 
 import pytest
+from made_trials import trial
 from rich.console import Console
 
 from lockstep.tune.journal import SearchPlan, SearchRecord
 from lockstep.tune.terminal_view import LiveSearchView, picture
 from lockstep.tune.views import SearchLines, choose_search_view, line_of, watch_search
-from tune.trials import trial
 
 
 def record_of(*trials):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 
@@ -51,10 +52,20 @@ def show_results(parsed: argparse.Namespace, run_dir: str | None) -> int:
         name = export_optuna(run_dir, parsed.to_optuna, parsed.study)
         print(f"study {name} is in {parsed.to_optuna}", file=sys.stderr)
     if parsed.pictures:
-        for path in draw_pictures(result.record, parsed.pictures):
-            print(path)
+        _say("\n".join(map(str, draw_pictures(result.record, parsed.pictures))))
     if parsed.json:
-        print(json.dumps(result.to_json(parsed.top)))
+        _say(json.dumps(result.to_json(parsed.top)))
     elif parsed.show:
-        print(show(result.record, shutil.get_terminal_size((100, 24)).columns, parsed.top))
+        _say(show(result.record, shutil.get_terminal_size((100, 24)).columns, parsed.top))
     return EXIT_OK
+
+
+def _say(text: str) -> None:
+    """Print it, for as long as somebody reads: `head` closes the pipe once it has its lines."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Else what is left in the buffer would fail again when Python ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

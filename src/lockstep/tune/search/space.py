@@ -223,9 +223,11 @@ def _to_json(dimensions: Mapping[str, Dimension]) -> dict[str, Any]:
             if dimension.opens:
                 written[name]["opens"] = [[value, _to_json(inner)] for value, inner in dimension.opens]
         else:
-            kind = "float" if isinstance(dimension, Float) else "int"
-            limits = {"low": dimension.low, "high": dimension.high, "log": dimension.log, "step": dimension.step}
-            written[name] = {"kind": kind, **limits}
+            kind, number = ("float", float) if isinstance(dimension, Float) else ("int", int)
+            # `Float(-5, 5)` is `Float(-5.0, 5.0)`, also to those that compare what was written.
+            limits = {"low": number(dimension.low), "high": number(dimension.high)}
+            step = None if dimension.step is None else number(dimension.step)
+            written[name] = {"kind": kind, **limits, "log": dimension.log, "step": step}
     return written
 
 

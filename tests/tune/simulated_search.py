@@ -2,11 +2,13 @@
 
 import heapq
 import math
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 
-from lockstep.tune.journal import SearchRecord
+from lockstep.tune.journal import JournalWriter, SearchPlan, SearchRecord
+from lockstep.tune.records import LossReported, TrialBegan, TrialEnded
 from lockstep.tune.search import Choice, Float, Individual, Int, Space, make_algorithm
 from lockstep.tune.stopping import make_stopping
 from lockstep.tune.trial import Move, Reported, Trial
@@ -75,3 +77,26 @@ def simulated_search(trials=120, islands=2, workers=4, ranks=2, stopping="asha:e
         heapq.heappush(free, (now + random.exponential(1.5) + (25 if 40 <= number < 44 else 0), worker))
     settings = {"trials": trials, "seed": seed, "workers": workers, "islands": islands}
     return SearchRecord(SPACE.to_json(), settings, tuple(known.values()), tuple(moves))
+
+
+def write(record, directory):
+    """``record`` as the journal of one worker."""
+    SearchPlan(record.space, record.settings).write(directory)
+    with closing(JournalWriter(directory, 0)) as journal:
+        for one in record.trials:
+            journal.append(
+                TrialBegan(
+                    *(one.number, one.attempts, one.ranks, one.began_at_s, one.params, one.point, one.island),
+                    *(one.parents, one.operator, one.inherits),
+                )
+            )
+            for report in one.reports:
+                journal.append(LossReported(one.number, one.attempts, report.step, report.loss, report.at_s))
+            if one.state != "running":
+                journal.append(
+                    TrialEnded(
+                        *(one.number, one.attempts, one.state, one.ended_at_s, one.run_s, one.losses),
+                        *(one.violation, one.reason),
+                    )
+                )
+    return directory
