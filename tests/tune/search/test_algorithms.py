@@ -391,7 +391,7 @@ def test_an_algorithm_of_one_loss_refuses_two(words):
 
 def test_an_algorithm_of_ones_own():
     class Corners:
-        def __init__(self, space):
+        def __init__(self, space, *, objectives, worker, workers):
             self.space = space
 
         def observe(self, individuals):
