@@ -159,3 +159,36 @@ def test_failures():
     failure, phase, said, _, left, at, bits, code = row.split(" | ")
     assert (failure, phase, left, at, bits, code) == ("exception", "forward", "0", "step 10", "equal", "0")
     assert said == "rank 1 of 2 raised lockstep.faults.PlannedFault"
+
+
+def test_tune_speed(tmp_path):
+    options = ("--workers", "1", "--evaluations", "40", "--optuna", sys.executable)
+    found, shown = measured(tmp_path, "tune_speed.py", *options)
+    assert [row["way"] for row in found] == [
+        "lockstep",
+        "lockstep, each with a Run",
+        "Optuna, journal",
+        "Optuna, SQLite",
+        "Optuna, memory",
+    ]
+    assert all(rate > 0 for row in found for rate in row["rates"])
+    assert "lockstep is faster by" in shown
+
+
+def test_tune(tmp_path):
+    few = (
+        "--functions",
+        "sphere",
+        "step",
+        "--ours",
+        "evolution",
+        "2xpropulate",
+        "--evaluations",
+        "60",
+        "--workers",
+        "2",
+    )
+    found, shown = measured(tmp_path, "tune.py", *few)
+    assert found.keys() == {"evolution", "2xpropulate"}
+    assert found["evolution"]["step"][0]["60"] < 0
+    assert "| evolution | 60 |" in shown

@@ -20,12 +20,14 @@ __all__ = [
     "Progress",
     "Run",
     "SettingError",
+    "TrialStopped",
     "UsageError",
     "World",
     "WorldError",
     "__version__",
     "launch",
     "load",
+    "tune",
 ]
 
 TYPE_CHECKING = False  # type checkers read it as True by its name; importing it would be most of this module's cost
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
         PeerLost,
         PlanError,
         SettingError,
+        TrialStopped,
         UsageError,
         WorldError,
     )
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from lockstep.progress import Progress
     from lockstep.run import Run
     from lockstep.saved_run import load
+    from lockstep.tune import tune
     from lockstep.world import World
 else:
     # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
@@ -64,20 +68,22 @@ else:
         "World": "world",
         "launch": "launch",
         "load": "saved_run",
+        "tune": "tune",
     }
 
     class _FrontDoor(types.ModuleType):
         """A package whose names are never taken by a room: `launch` stays the function when its room is loaded."""
 
         def __setattr__(self, name: str, value: object) -> None:
-            # Python binds each submodule in its package once it is imported.
-            if not (name in __all__ and isinstance(value, types.ModuleType)):
+            # Python binds each submodule in its package once it is imported. One that can be called is the name itself.
+            if not (name in __all__ and isinstance(value, types.ModuleType)) or callable(value):
                 super().__setattr__(name, value)
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}; it has {', '.join(__all__)}")
-        value = getattr(importlib.import_module(f"lockstep.{_ROOM_OF.get(name, 'errors')}"), name)
+        room = importlib.import_module(f"lockstep.{_ROOM_OF.get(name, 'errors')}")
+        value = room if callable(room) else getattr(room, name)
         globals()[name] = value
         return value
 

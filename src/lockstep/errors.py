@@ -9,6 +9,7 @@
     ├── MismatchError (RuntimeError)     ranks differ where they must be equal
     ├── NonFiniteError (ArithmeticError) a loss or a gradient is nan or infinite
     ├── PeerLost (RuntimeError)          another rank died, left or does not answer
+    ├── TrialStopped                     a search ends a trial early: not an error, but the way out of the objective
     ├── CheckpointError (RuntimeError)   nothing whole to load, or the state does not fit
     │   └── DamagedCheckpoint            one checkpoint is not what was committed
     └── LaunchError (RuntimeError)       ranks could not be started
@@ -52,6 +53,10 @@ class NonFiniteError(LockstepError, ArithmeticError):
 
 class PeerLost(LockstepError, RuntimeError):
     """Another rank died, left or does not answer: never the first cause of a failure."""
+
+
+class TrialStopped(LockstepError):
+    """A search ends this trial early, on all of its ranks after the same report; let it pass through the objective."""
 
 
 class CheckpointError(LockstepError, RuntimeError):

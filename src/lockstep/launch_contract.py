@@ -21,6 +21,7 @@ FAULTS = "LOCKSTEP_FAULTS"  #: what is to go wrong on purpose, in the words of `
 STACKS = "LOCKSTEP_STACKS"  #: path where a rank writes the stacks of all its threads when it gets `STACKS_SIGNAL`
 MEASURE = "LOCKSTEP_MEASURE"  #: what a benchmark has each rank measure, see `lockstep.step_record.MeasureRequest`
 LAUNCHER = "LOCKSTEP_LAUNCHER"  #: name of the row of `LAUNCHERS` to believe, where two contradict each other
+SEARCH = "LOCKSTEP_SEARCH"  #: of which search, and which of its workers, this rank is one; set by `lockstep tune`
 
 EMERGENCY = "LOCKSTEP_EMERGENCY_MEMORY"  #: directory in this host's memory where survivors of a dead rank leave a state
 

@@ -23,6 +23,7 @@ from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
 from lockstep.cli.command import Command, Parser
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
+from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
 from lockstep.errors import LaunchError, LockstepError, SettingError
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from lockstep.settings import ResolvedSettings, Settings, parse
@@ -247,6 +248,12 @@ def _top(parsed: argparse.Namespace, words: Sequence[str]) -> int:
 
     if parsed.run_dir is None:
         raise SettingError("say which run: lockstep top runs/NAME")
+    if (Path(parsed.run_dir) / "search.json").exists():
+        from lockstep.tune import watch_directory
+
+        with contextlib.suppress(KeyboardInterrupt):
+            watch_directory(Path(parsed.run_dir), sys.stdout, once=parsed.once)
+        return EXIT_OK
     with contextlib.suppress(KeyboardInterrupt):
         top(Path(parsed.run_dir), sys.stdout, os.environ, once=parsed.once)
     return EXIT_OK
@@ -434,6 +441,7 @@ COMMANDS = {
         Command("top", "watch a run from another terminal", top_options, _top),
         *BENCH_COMMANDS,
         *PREDICT_COMMANDS,
+        *TUNE_COMMANDS,
         *SAVED_RUN_COMMANDS,
         Command("job slurm", "write a job script for Slurm", partial(job_options, "slurm"), partial(_job, "slurm")),
         Command("job sge", "write a job script for Grid Engine", partial(job_options, "sge"), partial(_job, "sge")),

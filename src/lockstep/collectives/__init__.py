@@ -2,9 +2,12 @@
 
 from lockstep.collectives.all_reduce import AllReduce, NativeAllReduce, RankOrderAllReduce, open_all_reduce
 from lockstep.collectives.group import (
+    Connections,
     Group,
     KeyValueStore,
+    keeping_connections,
     open_group,
+    open_store,
     single_rank_group,
     translating_peer_errors,
 )
@@ -26,6 +29,7 @@ from lockstep.collectives.wait_clock import WaitClock, wait_clock
 
 __all__ = [
     "AllReduce",
+    "Connections",
     "Group",
     "KeyValueStore",
     "NativeAllReduce",
@@ -46,10 +50,12 @@ __all__ = [
     "broadcast_from_rank0",
     "fold",
     "gather_on_leader",
+    "keeping_connections",
     "nodes_of",
     "open_all_reduce",
     "open_group",
     "open_owner_broadcast",
+    "open_store",
     "single_rank_group",
     "time_sums",
     "translating_peer_errors",

@@ -51,6 +51,11 @@ class KeyValueStore:
         with translating_peer_errors(f"look at {key}"):
             return bool(self._store.check([key]))
 
+    def delete(self, key: str) -> None:
+        """There is no value under ``key`` from now on."""
+        with translating_peer_errors(f"removal of {key}"):
+            self._store.delete_key(key)
+
     def get(self, key: str, timeout_s: float) -> str:
         """Wait for the value under ``key``, and return it.
 
@@ -82,6 +87,7 @@ class Group:
         nodes: Sequence[int] = (0,),
         *,
         over_cpu: bool = True,
+        connections: Connections | None = None,
     ) -> None:
         self.rank: Final = world.rank
         self.size: Final = world.size
@@ -95,6 +101,7 @@ class Group:
         self._world: Final = world
         self._store: Final = store
         self._control: Final = control
+        self._connections: Final = connections or Connections()
 
     @property
     def leads(self) -> bool:
@@ -184,6 +191,21 @@ class Group:
         own: Store = self._store.clone()  # type: ignore[attr-defined]
         return KeyValueStore(own, name)
 
+    def anew(self, world: World) -> Group:
+        """The same connections for another run of the same ``world``, with keys of its own in the store. Collective."""
+        self._connections.give_back()
+        return Group(
+            world,
+            self.device,
+            PrefixStore(f"run/{next(_group_numbers)}", self._store),
+            self._control,
+            self.timeout_s,
+            self.process_group,
+            self.nodes,
+            over_cpu=self.over_cpu,
+            connections=self._connections,
+        )
+
     def subgroup(self, ranks: Sequence[int]) -> Group:
         """A new group of ``ranks`` of this one, among which this rank is; every one of them must call it.
 
@@ -206,7 +228,17 @@ class Group:
         process_group, control = self.new_process_group(members), self.new_process_group(members, backend="gloo")
         store = PrefixStore(f"part/{'-'.join(map(str, members))}/{next(_subgroup_numbers)}", self._store)
         nodes = [self.nodes[rank] for rank in members]
-        return Group(world, self.device, store, control, self.timeout_s, process_group, nodes, over_cpu=self.over_cpu)
+        return Group(
+            world,
+            self.device,
+            store,
+            control,
+            self.timeout_s,
+            process_group,
+            nodes,
+            over_cpu=self.over_cpu,
+            connections=self._connections,
+        )
 
     def new_process_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
         """A new process group of torch for ``ranks`` of this group (None: all); every one of them must call it.
@@ -216,19 +248,78 @@ class Group:
         """
         # Torch knows ranks by their numbers in the whole world.
         numbers = range(self.size) if self.process_group is None else dist.get_process_group_ranks(self.process_group)
+        members = tuple(numbers[rank] for rank in (range(self.size) if ranks is None else ranks))
         with translating_peer_errors("the opening of a process group"):
-            process_group: dist.ProcessGroup = dist.new_group(
-                [numbers[rank] for rank in (range(self.size) if ranks is None else ranks)],
-                timeout=timedelta(seconds=self.timeout_s),
-                backend=backend,
-                use_local_synchronization=True,
-            )
-        return process_group
+            return self._connections.take(members, backend, self.timeout_s)
 
     def close(self) -> None:
-        """Close all connections; for the group of the whole world. Ranks that still wait for this one get an error."""
-        if self._control is not None:
+        """Close all connections; for the group of the whole world. Ranks that still wait for this one get an error.
+
+        Within `keeping_connections` they stay, for the next group.
+        """
+        if self._control is not None and self._connections not in _kept:
             dist.destroy_process_group()
+
+
+class Connections:
+    """Torch's process groups of one world.
+
+    Where one run after another uses them, each asks for the same groups in the same order, and gets those of the run
+    before it: opening one costs tens of milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[tuple[int, ...], str | None], list[dist.ProcessGroup]] = {}
+        self._taken: Counter[tuple[tuple[int, ...], str | None]] = Counter()
+        self.world: Group | None = None  #: that uses them now
+        self.of: tuple[object, ...] = ()  #: between whom they are, and how
+
+    def take(self, members: tuple[int, ...], backend: str | None, timeout_s: float) -> dist.ProcessGroup:
+        """A process group that this run has not got yet; every one of the ``members`` must call it."""
+        key = (members, backend)
+        made = self._made.setdefault(key, [])
+        self._taken[key] += 1
+        if len(made) < self._taken[key]:
+            made.append(
+                dist.new_group(
+                    list(members),
+                    timeout=timedelta(seconds=timeout_s),
+                    backend=backend,
+                    use_local_synchronization=True,
+                )
+            )
+        return made[self._taken[key] - 1]
+
+    def give_back(self) -> None:
+        """The next run may take what was taken."""
+        self._taken.clear()
+
+    def close(self) -> None:
+        """Close them all."""
+        self._made.clear()
+        self.give_back()
+        if self.world is not None:
+            self.world, self.of = None, ()
+            dist.destroy_process_group()
+
+
+_kept: list[Connections] = []
+
+
+@contextlib.contextmanager
+def keeping_connections() -> Iterator[Connections]:
+    """Within, the connections of a group outlive it: the next `open_group` of the same world gets them.
+
+    One group after another, each closed before the next. All ranks must have left the last one well: where they have
+    not, such as after an error, all must call `Connections.close`.
+    """
+    connections = Connections()
+    _kept.append(connections)
+    try:
+        yield connections
+    finally:
+        _kept.remove(connections)
+        connections.close()
 
 
 def open_group(world: World, device: torch.device, timeout_s: float, *, shares_gpu: bool = False) -> Group:
@@ -240,6 +331,12 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
     Raises:
         WorldError: if this process already has a process group, or the ranks do not meet within ``timeout_s``.
     """
+    wanted = (world.rank, world.size, world.address, world.port, str(device), timeout_s, shares_gpu)
+    kept = _kept[-1] if _kept else None
+    if kept is not None and kept.world is not None:
+        if kept.of == wanted:
+            return kept.world.anew(world)
+        kept.close()
     if dist.is_initialized():
         raise WorldError(
             "this process has called init_process_group already; Run opens the group itself: remove that call"
@@ -276,7 +373,10 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
             f"rank {world.rank} of {world.size} could not meet the others at {world.address}:{world.port} "
             f"(as {world.launcher} says): {str(error).splitlines()[0]}"
         ) from error
-    return Group(world, device, store, control, timeout_s, nodes=nodes, over_cpu=over_cpu)
+    group = Group(world, device, store, control, timeout_s, nodes=nodes, over_cpu=over_cpu, connections=kept)
+    if kept is not None:
+        kept.world, kept.of = group, wanted
+    return group
 
 
 # A process may open one group after another, as when a search makes several runs. Each finds only its own keys, and one
@@ -290,6 +390,13 @@ def _store_at(address: str, port: int, rank: int, size: int, timeout: timedelta)
     """The store of the world that the environment describes; the other arguments distinguish worlds in the cache."""
     store: Store = next(iter(rendezvous("env://", rank, size, timeout=timeout)))[0]
     return store
+
+
+def open_store(world: World, name: str, timeout_s: float) -> KeyValueStore:
+    """A connection to the store of ``world``, of several ranks, without a group. See `Group.store`."""
+    timeout = timedelta(seconds=timeout_s)
+    own: Store = _store_at(world.address, world.port, world.rank, world.size, timeout).clone()  # type: ignore[attr-defined]
+    return KeyValueStore(own, name)
 
 
 def single_rank_group(device: torch.device | None = None) -> Group:

@@ -9,19 +9,25 @@ The launcher itself does not need torch, so it outlives whatever goes wrong in t
 for the store where the launchers meet.
 """
 
+from lockstep.launch.agent import AfterFailure, Stops
+from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
 from lockstep.launch.diagnosis.error_record import Failure, first_failure
+from lockstep.launch.diagnosis.root_cause import RankExit, failure_line
 from lockstep.launch.host import Machine
-from lockstep.launch.launcher import launch, start
+from lockstep.launch.launcher import launch, start, watch
 from lockstep.launch.program import asks_for_help, check_program, show_help
 from lockstep.launch.request import Function, Module, Nodes, Request, Script
-from lockstep.launch.run_directory import versions
+from lockstep.launch.run_directory import is_in_use, versions
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, job_script
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
 from lockstep.launch.schedulers.script_text import SITE_FILE
+from lockstep.launch.workers.fork_server import import_torch
 
 __all__ = [
     "JOB_SCRIPT_SCHEDULERS",
     "SITE_FILE",
+    "STOP_SIGNALS",
+    "AfterFailure",
     "Failure",
     "Function",
     "JobCommand",
@@ -29,14 +35,22 @@ __all__ = [
     "Machine",
     "Module",
     "Nodes",
+    "RankExit",
     "Request",
     "Script",
+    "Stops",
     "asks_for_help",
     "check_program",
+    "die_with_parent",
+    "failure_line",
     "first_failure",
+    "import_torch",
+    "is_in_use",
     "job_script",
     "launch",
+    "name_process",
     "show_help",
     "start",
     "versions",
+    "watch",
 ]

@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +25,7 @@ from lockstep.errors import LaunchError
 from lockstep.launch.child_process import STOP_SIGNALS
 from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.root_cause import (
+    RankExit,
     find_root_cause,
     format_failure,
     format_not_saved,
@@ -49,6 +50,10 @@ from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE
 _TICK_S = 0.1
 #: How long the coordinator stays after the job is over, so that the others read the last plan.
 _FAREWELL_S = 5.0
+
+
+#: See `Agent`.
+AfterFailure = Callable[[Sequence[RankExit], int], bool]
 
 
 class Stops:
@@ -87,10 +92,18 @@ class Agent:
         screen: for the user.
         stops: signals that came.
         files: reads and writes the run directory.
+        after_failure: is told how the ranks of a generation ended that failed without having been stopped, and its
+            number; returns whether another one may follow.
     """
 
     def __init__(
-        self, joined: Joined, workers: WorkerGroup, screen: ScreenThread, stops: Stops, files: FileThread
+        self,
+        joined: Joined,
+        workers: WorkerGroup,
+        screen: ScreenThread,
+        stops: Stops,
+        files: FileThread,
+        after_failure: AfterFailure = lambda exits, generation: True,
     ) -> None:
         self._job, self._store, self._limits = joined.job, joined.store, joined.limits
         self._place, self._probe, self._listen, self._look_after = (
@@ -105,6 +118,7 @@ class Agent:
         self._listening: socket.socket | None = None  # for the store of the next generation
         self._shown: int | None = None  # how many notices were shown, or are older than this node's part
         self._cut_off_since_s: float | None = None
+        self._after_failure, self._failures_told = after_failure, -1  # the newest generation of which it was told
         #: The failure that was shown last, "" if there was none.
         self.last_failure = ""
 
@@ -132,6 +146,7 @@ class Agent:
             self._store.beat()
             self._look_after()
             self._check_stop_file()
+            self._tell_failure()
             self._send_report()
             if self._store.is_coordinator:
                 self._decide()
@@ -145,6 +160,14 @@ class Agent:
         if not self._stops.times and self._files.ask(lambda: _is_in(file), False, of=file):
             self._screen.say(f"found {shown(file)}")
             self._stops.ask(signal.SIGTERM)
+
+    def _tell_failure(self) -> None:
+        workers = self._workers
+        is_new = bool(workers.endings) and workers.generation > self._failures_told
+        if is_new and not self._stops.times and any(map(has_failed, workers.endings)):
+            self._failures_told = workers.generation
+            if not self._after_failure(workers.endings, workers.generation):
+                workers.final = True
 
     def _send_report(self) -> None:
         workers = self._workers

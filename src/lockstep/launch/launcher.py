@@ -23,7 +23,7 @@ from typing import Any, TypeVar, get_args
 from lockstep.errors import LaunchError, SettingError
 from lockstep.faults import Fault, FaultPlan
 from lockstep.formatting import plural
-from lockstep.launch.agent import Agent, Stops
+from lockstep.launch.agent import AfterFailure, Agent, Stops
 from lockstep.launch.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.console import Screen
 from lockstep.launch.deadline_thread import FileThread, ScreenThread
@@ -51,6 +51,7 @@ from lockstep.launch_contract import (
     EXIT_USAGE,
     FAULT_NOTES,
     FAULTS,
+    LAUNCHER,
 )
 from lockstep.report import State, StatusFile
 from lockstep.settings import parse
@@ -164,6 +165,27 @@ def launch(
     return results
 
 
+def watch(request: Request, after_failure: AfterFailure) -> tuple[int, str]:
+    """As `start`, for one of several runs on this machine that each have a process of their own.
+
+    What is said goes to this process' standard output and error.
+
+    Returns:
+        The exit code, and the failure that was shown last, "" if there was none.
+
+    Args:
+        request: what to run.
+        after_failure: see `lockstep.launch.agent.Agent`.
+
+    Raises:
+        SettingError, LaunchError: as `start` does.
+    """
+    # Several machines may each have a process that starts such runs; that it is one of them is nothing to the run.
+    env = {**os.environ, LAUNCHER: "none"}
+    job = prepare(request, machine=Machine.detect(os.environ), env=env, now=datetime.now())
+    return _run_here(job, after_failure)
+
+
 def _on_allocated_nodes(request: Request, given: Allocation) -> Request:
     """``request`` with the nodes of the allocation, where this launcher is one of several."""
     hosts = tuple(node.name for node in given.nodes)
@@ -200,12 +222,12 @@ def _start_everywhere(job: Job) -> int:
         )
 
 
-def _run_here(job: Job) -> tuple[int, str]:
+def _run_here(job: Job, after_failure: AfterFailure = lambda exits, generation: True) -> tuple[int, str]:
     """Carry out ``job`` on this machine; returns its exit code and the failure that was shown last."""
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
     with settle(job, now=datetime.now()), stops.listening():
         _announce(job, screen)
-        return _run_agent(join_alone(job), ScreenThread(screen), stops)
+        return _run_agent(join_alone(job), ScreenThread(screen), stops, after_failure)
 
 
 def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: Allocation) -> int:
@@ -246,7 +268,9 @@ def _announce(job: Job, screen: Screen) -> None:
     screen.say(f"{plural(job.ranks, 'rank')}{where}, {plural(threads, 'CPU thread')}{each}; logs: {shown(job.logs)}")
 
 
-def _run_agent(joined: Joined, screen: ScreenThread, stops: Stops) -> tuple[int, str]:
+def _run_agent(
+    joined: Joined, screen: ScreenThread, stops: Stops, after_failure: AfterFailure = lambda exits, generation: True
+) -> tuple[int, str]:
     """Start the fork server and carry out this node's part of the job; returns as `_run_here` does."""
     job, request = joined.job, joined.job.request
     files = FileThread(screen.say, shown)
@@ -280,7 +304,7 @@ def _run_agent(joined: Joined, screen: ScreenThread, stops: Stops) -> tuple[int,
         )
         stack.enter_context(contextlib.closing(workers))
         stack.callback(screen.close)
-        agent = Agent(joined, workers, screen, stops, files)
+        agent = Agent(joined, workers, screen, stops, files, after_failure)
         code = _with_missed_faults(job, screen, files, agent.run())
         if code == EXIT_USAGE and request.nodes is None:
             files.ask(lambda: note_refused(job), None, of=job.run_dir / MARK)

@@ -12,7 +12,8 @@ from typing import Any, Literal, Self
 from lockstep.errors import SettingError
 
 #: How ranks are started: as copies of one process that has imported torch, or each as a Python process of its own.
-StartMethod = Literal["fork", "plain"]
+#: ``copy``: that one process is itself a copy of the launcher's, which has imported torch already.
+StartMethod = Literal["fork", "plain", "copy"]
 #: What to do once a hang is reported.
 OnHang = Literal["wait", "abort", "restart"]
 #: Where launchers meet if only a host is given; torchrun's too.

@@ -364,6 +364,17 @@ def _write(run_dir: Path, about: dict[str, Any]) -> None:
     scratch.replace(run_dir / MARK)
 
 
+def is_in_use(run_dir: Path) -> bool:
+    """Whether a launcher works in ``run_dir``, or what it has started still ends there."""
+    if not (run_dir / _LOCK).exists():
+        return False
+    try:
+        _locked(run_dir).close()
+    except SettingError:
+        return True
+    return False
+
+
 def _locked(run_dir: Path) -> Any:
     """A lock on ``run_dir`` that the kernel releases when this process ends, in whatever way."""
     lock = (run_dir / _LOCK).open("a")

@@ -15,7 +15,15 @@ from lockstep.report.throughput import Throughput
 from lockstep.report.top import top
 from lockstep.report.trackers import LogsValues, TrackerContext, TrackerThread, open_trackers
 from lockstep.report.trackers import refuse_unknown as refuse_unknown_trackers
-from lockstep.report.views import SilentView, View, choose_view
+from lockstep.report.views import (
+    SilentView,
+    View,
+    ViewOf,
+    ViewOnStream,
+    choose_view,
+    line_interval_s,
+    view_word,
+)
 
 __all__ = [
     "LogsValues",
@@ -30,11 +38,15 @@ __all__ = [
     "TrackerContext",
     "TrackerThread",
     "View",
+    "ViewOf",
+    "ViewOnStream",
     "choose_view",
     "epoch_number",
     "lateness",
+    "line_interval_s",
     "open_trackers",
     "record_row",
     "refuse_unknown_trackers",
     "top",
+    "view_word",
 ]

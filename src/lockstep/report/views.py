@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol, TextIO
+from typing import Generic, Literal, Protocol, TextIO, TypeVar
 
 from lockstep.errors import SettingError
 from lockstep.report.status import Status
@@ -16,10 +16,13 @@ VIEW_VARIABLE = "LOCKSTEP_VIEW"
 _ORDER = ("step", "epoch", "speed", "loss", "eta", "job", "saved", "late", "generation")
 
 
-class View(Protocol):
-    """What a run's leader, or its launcher, shows on. All calls come from one thread."""
+Shown = TypeVar("Shown", contravariant=True)
 
-    def show(self, status: Status) -> None:
+
+class ViewOf(Protocol[Shown]):
+    """What something that goes on for long is shown on. All calls come from one thread."""
+
+    def show(self, status: Shown, /) -> None:
         """Take the newest status; may be called several times a second."""
 
     def line(self, text: str) -> None:
@@ -27,6 +30,10 @@ class View(Protocol):
 
     def close(self) -> None:
         """Leave the last status on the screen and the terminal as it was; later calls are allowed."""
+
+
+class View(ViewOf[Status], Protocol):
+    """What a run's leader, or its launcher, shows on."""
 
 
 def choose_view(stream: TextIO, env: Mapping[str, str], *, now: Callable[[], float] = time.monotonic) -> View:
@@ -39,19 +46,28 @@ def choose_view(stream: TextIO, env: Mapping[str, str], *, now: Callable[[], flo
     Raises:
         SettingError: if ``LOCKSTEP_VIEW`` names no view.
     """
-    wanted = env.get(VIEW_VARIABLE) or "auto"
-    if wanted == "auto":
-        wanted = "live" if can_draw(stream, env) else "lines"
+    wanted = view_word(stream, env)
     if wanted == "live":
         # Late, since rich takes a tenth of a second and most ranks never draw.
         from lockstep.report.terminal_view import LiveView
 
-        return _WhileThere(LiveView(stream, env), stream)
-    if wanted == "lines":
-        return _WhileThere(LinesView(stream, now=now), stream)
-    if wanted == "silent":
-        return SilentView()
-    raise SettingError(f"{VIEW_VARIABLE}={wanted!r}: give one of auto, live, lines, silent")
+        return ViewOnStream(LiveView(stream, env), stream)
+    return ViewOnStream(LinesView(stream, now=now), stream) if wanted == "lines" else SilentView()
+
+
+def view_word(stream: TextIO, env: Mapping[str, str]) -> Literal["live", "lines", "silent"]:
+    """Which view fits ``stream``, with ``LOCKSTEP_VIEW`` having the last word.
+
+    Raises:
+        SettingError: if ``LOCKSTEP_VIEW`` names no view.
+    """
+    match env.get(VIEW_VARIABLE) or "auto":
+        case "auto":
+            return "live" if can_draw(stream, env) else "lines"
+        case "live" | "lines" | "silent" as wanted:
+            return wanted
+        case other:
+            raise SettingError(f"{VIEW_VARIABLE}={other!r}: give one of auto, live, lines, silent")
 
 
 def can_draw(stream: TextIO, env: Mapping[str, str]) -> bool:
@@ -62,7 +78,7 @@ def can_draw(stream: TextIO, env: Mapping[str, str]) -> bool:
 class SilentView:
     """Shows nothing."""
 
-    def show(self, status: Status) -> None:
+    def show(self, status: object) -> None:
         """Nothing."""
 
     def line(self, text: str) -> None:
@@ -97,7 +113,7 @@ class LinesView:
         """Write a line if one is due."""
         self._newest = status
         now_s = self._now()
-        interval_s, since_s = _interval_s(now_s - self._began_s), now_s - self._written_s
+        interval_s, since_s = line_interval_s(now_s - self._began_s), now_s - self._written_s
         new = _mark(status) != _mark(self._written)
         # The end is written at once, and once.
         due = new if status.ended else since_s >= (interval_s / 10 if new else interval_s)
@@ -126,7 +142,8 @@ class LinesView:
         self._written, self._written_s = status, self._now()
 
 
-def _interval_s(elapsed_s: float) -> float:
+def line_interval_s(elapsed_s: float) -> float:
+    """How long after a line the next one comes, in seconds, where nothing is new."""
     return 1.0 if elapsed_s < 10 else 10.0 if elapsed_s < 120 else 60.0
 
 
@@ -135,22 +152,26 @@ def _mark(status: Status | None) -> object:
     return status and (status.epoch, status.last_saved_step, status.generation, status.ended)
 
 
-class _WhileThere:
+class ViewOnStream(Generic[Shown]):
     """Shows on ``view`` for as long as its stream is there, then on nothing."""
 
-    def __init__(self, view: View, stream: TextIO) -> None:
-        self._view, self._stream = view, stream
+    def __init__(self, view: ViewOf[Shown], stream: TextIO) -> None:
+        self._view: ViewOf[Shown] = view
+        self._stream = stream
 
-    def show(self, status: Status) -> None:
+    def show(self, status: Shown) -> None:
+        """Have the view show it."""
         self._try(lambda view: view.show(status))
 
     def line(self, text: str) -> None:
+        """Have the view print it."""
         self._try(lambda view: view.line(text))
 
     def close(self) -> None:
+        """Close the view."""
         self._try(lambda view: view.close())
 
-    def _try(self, deed: Callable[[View], None]) -> None:
+    def _try(self, deed: Callable[[ViewOf[Shown]], None]) -> None:
         try:
             if not self._stream.closed:
                 deed(self._view)

@@ -32,6 +32,7 @@ class RunPosition:
         self.passes: Final = Passes()
         self.best: Final = BestValue(best)
         self.ended = False  #: whether early stopping has ended the training, so that nothing is left to train
+        self.reports = 0  #: losses that were reported to a search
         self.evaluations = 0  #: evaluations since the last step
         self.evaluations_done = 0  #: of these, what a resume does not repeat
         self.is_left = False  #: whether the loop of `train` was left by `break`, and nothing says yet where it goes on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ from lockstep.run.stop_requests import JobDeadline, StopRequests
 from lockstep.settings import ResolvedSettings, Settings
 from lockstep.step_record import MeasureRequest
 from lockstep.strategies import ReplicaAssignment, Strategy, StrategyContext, open_strategy
+from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial
 from lockstep.world import World
 
 
@@ -102,7 +103,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     refuse_unknown_trackers(settings.track or "")
     marker = progress_marker()
     marker.set_phase("start")
-    world = World.from_env(env)
+    world = _world_of_trial(World.from_env(env), current_trial())
     device = _choose_device(world, settings.rehearse)
     threads = _choose_threads(settings, device)
     torch.set_num_threads(threads)
@@ -136,7 +137,9 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         if measure is None
         else NoCheckpointer()
     )
-    notes = measure is None and writes_emergency(env, settings, group, strategy)
+    # What a dead rank's survivors leave may be of another trial: a trial goes on from its own checkpoint.
+    has_emergency = measure is None and current_trial() is None
+    notes = has_emergency and writes_emergency(env, settings, group, strategy)
     metrics = PassMetrics(counts=share.counts, recent=settings.log_every is not None, notes=notes)
     stop_requests = StopRequests(Path(directory or ".", STOP_FILE), deadline)
     return RunContext(
@@ -162,15 +165,21 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         state=State(),
         position=RunPosition(settings.seed, settings.best),
         metrics=metrics,
-        emergency=NoEmergency()
-        if measure is not None
-        else open_emergency(settings, env, group, world, strategy, metrics),
+        emergency=open_emergency(settings, env, group, world, strategy, metrics) if has_emergency else NoEmergency(),
         carried=CarriedState(group, plan.micro_batches_of, has_server_ranks=share.replicas != group.size),
         profiler=None
         if settings.profile is None
         else StepProfiler(settings.profile, Path(home or ".", "profile"), group.rank, device, marker, reporter.say),
         measure=measure,
     )
+
+
+def _world_of_trial(world: World, trial: CurrentTrial | None) -> World:
+    """``world``; in a search with the files of the trial, whose attempts are what generations are to other runs."""
+    if trial is None:
+        return world
+    trial.directory.mkdir(parents=True, exist_ok=True)
+    return replace(world, run_dir=str(trial.directory), generation=trial.attempt - 1)
 
 
 def _refuse_child_import() -> None:
@@ -208,7 +217,9 @@ def _open_checkpointer(
     reporter: ProgressReporter,
     deadline: JobDeadline,
 ) -> RunCheckpointer:
-    root = settings.checkpoint or (world.run_dir and Path(world.run_dir, "checkpoints"))
+    # Trials never share a directory, whatever the script says.
+    given = None if current_trial() is not None else settings.checkpoint
+    root = given or (world.run_dir and Path(world.run_dir, CHECKPOINTS))
     if root:
         checkpoints = Checkpoints(
             Path(root), group, keep=settings.keep, say=reporter.say, peer_timeout_s=settings.peer_timeout_s

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from lockstep.error_advice import add_advice
+from lockstep.errors import TrialStopped
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.error_file import silence_interrupt, write_torchelastic_error
 from lockstep.run.loaders import Loaders
@@ -84,7 +85,7 @@ class Shutdown:
                 self._measurement.close()
             self._log.close(failed=error is not None and not isinstance(error, SystemExit))
             # After an error, a GPU may wait for what never comes.
-            waits = error is None or type(error) is SystemExit or context.device.type == "cpu"
+            waits = error is None or type(error) in (SystemExit, TrialStopped) or context.device.type == "cpu"
             if waits and context.profiler is not None:
                 context.profiler.close(failed=error is not None)
             context.reporter.close()
@@ -132,7 +133,7 @@ class Shutdown:
                 f"interrupted at step {step}; " + ("nothing is saved" if saved is None else f"saved: step {saved}")
             )
             silence_interrupt()
-        elif isinstance(error, Exception):
+        elif isinstance(error, Exception) and not isinstance(error, TrialStopped):
             if isinstance(error, torch.OutOfMemoryError):
                 self._advise(error)
             method = method_of(error, self._state.models)

@@ -66,6 +66,7 @@ class RunSnapshot:
             "passes": position.passes.as_dict(),
             "early_stopping": {name: one.state_dict() for name, one in self._state.early_stopping.items()},
             "ended": position.ended,
+            "reports": position.reports,
             "best": position.best.as_dict(),
         }
 
@@ -91,6 +92,7 @@ class RunSnapshot:
         self._position.metrics = dict(tree["metrics"])
         self._position.measured_at = dict(tree["measured_at"])
         self._position.best.load(tree["best"])
+        self._position.reports = tree.get("reports", 0)  # what was saved before there were any has none
         for name, one in self._state.early_stopping.items():
             if name in tree["early_stopping"]:
                 one.load_state_dict(tree["early_stopping"][name])

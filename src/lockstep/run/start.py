@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import Final
 
-from lockstep.checkpoint import StateTree
+from lockstep.checkpoint import Checkpoints, StateTree
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.launch_contract import FRESH, RESUME, RESUME_FROM
 from lockstep.run.emergency import LeftBehind
@@ -14,6 +15,7 @@ from lockstep.run.identity import compare_ranks
 from lockstep.run.run_log import RunLog
 from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot
+from lockstep.trial_contract import CHECKPOINTS, current_trial
 
 
 class TrainingStart:
@@ -107,10 +109,12 @@ class TrainingStart:
     def _resume(self) -> LeftBehind | None:
         """What survivors have left, if the run goes on from that."""
         checkpointer = self._context.checkpointer
-        restarted = self._context.world.generation > 0
+        trial = current_trial()
+        # A trial goes on from what it has saved, whichever worker begins it again.
+        restarted = self._context.world.generation > 0 or trial is not None
         # Our launcher asks for it once; others leave it in the environment of the generations after a failure.
         once = self._context.world.run_dir is not None or not restarted
-        back_to = os.environ.get(RESUME_FROM) if once else None
+        back_to = os.environ.get(RESUME_FROM) if once and trial is None else None
         left = self._context.emergency.find() if restarted and not back_to else None
         tree = checkpointer.resume(
             asked=restarted or os.environ.get(RESUME) == "1" or back_to is not None,
@@ -119,6 +123,8 @@ class TrainingStart:
             left=left,
         )
         if tree is None:
+            if trial is not None and trial.inherits is not None:
+                self._inherit(trial.inherits)
             return None
         checkpointer.compare(self._identity.script, within_pass=())
         if changed := self._snapshot.restore(tree):
@@ -129,3 +135,13 @@ class TrainingStart:
             )
         self._tree_within_turn = tree if self._snapshot.restore_position(tree) else None
         return left if left is not None and checkpointer.resumed_from is left else None
+
+    def _inherit(self, directory: Path) -> None:
+        """Begin with the weights of another trial."""
+        context = self._context
+        others = Checkpoints(directory / CHECKPOINTS, context.group, keep=1, say=context.reporter.say)
+        saved = others.newest()
+        if saved is None:
+            raise CheckpointError(f"{directory} holds no whole checkpoint, whose weights this trial is to begin with")
+        self._state.load_models(others.load(saved), context.strategy)
+        context.reporter.say(f"begins with the weights of {saved.path}")

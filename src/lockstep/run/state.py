@@ -86,6 +86,14 @@ class State:
             "kept_transient": {name: buffers.state() for name, buffers in self._kept_transient.items()},
         }
 
+    def load_models(self, tree: SavedTree, strategy: Strategy) -> None:
+        """Of `tree`, put back only what models hold: parameters and buffers. Collective.
+
+        Raises:
+            CheckpointError: if the script made other models than the one that saved.
+        """
+        _load_all("models", self.models, tree["models"], strategy.state_layout.load_model)
+
     def load(self, tree: SavedTree, strategy: Strategy) -> list[str]:
         """Put `tree` back. Collective.
 
@@ -95,7 +103,7 @@ class State:
         Raises:
             CheckpointError: if the script made other objects than the one that saved, or one of them does not fit.
         """
-        _load_all("models", self.models, tree["models"], strategy.state_layout.load_model)
+        self.load_models(tree, strategy)
         _load_all("optimizers", self.optimizers, tree["optimizers"], strategy.state_layout.load_optimizer)
         _load_all("schedulers", self.schedulers, tree["schedulers"], _load)
         kept = tree["kept"] | tree["kept_values"]

@@ -1,9 +1,104 @@
 """`lockstep.tune`: evolutionary search on islands, whose trials are data-parallel runs.
 
-search/           spaces, operators, algorithms, islands: pure moves over values      (no files, no torch)
-trial             what is known of one trial
-journal           append-only files, one for each worker: the truth about a search
-stopping/         rules that end a trial early, decided from its reports and those of others
-workers, driver   worlds of k ranks that evaluate trials; who starts and watches them
-result, pictures  what came out
+start_search          tune: which part of a search this process is
+driver                starts and watches workers: runs of the launcher, one for each
+trial_ranks           what each rank of a worker does; rank_channel: how these agree
+search_worker         on the leader of a worker: which trial is next, what is written of it; breeding: what it is
+search/               spaces, operators, algorithms, islands: pure moves over values      (no files, no torch)
+stopping/             rules that end a trial early, decided from its reports and those of others
+trial                 what is known of one trial; outcome: what an objective gave
+journal, records      append-only files, one for each worker: the truth about a search; trial_history: read back
+claims                which worker has which trial; death: how the ranks of a worker died
+search_directory      what lies where in the run directory
+result, summary       what came out; views: while it runs; pictures/: drawn
+optuna_study          searches as studies of Optuna, and back
 """
+
+import sys
+import types
+
+TYPE_CHECKING = False  # type checkers read it as True by its name
+
+__all__ = [
+    "Algorithm",
+    "Bool",
+    "Choice",
+    "Driver",
+    "Evaluated",
+    "Float",
+    "Individual",
+    "Int",
+    "Islands",
+    "Proposal",
+    "SearchRequest",
+    "SearchResult",
+    "Space",
+    "StoppingRule",
+    "Trial",
+    "draw_pictures",
+    "export_optuna",
+    "import_optuna",
+    "join_directory",
+    "load",
+    "open_directory",
+    "show",
+    "tune",
+    "visible_gpus",
+    "watch_directory",
+    "worker_sizes",
+]
+
+if TYPE_CHECKING:
+    from lockstep.tune.driver import Driver, SearchRequest, visible_gpus, watch_directory
+    from lockstep.tune.optuna_study import export_optuna, import_optuna
+    from lockstep.tune.outcome import Evaluated
+    from lockstep.tune.pictures import draw_pictures
+    from lockstep.tune.result import SearchResult, load
+    from lockstep.tune.search import Algorithm, Bool, Choice, Float, Individual, Int, Islands, Proposal, Space
+    from lockstep.tune.search_directory import join_directory, open_directory
+    from lockstep.tune.start_search import tune, worker_sizes
+    from lockstep.tune.stopping import StoppingRule
+    from lockstep.tune.summary import show
+    from lockstep.tune.trial import Trial
+else:
+    # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
+    import importlib
+
+    _ROOM_OF = {
+        "Driver": "driver",
+        "Evaluated": "outcome",
+        "SearchRequest": "driver",
+        "SearchResult": "result",
+        "StoppingRule": "stopping",
+        "Trial": "trial",
+        "draw_pictures": "pictures",
+        "export_optuna": "optuna_study",
+        "import_optuna": "optuna_study",
+        "join_directory": "search_directory",
+        "load": "result",
+        "open_directory": "search_directory",
+        "show": "summary",
+        "tune": "start_search",
+        "visible_gpus": "driver",
+        "watch_directory": "driver",
+        "worker_sizes": "start_search",
+    }
+
+    class _Tune(types.ModuleType):
+        """The package, which is also the function: ``lockstep.tune(objective, space)``."""
+
+        def __call__(self, *args: object, **kwargs: object) -> object:
+            """See `lockstep.tune.tune`."""
+            return self.tune(*args, **kwargs)
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'lockstep.tune' has no attribute {name!r}; it has {', '.join(__all__)}")
+        value = getattr(importlib.import_module(f"lockstep.tune.{_ROOM_OF.get(name, 'search')}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return list(__all__)
+
+    sys.modules[__name__].__class__ = _Tune

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -43,3 +44,20 @@ class Trial:
     began_at_s: float = 0.0  #: of the first attempt, in seconds since 1970
     ended_at_s: float | None = None
     run_s: float = 0.0  #: wall time of all attempts, in seconds
+
+    @property
+    def loss(self) -> float:
+        """The first of its losses; NaN while there is none."""
+        return self.losses[0] if self.losses else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Individuals went from one island to another."""
+
+    numbers: tuple[int, ...]  #: of their trials
+    source: int
+    target: int
+    copies: bool  #: they stay on their island, too
+    replaced: tuple[int, ...]  #: trials of the target island that breed no more there
+    at_s: float  #: seconds since 1970

@@ -201,6 +201,29 @@ def format_failure(diagnosis: Diagnosis, *, ranks: int, log: Callable[[int], str
     return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class FailureLine:
+    """Why a generation failed, in one line."""
+
+    text: str
+    raised: bool  #: its own code ended it, by an error or an exit, and not something from outside
+
+
+def failure_line(exits: Sequence[RankExit]) -> FailureLine:
+    """The cause among ``exits``, at least one of which has failed."""
+    diagnosis = find_root_cause(exits)
+    cause = diagnosis.cause
+    failure = cause.failure
+    spoke = cause.status > 0 if failure is None else not failure.lost_worker
+    raised = spoke and not cause.hung and not cause.collateral
+    why = (cause.memory.splitlines() or (_why(cause) if failure is not None else []) or [""])[0]
+    place = f" ({Path(failure.file).name}:{failure.line})" if failure is not None and failure.file else ""
+    everybody = len(diagnosis.alike) == len(exits)
+    whose = f"all {len(exits)} ranks" if everybody else f"{format_ranks(diagnosis.alike)} of {len(exits)}"
+    who = f"{whose} " if len(exits) > 1 else ""
+    return FailureLine(f"{who}{_what(cause)}{f': {why}' if why else ''}{place}", raised)
+
+
 def format_not_saved(exits: Sequence[RankExit], *, ranks: int, log: Callable[[int], str], again: str) -> str:
     """The report of a run, shown last, that trained to the end and left with `EXIT_NOT_SAVED`.
 

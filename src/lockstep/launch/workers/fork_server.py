@@ -205,10 +205,15 @@ class ForkServer:
             os.close(descriptor)
 
 
-def _import_torch_once(connection: socket.socket) -> StartMethod:
-    """Import what all ranks need; returns how they can be started afterwards."""
+def import_torch() -> None:
+    """Import what all ranks need."""
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)
+
+
+def _import_torch_once(connection: socket.socket) -> StartMethod:
+    """Import what all ranks need; returns how they can be started afterwards."""
+    import_torch()
     if sys.platform == "linux" and (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
         connection.sendall(message(event="fork-unavailable", why=f"importing torch started {threads - 1} threads"))
         return "plain"
@@ -219,7 +224,7 @@ def _import_torch_once(connection: socket.socket) -> StartMethod:
 
 
 def serve_copied(
-    connection: socket.socket, launchers_end: socket.socket, program: Function, env: dict[str, str]
+    connection: socket.socket, launchers_end: socket.socket, program: Program, env: dict[str, str]
 ) -> None:
     """Be the fork server, as a copy of a process that is used for something else as well, such as a notebook."""
     launchers_end.close()
@@ -229,6 +234,9 @@ def serve_copied(
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
+    if not isinstance(program, Function) and not sys.flags.safe_path:
+        # A script finds what lies beside itself, not what lies beside the command that starts it.
+        del sys.path[0]
     # A pool of threads is not copied along, and OpenMP would wait for it for ever.
     importlib.import_module("torch").set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     ForkServer(connection, "fork", program).serve()

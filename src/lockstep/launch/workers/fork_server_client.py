@@ -246,13 +246,13 @@ def _status_of(process: subprocess.Popen[bytes] | Any, within_s: float) -> int |
 def open_fork_server(program: Program, method: StartMethod, env: Mapping[str, str]) -> ForkServerClient:
     """Start the fork server for the ranks of ``program``; ``env`` is what they have in common.
 
-    For a `Function` the fork server is a copy of this process.
+    For a `Function`, and with the method ``copy``, the fork server is a copy of this process.
 
     Raises:
         LaunchError: if this process cannot be copied because CUDA is in use.
     """
     ours, theirs = socket.socketpair()
-    if isinstance(program, Function):
+    if method == "copy" or isinstance(program, Function):
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             ours.close()

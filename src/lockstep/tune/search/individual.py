@@ -16,9 +16,10 @@ class Individual:
 
     number: int  #: of the trial
     point: Point
-    losses: tuple[float, ...]  #: smaller is better; never NaN
+    losses: tuple[float, ...]  #: smaller is better; one that is not finite breeds nothing
     violation: float = 0.0  #: 0: satisfies all constraints
     budget: int | None = None  #: reports until it was stopped early; None: trained to its end
     island: int = 0  #: where it was bred
     worker: int = 0  #: who bred it
-    parents: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()  #: as its `Proposal` says
+    operator: str = ""  #: as its `Proposal` says; algorithms learn from it which of their moves succeed

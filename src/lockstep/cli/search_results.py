@@ -1,0 +1,71 @@
+"""What ``lockstep tune`` does with a search that is there: show it, draw it, hand it to Optuna."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+
+from lockstep.errors import SettingError
+from lockstep.launch_contract import EXIT_OK
+
+
+def add_result_options(parser: argparse.ArgumentParser) -> None:
+    """The options that start no trial; the one positional argument is then the directory of the search."""
+    group = parser.add_argument_group("a search that is there, in place of a script")
+    group.add_argument("--show", action="store_true", help="counts, the best trials of each island, failures")
+    group.add_argument(
+        "--top", type=int, default=5, metavar="N", help="of --show: how many of each island (default: 5)"
+    )
+    group.add_argument("--json", action="store_true", help="of --show: everything as JSON, for programs")
+    group.add_argument("--pictures", metavar="DIR", help="draw it: SVG, with the numbers as CSV and JSON beside them")
+    group.add_argument("--to-optuna", metavar="FILE", help="write it into a study of Optuna: FILE.db, or a URL")
+    group.add_argument("--from-optuna", metavar="FILE", help="begin a search in RUN with the trials of a study")
+    group.add_argument("--study", metavar="NAME", help="which study in FILE (default: the only one, or RUN's name)")
+
+
+def wants_results(parsed: argparse.Namespace) -> bool:
+    """Whether one of these options was given."""
+    return bool(parsed.show or parsed.pictures or parsed.to_optuna or parsed.from_optuna)
+
+
+def show_results(parsed: argparse.Namespace, run_dir: str | None) -> int:
+    """Do what these options ask for with the search in ``run_dir``; returns the exit code.
+
+    Raises:
+        SettingError: if there is no such search, or an option does not fit.
+    """
+    # Late, for it loads numpy.
+    from lockstep.tune import draw_pictures, export_optuna, import_optuna, load, show
+
+    if run_dir is None:
+        raise SettingError("say which search: lockstep tune --show runs/NAME")
+    if parsed.top < 1:
+        raise SettingError(f"--top {parsed.top}: give at least 1")
+    if parsed.from_optuna:
+        count = import_optuna(parsed.from_optuna, run_dir, parsed.study)
+        print(f"{count} trials of {parsed.from_optuna} are in {run_dir}", file=sys.stderr)
+    result = load(run_dir)
+    if parsed.to_optuna:
+        name = export_optuna(run_dir, parsed.to_optuna, parsed.study)
+        print(f"study {name} is in {parsed.to_optuna}", file=sys.stderr)
+    if parsed.pictures:
+        _say("\n".join(map(str, draw_pictures(result.record, parsed.pictures))))
+    if parsed.json:
+        _say(json.dumps(result.to_json(parsed.top)))
+    elif parsed.show:
+        _say(show(result.record, shutil.get_terminal_size((100, 24)).columns, parsed.top))
+    return EXIT_OK
+
+
+def _say(text: str) -> None:
+    """Print it, for as long as somebody reads: `head` closes the pipe once it has its lines."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Else what is left in the buffer would fail again when Python ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

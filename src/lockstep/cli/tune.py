@@ -1,0 +1,196 @@
+"""``lockstep tune``: a search, begun, gone on with, joined or shown."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lockstep.cli.command import Command, Parser
+from lockstep.cli.search_results import add_result_options, show_results, wants_results
+from lockstep.errors import SettingError
+from lockstep.settings import Interval, Settings, parse
+from lockstep.world import World
+
+_SETTINGS = ("strategy", "precision", "reduction", "save_every", "rehearse")
+#: How long a machine waits for the first one to begin the search.
+_MEET_S = 600.0
+#: Options that are settings of the search, with the names that these have.
+_OPTIONS = {
+    "trials": "trials",
+    "seed": "seed",
+    "islands": "islands",
+    "algorithm": "algorithm",
+    "stopping": "stopping",
+    "retries": "retries",
+    "keep_trials": "keep_trials",
+}
+
+
+def tune_options() -> argparse.ArgumentParser:
+    """The options of ``lockstep tune``."""
+    parser = Parser(
+        prog="lockstep tune",
+        usage="lockstep tune [options] search.py [script options]",
+        description="Search for hyperparameters with the script's lockstep.tune(objective, space), in several workers, "
+        "each a world of its own; or show a search.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=112),
+        epilog="Options after the script are the script's own. Exit codes: 0 done, 1 no trial has a loss or the script "
+        "failed, 2 usage, 75 stopped, run it again with --resume.",
+    )
+    workers = parser.add_argument_group("workers of this machine")
+    workers.add_argument(
+        "--workers", type=int, metavar="N", help="trials at a time (default: as many as the GPUs suffice for, else 1)"
+    )
+    workers.add_argument(
+        "--ranks-per-worker",
+        default="1",
+        metavar="N[,N...]",
+        help="ranks of each trial, or of each worker's (default: 1)",
+    )
+    workers.add_argument(
+        "--hang-after",
+        type=float,
+        metavar="SECONDS",
+        help="without progress until a trial is ended (default: by its pace)",
+    )
+    workers.add_argument("--grace", type=float, default=10.0, metavar="SECONDS", help="from TERM to KILL (default: 10)")
+    search = parser.add_argument_group("the search, over what the script says")
+    search.add_argument("--trials", type=int, metavar="N", help="in all, those before a resume included")
+    search.add_argument("--seed", type=int, metavar="N", help="of the search and of each training")
+    search.add_argument("--islands", type=int, metavar="N", help="populations that breed apart, with migration")
+    search.add_argument("--algorithm", metavar="WORDS", help="what breeds trials, such as evolution or cma-es")
+    search.add_argument("--stopping", metavar="WORDS", help="ends trials early, such as asha:eta=3 or patience:5")
+    search.add_argument("--retries", type=int, metavar="N", help="of a trial that was killed or hung (default: 1)")
+    search.add_argument("--keep-trials", type=int, metavar="N", help="the best ones keep checkpoints (default: 5)")
+    search.add_argument("--time-limit", metavar="TIME", help="such as '2 h': no trial begins after that")
+    files = parser.add_argument_group("files")
+    files.add_argument("--run-dir", metavar="DIR", help="of the search (default: a new one under runs/)")
+    files.add_argument("--resume", action="store_true", help="go on with the search in the run directory")
+    files.add_argument("--fresh", action="store_true", help="move an earlier search in the run directory aside")
+    files.add_argument(
+        "--join", action="store_true", help="more workers, such as another machine's, for a search that runs there"
+    )
+    settings = parser.add_argument_group("settings of each trial's run, over what the script says")
+    settings.add_argument("--strategy", metavar="NAME", help="how replicas are kept in step (default: ddp)")
+    settings.add_argument("--precision", metavar="NAME", help="fp32, bf16 or fp16")
+    settings.add_argument("--reduction", metavar="NAME", help="exact or fast")
+    settings.add_argument("--save-every", metavar="SPAN", help="such as '1 epoch' or '5 min'")
+    settings.add_argument(
+        "--rehearse", action="store_const", const="true", help="with too few GPUs: ranks share one, threads stand in"
+    )
+    settings.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting")
+    add_result_options(parser)
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="search.py is the name of a module, as in python -m"
+    )
+    parser.add_argument("script", nargs="?", metavar="search.py")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
+    return parser
+
+
+def _tune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
+    if wants_results(parsed):
+        # What follows the directory is no script's.
+        results = Parser(prog="lockstep tune", allow_abbrev=False)
+        add_result_options(results)
+        results.parse_args(parsed.args, namespace=parsed)
+        return show_results(parsed, parsed.script)
+    if parsed.script is None:
+        raise SettingError("say which script: lockstep tune search.py, or which search: lockstep tune --show runs/NAME")
+    # Late, for what it loads is needed only from here on.
+    from lockstep.launch import Machine, Module, Script, asks_for_help, check_program, show_help
+    from lockstep.tune import Driver, SearchRequest, join_directory, open_directory, visible_gpus, worker_sizes
+
+    program = (Module if parsed.module else Script)(parsed.script, tuple(parsed.args))
+    check_program(program)
+    if asks_for_help(program):
+        return show_help(program)
+    ranks = _numbers(parsed.ranks_per_worker)
+    gpus = len(visible_gpus(Machine.detect(os.environ), os.environ))
+    workers = parsed.workers
+    if workers is None:
+        workers = len(ranks) if len(ranks) > 1 else max(1, gpus // ranks[0])
+    sizes = worker_sizes(workers, ranks)
+    settings, options = _settings(parsed), _options(parsed)
+    world = World.from_env(os.environ)
+    if world.size > 1 and parsed.run_dir is None:
+        raise SettingError(
+            f"{world.size} of this were started by {world.launcher}: say where they meet, with --run-dir"
+        )
+    if parsed.join or world.rank:
+        directory = join_directory(parsed.run_dir, within_s=0.0 if parsed.join else _MEET_S)
+    else:
+        directory = open_directory(
+            parsed.run_dir, program.stem, datetime.now(), resume=parsed.resume, fresh=parsed.fresh
+        )
+    own = list(words[: len(words) - len(parsed.args) - 1])
+    again = ["lockstep", "tune", "--resume", "--run-dir", _shown(directory.path), *_repeatable(own)]
+    request = SearchRequest(
+        program,
+        directory,
+        sizes,
+        workers=len(sizes) * world.size,
+        options=options,
+        settings=settings,
+        hang_after_s=parsed.hang_after,
+        grace_s=parsed.grace,
+        again=shlex.join([*again, parsed.script, *parsed.args]),
+    )
+    return Driver(request, sys.stdout, sys.stderr).run()
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise SettingError(f"--ranks-per-worker {text}: give a number, or one for each worker, such as 2,1") from None
+
+
+def _options(parsed: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says of the search, by the names of its settings."""
+    given = {name: getattr(parsed, option) for option, name in _OPTIONS.items() if getattr(parsed, option) is not None}
+    if parsed.time_limit is not None:
+        span = Interval.parse(parsed.time_limit, "--time-limit")
+        if span.unit != "second":
+            raise SettingError(f"--time-limit {parsed.time_limit}: give a time, such as '2 h' or '90 min'")
+        given["time_limit_s"] = span.every
+    return given
+
+
+def _settings(parsed: argparse.Namespace) -> dict[str, str]:
+    """What the command line says of each trial's run, checked as far as it can be without the script."""
+    given: dict[str, str] = {}
+    for word in parsed.set:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise SettingError(f"--set {word}: give NAME=VALUE")
+        given[name] = value
+    given |= {name: getattr(parsed, name) for name in _SETTINGS if getattr(parsed, name) is not None}
+    Settings(**{name: parse(name, value) for name, value in given.items()})
+    return given
+
+
+def _repeatable(own: Sequence[str]) -> list[str]:
+    """Options without those that say where and how the search begins: a later command says that itself."""
+    kept: list[str] = []
+    words = iter(own)
+    for word in words:
+        if word == "--run-dir":
+            next(words, None)
+        elif word not in ("--resume", "--fresh", "--join") and not word.startswith("--run-dir="):
+            kept.append(word)
+    return kept
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+COMMANDS = (Command("tune", "search for hyperparameters, each trial on one rank or several", tune_options, _tune),)

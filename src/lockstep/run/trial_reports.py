@@ -1,0 +1,47 @@
+"""What a training tells of its loss before its end, and that a search ends its trial."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from lockstep.errors import TrialStopped, UsageError
+from lockstep.run.run_log import RunLog
+from lockstep.run.setup import RunContext
+from lockstep.run.start import TrainingStart
+from lockstep.trial_contract import current_trial
+
+
+class TrialReports:
+    """Hands reported losses to the search, on the leader, and its decision to all ranks."""
+
+    def __init__(self, context: RunContext, start: TrainingStart, log: RunLog) -> None:
+        self._context: Final = context
+        self._start: Final = start
+        self._log: Final = log
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        """See `Run.report`."""
+        value = _number(loss)
+        # What stands in a turn before the pass that goes on runs again after a resume.
+        if self._start.resumes_within_turn:
+            return
+        context, position, trial = self._context, self._context.position, current_trial()
+        before = position.reports
+        position.reports += 1
+        self._log.write({"reported": value}, position.progress.step, position.epoch_number)
+        if trial is None:
+            return
+        reason = trial.report(value, before) if context.group.leads else ""
+        reason = context.group.broadcast_object(reason, "run.report")
+        if reason:
+            raise TrialStopped(f"trial {trial.number} is stopped: {reason}")
+
+
+def _number(loss: object) -> float:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return float(loss)
+    if isinstance(loss, int | float) and not isinstance(loss, bool):
+        return float(loss)
+    raise UsageError(f"run.report({loss!r}): give one number, such as run.metrics['loss']")

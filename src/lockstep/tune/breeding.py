@@ -1,0 +1,103 @@
+"""What one worker breeds next, from what it has learnt of all islands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from lockstep.tune.search import (
+    AlgorithmFactory,
+    Individual,
+    Islands,
+    Move,
+    Proposal,
+    Residents,
+    Space,
+    make_algorithm,
+    plan_emigration,
+    plan_replacement,
+)
+from lockstep.tune.trial import Trial
+
+
+class Breeding:
+    """The algorithm of one worker, and who lives on its island.
+
+    What it proposes is a function of the seed, of the worker and of what it was told, in that order: a search of one
+    worker is repeated exactly, also when it is resumed.
+
+    Args:
+        space: what is searched.
+        islands: how the search is divided.
+        algorithm: of all islands, in place of the words of `Islands`; None: these.
+        objectives: how many losses an individual has.
+        seed: of the search.
+        worker: whose it is.
+        workers: how many the search has.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        islands: Islands,
+        algorithm: str | AlgorithmFactory | None,
+        *,
+        objectives: int,
+        seed: int,
+        worker: int,
+        workers: int,
+    ) -> None:
+        self.island: Final = islands.island_of(worker)
+        self._islands, self._seed, self._worker, self._workers = islands, seed, worker, workers
+        spec = islands.algorithm_of(self.island) if algorithm is None else algorithm
+        here = max(1, len(islands.workers_of(self.island, workers)))
+        self._algorithm = make_algorithm(spec, space, objectives=objectives, worker=worker, workers=here)
+        self._residents = Residents()
+
+    def learn(self, trials: Sequence[Trial], moves: Sequence[Move]) -> None:
+        """These trials have ended, and these moves were planned, since the last call."""
+        for trial in trials:
+            if trial.losses:
+                self._residents.add_individual(individual_of(trial))
+        for move in moves:
+            self._residents.add_move(move)
+        came, gone = self._residents.take_changes(self.island)
+        if gone:
+            self._algorithm.forget(gone)
+        if came:
+            self._algorithm.observe(came)
+
+    def propose(self, number: int) -> Proposal:
+        """What the trial ``number`` is to be."""
+        return self._algorithm.propose(self._random(number, 0))
+
+    def plan_moves(self, number: int) -> tuple[Move, ...]:
+        """Who changes islands, now that this worker's trial ``number`` has ended and was learnt of."""
+        if self._islands.count == 1:
+            return ()
+        random = self._random(number, 1)
+        return (
+            *plan_emigration(self._islands, self._residents, self._worker, self._workers, random),
+            *plan_replacement(self._islands, self._residents, self._worker, random),
+        )
+
+    def _random(self, number: int, purpose: int) -> np.random.Generator:
+        # By what it is for, and not by what was drawn before: so a resumed search draws the same.
+        return np.random.default_rng([self._seed, self.island, self._worker, number, purpose])
+
+
+def individual_of(trial: Trial) -> Individual:
+    """A trial that has ended with losses, as algorithms see it."""
+    return Individual(
+        number=trial.number,
+        point=trial.point,
+        losses=trial.losses,
+        violation=trial.violation,
+        budget=len(trial.reports) if trial.state == "stopped" else None,
+        island=trial.island,
+        worker=trial.worker,
+        parents=trial.parents,
+        operator=trial.operator,
+    )

@@ -1,0 +1,84 @@
+"""Which worker has which trial: a file of one record for each trial, in the order of their numbers.
+
+The number of a trial is the place of its record, so that there are exactly as many as are asked for, whoever asks, and
+without a server. A worker that is killed keeps its trials, and goes on with them when it comes back; where it does not,
+another one takes them over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Final
+
+from lockstep.tune.journal import lock_error
+
+_FILE = "claims"
+_RECORD = 8  # bytes: the worker's number in decimal, and a newline
+
+
+class TrialClaims:
+    """The claims of one search; each change costs about 10 us, and is seen by everybody at once.
+
+    Args:
+        directory: of the search.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._file: Final = os.open(directory / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def claim(self, worker: int, most: int) -> int | None:
+        """The number of a new trial for ``worker``; None if there are ``most`` already.
+
+        Raises:
+            SettingError: on a file system without locks.
+        """
+        with _Locked(self._file):
+            # A record that was cut short was never handed out.
+            number = os.fstat(self._file).st_size // _RECORD
+            if number >= most:
+                return None
+            self._write(number, worker)
+            return number
+
+    def take_over(self, number: int, before: int, worker: int) -> bool:
+        """Give the trial ``number`` from worker ``before`` to ``worker``; returns whether it still was that one's."""
+        with _Locked(self._file):
+            record = os.pread(self._file, _RECORD, number * _RECORD)
+            if record != _record(before):
+                return False
+            self._write(number, worker)
+            return True
+
+    def owners(self) -> tuple[int, ...]:
+        """The worker of each trial, by number."""
+        data = os.pread(self._file, os.fstat(self._file).st_size, 0)
+        return tuple(int(data[at : at + _RECORD]) for at in range(0, len(data) // _RECORD * _RECORD, _RECORD))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def _write(self, number: int, worker: int) -> None:
+        os.pwrite(self._file, _record(worker), number * _RECORD)
+
+
+def _record(worker: int) -> bytes:
+    return b"%07d\n" % worker
+
+
+class _Locked:
+    """The lock on the file, which the kernel opens should its holder be killed."""
+
+    def __init__(self, file: int) -> None:
+        self._file: Final = file
+
+    def __enter__(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise lock_error(error) from error
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)

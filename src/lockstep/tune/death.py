@@ -1,0 +1,43 @@
+"""How the ranks of a worker died, as its launcher says it to the generation that comes after."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from lockstep.launch import RankExit, failure_line
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The end of one generation of a worker that failed."""
+
+    generation: int
+    at_s: float  #: seconds since 1970
+    reason: str  #: in one line
+    #: Its code has raised an error, which it would raise again; not so after a kill or a hang.
+    is_of_objective: bool
+
+    @classmethod
+    def of(cls, exits: Sequence[RankExit], generation: int, at_s: float) -> Self:
+        """The death of a generation whose ranks ended by ``exits``."""
+        failure = failure_line(exits)
+        return cls(generation, at_s, failure.text, failure.raised)
+
+    def write(self, worker_dir: Path) -> None:
+        """Leave it in the run directory of the worker."""
+        scratch = worker_dir / ".death.json"
+        scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        scratch.replace(worker_dir / "death.json")
+
+    @classmethod
+    def read(cls, worker_dir: Path, generation: int) -> Self | None:
+        """How the generation before ``generation`` died; None if it did not, or was stopped."""
+        try:
+            death = cls(**json.loads((worker_dir / "death.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+        return death if death.generation == generation - 1 else None

@@ -1,0 +1,33 @@
+"""A search as it goes on, for those who only look at it: each record is read once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from lockstep.tune.journal import JournalReader, SearchPlan, SearchRecord
+from lockstep.tune.trial_history import TrialHistory
+
+
+class FollowedSearch:
+    """What is known of the search in ``directory``, which need not have begun; a look costs what is new."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._plan: SearchPlan | None = None
+        self._reader, self._history = JournalReader(directory), TrialHistory()
+
+    def record(self) -> SearchRecord | None:
+        """The search as it is now; None before it has begun."""
+        self._plan = self._plan or SearchPlan.read(self._directory)
+        if self._plan is None:
+            return None
+        for entry in self._reader.read():
+            self._history.add(entry)
+        return SearchRecord(self._plan.space, self._plan.settings, self._history.trials(), self._history.moves())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()

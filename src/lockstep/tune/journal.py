@@ -1,0 +1,281 @@
+"""The journal of a search: append-only files, one for each worker, which are the truth about its trials.
+
+    RUN/search.json                 the space and the settings, written once
+    RUN/journal/worker-0000.jsonl   what worker 0 began, heard and ended: one record in each line, with its checksum
+
+Each file has one writer at a time, so that no lock is needed to write, and everybody may read. A line that was cut
+short by a crash is no record: readers stop before it, and the next writer of the file removes it. Records are numbered
+within their file, so what is read twice counts once. A kill loses no record; the end of a trial also outlives the
+machine (see `JournalWriter.append`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from lockstep.errors import SettingError
+from lockstep.tune.records import Entry, Record, TrialEnded, decode, encode
+from lockstep.tune.trial import Move, Trial
+from lockstep.tune.trial_history import TrialHistory
+
+#: The file by which the directory of a search is recognized.
+SEARCH_FILE = "search.json"
+_JOURNAL = "journal"
+_FORMAT = 1
+_FLUSH_EVERY_S = 0.1
+_CLOCK_GRAIN_NS = 2 * 10**9
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+class JournalWriter:
+    """The only writer of one worker's file, for as long as it is open.
+
+    Args:
+        directory: of the search.
+        worker: whose file it is.
+
+    Raises:
+        SettingError: if another process writes this file now.
+    """
+
+    def __init__(self, directory: Path, worker: int) -> None:
+        self.worker: Final = worker
+        path = journal_file(directory, worker)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            if not try_lock(self._file):
+                raise SettingError(
+                    f"another process is worker {worker} of the search in {directory}; give another --run-dir, or let "
+                    "its driver end"
+                )
+            lines = list(_whole_lines(os.pread(self._file, os.fstat(self._file).st_size, 0), worker))
+            last, end = lines[-1] if lines else (None, 0)
+            # What a crash has cut short.
+            os.ftruncate(self._file, end)
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._serial = 0 if last is None else last.serial + 1
+        self._unflushed, self._flushed_s = False, float("-inf")
+        if is_new:
+            _flush_directory(path.parent)
+
+    def append(self, record: Record) -> Entry:
+        """Write ``record`` behind the others: no kill loses it from now on.
+
+        The end of a trial is on the disk, too, when this returns, or, where trials follow each other within 0.1 s,
+        soon afterwards: what a power failure may cost is that much work.
+        """
+        entry = Entry(self.worker, self._serial, record)
+        unwritten = memoryview(encode(self._serial, record))
+        while unwritten:
+            unwritten = unwritten[os.write(self._file, unwritten) :]
+        self._serial += 1
+        self._unflushed |= isinstance(record, TrialEnded)
+        if self._unflushed and time.monotonic() - self._flushed_s >= _FLUSH_EVERY_S:
+            os.fsync(self._file)
+            self._unflushed, self._flushed_s = False, time.monotonic()
+        return entry
+
+    def close(self) -> None:
+        """Let others write the file; what was written is on the disk."""
+        if self._file >= 0:
+            os.fsync(self._file)
+            os.close(self._file)
+            self._file = -1
+
+
+class JournalReader:
+    """Follows the files of all workers while they are written.
+
+    Args:
+        directory: of the search.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._folder: Final = directory / _JOURNAL
+        self._files: dict[int, tuple[int, int, int]] = {}  # by worker: descriptor, offset, newest serial number
+        self._seen_ns = -1  # when a file was last added, as far as it is known
+
+    def read(self) -> list[Entry]:
+        """What was written since the last call, each record once, in the order of each file. About 1 µs a worker."""
+        self._find_files()
+        new: list[Entry] = []
+        for worker, (file, offset, serial) in self._files.items():
+            size = os.fstat(file).st_size
+            lines = list(_whole_lines(os.pread(file, size - offset, offset), worker)) if size > offset else []
+            if lines:
+                last, end = lines[-1]
+                new += [entry for entry, _ in lines if entry.serial > serial]
+                self._files[worker] = (file, offset + end, last.serial)
+        return new
+
+    def close(self) -> None:
+        """Close the files."""
+        for file, _, _ in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def _find_files(self) -> None:
+        try:
+            changed_ns = self._folder.stat().st_mtime_ns
+        except FileNotFoundError:
+            return
+        if changed_ns == self._seen_ns:
+            return
+        # Within the grain of the clock of the file system another file may be added at the same time.
+        self._seen_ns = changed_ns if time.time_ns() - changed_ns > _CLOCK_GRAIN_NS else -1
+        for path in sorted(self._folder.glob("worker-*.jsonl")):
+            worker = int(path.stem.removeprefix("worker-"))
+            if worker not in self._files:
+                self._files[worker] = (os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0, -1)
+
+
+def _whole_lines(data: bytes, worker: int) -> Iterator[tuple[Entry, int]]:
+    """The records in ``data``, each with the offset behind it; a damaged line between two whole ones is left out."""
+    start = 0
+    while (end := data.find(b"\n", start)) >= 0:
+        decoded = decode(data[start:end])
+        start = end + 1
+        if decoded is not None:
+            yield Entry(worker, *decoded), start
+
+
+def journal_file(directory: Path, worker: int) -> Path:
+    """The file of ``worker``."""
+    return directory / _JOURNAL / f"worker-{worker:04d}.jsonl"
+
+
+def try_lock(file: int) -> bool:
+    """Lock an open file for this process unless another one has it; the kernel unlocks it when this process ends.
+
+    Raises:
+        SettingError: on a file system without locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise lock_error(error) from error
+    return True
+
+
+def lock_error(error: OSError) -> SettingError:
+    """What is said where files cannot be locked."""
+    return SettingError(
+        f"the file system of the run directory cannot lock files ({error.strerror}), by which the workers of a search "
+        "share its trials; give a --run-dir on another"
+    )
+
+
+def _flush_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- the whole search --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SearchRecord:
+    """All that is on the disk of a search, as it was when it was read."""
+
+    space: Mapping[str, Any]  #: as JSON; `lockstep.tune.search` reads it
+    settings: Mapping[str, Any]  #: what the search was begun with: seed, trials, islands, algorithm...
+    trials: tuple[Trial, ...]  #: by their numbers
+    moves: tuple[Move, ...]  #: between islands, by time
+
+    @classmethod
+    def of(cls, plan: SearchPlan, entries: Iterator[Entry] | list[Entry]) -> Self:
+        """The record of a search of which ``entries`` are known, in any order that keeps each worker's own."""
+        history = TrialHistory()
+        for entry in entries:
+            history.add(entry)
+        return cls(plan.space, plan.settings, history.trials(), history.moves())
+
+
+@dataclass(frozen=True, slots=True)
+class SearchPlan:
+    """What a search was begun with."""
+
+    space: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+    def write(self, directory: Path) -> bool:
+        """Write it to ``directory`` unless another process has written one there; returns whether this one did."""
+        scratch = self._written(directory)
+        try:
+            os.link(scratch, directory / SEARCH_FILE)
+        except FileExistsError:
+            return False
+        finally:
+            scratch.unlink()
+        _flush_directory(directory)
+        return True
+
+    def replace(self, directory: Path) -> None:
+        """Write it to ``directory`` in place of the one that is there."""
+        self._written(directory).replace(directory / SEARCH_FILE)
+        _flush_directory(directory)
+
+    def _written(self, directory: Path) -> Path:
+        """A file in ``directory`` that holds it."""
+        directory.mkdir(parents=True, exist_ok=True)
+        scratch = directory / f".{SEARCH_FILE}.{os.getpid()}"
+        content = {"format": _FORMAT, "space": self.space, "settings": self.settings}
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        return scratch
+
+    @classmethod
+    def read(cls, directory: Path) -> Self | None:
+        """The plan in ``directory``; None if there is none.
+
+        Raises:
+            SettingError: if it cannot be read.
+        """
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            text = (directory / SEARCH_FILE).read_text(encoding="utf-8")
+            try:
+                content = json.loads(text)
+                if content["format"] > _FORMAT:
+                    raise SettingError(
+                        f"{directory / SEARCH_FILE} has format {content['format']}, and this Lockstep knows {_FORMAT}; "
+                        "use a newer one"
+                    )
+                return cls(content["space"], content["settings"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise SettingError(f"{directory / SEARCH_FILE} cannot be read: {error}") from error
+        return None
+
+
+def read_search(directory: str | os.PathLike[str]) -> SearchRecord:
+    """What is known of the search in ``directory``, which may be running.
+
+    Raises:
+        SettingError: if there is none.
+    """
+    plan = SearchPlan.read(Path(directory))
+    if plan is None:
+        raise SettingError(f"{os.fspath(directory)} holds no search (no {SEARCH_FILE}); give the run directory of one")
+    reader = JournalReader(Path(directory))
+    with contextlib.closing(reader):
+        return SearchRecord.of(plan, reader.read())

@@ -1,0 +1,95 @@
+"""What an objective gave on one rank: losses, or why there are none."""
+
+from __future__ import annotations
+
+import json
+import math
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self, SupportsFloat
+
+from lockstep.heartbeat import own_lines
+from lockstep.peer_failure import is_peer_failure
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What an objective returns for a trial with constraints.
+
+    Args:
+        losses: one number, or one for each objective; smaller is better.
+        violation: by how much the constraints are violated; 0: they are satisfied.
+    """
+
+    losses: float | Sequence[float]
+    violation: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a trial ended on one rank.
+
+    ``interrupted``: it is to be gone on with; ``lost``: another rank is gone, which is no reason of this one.
+    """
+
+    state: Literal["done", "stopped", "failed", "lost", "interrupted"]
+    losses: tuple[float, ...] = ()
+    violation: float = 0.0
+    reason: str = ""
+    place: str = ""  #: of a failure: file and line
+
+    @classmethod
+    def of_result(cls, value: object, objectives: int) -> Self:
+        """The outcome of an objective that returned ``value``."""
+        violation = 0.0
+        if isinstance(value, Evaluated):
+            violation, value = value.violation, value.losses
+        values = value if isinstance(value, tuple | list) else (value,)
+        try:
+            losses = tuple(_number(one) for one in values)
+            violation = _number(violation)
+        except TypeError:
+            return cls("failed", reason=f"the objective returned {_short(value)}, which is no number")
+        if len(losses) != objectives:
+            given = f"{len(losses)} losses" if len(losses) != 1 else "one loss"
+            return cls("failed", reason=f"the objective returned {given}, and the search has objectives={objectives}")
+        if bad := [loss for loss in losses if not math.isfinite(loss)]:
+            return cls("failed", reason=f"the objective returned {bad[0]}")
+        return cls("done", losses, max(0.0, violation))
+
+    @classmethod
+    def of_error(cls, error: BaseException) -> Self:
+        """The outcome of an objective that raised ``error``."""
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        own = own_lines([file for file, _ in frames])
+        file, line = frames[own[-1]] if own else (frames or [("", 0)])[-1]
+        message = str(error).strip().splitlines()
+        said = type(error).__name__ + (f": {message[0]}" if message else "")
+        place = f"{file.rpartition('/')[2]}:{line}"
+        return cls("lost" if is_peer_failure(error) else "failed", reason=f"{said} ({place})", place=place)
+
+    def to_json(self) -> str:
+        """As text, for other ranks."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What `to_json` gave."""
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**{**fields, "losses": tuple(fields["losses"])})
+
+
+def _number(value: object) -> float:
+    # A tensor or an array of one number is a number, a text is none.
+    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+        raise TypeError
+    try:
+        return float(value)
+    except (ValueError, RuntimeError):
+        raise TypeError from None
+
+
+def _short(value: object) -> str:
+    text = repr(value).splitlines()[0] if repr(value) else "nothing"
+    return text if len(text) <= 60 else f"{text[:57]}..."

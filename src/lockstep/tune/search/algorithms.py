@@ -1,0 +1,196 @@
+"""The search algorithms by their words: ``name`` or ``name:option=value,option=value``."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import Field, dataclass, fields
+from typing import Any, Final, Protocol
+
+from lockstep.errors import SettingError
+from lockstep.settings import reader_of
+from lockstep.tune.search.algorithm import Algorithm
+from lockstep.tune.search.cma_es import FIRST_STEP, CmaEs
+from lockstep.tune.search.distinct import Distinct
+from lockstep.tune.search.evolution import Evolution
+from lockstep.tune.search.evolving import Evolving, genetic_operator, propulate_operator
+from lockstep.tune.search.nelder_mead import NelderMead
+from lockstep.tune.search.nsga2 import Nsga2
+from lockstep.tune.search.operators import InitUniform
+from lockstep.tune.search.optuna_samplers import MULTI_OBJECTIVE_SAMPLERS, SAMPLERS, OptunaSampler
+from lockstep.tune.search.particle_swarm import ParticleSwarm
+from lockstep.tune.search.space import Space
+
+
+class AlgorithmFactory(Protocol):
+    """Makes the algorithm of one worker: what a user gives in place of a word."""
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        """For ``worker`` of the ``workers`` on its island, and losses of ``objectives`` numbers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Evolution:
+    population: int = 0
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        if objectives > 1:
+            return Nsga2(space, self.population)
+        return Evolution(space, self.population, workers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Propulate:
+    population: int = 0
+    crossover: float = 0.7
+    mutation: float = 0.4
+    random_init: float = 0.1
+    sigma: float = 0.05
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        population = self.population or max(2 * workers, 8)
+        return Evolving(
+            propulate_operator(space, population, self.crossover, self.mutation, self.random_init, self.sigma)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Genetic:
+    population: int = 24
+    crossover: float = 0.9
+    mutation: float = 0.2
+    sigma: float = 0.1
+    tournament: int = 2
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return Evolving(
+            genetic_operator(space, self.population, self.crossover, self.mutation, self.sigma, self.tournament)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _CmaEs:
+    population: int = 0
+    active: bool = True
+    sigma: float = FIRST_STEP
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return CmaEs(space, self.population, self.active, self.sigma)
+
+
+@dataclass(frozen=True, slots=True)
+class _ParticleSwarm:
+    variant: str = "constriction"
+    particles: int = 0
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return ParticleSwarm(space, self.variant, worker, self.particles or -(-24 // workers))
+
+
+@dataclass(frozen=True, slots=True)
+class _NelderMead:
+    adaptive: bool = False
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return NelderMead(space, worker, self.adaptive)
+
+
+@dataclass(frozen=True, slots=True)
+class _Nsga2:
+    population: int = 0
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return Nsga2(space, self.population)
+
+
+@dataclass(frozen=True, slots=True)
+class _Random:
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return Evolving(InitUniform(space))
+
+
+def _optuna(word: str) -> type[AlgorithmFactory]:
+    @dataclass(frozen=True, slots=True)
+    class _Optuna:
+        def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+            return OptunaSampler(space, word, objectives)
+
+    return _Optuna
+
+
+_FACTORIES: Final[dict[str, type[AlgorithmFactory]]] = {
+    "evolution": _Evolution,
+    "propulate": _Propulate,
+    "genetic": _Genetic,
+    "cma-es": _CmaEs,
+    "pso": _ParticleSwarm,
+    "nelder-mead": _NelderMead,
+    "nsga2": _Nsga2,
+    "random": _Random,
+    **{word: _optuna(word) for word in SAMPLERS},
+}
+#: The words of the algorithms, each with the names of its options.
+ALGORITHM_WORDS: Final = {
+    name: tuple(field.name for field in fields(kind))  # type: ignore[arg-type]
+    for name, kind in _FACTORIES.items()
+}
+#: Those that minimise several losses at a time.
+MULTI_OBJECTIVE: Final = ("evolution", "nsga2", "random", *MULTI_OBJECTIVE_SAMPLERS)
+
+
+def make_algorithm(
+    spec: str | AlgorithmFactory, space: Space, *, objectives: int = 1, worker: int = 0, workers: int = 1
+) -> Algorithm:
+    """The algorithm that ``spec`` names, for ``worker`` of the ``workers`` on its island.
+
+    Its proposals are new ones as far as there are any (`Distinct`). A new one knows nothing; it draws from the
+    generator that each call of ``propose`` is given, and from nothing else.
+
+    Args:
+        spec: words such as ``evolution`` or ``propulate:population=24,mutation=0.2``, or a factory of one's own.
+        space: what is searched.
+        objectives: how many losses an individual has.
+        worker: whose algorithm it is, as in `Individual.worker`.
+        workers: how many work on the island; sizes of populations follow it.
+
+    Raises:
+        SettingError: for words that name no algorithm or option, a value that cannot be used, and an algorithm of one
+            loss where there are several.
+    """
+    factory = parse(spec, objectives) if isinstance(spec, str) else spec
+    return Distinct(factory(space, objectives=objectives, worker=worker, workers=workers), space)
+
+
+def parse(spec: str, objectives: int = 1) -> AlgorithmFactory:
+    """The factory that ``spec`` names, checked without a space.
+
+    Raises:
+        SettingError: as `make_algorithm` does.
+    """
+    name, _, rest = spec.partition(":")
+    if name not in _FACTORIES:
+        near = difflib.get_close_matches(name, _FACTORIES, n=1)
+        there = f"did you mean {near[0]}?" if near else f"give one of {', '.join(_FACTORIES)}"
+        raise SettingError(f"algorithm={spec!r}: there is no {name or 'algorithm without a name'}; {there}")
+    if objectives > 1 and name not in MULTI_OBJECTIVE:
+        raise SettingError(
+            f"algorithm={spec!r} minimises one loss, the objective has {objectives}; give "
+            f"{', '.join(MULTI_OBJECTIVE)}, or return one loss"
+        )
+    kind = _FACTORIES[name]
+    known: dict[str, Field[Any]] = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for word in rest.split(",") if rest else ():
+        option, _, text = word.partition("=")
+        if not option or option in values:
+            raise SettingError(f"algorithm={spec!r}: write NAME:OPTION=VALUE,OPTION=VALUE, each option once")
+        if option not in known:
+            near = difflib.get_close_matches(option, known, n=1)
+            there = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
+            raise SettingError(f"algorithm {name} has no option {option}; {there}")
+        reader = reader_of(known[option])
+        try:
+            values[option] = reader.read(text or "true")
+        except (ValueError, KeyError):
+            raise SettingError(f"algorithm {name}: {option}={text!r}; give {reader.wants}") from None
+    return kind(**values)

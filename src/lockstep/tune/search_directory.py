@@ -1,0 +1,245 @@
+"""The run directory of a search: what lies where, and who may be which worker.
+
+RUN/search.json           what is searched
+RUN/claims                which worker has which trial
+RUN/journal/              a file for each worker, and a lock that its process holds for as long as it lives
+RUN/workers/0000/         the run directory of a worker: logs, failures, reports of hangs
+RUN/trials/00000/         the files of a trial: metrics, checkpoints
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import SettingError
+from lockstep.tune.journal import SEARCH_FILE, SearchPlan, journal_file, read_search, try_lock
+from lockstep.tune.search import Space
+from lockstep.tune.search_settings import FIXED, SearchSettings
+
+_ENDING_S = 5.0
+_FINISHED = "finished.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchDirectory:
+    """Where the files of a search are."""
+
+    path: Path
+
+    def trial(self, number: int) -> Path:
+        """The directory of a trial."""
+        return self.path / "trials" / f"{number:05d}"
+
+    def worker(self, worker: int) -> Path:
+        """The run directory of a worker."""
+        return self.path / "workers" / f"{worker:04d}"
+
+    @contextlib.contextmanager
+    def being_worker(self, worker: int | None = None) -> Iterator[int]:
+        """Within, this process, or its children, are ``worker``; None: the first that nobody is now.
+
+        Raises:
+            SettingError: if that worker is there already, or the file system has no locks.
+        """
+        numbers = range(10**6) if worker is None else (worker,)
+        for number in numbers:
+            lock = self._lock(number)
+            if lock is not None:
+                break
+        else:
+            raise SettingError(f"worker {worker} of the search in {self.path} is there already; let it end first")
+        try:
+            yield number
+        finally:
+            os.close(lock)
+
+    def is_gone(self, worker: int) -> bool:
+        """Whether nobody is ``worker`` now."""
+        lock = self._lock(worker)
+        if lock is None:
+            return False
+        os.close(lock)
+        # Of a driver that was killed, a rank may live for a moment.
+        path = journal_file(self.path, worker)
+        if not path.exists():
+            return True
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return try_lock(file)
+        finally:
+            os.close(file)
+
+    def is_alive(self) -> bool:
+        """Whether some process is a worker of this search now."""
+        locks = self.path.glob("journal/worker-*.lock")
+        return any(not self.is_gone(int(path.stem.removeprefix("worker-"))) for path in locks)
+
+    def begin(self, space: Space, settings: SearchSettings, workers: int) -> None:
+        """Write what is searched, or compare with what was written before.
+
+        Raises:
+            SettingError: if the search that is there is another one.
+        """
+        written = settings.to_json() | {"workers": workers}
+        plan = SearchPlan(space.to_json(), written)
+        if SearchPlan.read(self.path) is None and plan.write(self.path):
+            return
+        before = SearchPlan.read(self.path)
+        assert before is not None, "it was there, or was written"
+        if json.dumps(before.space) != json.dumps(plan.space):
+            raise SettingError(
+                f"the search in {self.path} is over another space: {_difference(before.space, plan.space)}. Give the "
+                "space of before, or another --run-dir, or begin again with --fresh"
+            )
+        for name in FIXED:
+            if before.settings.get(name) != written[name]:
+                raise SettingError(
+                    f"the search in {self.path} was begun with {name}={before.settings.get(name)}, and is asked to go "
+                    f"on with {name}={written[name]}; give the one of before, another --run-dir, or --fresh"
+                )
+        if before.settings != json.loads(json.dumps(written)):
+            plan.replace(self.path)
+
+    def finish(self, worker: int, log_bytes: int) -> bool:
+        """Say that all trials have ended; returns whether this worker is the first that says so.
+
+        Args:
+            worker: that says it.
+            log_bytes: length of its leader's log by then: the script goes on from there.
+        """
+        scratch = self.path / f".{_FINISHED}.{worker}"
+        scratch.write_text(json.dumps({"worker": worker, "log_bytes": log_bytes}), encoding="ascii")
+        try:
+            os.link(scratch, self.path / _FINISHED)
+        except FileExistsError:
+            return False
+        finally:
+            scratch.unlink()
+        return True
+
+    def finished(self) -> dict[str, int] | None:
+        """What `finish` has said; None before that."""
+        try:
+            told: dict[str, int] = json.loads((self.path / _FINISHED).read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return None
+        return told
+
+    def unfinish(self) -> None:
+        """The search goes on, perhaps with more trials."""
+        (self.path / _FINISHED).unlink(missing_ok=True)
+
+    def _lock(self, worker: int) -> int | None:
+        """A descriptor that keeps others from being ``worker``; None if somebody is."""
+        path = journal_file(self.path, worker).with_suffix(".lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        locked = False
+        try:
+            locked = try_lock(file)
+        finally:
+            if not locked:
+                os.close(file)
+        return file if locked else None
+
+
+def open_directory(
+    run_dir: str | os.PathLike[str] | None, name: str, now: datetime, *, resume: bool, fresh: bool
+) -> SearchDirectory:
+    """The directory of a search that begins, or goes on; made if it is not there. An earlier one is moved aside.
+
+    Args:
+        run_dir: None: a new one under ``runs``.
+        name: that such a new one begins with.
+        now: the time.
+        resume: go on with the search that is there.
+        fresh: move it aside.
+
+    Raises:
+        SettingError: if the directory holds a search and neither is asked for, if it is in use, or no such directory.
+    """
+    if resume and fresh:
+        raise SettingError("--resume and --fresh contradict each other; give one of them")
+    if run_dir is None:
+        if resume:
+            raise SettingError("--resume: say which search, with --run-dir")
+        return SearchDirectory(_new(Path("runs").absolute() / f"{name}-{now:%Y%m%d-%H%M%S}"))
+    path = Path(run_dir).absolute()
+    directory = SearchDirectory(path)
+    if path.exists() and not path.is_dir():
+        raise SettingError(f"--run-dir {os.fspath(run_dir)} is a file; give a directory")
+    if not path.exists() or not any(path.iterdir()):
+        path.mkdir(parents=True, exist_ok=True)
+        return directory
+    if not (path / SEARCH_FILE).exists() and not (path / "journal").exists():
+        raise SettingError(f"--run-dir {os.fspath(run_dir)} is not empty and holds no search (no {SEARCH_FILE})")
+    until_s = time.monotonic() + _ENDING_S
+    # What a search that was killed has started may end this very moment.
+    while (is_alive := directory.is_alive()) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    if is_alive:
+        raise SettingError(
+            f"another search works in {os.fspath(run_dir)} now: more workers for it: lockstep tune --join; for a "
+            "search of its own give another --run-dir"
+        )
+    if fresh:
+        path.rename(_unused(path.with_name(f"{path.name}-before-{now:%Y%m%d-%H%M%S}")))
+        path.mkdir()
+        return directory
+    if not resume:
+        record = read_search(path) if (path / SEARCH_FILE).exists() else None
+        ended = sum(trial.state != "running" for trial in record.trials) if record is not None else 0
+        raise SettingError(
+            f"--run-dir {os.fspath(run_dir)} holds a search of which {ended} trials have ended: go on with it by "
+            "--resume, or begin again with --fresh, which moves it aside"
+        )
+    directory.unfinish()
+    return directory
+
+
+def join_directory(run_dir: str | None, within_s: float) -> SearchDirectory:
+    """The directory of a search that runs, for more workers.
+
+    Args:
+        run_dir: of the search.
+        within_s: how long it may take to begin.
+
+    Raises:
+        SettingError: if there is none.
+    """
+    if run_dir is None:
+        raise SettingError("--join: say which search, with --run-dir")
+    directory = SearchDirectory(Path(run_dir).absolute())
+    until_s = time.monotonic() + within_s
+    while not (is_alive := directory.is_alive()) and time.monotonic() < until_s:
+        time.sleep(0.2)
+    if not is_alive:
+        raise SettingError(f"no search runs in {run_dir}; begin one: lockstep tune --run-dir {run_dir} search.py")
+    return directory
+
+
+def _new(path: Path) -> Path:
+    path = _unused(path)
+    path.mkdir(parents=True)
+    return path
+
+
+def _unused(path: Path) -> Path:
+    candidates = (path if not n else path.with_name(f"{path.name}-{n}") for n in range(10**6))
+    return next(candidate for candidate in candidates if not candidate.exists())
+
+
+def _difference(before: Any, now: Any) -> str:
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if not names:
+        return "its dimensions come in another order"
+    name = names[0]
+    return f"{name} was {json.dumps(before.get(name))} and is {json.dumps(now.get(name))}"

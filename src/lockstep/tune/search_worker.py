@@ -1,0 +1,291 @@
+"""One worker's part of a search, on its leader: which trial is next, and what is written of it.
+
+    journal of all workers ─► Breeding ─► TrialOrder ─► (the ranks evaluate) ─► Outcome ─► own journal
+
+Nobody waits for anybody: a worker breeds from what it has read by then, and finds the trials that it had begun when it
+was killed by what its journal and the claims say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
+
+from lockstep.checkpoint import list_checkpoints
+from lockstep.trial_contract import CHECKPOINTS
+from lockstep.tune.breeding import Breeding
+from lockstep.tune.claims import TrialClaims
+from lockstep.tune.death import Death
+from lockstep.tune.journal import JournalReader, JournalWriter
+from lockstep.tune.outcome import Outcome
+from lockstep.tune.records import AttemptCut, LossReported, MovePlanned, TrialBegan, TrialEnded
+from lockstep.tune.result import rank_of
+from lockstep.tune.search import Move, Point, Space
+from lockstep.tune.search_directory import SearchDirectory
+from lockstep.tune.search_settings import SearchSettings
+from lockstep.tune.stopping import make_stopping
+from lockstep.tune.trial_history import TrialHistory
+
+
+@dataclass(frozen=True, slots=True)
+class TrialOrder:
+    """A trial to evaluate now."""
+
+    number: int
+    attempt: int
+    point: Point
+    inherits: int | None
+
+    def to_json(self) -> str:
+        """As text, for the other ranks of the worker."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What `to_json` gave."""
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**{**fields, "point": tuple(fields["point"])})
+
+
+class SearchWorker:
+    """What the leader of one worker knows and writes.
+
+    Args:
+        directory: of the search.
+        worker: its number.
+        ranks: how many it has.
+        space: what is searched.
+        settings: of the search.
+        workers: how many workers the search has, as far as is known.
+        death: how the worker's last generation ended; None: it is the first, or was stopped.
+        say: for the user.
+        stop_at_s: no trial begins after that, in seconds since 1970.
+        now: seconds since 1970.
+
+    Raises:
+        SettingError: if another process is this worker, or the file system has no locks.
+    """
+
+    def __init__(
+        self,
+        directory: SearchDirectory,
+        worker: int,
+        *,
+        ranks: int,
+        space: Space,
+        settings: SearchSettings,
+        workers: int,
+        death: Death | None,
+        stop_at_s: float,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._directory, self._worker, self._ranks = directory, worker, ranks
+        self._space, self._settings, self._death = space, settings, death
+        self._stop_at_s, self._now = stop_at_s, now
+        self._stopping = make_stopping(settings.stopping)
+        self._breeding = Breeding(
+            space,
+            settings.islands,
+            settings.algorithm,
+            objectives=settings.objectives,
+            seed=settings.seed,
+            worker=worker,
+            workers=workers,
+        )
+        with contextlib.ExitStack() as stack:
+            self._writer: Final = stack.enter_context(contextlib.closing(JournalWriter(directory.path, worker)))
+            self._claims: Final = stack.enter_context(contextlib.closing(TrialClaims(directory.path)))
+            self._reader: Final = stack.enter_context(contextlib.closing(JournalReader(directory.path)))
+            self._open: Final = stack.pop_all()
+        self._history: Final = TrialHistory()
+        self._unlearnt: list[int] = []  # trials that have ended, and of which breeding was not told
+        self._learn()
+        self._unfinished = self._claimed_before(worker)
+        self._began_s = 0.0  # when the attempt in work began
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all trials of the search have ended, as far as is known here."""
+        self._learn()
+        return self._history.ended >= self._settings.trials
+
+    def next(self) -> TrialOrder | None:
+        """The trial to evaluate now, which is recorded as begun; None: there is none for this worker."""
+        while self._unfinished:
+            if (order := self._go_on_with(self._unfinished.pop(0))) is not None:
+                return order
+        if self._now() >= self._stop_at_s:
+            return None
+        number = self._claims.claim(self._worker, self._settings.trials)
+        if number is not None:
+            return self._begin(number)
+        self._learn()
+        while (orphan := self._take_over()) is not None:
+            if (order := self._go_on_with(orphan)) is not None:
+                return order
+        return None
+
+    def report(self, order: TrialOrder, loss: float, step: int) -> str:
+        """Record that the trial of ``order`` has reported ``loss``; returns why it is to stop, "" if it goes on."""
+        self._writer.append(LossReported(order.number, order.attempt, step, loss, self._now()))
+        self._learn()
+        trial = self._history.trial(order.number)
+        assert trial is not None, "it has begun"
+        others = [other for other in self._history.trials() if other.number != order.number]
+        return self._stopping.stops(trial, others)
+
+    def end(self, order: TrialOrder, outcome: Outcome) -> None:
+        """Record how the attempt of ``order`` ended; an end of the trial is on the disk when this returns."""
+        at_s = self._now()
+        run_s = at_s - self._began_s
+        if outcome.state == "interrupted" or outcome.state == "lost":
+            self._writer.append(AttemptCut(order.number, order.attempt, at_s, run_s, outcome.reason))
+            return
+        losses, reason = outcome.losses, outcome.reason
+        if outcome.state == "stopped":
+            self._learn()
+            trial = self._history.trial(order.number)
+            is_comparable = trial is not None and trial.reports and self._settings.objectives == 1
+            losses = (trial.reports[-1].loss,) if trial is not None and is_comparable else ()
+        self._writer.append(
+            TrialEnded(
+                order.number,
+                order.attempt,
+                outcome.state,
+                at_s,
+                run_s,
+                losses=losses,
+                violation=outcome.violation,
+                reason=reason,
+            )
+        )
+        self._learn()
+        for move in self._breeding.plan_moves(order.number):
+            self._writer.append(_planned(move, at_s))
+        self._remove_checkpoints(order.number)
+
+    def params(self, order: TrialOrder) -> Mapping[str, object]:
+        """What the objective is called with."""
+        return self._space.params(order.point)
+
+    def close(self) -> None:
+        """Let others write; what was written is on the disk."""
+        self._open.close()
+
+    def _learn(self) -> None:
+        """Read what all workers have written."""
+        moves: list[Move] = []
+        for entry in self._reader.read():
+            if not self._history.add(entry):
+                continue
+            if isinstance(entry.record, TrialEnded):
+                self._unlearnt.append(entry.record.number)
+            elif isinstance(entry.record, MovePlanned):
+                moves.append(_move(entry.record))
+        ended = [trial for number in self._unlearnt if (trial := self._history.trial(number)) is not None]
+        self._unlearnt = [number for number in self._unlearnt if self._history.trial(number) is None]
+        if ended or moves:
+            self._breeding.learn(ended, moves)
+
+    def _begin(self, number: int) -> TrialOrder:
+        self._learn()
+        proposal = self._breeding.propose(number)
+        inherits = self._parent_with_weights(proposal.parents) if self._settings.inherit_weights else None
+        order = TrialOrder(number, 1, proposal.point, inherits)
+        self._began_s = self._now()
+        self._writer.append(
+            TrialBegan(
+                number,
+                1,
+                self._ranks,
+                self._began_s,
+                params=self._space.params(proposal.point),
+                point=proposal.point,
+                island=self._breeding.island,
+                parents=proposal.parents,
+                operator=proposal.operator,
+                inherits=inherits,
+            )
+        )
+        return order
+
+    def _go_on_with(self, number: int) -> TrialOrder | None:
+        """The trial ``number``, which this worker has claimed; None if it is over, or is now."""
+        if self._history.has_ended(number):
+            return None
+        trial = self._history.trial(number)
+        if trial is None:
+            return self._begin(number)
+        order = TrialOrder(number, trial.attempts, trial.point, trial.inherits)
+        death, self._death = self._death, None
+        if death is not None and trial.worker == self._worker:
+            self._began_s = self._history.began_at_s(number)
+            deaths = [cut for cut in self._history.cuts(number) if cut.reason]
+            if death.is_of_objective or len(deaths) >= self._settings.retries:
+                self.end(order, Outcome("failed", reason=death.reason))
+                return None
+            self.end(order, Outcome("interrupted", reason=death.reason))
+        self._began_s = self._now()
+        self._writer.append(TrialBegan(number, trial.attempts + 1, self._ranks, self._began_s))
+        return TrialOrder(number, trial.attempts + 1, trial.point, trial.inherits)
+
+    def _claimed_before(self, worker: int) -> list[int]:
+        """The trials of ``worker`` that have not ended."""
+        owners = enumerate(self._claims.owners())
+        return [n for n, owner in owners if owner == worker and not self._history.has_ended(n)]
+
+    def _take_over(self) -> int | None:
+        """A trial of a worker that is gone, which is this worker's from now on; None if there is none."""
+        gone: dict[int, bool] = {self._worker: False}
+        for number, owner in enumerate(self._claims.owners()):
+            if self._history.has_ended(number):
+                continue
+            if owner not in gone:
+                gone[owner] = self._directory.is_gone(owner)
+            if gone[owner] and self._claims.take_over(number, owner, self._worker):
+                # It may have ended between our last look and its worker's end.
+                self._learn()
+                return number
+        return None
+
+    def _parent_with_weights(self, parents: tuple[int, ...]) -> int | None:
+        """The first of ``parents`` of which there is a checkpoint."""
+        return next((one for one in parents if list_checkpoints(self._directory.trial(one) / CHECKPOINTS)), None)
+
+    def _remove_checkpoints(self, number: int) -> None:
+        """Remove the checkpoints of trials that are not among the best, if this one has any."""
+        keep = self._settings.keep_trials
+        if keep is None or not (self._directory.trial(number) / CHECKPOINTS).exists():
+            return
+        trials = self._history.trials()
+        ended = sorted((trial for trial in trials if trial.losses and trial.state != "running"), key=rank_of)
+        needed = {trial.number for trial in ended[:keep]} | {
+            trial.inherits for trial in trials if trial.state == "running"
+        }
+        # Those that were among the best until now, and this one.
+        for trial in (*ended[keep : keep + 2], *(one for one in trials if one.number == number)):
+            if trial.number not in needed:
+                shutil.rmtree(self._directory.trial(trial.number) / CHECKPOINTS, ignore_errors=True)
+
+
+def _planned(move: Move, at_s: float) -> MovePlanned:
+    return MovePlanned(
+        move.kind, move.number, move.source, move.target, move.responsible, at_s, move.step, move.replaced_by
+    )
+
+
+def _move(record: MovePlanned) -> Move:
+    return Move(
+        record.what,
+        record.number,
+        record.source,
+        record.target,
+        record.responsible,
+        record.step,
+        record.replaced_by,
+    )

@@ -1,0 +1,141 @@
+"""The pictures of a search: their numbers are right, and they are whole files."""
+
+import csv
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from made_trials import trial
+from simulated_search import SPACE, simulated_search
+
+from lockstep.tune.journal import SearchRecord
+from lockstep.tune.pictures import (
+    PICTURES,
+    descent,
+    draw_pictures,
+    importance,
+    parallel_coordinates,
+    progress,
+    timeline,
+)
+from lockstep.tune.pictures.random_forest import permutation_importance
+
+
+@pytest.fixture(scope="module")
+def record():
+    return simulated_search(trials=60, islands=2, workers=3)
+
+
+def record_of(*trials, moves=()):
+    return SearchRecord(SPACE.to_json(), {}, tuple(trials), moves)
+
+
+def point_of(**params):
+    whole = {"layers": 5, "activation": "relu", "lr": 0.01, "optimizer": "adam", **params}
+    return {"params": whole, "point": SPACE.point(whole)}
+
+
+def test_each_picture_is_a_whole_svg_with_its_numbers_beside_it(record, tmp_path):
+    paths = draw_pictures(record, tmp_path / "pictures")
+    assert len(paths) == 3 * len(PICTURES)
+    for picture in PICTURES:
+        svg, table, numbers = (tmp_path / "pictures" / f"{picture.name}.{kind}" for kind in ("svg", "csv", "json"))
+        assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+        content = json.loads(numbers.read_text())
+        assert content["method"]
+        with table.open(newline="") as file:
+            assert len(list(csv.DictReader(file))) == len(content["rows"]) == len(picture.rows(record)) > 0
+
+
+@pytest.mark.parametrize(
+    "trials",
+    [
+        (),
+        (trial(0, [], "failed"), trial(1, [], "running")),
+        (trial(0, [float("inf")], **point_of()), trial(1, [-1.0], **point_of(layers=3))),
+    ],
+    ids=["none", "no loss", "infinite"],
+)
+def test_a_search_that_has_hardly_begun_has_pictures_too(trials, tmp_path):
+    for path in draw_pictures(record_of(*trials), tmp_path):
+        assert path.stat().st_size > 0
+
+
+def test_best_so_far_never_rises_and_rank_hours_add_up(record):
+    rows = progress.rows(record)
+    best = [row["best_so_far"] for row in rows]
+    assert best == sorted(best, reverse=True)
+    assert best[-1] == min(one.loss for one in record.trials if one.losses)
+    assert [row["at_s"] for row in rows] == sorted(row["at_s"] for row in rows)
+    assert rows[-1]["rank_hours"] == pytest.approx(sum(one.run_s * one.ranks for one in record.trials) / 3600)
+
+
+def test_a_trial_outside_of_the_constraints_is_not_the_best_so_far():
+    rows = progress.rows(record_of(trial(0, [1.0]), trial(1, [0.1], violation=1.0)))
+    assert [row["best_so_far"] for row in rows] == [1.0, 1.0]
+
+
+def test_the_timeline_shows_idle_gaps_and_only_what_ran():
+    went_on = trial(1, began=10.0, ended=100.0)  # was cut by a stop of the search, and ran 20 s of the 90
+    record = record_of(trial(0, began=0.0, ended=4.0), trial(2, [1.0] * 5, "running", began=3.0, worker=1), went_on)
+    object.__setattr__(went_on, "run_s", 20.0)
+    first, second, other = timeline.rows(record)
+    assert (first["began_s"], first["ended_s"], first["idle_s"]) == (0.0, 4.0, 0.0)
+    assert (second["began_s"], second["ended_s"], second["idle_s"]) == (80.0, 100.0, 76.0)
+    assert (other["worker"], other["began_s"], other["ended_s"]) == (1, 3.0, 100.0)
+
+
+def test_the_line_of_descent_is_that_of_the_best_and_moves_stand_between_births(record):
+    rows = descent.rows(record)
+    births = {row["place"]: row for row in rows if row["kind"] == "birth"}
+    best = min((one for one in record.trials if one.losses), key=lambda one: one.loss)
+    assert births[best.number]["ancestor_of_best"]
+    for row in births.values():
+        if row["ancestor_of_best"]:
+            assert all(births[int(parent)]["ancestor_of_best"] for parent in row["parents"].split())
+    moves = [row for row in rows if row["kind"] == "copy"]
+    assert len(moves) == len(record.moves) > 0
+    assert all(0 < move["place"] <= len(births) for move in moves)
+
+
+def test_axes_are_those_of_the_space_and_what_does_not_exist_is_left_out():
+    rows = parallel_coordinates.rows(
+        record_of(
+            trial(0, [1.0], **point_of()),
+            trial(1, [2.0], **point_of(optimizer="sgd", momentum=0.99, layers=10)),
+            trial(2, [], "failed", **point_of()),
+        )
+    )
+    assert [row["number"] for row in rows] == [0, 1]
+    assert rows[0]["momentum"] is None is rows[0]["place of momentum"]
+    assert rows[1]["momentum"] == pytest.approx(0.99)
+    assert rows[1]["place of momentum"] == pytest.approx(1.0)
+    assert rows[0]["place of lr"] == pytest.approx(2 / 3)  # on a logarithmic axis from 1e-4 to 1e-1
+    assert [row["place of activation"] for row in rows] == [pytest.approx(1 / 6)] * 2
+
+
+def test_importance_finds_what_the_loss_depends_on():
+    random = np.random.default_rng(3)
+    inputs = random.random((200, 4))
+    seen = permutation_importance(inputs, 3 * inputs[:, 2] + inputs[:, 0] ** 2, random)
+    assert sum(seen.shares) == pytest.approx(1)
+    assert seen.shares[2] > seen.shares[0] > max(seen.shares[1], seen.shares[3])
+    assert seen.explained > 0.7
+    noise = permutation_importance(inputs, random.random(200), random)
+    assert noise.explained < 0.2
+
+
+def test_importance_of_a_choice_counts_all_of_its_values(record):
+    rows = importance.rows(record)
+    assert {row["parameter"] for row in rows} == {"layers", "activation", "lr", "optimizer", "momentum"}
+    assert sum(row["share"] for row in rows) == pytest.approx(1)
+    assert [row["share"] for row in rows] == sorted((row["share"] for row in rows), reverse=True)
+    assert importance.rows(record_of(*record.trials[:5])) == []
+
+
+def test_matplotlib_is_loaded_only_to_draw():
+    code = "import sys, lockstep.tune.pictures; assert not {'matplotlib', 'rich', 'optuna', 'torch'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
