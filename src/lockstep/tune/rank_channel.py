@@ -7,7 +7,6 @@ leader      verdict 7 ────────────►  the others      w
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Literal, Protocol
@@ -15,7 +14,6 @@ from typing import Literal, Protocol
 from typing_extensions import override
 
 from lockstep.collectives import KeyValueStore
-from lockstep.errors import PeerLost
 from lockstep.tune.outcome import Outcome
 
 #: How the ranks go on after a trial.
@@ -26,7 +24,6 @@ _GRACE_S = 3.0
 #: How long a rank that was asked to stop waits for the others: they were asked, too, or are gone.
 _LEAVE_S = 0.5
 _A_DAY_S = 86400.0
-_AT_ONCE_S = 0.2
 _POLL_S = (0.0002, 0.02)  # the first pause between two looks, and the longest
 
 
@@ -88,9 +85,7 @@ class StoreRankChannel(RankChannel):
         if self._rank == 0:
             self._store.set(key, text)
             return text
-        # Most often it comes at once, and a wait in the store is the quickest. No signal is handled within it.
-        with contextlib.suppress(PeerLost):
-            return self._store.get(key, _AT_ONCE_S)
+        # Not by a wait in the store, in which no signal is handled.
         return self._store.get(key, _GRACE_S) if self._wait(lambda: self._store.is_set(key), _A_DAY_S) else ""
 
     @override
