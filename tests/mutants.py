@@ -297,8 +297,8 @@ MUTANTS = [
     ),
     mutant(
         "run/train_step.py",
-        "known = [] if position.is_padding else [(loss, items)]",
-        "known = [(loss, items)]",
+        "self._measure([] if position.is_padding else [(loss, items)])",
+        "self._measure([(loss, items)])",
         HAND,
         LOOP,
     ),
@@ -368,7 +368,7 @@ MUTANTS = [
     # ---- metrics
     mutant(
         "run/metrics.py",
-        "self.units += numerator * int(weight) <<",
+        "self.units += numerator * weight <<",
         "self.units += numerator <<",
         HAND,
         "tests/run/test_metrics.py",
@@ -381,7 +381,7 @@ MUTANTS = [
         "tests/run/test_metrics.py",
         LOOP,
     ),
-    mutant("run/metrics.py", "            else:\n                self.odd += value", "", "tests/run/test_metrics.py"),
+    mutant("run/metrics.py", "        else:\n            self.odd += value", "", "tests/run/test_metrics.py"),
     mutant("run/snapshot.py", 'self._metrics.train.load(tree["measures"], context.group)', "pass", STEP, WORLDS),
     mutant(
         "run/snapshot.py",
@@ -427,8 +427,8 @@ MUTANTS = [
     ),
     mutant(
         "run/training_loop.py",
-        "            self._carried.forget_step()\n            self._position.seed_script()",
-        "            self._carried.forget_step()",
+        "            self._position.seed_script()\n\n    # ---- its length",
+        "\n    # ---- its length",
         RANDOMNESS,
     ),
     mutant("run/end_of_step.py", '        self._position.seed_script("body")\n', "", RANDOMNESS),

@@ -160,12 +160,12 @@ def test_a_tensor_may_lie_in_several_pieces(tmp_path):
     content, pieces = b"", []
     for start, box in boxes:
         raw = box.contiguous().numpy().tobytes()
-        pieces.append(Piece("p.bin", len(content), len(raw), crc32(raw), start, tuple(box.shape)))
+        pieces.append(Piece("part-0.bin", len(content), len(raw), crc32(raw), start, tuple(box.shape)))
         content += raw
     (tmp_path / "step-00000001").mkdir()
-    (tmp_path / "step-00000001" / "p.bin").write_bytes(content)
+    (tmp_path / "step-00000001" / "part-0.bin").write_bytes(content)
     manifest = Manifest(
-        1, {"tensor": 0}, (TensorRecord("", "int32", (4, 3), tuple(pieces)),), {"p.bin": len(content)}, {}
+        1, {"tensor": 0}, (TensorRecord("", "int32", (4, 3), tuple(pieces)),), {"part-0.bin": len(content)}, {}
     )
     (tmp_path / "step-00000001" / MANIFEST).write_bytes(manifest.dump())
     saves, _ = checkpoints(tmp_path)

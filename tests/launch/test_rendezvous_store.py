@@ -98,7 +98,7 @@ def test_what_one_node_writes_the_others_read(store):
         wait_until(lambda: len(coordinator.nodes()) == 2)
         assert [node.report.host for node in coordinator.nodes()] == ["n1", "other"]
         members = (Member("c", "n1", 2), Member("other", "n2", 2))
-        plan = Plan(3, "generation", 4, 1, StopMode.NONE, members, 77)
+        plan = Plan(3, "generation", 4, 1, members=members, port=77)
         coordinator.publish(plan, ())
         assert wait_until(lambda: other.plan() == plan and other.plan()) == plan
         assert other.silent_s() < 30
