@@ -17,7 +17,7 @@ from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract, differences
 from lockstep.launch.rendezvous.join import probe
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message
-from lockstep.launch.rendezvous.plan import Member, NodeReport, Plan, StopMode
+from lockstep.launch.rendezvous.plan import Member, NodeReport, Plan
 from lockstep.launch.rendezvous.signature import SECRET_FILE, Signature, make_signature, read_signature
 from lockstep.launch.rendezvous.store import LocalStore
 from lockstep.launch.rendezvous.store_connection import open_store, read_contract
