@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
-from lockstep.errors import SettingError, WorldError
+from lockstep.errors import WorldError
 from lockstep.formatting import plural
-from lockstep.launch_contract import ENDS_AT, GENERATION, LAUNCHER, RUN_DIR, RUN_ID, job_port
+from lockstep.launch_contract import GENERATION, LAUNCHER, RUN_DIR, RUN_ID, job_port
 from lockstep.slurm_syntax import FIRST_SPECIAL_STEP, expand_counts, expand_hosts
 
 _HERE = "127.0.0.1"
@@ -426,23 +426,6 @@ def leading_host(hosts: str) -> str:
         return expand_hosts(hosts)[0]
     except ValueError as error:
         raise WorldError(f"the host of rank 0 cannot be read: {error}; set MASTER_ADDR to it on every rank") from None
-
-
-def job_ends_at(env: Environment) -> float | None:
-    """When the job that holds this process ends, in seconds since 1970; None if no variable says so.
-
-    The launcher sets one; newer versions of Slurm set another, for every process.
-
-    Raises:
-        SettingError: if the variable holds no number.
-    """
-    name = _first_set(env, (ENDS_AT, "SLURM_JOB_END_TIME"))
-    if name is None:
-        return None
-    try:
-        return float(env[name])
-    except ValueError:
-        raise SettingError(f"{name}={env[name]!r}: give seconds since 1970, such as from date +%s") from None
 
 
 def _job(env: Environment, launcher: Launcher) -> str:

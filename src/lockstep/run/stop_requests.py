@@ -22,8 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from lockstep.launch_contract import CHANNEL, EXIT_INTERRUPTED, STOP_REASON
-from lockstep.world import job_ends_at
+from lockstep.errors import SettingError
+from lockstep.launch_contract import CHANNEL, ENDS_AT, EXIT_INTERRUPTED, STOP_REASON
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 # A step asks for the file no more often than this.
@@ -58,7 +58,11 @@ class JobDeadline:
         Raises:
             SettingError: if the variable holds no number.
         """
-        return cls(job_ends_at(env))
+        name = next((name for name in (ENDS_AT, "SLURM_JOB_END_TIME") if env.get(name)), None)
+        try:
+            return cls(None if name is None else float(env[name]))
+        except ValueError:
+            raise SettingError(f"{name}={env[name or '']!r}: give seconds since 1970, such as from date +%s") from None
 
     @property
     def margin_s(self) -> float:
