@@ -71,6 +71,10 @@ class Emergency(Protocol):
         """The body of ``step`` is over: what it has measured since its gradients were summed is in the sums, too."""
         ...
 
+    def discard(self) -> None:
+        """The step in work is discarded, with whatever was noted of it."""
+        ...
+
     def leave(self, error: BaseException, point: ResumePoint, about: Callable[[], StateTree]) -> None:
         """The run ends by ``error``. If it says that another rank is gone, the state of ``point`` is left.
 
@@ -100,6 +104,9 @@ class NoEmergency(Emergency):
         """Nothing."""
 
     def note_late(self, step: int) -> None:
+        """Nothing."""
+
+    def discard(self) -> None:
         """Nothing."""
 
     def leave(self, error: BaseException, point: ResumePoint, about: Callable[[], StateTree]) -> None:
@@ -240,6 +247,10 @@ class EmergencyMemory(Emergency):
         else:
             self._begin(journal, step, measured, late=True)
 
+    def discard(self) -> None:
+        """See `Emergency.discard`."""
+        self._step, self._of_step, self._train = 0, [], None  # the next note begins anew, and takes back what there was
+
     def _measured(self) -> list[Measured]:
         return [
             Measured(name, value.item(), int(weight), int(count))
@@ -275,7 +286,7 @@ class EmergencyMemory(Emergency):
             elif is_peer_failure(error) and (flat := point.take()) is not None:
                 with self._turn():
                     self._leave(flat, about())
-        except (OSError, LockstepError, RuntimeError):
+        except Exception:  # noqa: BLE001 - the script's own objects tell their state here, and may raise anything
             pass  # the checkpoint is what is left
 
     def _leave(self, flat: FlatTree, about: StateTree) -> None:
