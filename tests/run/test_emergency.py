@@ -21,14 +21,17 @@ from lockstep.checkpoint import LOCAL, FlatTree, checksums_in, list_checkpoints,
 from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError
 from lockstep.launch.emergency_memory import emergency_memory
-from lockstep.launch_contract import EMERGENCY
-from lockstep.run.emergency import LeftBehind, NoEmergency, open_emergency, writes_emergency
+from lockstep.launch_contract import EMERGENCY, RUN_DIR
+from lockstep.run.emergency import EmergencyMemory, LeftBehind, NoEmergency, open_emergency, writes_emergency
 from lockstep.run.emergency_choice import Choice, Left, LeftState, choose
 from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, part_after, read_journal, total
 from lockstep.run.metrics import MetricMeans, PassMetrics
+from lockstep.run.point_marks import point_marks
 from lockstep.run.resume_point import ResumePoint
+from lockstep.run.state import State
 from lockstep.settings import Settings
 from lockstep.testing import run_ranks
+from lockstep.trial_contract import CurrentTrial, evaluating
 from lockstep.world import World
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
@@ -231,8 +234,70 @@ def test_a_state_that_has_begun_to_change_is_never_given():
     weight.data.add_(1)  # which leaves no trace but its bits
     assert point.take() is None
     point.reach()
+    marks = []
+    point = ResumePoint(lambda: {"weight": weight}, lambda: [*marks])
+    point.reach()
+    marks.append("a rate that was lowered before the step")
+    assert point.take() is None
+    point.note()
+    assert point.take() is None, "the loop was left with it"
+    point.reach()
+    assert point.take() is not None
+    with torch.inference_mode():
+        weight = torch.ones(1 << 16)  # does not count its changes
+        point.note()
+        weight.mul_(2)
+    assert point.take() is None
+    point.reach()
+    weight = object()
+    point.note()
+    assert point.take() is None, "and the run goes on"
+    weight = torch.ones(3)
+    point.reach()
     point.refuse("keep(kept=...)")
     assert point.take() is None
+
+
+def test_what_a_script_changes_before_a_step_is_seen_at_a_glance():
+    state, model = State(), torch.nn.Linear(2, 2)
+    state.add_model(model)
+    state.optimizers.append(torch.optim.SGD(model.parameters(), lr=0.5))
+    average, worst, best = torch.nn.Linear(2, 2), {"a": [float("nan")]}, Counts()
+    for name, value in {"average": average, "worst": worst, "best": best, "history": [0.5] * 99}.items():
+        state.keep(name, value)
+
+    def lower():
+        state.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+    def set_best():
+        best.best = 2.0
+
+    def average_weights():
+        with torch.no_grad():
+            average.weight.mul_(0.5)
+
+    def scale():
+        with torch.no_grad():
+            model.bias.add_(1.0)
+
+    for change in (lower, set_best, average_weights, scale, lambda: worst["a"].append(1)):
+        before = point_marks(state)
+        assert point_marks(state) == before
+        change()
+        assert point_marks(state) != before
+
+
+class Counts:
+    """An object with a state of its own, and something else."""
+
+    def __init__(self):
+        self.best, self.lock = 1.0, object()
+
+    def state_dict(self):
+        return {"best": self.best}
+
+    def load_state_dict(self, state):
+        self.best = state["best"]
 
 
 def test_who_leaves_a_state_and_where_one_is_looked_for(tmp_path):
@@ -261,6 +326,16 @@ def test_who_leaves_a_state_and_where_one_is_looked_for(tmp_path):
     assert (found.step, other.find()) == (7, None), "that of another run of the same script"
     one.forget_before()
     assert one.find() is None
+
+
+def test_a_trial_of_a_search_neither_leaves_nor_takes_what_another_one_has_left(tmp_path, monkeypatch):
+    monkeypatch.setenv(EMERGENCY, str(tmp_path / "memory"))
+    monkeypatch.setenv(RUN_DIR, str(tmp_path / "run"))
+    trial = CurrentTrial(0, tmp_path / "trial", 2, None, lambda loss, reports: "")
+    with lockstep.Run() as run:
+        assert isinstance(run._context.emergency, EmergencyMemory)
+    with evaluating(trial), lockstep.Run() as run:
+        assert isinstance(run._context.emergency, NoEmergency)
 
 
 def sent_to_others(place):

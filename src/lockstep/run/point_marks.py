@@ -18,7 +18,7 @@ from torch import nn
 from lockstep.run.kept import PlainValue, Stateful
 from lockstep.run.state import State
 
-_GLANCE: Final = 16  # values of a list or dict, the newest ones
+_GLANCE: Final = 4  # values of a list or dict, the newest ones
 _DEPTH: Final = 3  # of lists within lists
 
 
@@ -42,7 +42,8 @@ def _of_kept(value: Stateful) -> object:
         first = next(itertools.chain(value.parameters(), value.buffers()), None)
         return None if first is None else _of(first, 0)
     # What it says of itself may be a copy of much.
-    return _of({name: held for name, held in vars(value).items() if _is_plain(held)}, _DEPTH)
+    held = getattr(value, "__dict__", {})
+    return _of({name: one for name, one in held.items() if _is_plain(one)}, _DEPTH)
 
 
 def _is_plain(value: object) -> bool:

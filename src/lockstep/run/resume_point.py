@@ -49,7 +49,7 @@ class ResumePoint:
         """The body of a step is over: the run can be gone on from here."""
         self._held, self._noted, self.is_turn = True, None, False
         if self._tree is not None:
-            self._marked = self._marks()
+            self._marked = self._marks_now()
 
     def note(self) -> None:
         """The loop is left: what the script changes from here on is not the state of the last step."""
@@ -81,7 +81,13 @@ class ResumePoint:
 
     @property
     def _unchanged(self) -> bool:
-        return self._tree is not None and self._marked == self._marks()
+        return self._tree is not None and self._marked == self._marks_now()
+
+    def _marks_now(self) -> object:
+        try:
+            return self._marks()
+        except Exception:  # noqa: BLE001 - as in `_of_now`
+            return object()  # equals nothing
 
     def _of_now(self) -> _Noted | None:
         if self._tree is None:
@@ -104,7 +110,10 @@ class _Noted:
 
 
 def _marks(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """What differs if a tensor changes: checksums of small ones, and how often the others have been changed."""
-    small = [t for t in tensors if t.numel() * t.element_size() <= _SMALL_BYTES]
-    large = [t for t in tensors if t.numel() * t.element_size() > _SMALL_BYTES]
-    return [*checksums(small), *(t._version for t in large)]
+    """What differs if a tensor changes: checksums of small ones, and how often the others have been changed.
+
+    Those that were made under `torch.inference_mode` count no changes.
+    """
+    counted = [t.numel() * t.element_size() > _SMALL_BYTES and not t.is_inference() for t in tensors]
+    summed = [t for t, is_counted in zip(tensors, counted, strict=True) if not is_counted]
+    return [*checksums(summed), *(t._version for t, is_counted in zip(tensors, counted, strict=True) if is_counted)]
