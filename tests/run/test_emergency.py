@@ -22,13 +22,22 @@ from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError
 from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch_contract import EMERGENCY, RUN_DIR
-from lockstep.run.emergency import EmergencyMemory, LeftBehind, NoEmergency, open_emergency, writes_emergency
+from lockstep.run.emergency import (
+    EmergencyMemory,
+    LeftBehind,
+    NoEmergency,
+    _free_memory,
+    open_emergency,
+    writes_emergency,
+)
 from lockstep.run.emergency_choice import Choice, Left, LeftState, choose
 from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, part_after, read_journal, total
 from lockstep.run.metrics import MetricMeans, PassMetrics
 from lockstep.run.point_marks import point_marks
 from lockstep.run.resume_point import ResumePoint
+from lockstep.run.run_checkpoints import DirectoryCheckpointer
 from lockstep.run.state import State
+from lockstep.run.stop_requests import JobDeadline
 from lockstep.settings import Settings
 from lockstep.testing import run_ranks
 from lockstep.trial_contract import CurrentTrial, evaluating
@@ -336,6 +345,38 @@ def test_a_trial_of_a_search_neither_leaves_nor_takes_what_another_one_has_left(
         assert isinstance(run._context.emergency, EmergencyMemory)
     with evaluating(trial), lockstep.Run() as run:
         assert isinstance(run._context.emergency, NoEmergency)
+
+
+@pytest.mark.parametrize(
+    ("line", "root", "limit", "used"),
+    [
+        ("0::/job/step", "", "memory.max", "memory.current"),
+        ("5:cpu,memory:/job/step", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_the_memory_of_a_job_is_what_its_control_groups_leave(tmp_path, line, root, limit, used):
+    group = tmp_path / root / "job"
+    (group / "step").mkdir(parents=True)
+    (group / limit).write_text("1000\n")
+    (group / used).write_text("400\n")
+    (group / "step" / limit).write_text("max\n")
+    (group / "step" / used).write_text("300\n")
+    (tmp_path / "proc").write_text(f"{line}\n3:pids:/other\n")
+    assert _free_memory(tmp_path / "proc", tmp_path) == 600
+    assert _free_memory(tmp_path / "nowhere", tmp_path) > 600
+
+
+def test_a_state_is_not_taken_whose_best_step_was_never_saved():
+    """Its rank died while that was being written: the older checkpoint makes the best step again."""
+    said = []
+    checkpoints = SimpleNamespace(newest=lambda: None, steps=lambda: (4,), root="checkpoints")
+    for best, taken in (({"step": 6}, False), ({"step": 4}, True), (None, True)):
+        left = SimpleNamespace(step=7, rank=1, about={}, load=lambda best=best: {"best": best})
+        checkpointer = DirectoryCheckpointer(checkpoints, said.append, JobDeadline(None))
+        tree = checkpointer.resume(asked=True, fresh=False, left=left)
+        assert (tree is not None) is taken
+        assert (checkpointer.resumed_from is left) is taken
+    assert "the best step, 6, was not saved" in said[0]
 
 
 def sent_to_others(place):

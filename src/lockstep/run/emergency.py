@@ -368,14 +368,25 @@ class EmergencyMemory(Emergency):
         return place / self._name
 
 
-def _free_memory() -> int:
-    """Bytes of this host's memory that may still be used; those of a control group count, too."""
+def _free_memory(proc: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of this host's memory that may still be used; a file in memory counts in the writer's control groups, too.
+
+    A job whose group is full is killed with its launcher.
+    """
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free, limit - used)
+    for line in proc.read_text().splitlines() if proc.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        root = mounted / "memory" if controllers else mounted
+        own = root / path.lstrip("/")
+        # Inside of a container the path is that outside of it, and its own group is mounted as the root.
+        for group in (group for group in (own, *own.parents) if group == root or root in group.parents):
+            with contextlib.suppress(OSError, ValueError):  # there is none, or it has no limit
+                limit, used = (int((group / name).read_text()) for name in names)
+                free = min(free, limit - used)
     return free
 
 
