@@ -329,7 +329,8 @@ def test_who_leaves_a_state_and_where_one_is_looked_for(tmp_path):
     )
     about = {"step": 7, "turn": False, "rank": 0, "ranks": 0, "identity": {}, "rows": []}
     name = one._name.replace("generation-1", "generation-0")
-    save_whole(tmp_path / name / "state", FlatTree.of({"w": torch.ones(2)}), 7, about)
+    for node, step in ((1, 7), (0, 6)):  # one of which had no room in its memory, and both the same run directory
+        save_whole(tmp_path / name / f"state-{node}", FlatTree.of({"w": torch.ones(2)}), step, about | {"step": step})
     found = one.find()
     assert found is not None
     assert (found.step, other.find()) == (7, None), "that of another run of the same script"

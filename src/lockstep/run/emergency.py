@@ -7,7 +7,7 @@
     two steps later            what the dead generation has left is removed
 
     MEMORY/run-0-generation-3-1f2e/measures-0002        what rank 2 has measured, see `measures_journal`
-    MEMORY/run-0-generation-3-1f2e/state/step-00001234  a checkpoint as in docs/format.md, by one rank
+    MEMORY/run-0-generation-3-1f2e/state-0/step-00001234  a checkpoint as in docs/format.md, by one rank of node 0
     MEMORY/run-0-generation-3-1f2e/suspect              its ranks had come to differ: nothing of them is used
 
 Where the memory has no room, the state goes to the run directory, under ``emergency``.
@@ -54,6 +54,7 @@ from lockstep.world import World
 #: How long a rank waits for others of its node, each of which may write a state.
 _TURN_S = 60.0
 _POLL_S = 0.01
+_STATE = "state-"
 #: Of the memory that is free, what a state may take.
 _SHARE = 0.8
 
@@ -300,7 +301,8 @@ class EmergencyMemory(Emergency):
                 return
         place = self._place(flat.size_bytes)
         if place is not None:
-            save_whole(self._own(place) / "state", flat, about["step"], about)
+            # The run directory may be that of other nodes, too, whose ranks do not wait for their turn here.
+            save_whole(self._own(place) / f"{_STATE}{self._world.node_rank}", flat, about["step"], about)
 
     def _suspect(self, why: str) -> None:
         (self._own(self._memory) / "suspect").write_text(why)
@@ -353,7 +355,8 @@ class EmergencyMemory(Emergency):
     def _states(self, generation: str) -> list[LeftState]:
         found = []
         for place in (self._memory, self._run_dir):
-            for one in list_checkpoints(place / generation / "state"):
+            roots = sorted((place / generation).glob(f"{_STATE}*"))
+            for one in (one for root in roots for one in list_checkpoints(root)):
                 with contextlib.suppress(LockstepError, OSError):
                     manifest = read_manifest(one.path)
                     found.append(LeftState.of(generation, str(one.path), manifest.about, checksums_in(manifest)))
