@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -158,3 +159,15 @@ def test_a_process_is_told_apart_from_another_with_its_number():
         child.wait()
     assert procfs.begun(child.pid) == procfs.state(child.pid) == ""
     assert Path("/proc/self/stat").exists(), "this test is for Linux"
+
+
+def test_the_flags_of_python_reach_the_ranks_but_for_those_that_hide_the_package():
+    """`python -O -X dev -m lockstep run train.py` is to run the script as `python -O -X dev train.py` does."""
+    command = "from lockstep.launch.child_process import own_python; print(*own_python('rank', []))"
+    ended = subprocess.run(
+        [sys.executable, "-O", "-s", "-X", "dev", "-c", command], capture_output=True, text=True, check=True
+    )
+    _, *flags = ended.stdout.partition(" -P ")[0].split()
+    assert "-O" in flags
+    assert "-X dev" in " ".join(flags)
+    assert "-s" not in flags

@@ -21,14 +21,26 @@ from lockstep.checkpoint import LOCAL, FlatTree, checksums_in, list_checkpoints,
 from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError
 from lockstep.launch.emergency_memory import emergency_memory
-from lockstep.launch_contract import EMERGENCY
-from lockstep.run.emergency import LeftBehind, NoEmergency, open_emergency, writes_emergency
+from lockstep.launch_contract import EMERGENCY, RUN_DIR
+from lockstep.run.emergency import (
+    EmergencyMemory,
+    LeftBehind,
+    NoEmergency,
+    _free_memory,
+    open_emergency,
+    writes_emergency,
+)
 from lockstep.run.emergency_choice import Choice, Left, LeftState, choose
 from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, part_after, read_journal, total
 from lockstep.run.metrics import MetricMeans, PassMetrics
+from lockstep.run.point_marks import point_marks
 from lockstep.run.resume_point import ResumePoint
+from lockstep.run.run_checkpoints import DirectoryCheckpointer
+from lockstep.run.state import State
+from lockstep.run.stop_requests import JobDeadline
 from lockstep.settings import Settings
 from lockstep.testing import run_ranks
+from lockstep.trial_contract import CurrentTrial, evaluating
 from lockstep.world import World
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
@@ -101,6 +113,41 @@ def test_a_journal_that_is_full_begins_anew_and_one_that_is_torn_tells_nothing(t
     path.write_bytes(path.read_bytes()[:1000])
     assert read_journal(path) == ()
     assert read_journal(tmp_path / "nowhere") == ()
+
+
+def items_after(path, step):
+    """How many items each mean is over after ``step``; None: the journal does not say."""
+    part = part_after(read_journal(path), step, step)
+    return None if part is None else {name: items for name, (_, _, items) in part.sums.train.items()}
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_a_step_that_is_noted_in_parts_or_made_again_counts_once(tmp_path, first):
+    """As where two optimizers have a loss each, and a name comes with the second one; or a step is discarded."""
+    path, sums = tmp_path / "measures", MetricMeans()
+    journal = MeasuresJournal(path)
+    for step in range(1, first + 2):
+        journal.begin(step - 1, Sums(sums.own(), {}), ["loss"])  # into one area or the other
+        journal.note(step, [Measured("loss", 1.0, 1, 1)])
+        sums.add_number("loss", 1.0, 1, 1)
+    last = first + 2
+    journal.note(last, [Measured("loss", 1.0, 1, 1)])
+    whole = [Measured("loss", 1.0, 1, 1), Measured("fake", 1.0, 1, 1)]
+    for _ in range(2):
+        journal.begin(last - 1, Sums(sums.own(), {}), ["loss", "fake"])
+        assert items_after(path, last) is None, "a part of it is not taken for the whole"
+        assert items_after(path, last - 1) == {"loss": last - 1}, "nobody may have finished more"
+        journal.note(last, whole)
+        assert items_after(path, last) == {"loss": last, "fake": 1}
+        assert items_after(path, last - 1) == {"loss": last - 1}
+    journal.close()
+
+
+def test_a_full_memory_costs_the_journal_and_not_the_rank(tmp_path):
+    """A write into the hole of a mapped file that finds no room is SIGBUS."""
+    MeasuresJournal(tmp_path / "measures").close()
+    stat = (tmp_path / "measures").stat()
+    assert stat.st_blocks * 512 >= stat.st_size > 0
 
 
 # ---- which state is taken -------------------------------------------------------------------------------------------
@@ -196,8 +243,70 @@ def test_a_state_that_has_begun_to_change_is_never_given():
     weight.data.add_(1)  # which leaves no trace but its bits
     assert point.take() is None
     point.reach()
+    marks = []
+    point = ResumePoint(lambda: {"weight": weight}, lambda: [*marks])
+    point.reach()
+    marks.append("a rate that was lowered before the step")
+    assert point.take() is None
+    point.note()
+    assert point.take() is None, "the loop was left with it"
+    point.reach()
+    assert point.take() is not None
+    with torch.inference_mode():
+        weight = torch.ones(1 << 16)  # does not count its changes
+        point.note()
+        weight.mul_(2)
+    assert point.take() is None
+    point.reach()
+    weight = object()
+    point.note()
+    assert point.take() is None, "and the run goes on"
+    weight = torch.ones(3)
+    point.reach()
     point.refuse("keep(kept=...)")
     assert point.take() is None
+
+
+def test_what_a_script_changes_before_a_step_is_seen_at_a_glance():
+    state, model = State(), torch.nn.Linear(2, 2)
+    state.add_model(model)
+    state.optimizers.append(torch.optim.SGD(model.parameters(), lr=0.5))
+    average, worst, best = torch.nn.Linear(2, 2), {"a": [float("nan")]}, Counts()
+    for name, value in {"average": average, "worst": worst, "best": best, "history": [0.5] * 99}.items():
+        state.keep(name, value)
+
+    def lower():
+        state.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+    def set_best():
+        best.best = 2.0
+
+    def average_weights():
+        with torch.no_grad():
+            average.weight.mul_(0.5)
+
+    def scale():
+        with torch.no_grad():
+            model.bias.add_(1.0)
+
+    for change in (lower, set_best, average_weights, scale, lambda: worst["a"].append(1)):
+        before = point_marks(state)
+        assert point_marks(state) == before
+        change()
+        assert point_marks(state) != before
+
+
+class Counts:
+    """An object with a state of its own, and something else."""
+
+    def __init__(self):
+        self.best, self.lock = 1.0, object()
+
+    def state_dict(self):
+        return {"best": self.best}
+
+    def load_state_dict(self, state):
+        self.best = state["best"]
 
 
 def test_who_leaves_a_state_and_where_one_is_looked_for(tmp_path):
@@ -220,12 +329,55 @@ def test_who_leaves_a_state_and_where_one_is_looked_for(tmp_path):
     )
     about = {"step": 7, "turn": False, "rank": 0, "ranks": 0, "identity": {}, "rows": []}
     name = one._name.replace("generation-1", "generation-0")
-    save_whole(tmp_path / name / "state", FlatTree.of({"w": torch.ones(2)}), 7, about)
+    for node, step in ((1, 7), (0, 6)):  # one of which had no room in its memory, and both the same run directory
+        save_whole(tmp_path / name / f"state-{node}", FlatTree.of({"w": torch.ones(2)}), step, about | {"step": step})
     found = one.find()
     assert found is not None
     assert (found.step, other.find()) == (7, None), "that of another run of the same script"
     one.forget_before()
     assert one.find() is None
+
+
+def test_a_trial_of_a_search_neither_leaves_nor_takes_what_another_one_has_left(tmp_path, monkeypatch):
+    monkeypatch.setenv(EMERGENCY, str(tmp_path / "memory"))
+    monkeypatch.setenv(RUN_DIR, str(tmp_path / "run"))
+    trial = CurrentTrial(0, tmp_path / "trial", 2, None, lambda loss, reports: "")
+    with lockstep.Run() as run:
+        assert isinstance(run._context.emergency, EmergencyMemory)
+    with evaluating(trial), lockstep.Run() as run:
+        assert isinstance(run._context.emergency, NoEmergency)
+
+
+@pytest.mark.parametrize(
+    ("line", "root", "limit", "used"),
+    [
+        ("0::/job/step", "", "memory.max", "memory.current"),
+        ("5:cpu,memory:/job/step", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_the_memory_of_a_job_is_what_its_control_groups_leave(tmp_path, line, root, limit, used):
+    group = tmp_path / root / "job"
+    (group / "step").mkdir(parents=True)
+    (group / limit).write_text("1000\n")
+    (group / used).write_text("400\n")
+    (group / "step" / limit).write_text("max\n")
+    (group / "step" / used).write_text("300\n")
+    (tmp_path / "proc").write_text(f"{line}\n3:pids:/other\n")
+    assert _free_memory(tmp_path / "proc", tmp_path) == 600
+    assert _free_memory(tmp_path / "nowhere", tmp_path) > 600
+
+
+def test_a_state_is_not_taken_whose_best_step_was_never_saved():
+    """Its rank died while that was being written: the older checkpoint makes the best step again."""
+    said = []
+    checkpoints = SimpleNamespace(newest=lambda: None, steps=lambda: (4,), root="checkpoints")
+    for best, taken in (({"step": 6}, False), ({"step": 4}, True), (None, True)):
+        left = SimpleNamespace(step=7, rank=1, about={}, load=lambda best=best: {"best": best})
+        checkpointer = DirectoryCheckpointer(checkpoints, said.append, JobDeadline(None))
+        tree = checkpointer.resume(asked=True, fresh=False, left=left)
+        assert (tree is not None) is taken
+        assert (checkpointer.resumed_from is left) is taken
+    assert "the best step, 6, was not saved" in said[0]
 
 
 def sent_to_others(place):
@@ -321,28 +473,42 @@ TRAIN = """
             history, ema = [], AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
             seen = []
             run.keep(history=history, ema=ema, seen=seen)
-            micro_batch = 2 if shape == "accumulates" else 4
+            micro_batch = {"accumulates": 2, "irregular": 8}.get(shape, 4)
             batches = run.loader(TensorDataset(X, Y), global_batch=16, micro_batch=micro_batch, workers=0)
             held_out = run.loader(TensorDataset(X, Y), global_batch=16, shuffle=False, workers=0, micro_batch=4)
             outer = run.steps(24, every=6) if shape == "steps" else run.epochs(4)
             for turn in outer:
-                for x, y in run.train(batches):
-                    at(run.progress.step, "a forward pass")
-                    if rank == 1 and last == run.progress.step and "half" in where and "forward" in where:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    out = model(x)
-                    run.measure(right=out.argmax(1) == y)
-                    if shape == "changes what is kept before its step" and run.micro_batch.last:
-                        seen.append(1)
-                    run.step(F.cross_entropy(out, y), optimizer=optimizer)
-                    if run.step(F.cross_entropy(other(x) + out.detach(), y), optimizer=second):
-                        ema.update_parameters(model)
-                        at(run.progress.step, "the body")
-                for number, (x, y) in enumerate(run.evaluate(held_out)):
-                    if number == 1:
-                        at(run.progress.step, "an evaluation")
-                    run.measure(held=model(x).argmax(1) == y)
+                for part in range(2 if shape == "irregular" else 1):
+                    for x, y in (
+                        run.train(batches)
+                        if part == 0  # the place tells a resumed script which of the two goes on
+                        else run.train(batches)
+                    ):
+                        if shape == "irregular" and run.progress.step == 7:
+                            optimizer.param_groups[0]["lr"] *= 0.5
+                        at(run.progress.step, "a forward pass")
+                        if rank == 1 and last == run.progress.step and "half" in where and "forward" in where:
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        out = model(x)
+                        run.measure(right=out.argmax(1) == y)
+                        if shape == "changes what is kept before its step" and run.micro_batch.last:
+                            seen.append(1)
+                        run.step(F.cross_entropy(out, y), optimizer=optimizer)
+                        if shape == "irregular":
+                            run.measure(between=out.mean(1))
+                        if run.step(F.cross_entropy(other(x) + out.detach(), y), optimizer=second):
+                            ema.update_parameters(model)
+                            at(run.progress.step, "the body")
+                        if shape == "irregular":
+                            run.measure(late=out.std(1))
+                            if run.progress.step in (2, 5, 8, 10, 14):
+                                break
+                    for number, (x, y) in enumerate(run.evaluate(held_out)):
+                        if number == 1:
+                            at(run.progress.step, "an evaluation")
+                        run.measure(held=model(x).argmax(1) == y)
                 history.append(run.metrics["held"])
+                at(run.progress.step, "before it logs")
                 run.log()
                 at(run.progress.step, "the turn")
             state = hashlib.sha256(repr(history).encode())
@@ -429,7 +595,7 @@ def test_whoever_is_killed_wherever_no_step_is_lost(tmp_path, shape):
     assert all(step % 4 == 0 for step in saved), "a checkpoint is taken where it is as new"
     assert states["killed"] == states["calm"], said
     assert rows(tmp_path / "killed") == rows(tmp_path / "calm")
-    assert len(re.findall("(was|were) killed by SIGKILL", said)) == len(plan)
+    assert len(re.findall("(was|were) killed by SIGKILL", said)) == len(plan), said
     assert not (tmp_path / "killed" / "emergency").exists(), "there was room in memory"
 
 
@@ -447,3 +613,13 @@ def test_without_room_in_memory_or_a_whole_state_something_else_is_gone_on_from(
     assert went_on_at(tmp_path / "unsafe") == ([], []), "what is there is not what the last step has left"
     assert states["full"] == states["unsafe"] == states["plain"]
     assert rows(tmp_path / "full") == rows(tmp_path / "unsafe") == rows(tmp_path / "plain")
+
+
+def test_a_script_that_breaks_off_and_changes_its_rate_before_a_step_gets_the_bits_of_one_that_was_left_alone(tmp_path):
+    """A rate that was lowered before the step in work would be lowered once more: that state is not left."""
+    plan = [([0], 5, "before it logs", 5), ([1], 7, "a forward pass", 0), ([1], 9, "a forward pass", 9)]
+    cases = {"calm": ("irregular", 2, [], None), "killed": ("irregular", 2, kills(plan), None)}
+    states, said = launched(tmp_path, cases)
+    assert went_on_at(tmp_path / "killed") == ([5, 9], []), said
+    assert states["killed"] == states["calm"], said
+    assert rows(tmp_path / "killed") == rows(tmp_path / "calm")

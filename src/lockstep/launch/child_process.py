@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import site
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -74,7 +75,13 @@ def kill_group(process: int) -> None:
 def own_python(role: str, args: list[str]) -> list[str]:
     """The command for one of this package's own processes (see `lockstep.launch.__main__`)."""
     # -P: the current directory must not lend its random.py to us; the program's own path is set by its ranks.
-    return [sys.executable, "-P", "-m", __package__, role, *args]
+    return [sys.executable, *_flags(), "-P", "-m", __package__, role, *args]
+
+
+def _flags() -> list[str]:
+    """The flags of this Python, such as ``-O -X dev``, but for those that would keep another one from our package."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [flag for flag in flags if flag not in ("-I", "-E", "-s", "-S", "-P")]
 
 
 def with_this_package(env: Mapping[str, str]) -> dict[str, str]:

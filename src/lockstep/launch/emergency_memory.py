@@ -18,6 +18,7 @@ from typing import Final
 #: Where Linux keeps files in memory; they take none until they are written.
 SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX = "lockstep-emergency-"
+_NEW = "lockstep-new-emergency-"  # is not found by `_PREFIX`
 _OWNER = "owner"  # locked by the launcher as long as it lives
 
 
@@ -29,12 +30,15 @@ def emergency_memory(run_dir: Path, root: Path = SHARED_MEMORY) -> Iterator[Path
     """
     _remove_left(root)
     try:
-        memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        new = Path(tempfile.mkdtemp(prefix=_NEW, dir=root))
     except OSError:
-        memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=run_dir))
-    owner = os.open(memory / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        new = Path(tempfile.mkdtemp(prefix=_NEW, dir=run_dir))
+    owner = os.open(new / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    memory = new.with_name(new.name.replace(_NEW, _PREFIX, 1))
     try:
         fcntl.flock(owner, fcntl.LOCK_EX)
+        # Only now another launcher may find it, which would take one that nobody has locked for left.
+        new.rename(memory)
         yield memory
     finally:
         os.close(owner)

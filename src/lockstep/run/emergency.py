@@ -7,7 +7,7 @@
     two steps later            what the dead generation has left is removed
 
     MEMORY/run-0-generation-3-1f2e/measures-0002        what rank 2 has measured, see `measures_journal`
-    MEMORY/run-0-generation-3-1f2e/state/step-00001234  a checkpoint as in docs/format.md, by one rank
+    MEMORY/run-0-generation-3-1f2e/state-0/step-00001234  a checkpoint as in docs/format.md, by one rank of node 0
     MEMORY/run-0-generation-3-1f2e/suspect              its ranks had come to differ: nothing of them is used
 
 Where the memory has no room, the state goes to the run directory, under ``emergency``.
@@ -54,6 +54,7 @@ from lockstep.world import World
 #: How long a rank waits for others of its node, each of which may write a state.
 _TURN_S = 60.0
 _POLL_S = 0.01
+_STATE = "state-"
 #: Of the memory that is free, what a state may take.
 _SHARE = 0.8
 
@@ -69,6 +70,10 @@ class Emergency(Protocol):
 
     def note_late(self, step: int) -> None:
         """The body of ``step`` is over: what it has measured since its gradients were summed is in the sums, too."""
+        ...
+
+    def discard(self) -> None:
+        """The step in work is discarded, with whatever was noted of it."""
         ...
 
     def leave(self, error: BaseException, point: ResumePoint, about: Callable[[], StateTree]) -> None:
@@ -100,6 +105,9 @@ class NoEmergency(Emergency):
         """Nothing."""
 
     def note_late(self, step: int) -> None:
+        """Nothing."""
+
+    def discard(self) -> None:
         """Nothing."""
 
     def leave(self, error: BaseException, point: ResumePoint, about: Callable[[], StateTree]) -> None:
@@ -240,6 +248,10 @@ class EmergencyMemory(Emergency):
         else:
             self._begin(journal, step, measured, late=True)
 
+    def discard(self) -> None:
+        """See `Emergency.discard`."""
+        self._step, self._of_step, self._train = 0, [], None  # the next note begins anew, and takes back what there was
+
     def _measured(self) -> list[Measured]:
         return [
             Measured(name, value.item(), int(weight), int(count))
@@ -275,7 +287,7 @@ class EmergencyMemory(Emergency):
             elif is_peer_failure(error) and (flat := point.take()) is not None:
                 with self._turn():
                     self._leave(flat, about())
-        except (OSError, LockstepError, RuntimeError):
+        except Exception:  # noqa: BLE001 - the script's own objects tell their state here, and may raise anything
             pass  # the checkpoint is what is left
 
     def _leave(self, flat: FlatTree, about: StateTree) -> None:
@@ -289,7 +301,8 @@ class EmergencyMemory(Emergency):
                 return
         place = self._place(flat.size_bytes)
         if place is not None:
-            save_whole(self._own(place) / "state", flat, about["step"], about)
+            # The run directory may be that of other nodes, too, whose ranks do not wait for their turn here.
+            save_whole(self._own(place) / f"{_STATE}{self._world.node_rank}", flat, about["step"], about)
 
     def _suspect(self, why: str) -> None:
         (self._own(self._memory) / "suspect").write_text(why)
@@ -342,7 +355,8 @@ class EmergencyMemory(Emergency):
     def _states(self, generation: str) -> list[LeftState]:
         found = []
         for place in (self._memory, self._run_dir):
-            for one in list_checkpoints(place / generation / "state"):
+            roots = sorted((place / generation).glob(f"{_STATE}*"))
+            for one in (one for root in roots for one in list_checkpoints(root)):
                 with contextlib.suppress(LockstepError, OSError):
                     manifest = read_manifest(one.path)
                     found.append(LeftState.of(generation, str(one.path), manifest.about, checksums_in(manifest)))
@@ -357,14 +371,25 @@ class EmergencyMemory(Emergency):
         return place / self._name
 
 
-def _free_memory() -> int:
-    """Bytes of this host's memory that may still be used; those of a control group count, too."""
+def _free_memory(proc: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of this host's memory that may still be used; a file in memory counts in the writer's control groups, too.
+
+    A job whose group is full is killed with its launcher.
+    """
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free, limit - used)
+    for line in proc.read_text().splitlines() if proc.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        root = mounted / "memory" if controllers else mounted
+        own = root / path.lstrip("/")
+        # Inside of a container the path is that outside of it, and its own group is mounted as the root.
+        for group in (group for group in (own, *own.parents) if group == root or root in group.parents):
+            with contextlib.suppress(OSError, ValueError):  # there is none, or it has no limit
+                limit, used = (int((group / name).read_text()) for name in names)
+                free = min(free, limit - used)
     return free
 
 

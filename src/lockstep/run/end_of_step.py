@@ -120,8 +120,10 @@ class EndOfStep:
 
     def finish_turn(self) -> None:
         """A turn of the outer loop is over, and a step in it that was left by ``break``. Collective."""
+        # A step that was left by `break` ends here: what was logged since is then forgotten, and belongs to the turn.
+        before = [row for row in self._log.rows if row[0] == self._position.progress.step] if self._open_step else []
         self.finish()
-        self._rows_of_turn = [*self._log.rows]
+        self._rows_of_turn = [*before, *self._log.rows]
         self.point.begin_turn()
 
     def begin_next(self, *, begins_pass: bool = False) -> None:

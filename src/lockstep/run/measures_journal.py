@@ -25,11 +25,12 @@ from typing import Final, NamedTuple
 
 from lockstep.run.metrics import MetricMeans, State, plus
 
-_AREA_BYTES = 64 << 10  # of which only touched pages take memory
+_AREA_BYTES = 64 << 10
 _SUMS_BYTES = 32 << 10  # of about 90 means
 _HEADER = struct.Struct("<qqqiiI")  # step of the sums, noted, late, entries, bytes of the sums, their CRC-32
 _ENTRY = struct.Struct("<qqdqq")  # step, number of the name, value, weight, items
 _NOTED = struct.Struct("<qqi")
+_STEP = struct.Struct("<q")
 _NOTED_AT = 8
 _ENTRIES = (_AREA_BYTES - _HEADER.size - _SUMS_BYTES) // _ENTRY.size
 _ENTRIES_AT = _HEADER.size + _SUMS_BYTES
@@ -77,13 +78,15 @@ class MeasuresJournal:
     def __init__(self, path: Path) -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(file, 2 * _AREA_BYTES)
+            # Not a file with holes: where the memory is full by then, the first write into one ends in SIGBUS.
+            os.posix_fallocate(file, 0, 2 * _AREA_BYTES)
             self._memory: Final = mmap.mmap(file, 2 * _AREA_BYTES)
         finally:
             os.close(file)
         for area in range(2):
             _HEADER.pack_into(self._memory, area * _AREA_BYTES, _NEVER, _NEVER, _NEVER, 0, 0, 0)
         self._at = 0  # the area in use, as an offset
+        self._began = (_NEVER, False)  # after which step it begins, and whether with what came late
         self._names: dict[str, int] = {}
         self._entries = _ENTRIES + 1  # in it; too many for another one: the first step begins with sums
         self._late = _NEVER
@@ -96,6 +99,8 @@ class MeasuresJournal:
     def begin(self, step: int, sums: Sums, names: Iterable[str], *, late: bool = False) -> None:
         """From here on the other area is used; ``sums`` are those after ``step``, the last one that was finished.
 
+        What was noted of later steps is taken back: it was only a part, or the step was discarded.
+
         Args:
             step: steps done.
             sums: of them.
@@ -106,7 +111,10 @@ class MeasuresJournal:
             self._late = step
         self._names = {name: number for number, name in enumerate(names)}
         text = json.dumps([list(self._names), sums.train, sums.recent]).encode()
-        self._at = _AREA_BYTES - self._at
+        if self._began != (step, False):  # else the other area tells of this step, and is still needed
+            self._take_back(step)
+            self._at = _AREA_BYTES - self._at
+        self._began = (step, late)
         _HEADER.pack_into(self._memory, self._at, _NEVER, _NEVER, _NEVER, 0, 0, 0)
         if len(text) > _SUMS_BYTES:
             self._entries = _ENTRIES + 1  # nobody finds anything here, and the checkpoint is what is left
@@ -115,6 +123,11 @@ class MeasuresJournal:
         self._memory[start : start + len(text)] = text
         self._entries = 0
         _HEADER.pack_into(self._memory, self._at, step, step, self._late, 0, len(text), zlib.crc32(text))
+
+    def _take_back(self, step: int) -> None:
+        (noted,) = _STEP.unpack_from(self._memory, self._at + _NOTED_AT)
+        if noted > step:
+            _STEP.pack_into(self._memory, self._at + _NOTED_AT, step)
 
     def note(self, step: int, measured: Sequence[Measured], *, late: bool = False) -> None:
         """``measured`` belongs to ``step``, in work; ``late``: it came after the step's gradients were summed."""

@@ -6,8 +6,9 @@
     the loop is left                           held, and noted: the script may change anything now
     step 42   ... its body ends                held: step 42
 
-Within the loop nothing is noted, for nothing changes until the update: a step costs no copy and no comparison. That the
-loop's body changes nothing before its step is compared now and then, see `LoopChecks`.
+Within the loop no copy is made, for nothing changes until the update. A script that does change something before its
+step, such as a learning rate at step 3000, would change it once more after a resume: so cheap marks are taken each time
+(`point_marks`), what a checkpoint holds is compared now and then (`LoopChecks`), and such a state is not given.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Final
 import torch
 
 from lockstep.checkpoint import FlatTree, StateTree
-from lockstep.errors import CheckpointError
 from lockstep.run.divergence import checksums
 
 _SMALL_BYTES: Final = 64 << 10  # such as running statistics, whose kernels do not count changes
@@ -29,10 +29,13 @@ class ResumePoint:
 
     Args:
         tree: the state of the run as this rank has it now; asks no other rank. None: nobody will ask for it.
+        marks: another value where the script has changed something of it; cheap, so that it is asked in each step.
     """
 
-    def __init__(self, tree: Callable[[], StateTree] | None) -> None:
+    def __init__(self, tree: Callable[[], StateTree] | None, marks: Callable[[], object] = lambda: None) -> None:
         self._tree: Final = tree
+        self._marks: Final = marks
+        self._marked: object = None  # when the last step's body was over
         self._held = False
         self.is_turn = False  #: whether it is where a turn of the outer loop begins
         self._noted: _Noted | None = None  # where the script has been able to change something since
@@ -45,39 +48,53 @@ class ResumePoint:
     def reach(self) -> None:
         """The body of a step is over: the run can be gone on from here."""
         self._held, self._noted, self.is_turn = True, None, False
+        if self._tree is not None:
+            self._marked = self._marks_now()
 
     def note(self) -> None:
         """The loop is left: what the script changes from here on is not the state of the last step."""
         if self._held and self._noted is None:
-            self._noted = self._of_now()
+            self._noted = self._of_now() if self._unchanged else None
+            self._held = self._noted is not None
 
     def begin_turn(self) -> None:
         """A turn of the outer loop begins: the run can be gone on from here, after whatever the script has changed."""
-        self._held = self.is_turn = True
+        self.is_turn = True
         self._noted = self._of_now()
+        self._held = self._noted is not None
 
     def refuse(self, what: str) -> None:
         """The loop's body changes ``what`` before its step, so that no later moment is that at the body's end."""
         self._unsafe = what
 
     def take(self) -> FlatTree | None:
-        """The state, if this rank still holds it; to be asked when the step in work is discarded."""
+        """The state, if this rank still holds it; to be asked when the step in work is discarded.
+
+        Raises:
+            Exception: what the script's own objects raise when they are asked for their state.
+        """
         if not self._held or self._tree is None or self._unsafe:
             return None
         if self._noted is not None:
             return self._noted.flat if self._noted.holds() else None
+        return FlatTree.of(self._tree()) if self._unchanged else None
+
+    @property
+    def _unchanged(self) -> bool:
+        return self._tree is not None and self._marked == self._marks_now()
+
+    def _marks_now(self) -> object:
         try:
-            return FlatTree.of(self._tree())
-        except CheckpointError:
-            return None
+            return self._marks()
+        except Exception:  # noqa: BLE001 - as in `_of_now`
+            return object()  # equals nothing
 
     def _of_now(self) -> _Noted | None:
         if self._tree is None:
             return None
         try:
             return _Noted(FlatTree.of(self._tree()))
-        except CheckpointError:  # what no checkpoint could hold either
-            self._held = False
+        except Exception:  # noqa: BLE001 - a script's own objects may raise anything, and nobody has asked for a save
             return None
 
 
@@ -93,7 +110,10 @@ class _Noted:
 
 
 def _marks(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """What differs if a tensor changes: checksums of small ones, and how often the others have been changed."""
-    small = [t for t in tensors if t.numel() * t.element_size() <= _SMALL_BYTES]
-    large = [t for t in tensors if t.numel() * t.element_size() > _SMALL_BYTES]
-    return [*checksums(small), *(t._version for t in large)]
+    """What differs if a tensor changes: checksums of small ones, and how often the others have been changed.
+
+    Those that were made under `torch.inference_mode` count no changes.
+    """
+    counted = [t.numel() * t.element_size() > _SMALL_BYTES and not t.is_inference() for t in tensors]
+    summed = [t for t, is_counted in zip(tensors, counted, strict=True) if not is_counted]
+    return [*checksums(summed), *(t._version for t, is_counted in zip(tensors, counted, strict=True) if is_counted)]

@@ -41,6 +41,7 @@ from lockstep.run.micro_batches import MicroBatches
 from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
 from lockstep.run.parameter_sets import Optimizers
 from lockstep.run.passes import call_site
+from lockstep.run.point_marks import point_marks
 from lockstep.run.rank_operations import RankOperations
 from lockstep.run.registration import Registration
 from lockstep.run.resume_point import ResumePoint
@@ -158,7 +159,7 @@ class Run:
         warnings = NonFiniteWarnings(group, self.say, checkpointer.protect_newest)
         finite = NonFiniteChecks(context.settings.on_nan, group.rank, warnings.add, checkpointer.committed_step)
         snapshot = RunSnapshot(context)
-        point = ResumePoint(snapshot.take_own if context.emergency.notes else None)
+        point = ResumePoint(snapshot.take_own if context.emergency.notes else None, lambda: point_marks(context.state))
         self._train_step: Final = TrainStep(context, finite, point)
         self._loaders: Final = Loaders(context)
         self._log: Final = RunLog(context, tracker)

@@ -165,7 +165,12 @@ class DirectoryCheckpointer(RunCheckpointer):
         saved = self._checkpoints.newest()
         if saved is not None and back_to is not None:
             saved = self._back_to(back_to, saved)
-        if left is not None and (saved is None or left.step > saved.step) and (survived := left.load()) is not None:
+        if (
+            left is not None
+            and (saved is None or left.step > saved.step)
+            and (survived := left.load()) is not None
+            and not self._lacks_best(survived)
+        ):
             self._resumed, self.resumed_from = left.about, left
             self._say(f"goes on from step {left.step} (state of rank {left.rank})")
             return survived
@@ -182,6 +187,17 @@ class DirectoryCheckpointer(RunCheckpointer):
         self._resumed, self.saved_step = saved.about, saved.step
         self._say(f"resumed at step {saved.step} from {saved.path}")
         return tree
+
+    def _lacks_best(self, tree: StateTree) -> bool:
+        """Whether the rank died while the checkpoint of the best step was written, which only an older one makes again.
+
+        Collective.
+        """
+        best = tree["best"]
+        if best is None or best["step"] in self._checkpoints.steps():
+            return False
+        self._say(f"what survivors have left is not taken: the best step, {best['step']}, was not saved yet")
+        return True
 
     def _back_to(self, wanted: str, newest: Saved) -> Saved | None:
         best = self._checkpoints.load(newest).get("best") if wanted == "best" else None

@@ -76,7 +76,6 @@ class RunLog:
         if every is not None and step % int(every.every) == 0:
             means = {f"{name}_step": mean for name, mean in metrics.recent.reduce(self._context.group).items()}
             self.write({**means}, step, epoch)
-            self.forget_rows()
 
     def forget_rows(self) -> None:
         """A step has ended: a run that goes on from there logs again what comes from here on."""

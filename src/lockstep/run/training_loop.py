@@ -313,6 +313,7 @@ class TrainingLoop:
         try:
             if current is not None and current.complete:
                 self._metrics.step_is_done()
+                self._context.emergency.note_late(self._position.progress.step)  # of the rest of its body
                 if not current.ended:
                     self._train_step.end(current)
                     self._carried.step_is_done()
@@ -321,6 +322,8 @@ class TrainingLoop:
         finally:
             self._train_step.leave()
             self._metrics.forget_step()
+            if current is not None and not current.complete:
+                self._context.emergency.discard()
             self._carried.forget_step()
             self._end_of_step.point.note()
             self._position.seed_script()
