@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import MismatchError, TrialStopped
+from lockstep.launch_contract import ENDS_AT
 from lockstep.trial_contract import current_trial
 from lockstep.tune import Choice, Evaluated, Float, load
 from lockstep.tune.outcome import Outcome
@@ -154,6 +157,19 @@ def test_weights_are_inherited_and_only_the_best_keep_theirs():
     assert kept == {trial.number for trial in result.top(2)}
 
 
+def test_checkpoints_of_the_front_are_kept():
+    losses = [(3.0, 3.0), (1.0, 4.0), (4.0, 1.0), (2.0, 2.0), (5.0, 5.0), (3.5, 1.5)]
+
+    def objective(params):
+        trial = current_trial()
+        (trial.directory / "checkpoints" / "step-1").mkdir(parents=True)
+        return losses[trial.number]
+
+    result = lockstep.tune(objective, LINE, trials=6, objectives=2, keep_trials=1, run_dir="a")
+    kept = {int(path.parent.parent.name) for path in Path("a").glob("trials/*/checkpoints/step-*")}
+    assert kept == {trial.number for trial in result.pareto_front} == {1, 2, 3, 5}
+
+
 # ---- what a stopping rule does ------------------------------------------------------------------------------------
 
 
@@ -233,6 +249,17 @@ def test_what_a_script_does_after_its_search_is_heard(capfd):
     assert load("b").counts["running"] == 0
     assert said.out.count("ended, and 0 run") == 2
     assert "heard by nobody" not in said.out
+
+
+def search_in_a_job_that_ends():
+    os.environ[ENDS_AT] = str(time.time())
+    lockstep.tune(lambda params: 0.0, LINE, workers=1, run_dir="a")
+
+
+def test_a_search_that_starts_its_workers_itself_says_that_its_job_is_over():
+    driver = started(search_in_a_job_that_ends)
+    driver.join(60)
+    assert driver.exitcode == 75
 
 
 class FollowerOf:
