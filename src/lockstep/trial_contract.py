@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 #: In the directory of a trial: the checkpoints of its run.
@@ -25,6 +25,14 @@ class CurrentTrial:
     #: Takes a loss and how many were reported before it; answers why the trial is to end, "" to go on. Asked on the
     #: leader only.
     report: Callable[[float, int], str]
+    #: How many losses each run has reported that was opened in this attempt, in their order. An objective may open
+    #: several, such as one for each fold of a cross-validation: they share no files, and their reports are one curve.
+    reports_of_runs: list[Callable[[], int]] = field(default_factory=list)
+
+
+def directory_of_run(trial: Path, number: int) -> Path:
+    """Where the run ``number`` of the trial in the directory ``trial`` has its files, from 0."""
+    return trial if number == 0 else trial / f"run-{number + 1}"
 
 
 _evaluated: list[CurrentTrial] = []  # the last one now

@@ -42,10 +42,11 @@ def reports_of(directory, stop_at):
         told.append((step, loss))
         return "hopeless" if step == stop_at else ""
 
-    with keeping_connections(), evaluating(trial_of(directory, report)):
+    with keeping_connections():
         steps = []
-        for _ in range(2):  # the second run finds the connections of the first
-            with contextlib.suppress(TrialStopped), Run(save_every="1000 steps") as run:
+        for number in range(2):  # the second trial finds the connections of the first
+            trial = trial_of(directory, report, number=number)
+            with contextlib.suppress(TrialStopped), evaluating(trial), Run(save_every="1000 steps") as run:
                 epochs_of(run, 5, run.model(nn.Linear(2, 2)))
             steps.append(run.progress.step)
     return told, steps

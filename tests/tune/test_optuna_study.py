@@ -4,6 +4,7 @@ import json
 import math
 from contextlib import closing
 
+import numpy as np
 import optuna
 import pytest
 from simulated_search import simulated_search, write
@@ -13,7 +14,7 @@ from lockstep.tune.journal import JournalWriter, SearchPlan, read_search
 from lockstep.tune.optuna_study import export_optuna, import_optuna
 from lockstep.tune.records import TrialBegan, TrialEnded
 from lockstep.tune.result import load
-from lockstep.tune.search import Bool, Choice, Float, Int, Space
+from lockstep.tune.search import Bool, Choice, Float, Individual, Int, Space, make_algorithm
 
 
 def told(trial):
@@ -135,3 +136,40 @@ def test_what_cannot_be_imported_is_refused(tmp_path):
     study.optimize(lambda trial: trial.suggest_float("a", 0, 1), n_trials=1)
     with pytest.raises(SettingError, match="has a search"):
         import_optuna(storage, tmp_path, "three")
+
+
+def test_trials_that_failed_before_they_had_all_parameters_are_left_out(tmp_path):
+    study = optuna.create_study(storage=f"sqlite:///{tmp_path / 'study.db'}")
+
+    def objective(trial):
+        x = trial.suggest_float("x", 0, 1)
+        if trial.number == 1:
+            raise ValueError
+        if trial.suggest_int("n", 0, 3) == 9 or trial.number == 2:
+            raise ValueError
+        return x
+
+    study.optimize(objective, n_trials=4, catch=(ValueError,))
+    assert import_optuna(tmp_path / "study.db", tmp_path / "search") == 3
+    assert [(trial.number, trial.state) for trial in load(tmp_path / "search").trials] == [
+        (0, "done"), (2, "failed"), (3, "done")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("low", "high", "step"), [(0.0, 1.0, 0.3), (0.0, 0.35, 0.1), (0.1, 0.7, 0.2)])
+def test_each_step_is_known_to_optuna(tmp_path, low, high, step):
+    dimension = Float(low, high, step=step)
+    space = Space.of({"s": dimension})
+    sampler = make_algorithm("tpe", space)
+    values = [dimension.value((cell + 0.5) / dimension.cells) for cell in range(dimension.cells)]
+    for number, value in enumerate(values):
+        sampler.observe([Individual(number, space.point({"s": value}), (value,))])
+    assert {space.params(sampler.propose(np.random.default_rng(n)).point)["s"] for n in range(40)} == set(values)
+    SearchPlan(space.to_json(), {}).write(tmp_path / "search")
+    with closing(JournalWriter(tmp_path / "search", 0)) as journal:
+        for number, value in enumerate(values):
+            journal.append(TrialBegan(number, 1, 1, 1.0, {"s": value}, space.point({"s": value})))
+            journal.append(TrialEnded(number, 1, "done", 2.0, 1.0, (value,)))
+    export_optuna(tmp_path / "search", tmp_path / "study.log")
+    import_optuna(tmp_path / "study.log", tmp_path / "back")
+    assert [trial.params["s"] for trial in load(tmp_path / "back").trials] == values

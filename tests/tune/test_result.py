@@ -51,7 +51,10 @@ def test_the_top_is_the_beginning_of_all_trials_sorted(trials, n):
             *(trial(i, [loss], state, island=isle, violation=v) for i, (state, loss, isle, v) in enumerate(trials))
         )
     )
-    ranked = sorted((one for one in result.trials if one.losses), key=lambda one: (one.violation, one.loss, one.number))
+    ranked = sorted(
+        (one for one in result.trials if one.losses),
+        key=lambda one: (one.violation, one.state == "stopped" and not one.converged, one.loss, one.number),
+    )
     assert list(result.top(n)) == ranked[:n]
     for island, top in result.top_by_island(n).items():
         assert list(top) == list(result.top(n, island=island)) == [one for one in ranked if one.island == island][:n]

@@ -19,7 +19,7 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--top", type=int, default=5, metavar="N", help="of --show: how many of each island (default: 5)"
     )
-    group.add_argument("--json", action="store_true", help="of --show: everything as JSON, for programs")
+    group.add_argument("--json", action="store_true", help="like --show, but everything as JSON, for programs")
     group.add_argument("--pictures", metavar="DIR", help="draw it: SVG, with the numbers as CSV and JSON beside them")
     group.add_argument("--to-optuna", metavar="FILE", help="write it into a study of Optuna: FILE.db, or a URL")
     group.add_argument("--from-optuna", metavar="FILE", help="begin a search in RUN with the trials of a study")
@@ -28,7 +28,7 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
 
 def wants_results(parsed: argparse.Namespace) -> bool:
     """Whether one of these options was given."""
-    return bool(parsed.show or parsed.pictures or parsed.to_optuna or parsed.from_optuna)
+    return bool(parsed.show or parsed.json or parsed.pictures or parsed.to_optuna or parsed.from_optuna)
 
 
 def show_results(parsed: argparse.Namespace, run_dir: str | None) -> int:

@@ -130,6 +130,8 @@ def _tune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         directory = open_directory(
             parsed.run_dir, program.stem, datetime.now(), resume=parsed.resume, fresh=parsed.fresh
         )
+    if parsed.join:
+        options = {**directory.options(), **options}  # such as how many trials: all workers end with the same one
     own = list(words[: len(words) - len(parsed.args) - 1])
     again = ["lockstep", "tune", "--resume", "--run-dir", _shown(directory.path), *_repeatable(own)]
     request = SearchRequest(

@@ -211,6 +211,11 @@ def note_generation(job: Job, generation: int, *, ranks: int, hosts: Sequence[st
     _write(job.run_dir, about)
 
 
+def next_generation(run_dir: Path) -> int:
+    """The number of the generation that a launcher starts first which goes on in ``run_dir``."""
+    return len(_generations(run_dir))
+
+
 def note_refused(job: Job) -> None:
     """Record that the run was refused before its first step, so that its directory can be used as if it were empty."""
     if (about := _about(job.run_dir)) is not None:

@@ -53,7 +53,13 @@ class ProgressReporter:
     """Shows the user and the launcher where the run is; only on the leader."""
 
     def __init__(
-        self, world: World, env: Mapping[str, str], end: JobDeadline, now: Callable[[], float] = time.monotonic
+        self,
+        world: World,
+        env: Mapping[str, str],
+        end: JobDeadline,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        is_trial: bool = False,
     ) -> None:
         self._world: Final = world
         self._end: Final = end
@@ -65,6 +71,7 @@ class ProgressReporter:
         path = env.get(STATUS)
         self._file = StatusFile(Path(path)) if world.leads and path else None
         self._view = choose_view(sys.stderr, env) if world.leads and not path else SilentView()
+        self._is_trial: Final = is_trial  # one of many: its search is shown, not each of them
 
     def say(self, text: str) -> None:
         """One line for the user, from the leader."""
@@ -108,7 +115,8 @@ class ProgressReporter:
         )
         if self._file is not None:
             self._file.write(self._status)
-        self._view.show(self._status)
+        if not self._is_trial:
+            self._view.show(self._status)
 
     def close(self) -> None:
         """The view is gone from the screen; what it said last stays."""

@@ -34,7 +34,7 @@ from lockstep.run.stop_requests import JobDeadline, StopRequests
 from lockstep.settings import ResolvedSettings, Settings
 from lockstep.step_record import MeasureRequest
 from lockstep.strategies import ReplicaAssignment, Strategy, StrategyContext, open_strategy
-from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial
+from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial, directory_of_run
 from lockstep.world import World
 
 
@@ -110,7 +110,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     if device.type == "cuda" and settings.reduction == "exact":
         _pin_kernels()
     deadline = JobDeadline.from_env(env)
-    reporter = ProgressReporter(world, env, deadline)
+    reporter = ProgressReporter(world, env, deadline, is_trial=current_trial() is not None)
     env.update(world.rank_variables())
     shares_gpu = _share_gpus(world, settings.rehearse)
     group = open_group(world, device, settings.peer_timeout_s, shares_gpu=shares_gpu)
@@ -178,8 +178,9 @@ def _world_of_trial(world: World, trial: CurrentTrial | None) -> World:
     """``world``; in a search with the files of the trial, whose attempts are what generations are to other runs."""
     if trial is None:
         return world
-    trial.directory.mkdir(parents=True, exist_ok=True)
-    return replace(world, run_dir=str(trial.directory), generation=trial.attempt - 1)
+    directory = directory_of_run(trial.directory, len(trial.reports_of_runs))
+    directory.mkdir(parents=True, exist_ok=True)
+    return replace(world, run_dir=str(directory), generation=trial.attempt - 1)
 
 
 def _refuse_child_import() -> None:

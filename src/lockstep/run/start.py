@@ -15,7 +15,7 @@ from lockstep.run.identity import compare_ranks
 from lockstep.run.run_log import RunLog
 from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot
-from lockstep.trial_contract import CHECKPOINTS, current_trial
+from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial, directory_of_run
 
 
 class TrainingStart:
@@ -124,7 +124,7 @@ class TrainingStart:
         )
         if tree is None:
             if trial is not None and trial.inherits is not None:
-                self._inherit(trial.inherits)
+                self._inherit(trial, trial.inherits)
             return None
         checkpointer.compare(self._identity.script, within_pass=())
         if changed := self._snapshot.restore(tree):
@@ -136,9 +136,10 @@ class TrainingStart:
         self._tree_within_turn = tree if self._snapshot.restore_position(tree) else None
         return left if left is not None and checkpointer.resumed_from is left else None
 
-    def _inherit(self, directory: Path) -> None:
-        """Begin with the weights of another trial."""
+    def _inherit(self, trial: CurrentTrial, parent: Path) -> None:
+        """Begin with the weights of the run of this place in another trial, whose directory is ``parent``."""
         context = self._context
+        directory = directory_of_run(parent, len(trial.reports_of_runs) - 1)
         others = Checkpoints(directory / CHECKPOINTS, context.group, keep=1, say=context.reporter.say)
         saved = others.newest()
         if saved is None:

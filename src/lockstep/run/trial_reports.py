@@ -20,6 +20,11 @@ class TrialReports:
         self._context: Final = context
         self._start: Final = start
         self._log: Final = log
+        trial = current_trial()
+        self._before: Final = [] if trial is None else list(trial.reports_of_runs)
+        if trial is not None:
+            position = context.position  # and not the context, which would outlive the run with all it holds
+            trial.reports_of_runs.append(lambda: position.reports)
 
     def report(self, loss: float | torch.Tensor) -> None:
         """See `Run.report`."""
@@ -33,6 +38,7 @@ class TrialReports:
         self._log.write({"reported": value}, position.progress.step, position.epoch_number)
         if trial is None:
             return
+        before += sum(reports() for reports in self._before)
         reason = trial.report(value, before) if context.group.leads else ""
         reason = context.group.broadcast_object(reason, "run.report")
         if reason:

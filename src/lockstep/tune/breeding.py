@@ -95,7 +95,7 @@ def individual_of(trial: Trial) -> Individual:
         point=trial.point,
         losses=trial.losses,
         violation=trial.violation,
-        budget=len(trial.reports) if trial.state == "stopped" else None,
+        budget=len(trial.reports) if trial.is_cut_short else None,
         island=trial.island,
         worker=trial.worker,
         parents=trial.parents,

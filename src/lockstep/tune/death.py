@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from lockstep.launch import RankExit, failure_line
+from lockstep.launch import RankExit, failure_line, next_generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,12 @@ class Death:
         """The death of a generation whose ranks ended by ``exits``."""
         failure = failure_line(exits)
         return cls(generation, at_s, failure.text, failure.raised)
+
+    @classmethod
+    def within_trial(cls, worker_dir: Path, at_s: float) -> Self:
+        """The death of a worker whose objective has ended the process as if all were well."""
+        reason = "the objective ended its process with exit code 0"
+        return cls(next_generation(worker_dir) - 1, at_s, reason, is_of_objective=True)
 
     def write(self, worker_dir: Path) -> None:
         """Leave it in the run directory of the worker."""

@@ -46,7 +46,7 @@ from lockstep.launch import (
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, SEARCH, STOP_FILE
 from lockstep.tune.death import Death
 from lockstep.tune.followed_search import FollowedSearch
-from lockstep.tune.journal import SearchRecord, journal_file
+from lockstep.tune.journal import SearchRecord, is_within_trial, journal_file
 from lockstep.tune.result import SearchResult
 from lockstep.tune.search_directory import SearchDirectory
 from lockstep.tune.views import choose_search_view, watch_search
@@ -217,6 +217,12 @@ class Driver:
             self._view.line(f"worker {spec.number}: its launcher was killed; starting it again")
             self._start(spec)
             return
+        if code == EXIT_OK and not self._stops.times and is_within_trial(self._directory.path, spec.number):
+            Death.within_trial(self._directory.worker(spec.number), time.time()).write(
+                self._directory.worker(spec.number)
+            )
+            self._start(spec)
+            return
         self._codes[spec] = code
         if code == EXIT_USAGE:
             # What cannot be used here cannot be used by the other workers either.
@@ -246,16 +252,16 @@ class Driver:
         request = self._request
         causes = [text for spec in self._codes if (text := _failure_of(self._directory, spec.number))]
         failed = [code for code in self._codes.values() if code not in (EXIT_OK, EXIT_STOPPED)]
+        finished = self._directory.finished()
+        if finished is not None and finished["worker"] in {spec.number for spec in self._codes}:
+            self._out.write(_last_words(self._directory, finished))
+            self._out.flush()
         if EXIT_USAGE in failed:
             self._err.write(f"{causes[0] if causes else 'the search cannot begin'}\n")
             return EXIT_USAGE
         if record is None:
             self._err.write("".join(f"{text}\n" for text in causes[:1]) or "the script ended without lockstep.tune\n")
             return EXIT_FAILED if failed or not self._stops.times else EXIT_STOPPED
-        finished = self._directory.finished()
-        if finished is not None and finished["worker"] in {spec.number for spec in self._codes}:
-            self._out.write(_last_words(self._directory, finished))
-            self._out.flush()
         result = SearchResult(record)
         is_over = len(record.trials) - result.counts["running"] >= int(record.settings["trials"])
         with contextlib.suppress(OSError):
@@ -263,7 +269,10 @@ class Driver:
         if not is_over and (self._stops.times or EXIT_STOPPED in self._codes.values()):
             self._err.write(f"stopped; to go on: {request.again}\n")
             return EXIT_STOPPED
-        if failed and not is_over:
+        fails_after = finished is not None and any(
+            spec.number == finished["worker"] and code in failed for spec, code in self._codes.items()
+        )
+        if failed and (not is_over or fails_after):
             self._err.write("".join(f"{text}\n" for text in causes[:1]))
             return EXIT_FAILED
         if not result.top(1):
@@ -328,6 +337,9 @@ class _Judge:
     def after_failure(self, exits: Sequence[RankExit], generation: int) -> bool:
         death = Death.of(exits, generation, time.time())
         death.write(self._directory.worker(self._worker))
+        finished = self._directory.finished()
+        if death.is_of_objective and finished is not None and finished["worker"] == self._worker:
+            return False  # an error of what the script does after its search
         before, self._written = self._written, _length(journal_file(self._directory.path, self._worker))
         if self._written > before:
             self._in_vain = 0

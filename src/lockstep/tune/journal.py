@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from lockstep.errors import SettingError
-from lockstep.tune.records import Entry, Record, TrialEnded, decode, encode
+from lockstep.tune.records import Entry, LossReported, Record, TrialBegan, TrialEnded, decode, encode
 from lockstep.tune.trial import Move, Trial
 from lockstep.tune.trial_history import TrialHistory
 
@@ -156,6 +156,16 @@ def _whole_lines(data: bytes, worker: int) -> Iterator[tuple[Entry, int]]:
 def journal_file(directory: Path, worker: int) -> Path:
     """The file of ``worker``."""
     return directory / _JOURNAL / f"worker-{worker:04d}.jsonl"
+
+
+def is_within_trial(directory: Path, worker: int) -> bool:
+    """Whether the newest record of ``worker`` is of a trial that has not ended."""
+    try:
+        lines = list(_whole_lines(journal_file(directory, worker).read_bytes(), worker))
+    except FileNotFoundError:
+        return False
+    newest = lines[-1][0].record if lines else None
+    return isinstance(newest, TrialBegan | LossReported)
 
 
 def try_lock(file: int) -> bool:

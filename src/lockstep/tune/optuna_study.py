@@ -97,18 +97,20 @@ def import_optuna(
     if study_name is not None and study_name not in names:
         raise SettingError(f"there is no study {study_name!r}; the storage holds {', '.join(names) or 'none'}")
     study = optuna.load_study(study_name=study_name or names[0], storage=opened)
-    frozen = [trial for trial in study.trials if trial.state.is_finished()]
+    finished = [trial for trial in study.trials if trial.state.is_finished()]
     told = study.user_attrs.get(_SPACE)
-    space = Space.from_json(told) if told else _space_of(frozen)
+    space = Space.from_json(told) if told else _space_of([trial for trial in finished if trial.state.name != "FAIL"])
+    # A trial may have failed before it had asked for all of its parameters.
+    frozen = [trial for trial in finished if trial.state.name != "FAIL" or _fits(trial, space)]
     signs = [-1.0 if direction.name == "MAXIMIZE" else 1.0 for direction in study.directions]
     directory = Path(run_dir)
+    records = [record for trial in frozen for record in _records(trial, space, signs)]
     settings = SearchSettings(trials=max(len(frozen), 1), objectives=len(signs))
     if not SearchPlan(space.to_json(), settings.to_json() | {"imported_from": study.study_name}).write(directory):
         raise SettingError(f"{os.fspath(run_dir)} has a search; give a directory without one")
     with closing(JournalWriter(directory, 0)) as journal, closing(TrialClaims(directory)) as claims:
-        for trial in frozen:
-            for record in _records(trial, space, signs):
-                journal.append(record)
+        for record in records:
+            journal.append(record)
         # The numbers are taken, so that a search that goes on here begins behind them.
         highest = max((_number(trial) for trial in frozen), default=-1)
         while claims.claim(0, highest + 1) is not None:
@@ -148,12 +150,12 @@ def _frozen(optuna: Any, trial: Trial, space: Space, objectives: int) -> Any:
         "number": trial.number, "island": trial.island, "worker": trial.worker, "ranks": trial.ranks,
         "parents": list(trial.parents), "operator": trial.operator, "inherits": trial.inherits,
         "attempts": trial.attempts, "run_s": trial.run_s, "losses": list(trial.losses), "violation": trial.violation,
-        "reason": trial.reason,
+        "reason": trial.reason, "converged": trial.converged,
         "reports_at_s": [report.at_s for report in trial.reports],
     }  # fmt: skip
     made = optuna.trial.create_trial(
         state={"done": states.COMPLETE, "stopped": states.PRUNED, "failed": states.FAIL}[trial.state],
-        params={name: _plain(params[name]) for name in distributions},
+        params={name: _within(_plain(params[name]), of) for name, of in distributions.items()},
         distributions=distributions,
         values=list(trial.losses) if trial.state == "done" else None,
         intermediate_values={report.step: report.loss for report in trial.reports} if objectives == 1 else {},
@@ -189,6 +191,11 @@ def _plain(value: object) -> Any:
     return value if value is None or isinstance(value, str | bool | int | float) else json.dumps(encoded(value))
 
 
+def _within(plain: Any, distribution: Distribution) -> Any:
+    """``plain``, of which rounding may have made more than the last of the steps that Optuna counts as decimals."""
+    return min(plain, distribution.high) if isinstance(plain, float) and hasattr(distribution, "high") else plain
+
+
 def _value(plain: object, dimension: Dimension) -> object:
     if isinstance(dimension, Choice) and isinstance(plain, str) and plain not in dimension.values:
         return decoded(json.loads(plain))
@@ -200,13 +207,26 @@ def _number(frozen: Any) -> int:
     return int(frozen.user_attrs.get(_TRIAL, {}).get("number", frozen.number))
 
 
+def _params(frozen: Any, space: Space) -> dict[str, Any]:
+    dimensions = {gene.name: gene.dimension for gene in space.genes}
+    return {name: _value(value, dimensions[name]) for name, value in frozen.params.items()}
+
+
+def _fits(frozen: Any, space: Space) -> bool:
+    """Whether its parameters are a point of ``space``."""
+    try:
+        space.point(_params(frozen, space))
+    except (KeyError, SettingError):
+        return False
+    return True
+
+
 def _records(frozen: Any, space: Space, signs: Sequence[float]) -> Iterator[Record]:
     about: Mapping[str, Any] = frozen.user_attrs.get(_TRIAL, {})
     number = _number(frozen)
     began = frozen.datetime_start.timestamp() if frozen.datetime_start else time.time()
     ended = frozen.datetime_complete.timestamp() if frozen.datetime_complete else began
-    dimensions = {gene.name: gene.dimension for gene in space.genes}
-    params = {name: _value(value, dimensions[name]) for name, value in frozen.params.items()}
+    params = _params(frozen, space)
     yield TrialBegan(
         number,
         about.get("attempts", 1),
@@ -239,6 +259,7 @@ def _records(frozen: Any, space: Space, signs: Sequence[float]) -> Iterator[Reco
         losses if state != "failed" else (),
         sum(max(value, 0.0) for value in constraints),
         about.get("reason") or ("" if state == "done" else f"{frozen.state.name.lower()} in Optuna"),
+        bool(about.get("converged")),
     )
 
 

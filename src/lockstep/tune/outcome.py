@@ -38,10 +38,11 @@ class Outcome:
     violation: float = 0.0
     reason: str = ""
     place: str = ""  #: of a failure: file and line
+    returned: bool = False  #: the objective returned, whatever: this rank is in step with others that did
 
     @classmethod
     def of_result(cls, value: object, objectives: int) -> Self:
-        """The outcome of an objective that returned ``value``."""
+        """The outcome of an objective that returned ``value``; of several ranks, the leader's counts."""
         violation = 0.0
         if isinstance(value, Evaluated):
             violation, value = value.violation, value.losses
@@ -50,13 +51,19 @@ class Outcome:
             losses = tuple(_number(one) for one in values)
             violation = _number(violation)
         except TypeError:
-            return cls("failed", reason=f"the objective returned {_short(value)}, which is no number")
+            return cls._useless(f"{_short(value)}, which is no number")
         if len(losses) != objectives:
             given = f"{len(losses)} losses" if len(losses) != 1 else "one loss"
-            return cls("failed", reason=f"the objective returned {given}, and the search has objectives={objectives}")
+            return cls._useless(f"{given}, and the search has objectives={objectives}")
         if bad := [loss for loss in losses if not math.isfinite(loss)]:
-            return cls("failed", reason=f"the objective returned {bad[0]}")
-        return cls("done", losses, max(0.0, violation))
+            return cls._useless(f"{bad[0]}")
+        if math.isnan(violation):
+            return cls._useless("a violation of nan")
+        return cls("done", losses, max(0.0, violation), returned=True)
+
+    @classmethod
+    def _useless(cls, what: str) -> Self:
+        return cls("failed", reason=f"the objective returned {what}", returned=True)
 
     @classmethod
     def of_error(cls, error: BaseException) -> Self:
@@ -86,7 +93,7 @@ def _number(value: object) -> float:
         raise TypeError
     try:
         return float(value)
-    except (ValueError, RuntimeError):
+    except (ValueError, RuntimeError, OverflowError):
         raise TypeError from None
 
 

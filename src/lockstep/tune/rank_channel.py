@@ -51,7 +51,7 @@ class SingleRankChannel(RankChannel):
 
     @override
     def verdict(self, own: Outcome) -> Verdict:
-        return "well" if own.state in ("done", "stopped") else "renew"
+        return "renew" if _is_bad(own) else "well"
 
 
 class StoreRankChannel(RankChannel):
@@ -142,13 +142,15 @@ class StoreRankChannel(RankChannel):
 
 
 def _is_bad(outcome: Outcome) -> bool:
-    return outcome.state not in ("done", "stopped")
+    return not outcome.returned and outcome.state != "stopped"
 
 
 def _verdict(outcomes: list[Outcome]) -> Verdict:
     """Ranks that ended alike may go on together; what they have open between them only where all is well."""
     states = {outcome.state for outcome in outcomes}
-    if states <= {"done", "stopped"}:
-        return "well" if len(states) == 1 else "end"
+    if len({outcome.returned for outcome in outcomes}) > 1:
+        return "end"
+    if outcomes[0].returned or states == {"stopped"}:
+        return "well"
     alike = len(states) == 1 and len({outcome.place for outcome in outcomes}) == 1
     return "renew" if alike and states <= {"failed", "interrupted"} else "end"

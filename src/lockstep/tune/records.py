@@ -62,6 +62,7 @@ class TrialEnded:
     losses: tuple[float, ...] = ()
     violation: float = 0.0
     reason: str = ""
+    converged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ class Failure:
 class SearchResult:
     """A search as it was when it was read; it may still be running.
 
-    A trial is better than another if it violates the constraints less, then if its first loss is lower, then if it
-    began earlier. A trial that was stopped early counts with the loss that it had: whoever is best was that good.
+    A trial is better than another if it violates the constraints less, then if it was not cut short by a stopping rule
+    that compared it with others, then if its first loss is lower, then if it began earlier.
     """
 
     record: SearchRecord
@@ -148,10 +148,10 @@ def load(run_dir: str | os.PathLike[str]) -> SearchResult:
     return SearchResult(replace(record, trials=trials))
 
 
-def rank_of(trial: Trial) -> tuple[float, float, int]:
+def rank_of(trial: Trial) -> tuple[float, bool, float, int]:
     """By what trials are sorted, best first."""
     loss = trial.loss
-    return trial.violation, math.inf if math.isnan(loss) else loss, trial.number
+    return trial.violation, trial.is_cut_short, math.inf if math.isnan(loss) else loss, trial.number
 
 
 def _row(trial: Trial, names: Sequence[str], objectives: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +25,7 @@ from lockstep.tune.search import Space
 from lockstep.tune.search_settings import FIXED, SearchSettings
 
 _ENDING_S = 5.0
+_LOOK_S = 0.2
 _FINISHED = "finished.json"
 
 
@@ -82,13 +83,19 @@ class SearchDirectory:
         locks = self.path.glob("journal/worker-*.lock")
         return any(not self.is_gone(int(path.stem.removeprefix("worker-"))) for path in locks)
 
-    def begin(self, space: Space, settings: SearchSettings, workers: int) -> None:
+    def begin(self, space: Space, settings: SearchSettings, workers: int, options: Mapping[str, Any]) -> None:
         """Write what is searched, or compare with what was written before.
+
+        Args:
+            space: what is searched.
+            settings: of the search.
+            workers: how many it has, as far as is known.
+            options: those of the settings that the command line said, for workers that join (`options`).
 
         Raises:
             SettingError: if the search that is there is another one.
         """
-        written = settings.to_json() | {"workers": workers}
+        written = settings.to_json() | {"workers": workers, "options": dict(options)}
         plan = SearchPlan(space.to_json(), written)
         if SearchPlan.read(self.path) is None and plan.write(self.path):
             return
@@ -108,8 +115,14 @@ class SearchDirectory:
         if before.settings != json.loads(json.dumps(written)):
             plan.replace(self.path)
 
+    def options(self) -> Mapping[str, Any]:
+        """What the command line says of the settings of the search that runs here; waits until that has begun."""
+        while (plan := SearchPlan.read(self.path)) is None and self.is_alive():
+            time.sleep(_LOOK_S)
+        return {} if plan is None else plan.settings.get("options", {})
+
     def finish(self, worker: int, log_bytes: int) -> bool:
-        """Say that all trials have ended; returns whether this worker is the first that says so.
+        """Say that all trials have ended; returns whether this worker is the first that says so, now or before a kill.
 
         Args:
             worker: that says it.
@@ -120,9 +133,11 @@ class SearchDirectory:
         try:
             os.link(scratch, self.path / _FINISHED)
         except FileExistsError:
-            return False
+            if (self.finished() or {}).get("worker") != worker:
+                return False
+            scratch.replace(self.path / _FINISHED)
         finally:
-            scratch.unlink()
+            scratch.unlink(missing_ok=True)
         return True
 
     def finished(self) -> dict[str, int] | None:
@@ -220,7 +235,7 @@ def join_directory(run_dir: str | None, within_s: float) -> SearchDirectory:
     directory = SearchDirectory(Path(run_dir).absolute())
     until_s = time.monotonic() + within_s
     while not (is_alive := directory.is_alive()) and time.monotonic() < until_s:
-        time.sleep(0.2)
+        time.sleep(_LOOK_S)
     if not is_alive:
         raise SettingError(f"no search runs in {run_dir}; begin one: lockstep tune --run-dir {run_dir} search.py")
     return directory

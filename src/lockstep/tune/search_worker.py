@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from lockstep.tune.claims import TrialClaims
 from lockstep.tune.death import Death
 from lockstep.tune.journal import JournalReader, JournalWriter
 from lockstep.tune.outcome import Outcome
+from lockstep.tune.pareto_front import pareto_front
 from lockstep.tune.records import AttemptCut, LossReported, MovePlanned, TrialBegan, TrialEnded
 from lockstep.tune.result import rank_of
 from lockstep.tune.search import Move, Point, Space
@@ -64,7 +66,8 @@ class SearchWorker:
         workers: how many workers the search has, as far as is known.
         death: how the worker's last generation ended; None: it is the first, or was stopped.
         say: for the user.
-        stop_at_s: no trial begins after that, in seconds since 1970.
+        limit_at_s: the time limit of the search, after which no trial begins, in seconds since 1970.
+        leave_at_s: likewise of this worker alone, whose job ends.
         now: seconds since 1970.
 
     Raises:
@@ -81,12 +84,13 @@ class SearchWorker:
         settings: SearchSettings,
         workers: int,
         death: Death | None,
-        stop_at_s: float,
+        limit_at_s: float,
+        leave_at_s: float,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._directory, self._worker, self._ranks = directory, worker, ranks
         self._space, self._settings, self._death = space, settings, death
-        self._stop_at_s, self._now = stop_at_s, now
+        self._limit_at_s, self._leave_at_s, self._now = limit_at_s, leave_at_s, now
         self._stopping = make_stopping(settings.stopping)
         self._breeding = Breeding(
             space,
@@ -110,20 +114,25 @@ class SearchWorker:
 
     @property
     def is_over(self) -> bool:
-        """Whether all trials of the search have ended, as far as is known here."""
+        """Whether all trials of the search have ended, as far as is known; past its time limit, all that had begun."""
+        trials = self._settings.trials
+        if self._now() >= self._limit_at_s:
+            trials = min(trials, len(self._claims.owners()))
         self._learn()
-        return self._history.ended >= self._settings.trials
+        return self._history.ended >= trials
 
     def next(self) -> TrialOrder | None:
         """The trial to evaluate now, which is recorded as begun; None: there is none for this worker."""
         while self._unfinished:
             if (order := self._go_on_with(self._unfinished.pop(0))) is not None:
                 return order
-        if self._now() >= self._stop_at_s:
+        if self._now() >= min(self._limit_at_s, self._leave_at_s):
             return None
-        number = self._claims.claim(self._worker, self._settings.trials)
-        if number is not None:
-            return self._begin(number)
+        while (number := self._claims.claim(self._worker, self._settings.trials)) is not None:
+            # A power failure may have cost claims of trials that are in the journal.
+            self._learn()
+            if (order := self._go_on_with(number)) is not None:
+                return order
         self._learn()
         while (orphan := self._take_over()) is not None:
             if (order := self._go_on_with(orphan)) is not None:
@@ -146,12 +155,9 @@ class SearchWorker:
         if outcome.state == "interrupted" or outcome.state == "lost":
             self._writer.append(AttemptCut(order.number, order.attempt, at_s, run_s, outcome.reason))
             return
-        losses, reason = outcome.losses, outcome.reason
+        losses, converged = outcome.losses, False
         if outcome.state == "stopped":
-            self._learn()
-            trial = self._history.trial(order.number)
-            is_comparable = trial is not None and trial.reports and self._settings.objectives == 1
-            losses = (trial.reports[-1].loss,) if trial is not None and is_comparable else ()
+            losses, converged = self._stopped(order)
         self._writer.append(
             TrialEnded(
                 order.number,
@@ -161,7 +167,8 @@ class SearchWorker:
                 run_s,
                 losses=losses,
                 violation=outcome.violation,
-                reason=reason,
+                reason=outcome.reason,
+                converged=converged,
             )
         )
         self._learn()
@@ -176,6 +183,16 @@ class SearchWorker:
     def close(self) -> None:
         """Let others write; what was written is on the disk."""
         self._open.close()
+
+    def _stopped(self, order: TrialOrder) -> tuple[tuple[float, ...], bool]:
+        """The losses of a stopped trial, as far as they compare, and whether it had come to its own end."""
+        self._learn()
+        trial = self._history.trial(order.number)
+        if trial is None or not trial.reports or self._settings.objectives > 1:
+            return (), False
+        loss = trial.reports[-1].loss
+        # Nobody to compare with, and stopped all the same.
+        return ((loss,) if math.isfinite(loss) else ()), bool(self._stopping.stops(trial, ()))
 
     def _learn(self) -> None:
         """Read what all workers have written."""
@@ -194,6 +211,8 @@ class SearchWorker:
 
     def _begin(self, number: int) -> TrialOrder:
         self._learn()
+        # Of a beginning with other parameters, which no journal knows any more: its checkpoints are not this trial's.
+        shutil.rmtree(self._directory.trial(number), ignore_errors=True)
         proposal = self._breeding.propose(number)
         inherits = self._parent_with_weights(proposal.parents) if self._settings.inherit_weights else None
         order = TrialOrder(number, 1, proposal.point, inherits)
@@ -267,10 +286,15 @@ class SearchWorker:
         needed = {trial.number for trial in ended[:keep]} | {
             trial.inherits for trial in trials if trial.state == "running"
         }
-        # Those that were among the best until now, and this one.
-        for trial in (*ended[keep : keep + 2], *(one for one in trials if one.number == number)):
+        left = ended[keep : keep + 2]  # those that were among the best until now
+        if self._settings.objectives > 1 and keep:
+            feasible = [trial for trial in ended if not trial.violation]
+            needed |= {feasible[index].number for index in pareto_front([trial.losses for trial in feasible])}
+            left = ended[keep:]  # any of them may have been on the front
+        for trial in (*left, *(one for one in trials if one.number == number)):
             if trial.number not in needed:
-                shutil.rmtree(self._directory.trial(trial.number) / CHECKPOINTS, ignore_errors=True)
+                for checkpoints in self._directory.trial(trial.number).glob(f"**/{CHECKPOINTS}"):
+                    shutil.rmtree(checkpoints, ignore_errors=True)
 
 
 def _planned(move: Move, at_s: float) -> MovePlanned:

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import LaunchError, SettingError
+from lockstep.errors import LaunchError, MismatchError, SettingError
 from lockstep.launch import Function
 from lockstep.launch_contract import ENDS_AT, EXIT_OK, EXIT_STOPPED, SEARCH
 from lockstep.tune.death import Death
@@ -29,6 +29,8 @@ from lockstep.world import World
 
 #: So long before the end of a job no trial begins any more.
 _MARGIN_S = 30.0
+#: The search that this process has carried out as a worker.
+_carried_out: list[Path] = []
 
 
 def tune(
@@ -146,6 +148,12 @@ def _as_worker(
 ) -> SearchResult:
     """As one rank of a worker that the driver has started."""
     directory = SearchDirectory(Path(told["directory"]))
+    if _carried_out:
+        raise SettingError(
+            f"this script calls lockstep.tune once more, after the search in {directory.path}: `lockstep tune` carries "
+            "out one search. Start the script with python, where each tune(...) is a search of its own, or make it two "
+            "scripts"
+        )
     settings = settings.with_options(told["options"])
     worker, workers = int(told["worker"]), int(told["workers"])
     # Late, for it imports torch.
@@ -153,9 +161,13 @@ def _as_worker(
 
     with open_channel(world) as (channel, stops):
         began_s = float(told["began_s"])
-        is_over = _evaluate(objective, space, settings, world, directory, worker, workers, channel, stops, began_s)
+        options = told["options"]
+        is_over = _evaluate(
+            objective, space, settings, world, directory, worker, workers, channel, stops, began_s, options
+        )
     if not is_over:
         raise SystemExit(EXIT_OK)
+    _carried_out.append(directory.path)
     return load(directory.path)
 
 
@@ -187,7 +199,7 @@ def _alone(
             worker = stack.enter_context(directory.being_worker())
             path = str(directory.path)
         directory = SearchDirectory(Path(channel.tell(path)))
-        _evaluate(objective, space, settings, world, directory, worker, 1, channel, stops, time.time())
+        _evaluate(objective, space, settings, world, directory, worker, 1, channel, stops, time.time(), {})
         return load(directory.path)
 
 
@@ -202,6 +214,7 @@ def _evaluate(
     channel: RankChannel,
     stops: StopSignals,
     began_s: float,
+    options: Mapping[str, Any],
 ) -> bool:
     """Evaluate trials; returns whether this worker is to say that the search is over."""
     # Late, for it imports torch.
@@ -209,10 +222,11 @@ def _evaluate(
     from lockstep.tune.trial_ranks import Objective, evaluate_trials
 
     called = Objective.of(objective)
+    _compare_ranks(space, settings, channel)
     with contextlib.ExitStack() as stack:
         leader: SearchWorker | None = None
         if world.leads:
-            directory.begin(space, settings, workers)
+            directory.begin(space, settings, workers, options)
             leader = SearchWorker(
                 directory,
                 worker,
@@ -221,7 +235,8 @@ def _evaluate(
                 settings=settings,
                 workers=workers,
                 death=Death.read(directory.worker(worker), world.generation),
-                stop_at_s=_stop_at_s(settings, began_s),
+                limit_at_s=math.inf if settings.time_limit_s is None else began_s + settings.time_limit_s,
+                leave_at_s=_job_stop_at_s(),
             )
             stack.enter_context(contextlib.closing(leader))
         is_over = evaluate_trials(directory, called, space, settings, channel, stops, leader)
@@ -242,8 +257,11 @@ def _start_workers(
     """From a script or a notebook: workers that are copies of this process."""
 
     def be_rank() -> None:
-        with contextlib.suppress(SystemExit):
+        try:
             _as_worker(objective, space, settings, World.from_env(os.environ), json.loads(os.environ[SEARCH]))
+        except SystemExit as end:
+            if end.code != EXIT_OK:
+                raise
 
     request = SearchRequest(
         Function(be_rank), directory, sizes, hang_after_s=hang_after_s, again="tune(..., resume=True)"
@@ -256,10 +274,19 @@ def _start_workers(
     return load(directory.path)
 
 
-def _stop_at_s(settings: SearchSettings, began_s: float) -> float:
-    """When no trial begins any more, in seconds since 1970."""
-    limit_s = math.inf if settings.time_limit_s is None else began_s + settings.time_limit_s
-    return min(limit_s, _job_stop_at_s())
+def _compare_ranks(space: Space, settings: SearchSettings, channel: RankChannel) -> None:
+    """Check that all ranks search the same: each makes the parameters of a trial of its own space. Collective.
+
+    Raises:
+        MismatchError: on the ranks that do not, such as where a space is made of a set, whose order is another in each
+            process.
+    """
+    own = json.dumps([space.to_json(), settings.seed, settings.objectives])
+    if (leaders := channel.tell(own)) != own:
+        raise MismatchError(
+            f"the ranks of a trial search over different spaces: {own} here, {leaders} on the leader; make the space "
+            "of what is the same on all ranks, in the same order: of a list, not of a set"
+        )
 
 
 def _job_stop_at_s() -> float:

@@ -33,6 +33,9 @@ class Trial:
     losses: tuple[float, ...] = ()  #: one for each objective; empty while it runs, and where it failed
     violation: float = 0.0  #: by how much it violates the constraints; 0: it satisfies them
     reason: str = ""  #: why it failed or was stopped, in one line
+    #: Of a stopped one: it would have been stopped without any other trial, too, as by `patience`. Nothing was cut
+    #: short: that was its training.
+    converged: bool = False
     island: int = 0
     worker: int = 0
     ranks: int = 1  #: of the worker that ran its last attempt
@@ -49,6 +52,11 @@ class Trial:
     def loss(self) -> float:
         """The first of its losses; NaN while there is none."""
         return self.losses[0] if self.losses else math.nan
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether it was stopped before the end of its training: its loss compares with none of a whole one."""
+        return self.state == "stopped" and not self.converged
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,7 @@ def _trial(number: int, story: _Story) -> Trial | None:
             "losses": ended.losses,
             "violation": ended.violation,
             "reason": ended.reason,
+            "converged": ended.converged,
             "ended_at_s": ended.at_s,
         }
     ran = story.attempts[last]

@@ -162,7 +162,8 @@ class TrialRank:
             sys.excepthook(type(error), error, error.__traceback__)
             return Outcome.of_error(error), error
         if self._stopped:
-            return Outcome("stopped", reason=self._stopped), None
+            # It was told to stop, and has caught the error that said so.
+            return Outcome("stopped", reason=self._stopped, returned=True), None
         return Outcome.of_result(value, self._settings.objectives), None
 
     def _report(self, order: TrialOrder, loss: float, step: int) -> str:

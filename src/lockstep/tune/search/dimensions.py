@@ -7,6 +7,7 @@ equal part of that interval (of its logarithm, for ``log``), so that the first a
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Mapping
@@ -169,8 +170,8 @@ class Choice:
         return len(self.values)
 
     def value(self, gene: float) -> Any:
-        """The value of index ``gene``."""
-        return self.values[int(gene)]
+        """The value of index ``gene``; a copy, so that no objective changes what the next one gets."""
+        return copy.deepcopy(self.values[int(gene)])
 
     def gene(self, value: Any) -> float:
         """The index of ``value``.

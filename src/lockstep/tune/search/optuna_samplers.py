@@ -75,13 +75,16 @@ class OptunaSampler:
         """What the sampler suggests now."""
         if self._asked is not None:  # it has failed, or was varied
             self._study.tell(self._asked[1], state=self._optuna.trial.TrialState.FAIL)
-        with self._quiet():
-            self._study.sampler = self._sampler(int(random.integers(2**31)))
-            trial = self._study.ask()
-            genes = [0.0] * len(self._space)
-            for index, gene in enumerate(self._space.genes):
-                if self._space.active(tuple(genes))[index]:
-                    genes[index] = gene.dimension.gene(self._suggested(trial, index))
+        try:
+            with self._quiet():
+                self._study.sampler = self._sampler(int(random.integers(2**31)))
+                trial = self._study.ask()
+                genes = [0.0] * len(self._space)
+                for index, gene in enumerate(self._space.genes):
+                    if self._space.active(tuple(genes))[index]:
+                        genes[index] = gene.dimension.gene(self._suggested(trial, index))
+        except ImportError as error:
+            raise self._lacking(error) from None
         point = self._space.snap(tuple(genes))
         self._asked = point, trial
         return Proposal(point, (), self._word)
@@ -91,7 +94,10 @@ class OptunaSampler:
         try:
             return kind(seed=seed)
         except ImportError as error:
-            raise SettingError(f"algorithm={self._word!r} needs more than Optuna: {error}; install it") from None
+            raise self._lacking(error) from None
+
+    def _lacking(self, error: ImportError) -> SettingError:
+        return SettingError(f"algorithm={self._word!r} needs more than Optuna: {error}; install it")
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -109,9 +115,11 @@ class OptunaSampler:
         kinds = self._optuna.distributions
         if isinstance(dimension, Choice):
             return kinds.CategoricalDistribution(tuple(range(dimension.cells)))
+        if isinstance(dimension, Float) and dimension.cells:
+            # By their number: Optuna counts steps in decimal fractions, and would leave the last of some out.
+            return kinds.IntDistribution(0, dimension.cells - 1)
         if isinstance(dimension, Float):
-            high = dimension.value(1.0)
-            return kinds.FloatDistribution(dimension.low, high, log=dimension.log, step=dimension.step)
+            return kinds.FloatDistribution(dimension.low, dimension.high, log=dimension.log)
         high = dimension.low + (dimension.cells - 1) * (dimension.step or 1)
         return kinds.IntDistribution(dimension.low, high, log=dimension.log, step=dimension.step or 1)
 
@@ -120,6 +128,8 @@ class OptunaSampler:
         if isinstance(dimension, Choice):
             return dimension.values[trial.suggest_categorical(name, tuple(range(dimension.cells)))]
         of = self._distributions[index]
+        if isinstance(dimension, Float) and dimension.cells:
+            return dimension.value((trial.suggest_int(name, of.low, of.high) + 0.5) / dimension.cells)
         suggest = trial.suggest_float if isinstance(dimension, Float) else trial.suggest_int
         return suggest(name, of.low, of.high, log=of.log, step=of.step)
 
@@ -133,9 +143,7 @@ class OptunaSampler:
         exist = self._space.active(individual.point)
         for index, gene in enumerate(self._space.genes):
             if exist[index]:
-                place = individual.point[index]
-                is_choice = isinstance(gene.dimension, Choice)
-                params[self._names[index]] = int(place) if is_choice else gene.dimension.value(place)
+                params[self._names[index]] = _told(gene.dimension, individual.point[index])
                 distributions[self._names[index]] = self._distributions[index]
         stopped = individual.budget is not None and len(individual.losses) == 1
         state = self._optuna.trial.TrialState.PRUNED if stopped else self._optuna.trial.TrialState.COMPLETE
@@ -147,3 +155,12 @@ class OptunaSampler:
             intermediate_values={individual.budget or 0: individual.losses[0]} if stopped else None,
             constraints={"violation": individual.violation} if individual.violation else None,
         )
+
+
+def _told(dimension: Dimension, place: float) -> Any:
+    """What the study knows of a gene: the number of the value, where it is a choice or has steps."""
+    if isinstance(dimension, Choice):
+        return int(place)
+    if isinstance(dimension, Float) and dimension.cells:
+        return min(int(place * dimension.cells), dimension.cells - 1)
+    return dimension.value(place)

@@ -21,7 +21,8 @@ def reached(trials: Iterable[Trial], budget: int) -> list[tuple[float, ...]]:
 
 def finished(trials: Iterable[Trial]) -> list[Trial]:
     """Those that were trained to their end with a loss that is a number, best first: by loss, then by number."""
-    done = (trial for trial in trials if trial.state == "done" and trial.losses and not math.isnan(trial.losses[0]))
+    whole = (trial for trial in trials if trial.state == "done" or trial.converged)
+    done = (trial for trial in whole if trial.losses and not math.isnan(trial.losses[0]))
     return sorted(done, key=lambda trial: (trial.losses[0], trial.number))
 
 

@@ -21,7 +21,7 @@ def order_at_equal_budget(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     ranked = finished(trials)
     places: defaultdict[int, list[Trial]] = defaultdict(list)
     for trial in trials:
-        if trial.state == "stopped" and trial.reports:
+        if trial.is_cut_short and trial.reports:
             places[_place(trial, ranked)].append(trial)
     order: list[Trial] = []
     for place in range(len(ranked) + 1):
@@ -40,14 +40,14 @@ def losses_at_equal_budget(trials: Sequence[Trial]) -> Mapping[int, float]:
     never decrease along the order.
     """
     order = order_at_equal_budget(trials)
-    ranked = [trial.losses[0] for trial in order if trial.state == "done"]
+    ranked = [trial.losses[0] for trial in order if not trial.is_cut_short]
     if not ranked:
         budget = min((len(trial.reports) for trial in order), default=0)
         return {trial.number: min(losses_of(trial)[:budget]) for trial in order}
     losses: dict[int, float] = {}
     latest = ranked[0]
     for trial in order:
-        latest = trial.losses[0] if trial.state == "done" else latest
+        latest = latest if trial.is_cut_short else trial.losses[0]
         losses[trial.number] = latest
     return losses
 
