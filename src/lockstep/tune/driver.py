@@ -250,7 +250,9 @@ class Driver:
             self._err.write(f"{causes[0] if causes else 'the search cannot begin'}\n")
             return EXIT_USAGE
         if record is None:
-            self._err.write("".join(f"{text}\n" for text in causes[:1]) or "the script ended without a call of lockstep.tune\n")
+            self._err.write(
+                "".join(f"{text}\n" for text in causes[:1]) or "the script ended without a call of lockstep.tune\n"
+            )
             return EXIT_FAILED if failed or not self._stops.times else EXIT_STOPPED
         finished = self._directory.finished()
         if finished is not None and finished["worker"] in {spec.number for spec in self._codes}:
