@@ -42,8 +42,8 @@ def bench_options() -> argparse.ArgumentParser:
     parser = _BenchParser(
         prog="lockstep bench",
         usage="lockstep bench script.py [options] [-- script options]",
-        description="Measure an unchanged script on this machine. Each variant trains for some steps in each of several "
-        "rounds; its results are discarded.",
+        description="Measure an unchanged script on this machine. Each variant trains for some steps in each of "
+        "several rounds; its results are discarded.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=112),
         epilog="The table is printed to stdout. The last line names the directory with the JSON, CSV and SVG files.",

@@ -14,7 +14,7 @@ from lockstep.launch_contract import EXIT_OK
 
 def add_result_options(parser: argparse.ArgumentParser) -> None:
     """The options that start no trial; the one positional argument is then the directory of the search."""
-    group = parser.add_argument_group("instead of searching: show or convert the search in a directory")
+    group = parser.add_argument_group("instead of searching; search.py is then the directory of a search")
     group.add_argument("--show", action="store_true", help="counts, the best trials of each island, failures")
     group.add_argument(
         "--top", type=int, default=5, metavar="N", help="with --show: number of trials of each island (default: 5)"

@@ -66,7 +66,7 @@ def tune_options() -> argparse.ArgumentParser:
     workers.add_argument(
         "--grace", type=float, default=10.0, metavar="SECONDS", help="from SIGTERM to SIGKILL (default: 10)"
     )
-    search = parser.add_argument_group("the search: overrides the arguments of tune(...)")
+    search = parser.add_argument_group("the search; these override the arguments of tune(...)")
     search.add_argument("--trials", type=int, metavar="N", help="in total; those from before a resume count")
     search.add_argument("--seed", type=int, metavar="N", help="of the search and of each training")
     search.add_argument("--islands", type=int, metavar="N", help="number of populations, with migration between them")
@@ -82,11 +82,11 @@ def tune_options() -> argparse.ArgumentParser:
     )
     search.add_argument("--time-limit", metavar="TIME", help="no trial begins after that time, such as '2 h'")
     files = parser.add_argument_group("files")
-    files.add_argument("--run-dir", metavar="DIR", help="of the search (default: a new one under runs/)")
+    files.add_argument("--run-dir", metavar="DIR", help="directory of the search (default: a new one under runs/)")
     files.add_argument("--resume", action="store_true", help="go on with the search in the run directory")
     files.add_argument("--fresh", action="store_true", help="move an earlier search in the run directory aside")
     files.add_argument("--join", action="store_true", help="add workers to the search that runs in the run directory")
-    settings = parser.add_argument_group("settings of each trial's run: override those of the script")
+    settings = parser.add_argument_group("settings of each trial's run; they override those of the script")
     settings.add_argument("--strategy", metavar="NAME", help="how replicas are kept in step (default: ddp)")
     settings.add_argument("--precision", metavar="NAME", help="fp32, bf16 or fp16")
     settings.add_argument("--reduction", metavar="NAME", help="exact or fast")
