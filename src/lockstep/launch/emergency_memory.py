@@ -1,6 +1,6 @@
 """A directory in this host's memory, in which the survivors of a dead rank save the state of the last finished step.
 
-It exists as long as the launcher of this node, so that each generation of ranks finds the states of earlier ones. If the
+It exists as long as the launcher of this node, so each generation of ranks finds the states of earlier ones. If the
 launcher is killed, the fork server removes it; if both are killed, the next launcher on this host does.
 """
 

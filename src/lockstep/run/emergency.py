@@ -392,8 +392,8 @@ def open_emergency(
 def writes_emergency(env: Mapping[str, str], settings: Settings, group: Group, strategy: Strategy) -> bool:
     """Whether this rank saves its state when another rank dies.
 
-    With NCCL it cannot: a rank does not learn in time that another one has died, and its device may be some steps behind
-    its host.
+    With NCCL it cannot: a rank does not learn in time that another one has died, and its device may be some steps
+    behind its host.
     """
     wanted = EMERGENCY in env and settings.emergency
     return wanted and group.size > 1 and group.over_cpu and holds_whole_state(strategy)
