@@ -236,7 +236,7 @@ class SearchPlan:
 
     def _written(self, directory: Path) -> Path:
         """A file in ``directory`` that holds it."""
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         scratch = directory / f".{SEARCH_FILE}.{os.getpid()}"
         content = {"format": _FORMAT, "space": self.space, "settings": self.settings}
         with scratch.open("w", encoding="utf-8") as file:

@@ -155,7 +155,7 @@ class SearchDirectory:
 def open_directory(
     run_dir: str | os.PathLike[str] | None, name: str, now: datetime, *, resume: bool, fresh: bool
 ) -> SearchDirectory:
-    """The directory for a search that begins or is resumed; it is created if it does not exist.
+    """The directory for a search that begins or is resumed; a new one has mode 0700, as that of a run.
 
     Args:
         run_dir: None: a new one under ``runs``.
@@ -179,7 +179,7 @@ def open_directory(
     if path.exists() and not path.is_dir():
         raise SettingError(f"--run-dir {os.fspath(run_dir)} is a file; give a directory")
     if not path.exists() or not any(path.iterdir()):
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return directory
     if not (path / SEARCH_FILE).exists() and not (path / "journal").exists():
         raise SettingError(f"--run-dir {os.fspath(run_dir)} is not empty and holds no search (no {SEARCH_FILE})")
@@ -194,7 +194,7 @@ def open_directory(
         )
     if fresh:
         path.rename(_unused(path.with_name(f"{path.name}-before-{now:%Y%m%d-%H%M%S}")))
-        path.mkdir()
+        path.mkdir(mode=0o700)
         return directory
     if not resume:
         record = read_search(path) if (path / SEARCH_FILE).exists() else None
@@ -230,7 +230,7 @@ def join_directory(run_dir: str | None, within_s: float) -> SearchDirectory:
 
 def _new(path: Path) -> Path:
     path = _unused(path)
-    path.mkdir(parents=True)
+    path.mkdir(mode=0o700, parents=True)
     return path
 
 
