@@ -108,9 +108,7 @@ class ProgressReporter:
         )
         if self._file is not None:
             self._file.write(self._status)
-        # A run that has trained nothing, such as one that a search opens around a formula, has no progress to show.
-        if progress.step or state not in _ENDS:
-            self._view.show(self._status)
+        self._view.show(self._status)
 
     def close(self) -> None:
         """The view is gone from the screen; what it said last stays."""

@@ -158,7 +158,7 @@ def _trial(number: int, story: _Story) -> Trial | None:
         inherits=begun.inherits,
         attempts=last,
         reports=tuple(reports[step] for step in sorted(reports)),
-        began_at_s=min(one.began.at_s for one in counted if one.began is not None),
+        began_at_s=min((one.began.at_s for one in counted if one.began is not None), default=begun.at_s),
         run_s=sum(
             story.attempts[key].run_s(ended if ended is not None and key == ended.attempt else None)
             for key in sorted(story.attempts)
