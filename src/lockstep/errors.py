@@ -56,7 +56,7 @@ class PeerLost(LockstepError, RuntimeError):
 
 
 class TrialStopped(LockstepError):
-    """A search ends this trial early, on all of its ranks after the same report; let it pass through the objective."""
+    """A search stops this trial early, on all of its ranks in the same report; the objective should not catch it."""
 
 
 class CheckpointError(LockstepError, RuntimeError):

@@ -88,7 +88,7 @@ def test_a_profile_a_trace_and_the_largest_batch(script, tmp_path, capsys):
 
 def test_what_cannot_be_measured_is_said_at_once(script, capsys, monkeypatch):
     for words, said in (
-        (["--ranks", "1"], "say what to measure"),
+        (["--ranks", "1"], "give a script"),
         (["nowhere.py", "--ranks", "1"], "no such file"),
         ([script, "--strategies", "pdd"], "give one of"),
         ([script, "--steps", "0"], "at least 1"),

@@ -50,7 +50,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(search):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--show"], "say which search"),
+        (["--show"], "give the directory of a search"),
         (["--show", "nowhere"], "holds no search"),
         (["--show", "--top", "0", "nowhere"], "give at least 1"),
     ],

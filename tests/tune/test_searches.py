@@ -43,9 +43,9 @@ def test_a_search_of_one_worker_is_the_same_again_also_when_it_is_resumed():
 
 def test_what_is_there_is_neither_overwritten_nor_mixed():
     lockstep.tune(loss_of, SPACE, trials=3, run_dir="a")
-    with pytest.raises(SettingError, match="3 trials have ended: go on with it by --resume"):
+    with pytest.raises(SettingError, match="3 trials have ended: go on with --resume"):
         lockstep.tune(loss_of, SPACE, trials=3, run_dir="a")
-    with pytest.raises(SettingError, match=r"over another space: x was .*Give the space of before"):
+    with pytest.raises(SettingError, match=r"over another space: x was .*Give the same space"):
         lockstep.tune(loss_of, SPACE | {"x": Float(-2, 1)}, trials=5, run_dir="a", resume=True)
     with pytest.raises(SettingError, match="begun with seed=0"):
         lockstep.tune(loss_of, SPACE, trials=5, seed=1, run_dir="a", resume=True)
@@ -69,7 +69,7 @@ def test_what_an_objective_may_give():
     assert [trial.reason.partition(" (test_")[0] for trial in trials] == [
         "",
         "the objective returned nan",
-        "the objective returned 'good', which is no number",
+        "the objective returned 'good', which is not a number",
         "the objective returned 2 losses, and the search has objectives=1",
         "",
         "the objective returned -inf",

@@ -42,51 +42,58 @@ def bench_options() -> argparse.ArgumentParser:
     parser = _BenchParser(
         prog="lockstep bench",
         usage="lockstep bench script.py [options] [-- script options]",
-        description="Measure a script on this machine, unchanged: each variant makes some steps in each of several "
-        "rounds, and nothing that it computes is kept.",
+        description="Measure an unchanged script on this machine. Each variant trains for some steps in each of "
+        "several rounds; its results are discarded.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=112),
-        epilog="The table goes to stdout; JSON, CSV and picture to the directory that the last line names.",
+        epilog="The table is printed to stdout. The last line names the directory with the JSON, CSV and SVG files.",
     )
-    vary = parser.add_argument_group("what varies: all combinations are measured")
+    vary = parser.add_argument_group("what varies; all combinations are measured")
     several: dict[str, Any] = {"nargs": "+", "metavar": "X"}
-    vary.add_argument("--ranks", type=int, help="such as 1 2 4 (default: 1, 2, 4 ... to all GPUs, or CPUs)", **several)
+    vary.add_argument(
+        "--ranks", type=int, help="such as 1 2 4 (default: 1, 2, 4 ... up to all GPUs, or all CPUs)", **several
+    )
     vary.add_argument("--strategies", default=["ddp"], help="such as dp ddp fsdp (default: ddp)", **several)
     vary.add_argument(
         "--batch",
         type=int,
-        help="samples of a step; of a rank's part, with weak scaling (default: the script's)",
+        help="samples of a step; with weak scaling, of one rank in a step (default: the script's)",
         **several,
     )
     vary.add_argument("--bucket", type=float, help="MiB of gradients exchanged at once", **several)
     vary.add_argument("--precision", help="fp32, bf16 or fp16", **several)
     vary.add_argument("--workers", type=int, help="loader processes of each rank", **several)
     vary.add_argument(
-        "--scaling", choices=("strong", "weak"), default="strong", help="keep the step's samples, or each rank's"
+        "--scaling",
+        choices=("strong", "weak"),
+        default="strong",
+        help="more ranks: same samples per step, or per rank (default: strong)",
     )
     how = parser.add_argument_group("how it is measured")
     how.add_argument("--steps", type=int, default=30, metavar="N", help="steps of each round (default: 30)")
     how.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds (default: 3)")
     how.add_argument(
-        "--time-limit", type=float, default=900.0, metavar="SECONDS", help="of one run of a variant (default: 900)"
+        "--time-limit", type=float, default=900.0, metavar="SECONDS", help="for one run of a variant (default: 900)"
     )
     how.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of every variant")
     how.add_argument("--rehearse", action="store_true", help="ranks may share a GPU")
     other = parser.add_argument_group("instead of the table, or beside it")
-    other.add_argument("--profile", metavar="FILE", help="write the profile for lockstep predict; measure no variants")
+    other.add_argument("--profile", metavar="FILE", help="write a profile for lockstep predict instead")
     other.add_argument(
-        "--memory", action="store_true", help="what the script needs, and which batch fits on which GPU; no variants"
+        "--memory",
+        action="store_true",
+        help="memory that the script needs, and the batch that fits on each GPU, instead",
     )
     other.add_argument(
         "--find",
         choices=("batch", "workers", "bucket"),
-        help="find the fastest, for the first of --ranks, --strategies",
+        help="find the fastest value, for the first of --ranks and --strategies, instead",
     )
-    other.add_argument("--trace", action="store_true", help="a timeline of all ranks, of the last variant")
-    other.add_argument("--out", metavar="DIR", help="where files are written (default: a new one under bench/)")
-    other.add_argument("--json", action="store_true", help="JSON to stdout in place of the table")
+    other.add_argument("--trace", action="store_true", help="also record a timeline of all ranks of the last variant")
+    other.add_argument("--out", metavar="DIR", help="directory of the files (default: a new one under bench/)")
+    other.add_argument("--json", action="store_true", help="print JSON instead of the table")
     what = parser.add_argument_group("what to measure")
-    what.add_argument("-m", "--module", metavar="NAME", help="a module in place of a script, as in python -m")
+    what.add_argument("-m", "--module", metavar="NAME", help="a module instead of a script, as in python -m")
     return parser
 
 
@@ -96,7 +103,7 @@ def _bench(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     from lockstep.scale import Sweep
 
     if (parsed.script is None) == (parsed.module is None):
-        raise SettingError("say what to measure: lockstep bench train.py --ranks 1 2, or -m NAME for a module")
+        raise SettingError("give a script: lockstep bench train.py --ranks 1 2, or -m NAME for a module")
     for name in ("steps", "rounds"):
         if getattr(parsed, name) < 1:
             raise SettingError(f"--{name} {getattr(parsed, name)}: it must be at least 1")

@@ -23,41 +23,56 @@ def predict_options() -> argparse.ArgumentParser:
     parser = Parser(
         prog="lockstep predict",
         usage="lockstep predict [script.py | --profile FILE | --table FILE] --on SYSTEM,... [options]",
-        description="Say what a script's steps would take elsewhere, from a profile of it on one device of this "
-        "machine. Answers have intervals that should hold nine cases of ten, and say where their numbers are from.",
+        description="Predict how fast a script would train on other GPUs and networks, and what it would cost, from a "
+        "profile of it on one device of this machine. Each answer has a 90 % interval and the sources of its numbers.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=112),
-        epilog="Prices are in [prices] of lockstep.toml, of one device for one hour; GPUs and links of your own in "
+        epilog="lockstep.toml has prices of one device for one hour in [prices], GPUs and links of your own in "
         "[predict.gpus.NAME] and [predict.links.NAME].",
     )
     what = parser.add_argument_group("what is predicted")
-    what.add_argument("--profile", metavar="FILE", help="in place of a script: lockstep bench --profile FILE wrote it")
-    what.add_argument("--table", metavar="FILE", help="rows of a CSV file, each held against what was measured")
-    what.add_argument("--anchor", type=int, metavar="N", help="with --table: rows of N GPUs are known, too")
+    what.add_argument(
+        "--profile", metavar="FILE", help="a profile instead of a script; lockstep bench --profile FILE writes it"
+    )
+    what.add_argument(
+        "--table", metavar="FILE", help="predict the rows of a CSV file and compare them with its measurements"
+    )
+    what.add_argument("--anchor", type=int, metavar="N", help="with --table: the measurements of N GPUs are given, too")
     where = parser.add_argument_group("where")
     where.add_argument("--on", metavar="SYSTEM,...", help="such as 4xV100-nvlink,8xA100,16x8xH100-ib")
-    where.add_argument("--up-to", type=int, metavar="RANKS", help="more nodes of the same kind (default: as --on says)")
+    where.add_argument(
+        "--up-to", type=int, metavar="RANKS", help="also with more nodes of the same kind (default: only those of --on)"
+    )
     how = parser.add_argument_group("how it is trained")
     how.add_argument("--strategies", nargs="+", default=["ddp"], metavar="NAME", help="such as ddp fsdp (default: ddp)")
     how.add_argument("--reduction", choices=("exact", "fast"), default="exact", help="default: exact")
-    how.add_argument("--bucket", type=float, metavar="MIB", help="gradients exchanged at once (default: as training)")
     how.add_argument(
-        "--scaling", choices=("strong", "weak"), default="strong", help="keep the step's samples, or each rank's"
+        "--bucket", type=float, metavar="MIB", help="MiB of gradients exchanged at once (default: as in training)"
     )
-    how.add_argument("--samples", type=float, metavar="N", help="of the whole training (default: as the script says)")
+    how.add_argument(
+        "--scaling",
+        choices=("strong", "weak"),
+        default="strong",
+        help="more ranks: same samples per step, or per rank (default: strong)",
+    )
+    how.add_argument(
+        "--samples", type=float, metavar="N", help="number of samples of the whole training (default: the script's)"
+    )
     choose = parser.add_argument_group("what to choose")
-    choose.add_argument("--deadline", metavar="TIME", help="the cheapest that ends in so long: 90m, 12h, 2d")
-    choose.add_argument("--budget", type=float, metavar="COST", help="the fastest that costs no more")
+    choose.add_argument(
+        "--deadline", metavar="TIME", help="name the cheapest system that ends in time, such as 90m, 12h, 2d"
+    )
+    choose.add_argument("--budget", type=float, metavar="COST", help="name the fastest system that costs no more")
     choose.add_argument(
         "--what-if",
         action="append",
         default=[],
         metavar="CHANGE",
-        help="bucket=, link=, batch=, strategy=, gpu=, input=",
+        help="compare with a change: bucket=, link=, batch=, strategy=, gpu= or input=",
     )
-    out = parser.add_argument_group("how it is said")
-    out.add_argument("--json", action="store_true", help="a list of rows to stdout in place of the table")
-    out.add_argument("--picture", metavar="FILE.svg", help="a picture, and a CSV file beside it")
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print a list of rows as JSON instead of the table")
+    out.add_argument("--picture", metavar="FILE.svg", help="write a picture, and a CSV file beside it")
     parser.add_argument("script", nargs="?", metavar="script.py")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
     return parser

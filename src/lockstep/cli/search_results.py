@@ -1,4 +1,4 @@
-"""What ``lockstep tune`` does with a search that is there: show it, draw it, hand it to Optuna."""
+"""The options of ``lockstep tune`` that show, draw, export or import a search, and start no trial."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from lockstep.launch_contract import EXIT_OK
 
 def add_result_options(parser: argparse.ArgumentParser) -> None:
     """The options that start no trial; the one positional argument is then the directory of the search."""
-    group = parser.add_argument_group("a search that is there, in place of a script")
+    group = parser.add_argument_group("instead of searching; search.py is then the directory of a search")
     group.add_argument("--show", action="store_true", help="counts, the best trials of each island, failures")
     group.add_argument(
-        "--top", type=int, default=5, metavar="N", help="of --show: how many of each island (default: 5)"
+        "--top", type=int, default=5, metavar="N", help="with --show: number of trials of each island (default: 5)"
     )
     group.add_argument("--json", action="store_true", help="like --show, but everything as JSON, for programs")
-    group.add_argument("--pictures", metavar="DIR", help="draw it: SVG, with the numbers as CSV and JSON beside them")
-    group.add_argument("--to-optuna", metavar="FILE", help="write it into a study of Optuna: FILE.db, or a URL")
-    group.add_argument("--from-optuna", metavar="FILE", help="begin a search in RUN with the trials of a study")
-    group.add_argument("--study", metavar="NAME", help="which study in FILE (default: the only one, or RUN's name)")
+    group.add_argument("--pictures", metavar="DIR", help="draw it as SVG, with the numbers as CSV and JSON")
+    group.add_argument("--to-optuna", metavar="FILE", help="export it to a study of Optuna: FILE.db or a URL")
+    group.add_argument(
+        "--from-optuna", metavar="FILE", help="begin a search in the directory with the trials of a study"
+    )
+    group.add_argument(
+        "--study", metavar="NAME", help="name of the study (default: the directory's; to import: the only one)"
+    )
 
 
 def wants_results(parsed: argparse.Namespace) -> bool:
@@ -41,7 +45,7 @@ def show_results(parsed: argparse.Namespace, run_dir: str | None) -> int:
     from lockstep.tune import draw_pictures, export_optuna, import_optuna, load, show
 
     if run_dir is None:
-        raise SettingError("say which search: lockstep tune --show runs/NAME")
+        raise SettingError("give the directory of a search: lockstep tune --show runs/NAME")
     if parsed.top < 1:
         raise SettingError(f"--top {parsed.top}: give at least 1")
     if parsed.from_optuna:
@@ -61,7 +65,7 @@ def show_results(parsed: argparse.Namespace, run_dir: str | None) -> int:
 
 
 def _say(text: str) -> None:
-    """Print it, for as long as somebody reads: `head` closes the pipe once it has its lines."""
+    """Print ``text``; a pipe that its reader has closed, as `head` does, is no error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

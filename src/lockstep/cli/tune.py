@@ -1,4 +1,4 @@
-"""``lockstep tune``: a search, begun, gone on with, joined or shown."""
+"""``lockstep tune``: begins, resumes, joins or shows a search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.settings import Interval, Settings, parse
 from lockstep.world import World
 
 _SETTINGS = ("strategy", "precision", "reduction", "save_every", "rehearse")
-#: How long a machine waits for the first one to begin the search.
+#: How long a machine waits for the first machine to begin the search.
 _MEET_S = 600.0
 #: Options that are settings of the search, with the names that these have.
 _OPTIONS = {
@@ -37,8 +37,8 @@ def tune_options() -> argparse.ArgumentParser:
     parser = Parser(
         prog="lockstep tune",
         usage="lockstep tune [options] search.py [script options]",
-        description="Search for hyperparameters with the script's lockstep.tune(objective, space), in several workers, "
-        "each a world of its own; or show a search.",
+        description="Search for hyperparameters with the script's call of lockstep.tune(objective, space). Each worker "
+        "evaluates one trial at a time, on ranks of its own. With --show and the like: show a search instead.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=112),
         epilog="Options after the script are the script's own. Exit codes: 0 done, 1 no trial has a loss or the script "
@@ -46,51 +46,60 @@ def tune_options() -> argparse.ArgumentParser:
     )
     workers = parser.add_argument_group("workers of this machine")
     workers.add_argument(
-        "--workers", type=int, metavar="N", help="trials at a time (default: as many as the GPUs suffice for, else 1)"
+        "--workers",
+        type=int,
+        metavar="N",
+        help="number of trials at a time (default: as many as the GPUs allow; 1 without GPUs)",
     )
     workers.add_argument(
         "--ranks-per-worker",
         default="1",
         metavar="N[,N...]",
-        help="ranks of each trial, or of each worker's (default: 1)",
+        help="ranks of each trial; or one number for each worker (default: 1)",
     )
     workers.add_argument(
         "--hang-after",
         type=float,
         metavar="SECONDS",
-        help="without progress until a trial is ended (default: by its pace)",
+        help="without progress before a trial counts as hanging (default: by its pace)",
     )
-    workers.add_argument("--grace", type=float, default=10.0, metavar="SECONDS", help="from TERM to KILL (default: 10)")
-    search = parser.add_argument_group("the search, over what the script says")
-    search.add_argument("--trials", type=int, metavar="N", help="in all, those before a resume included")
+    workers.add_argument(
+        "--grace", type=float, default=10.0, metavar="SECONDS", help="from SIGTERM to SIGKILL (default: 10)"
+    )
+    search = parser.add_argument_group("the search; these override the arguments of tune(...)")
+    search.add_argument("--trials", type=int, metavar="N", help="in total; those from before a resume count")
     search.add_argument("--seed", type=int, metavar="N", help="of the search and of each training")
-    search.add_argument("--islands", type=int, metavar="N", help="populations that breed apart, with migration")
-    search.add_argument("--algorithm", metavar="WORDS", help="what breeds trials, such as evolution or cma-es")
-    search.add_argument("--stopping", metavar="WORDS", help="ends trials early, such as asha:eta=3 or patience:5")
-    search.add_argument("--retries", type=int, metavar="N", help="of a trial that was killed or hung (default: 1)")
-    search.add_argument("--keep-trials", type=int, metavar="N", help="the best ones keep checkpoints (default: 5)")
-    search.add_argument("--time-limit", metavar="TIME", help="such as '2 h': no trial begins after that")
+    search.add_argument("--islands", type=int, metavar="N", help="number of populations, with migration between them")
+    search.add_argument("--algorithm", metavar="WORDS", help="the search algorithm, such as evolution or cma-es")
+    search.add_argument(
+        "--stopping", metavar="WORDS", help="rule that stops trials early, such as asha:eta=3 or patience:5"
+    )
+    search.add_argument(
+        "--retries", type=int, metavar="N", help="further attempts at a trial that hung or was killed (default: 1)"
+    )
+    search.add_argument(
+        "--keep-trials", type=int, metavar="N", help="number of the best trials that keep checkpoints (default: 5)"
+    )
+    search.add_argument("--time-limit", metavar="TIME", help="no trial begins after that time, such as '2 h'")
     files = parser.add_argument_group("files")
-    files.add_argument("--run-dir", metavar="DIR", help="of the search (default: a new one under runs/)")
+    files.add_argument("--run-dir", metavar="DIR", help="directory of the search (default: a new one under runs/)")
     files.add_argument("--resume", action="store_true", help="go on with the search in the run directory")
     files.add_argument("--fresh", action="store_true", help="move an earlier search in the run directory aside")
-    files.add_argument(
-        "--join", action="store_true", help="more workers, such as another machine's, for a search that runs there"
-    )
-    settings = parser.add_argument_group("settings of each trial's run, over what the script says")
+    files.add_argument("--join", action="store_true", help="add workers to the search that runs in the run directory")
+    settings = parser.add_argument_group("settings of each trial's run; they override those of the script")
     settings.add_argument("--strategy", metavar="NAME", help="how replicas are kept in step (default: ddp)")
     settings.add_argument("--precision", metavar="NAME", help="fp32, bf16 or fp16")
     settings.add_argument("--reduction", metavar="NAME", help="exact or fast")
-    settings.add_argument("--save-every", metavar="SPAN", help="such as '1 epoch' or '5 min'")
+    settings.add_argument("--save-every", metavar="SPAN", help="checkpoints, such as '1 epoch' or '5 min'")
     settings.add_argument(
-        "--rehearse", action="store_const", const="true", help="with too few GPUs: ranks share one, threads stand in"
+        "--rehearse", action="store_const", const="true", help="ranks may share a GPU; CPU threads replace missing ones"
     )
     settings.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting")
     add_result_options(parser)
+    parser.add_argument("-m", "--module", action="store_true", help="search.py is a module name, as in python -m")
     parser.add_argument(
-        "-m", "--module", action="store_true", help="search.py is the name of a module, as in python -m"
+        "script", nargs="?", metavar="search.py", help="the script; or the directory of a search to show"
     )
-    parser.add_argument("script", nargs="?", metavar="search.py")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
     return parser
 
@@ -103,7 +112,7 @@ def _tune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         results.parse_args(parsed.args, namespace=parsed)
         return show_results(parsed, parsed.script)
     if parsed.script is None:
-        raise SettingError("say which script: lockstep tune search.py, or which search: lockstep tune --show runs/NAME")
+        raise SettingError("give a script: lockstep tune search.py, or a search: lockstep tune --show runs/NAME")
     # Late, for what it loads is needed only from here on.
     from lockstep.launch import Machine, Module, Script, asks_for_help, check_program, show_help
     from lockstep.tune import Driver, SearchRequest, join_directory, open_directory, visible_gpus, worker_sizes
@@ -122,7 +131,7 @@ def _tune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     world = World.from_env(os.environ)
     if world.size > 1 and parsed.run_dir is None:
         raise SettingError(
-            f"{world.size} of this were started by {world.launcher}: say where they meet, with --run-dir"
+            f"{world.launcher} has started this command {world.size} times: give all of them the same --run-dir"
         )
     if parsed.join or world.rank:
         directory = join_directory(parsed.run_dir, within_s=0.0 if parsed.join else _MEET_S)

@@ -1,4 +1,4 @@
-"""What the launcher's own processes have in common: command, environment, tie to the parent's life, and signals."""
+"""Shared by the launcher's own processes: command, environment, ending with the parent, and signals."""
 
 from __future__ import annotations
 

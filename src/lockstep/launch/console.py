@@ -1,4 +1,4 @@
-"""What the launcher's user sees: the leader's output, the view of its progress, and the launcher's messages."""
+"""The launcher's output for its user: the leader's output, the view of its progress, and the launcher's messages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Tail:
 
 
 class Screen:
-    """Writes whole lines, each to its stream; a stream that is gone, such as a closed pipe, is ignored.
+    """Writes whole lines, each to its stream; a stream that was closed, such as a pipe, is ignored.
 
     On a terminal everything goes through one view, so that a live display and lines do not mix. In a pipe or a file
     the leader's output goes to ``out`` and all else to ``err``.

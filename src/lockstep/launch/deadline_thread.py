@@ -1,11 +1,10 @@
-"""Work that may block for ever, done in threads, so that the loop that decides never waits for it.
+"""Calls that may block forever, made in threads, so that the launcher's loop never waits for them.
 
     launcher's loop ── ask(read the leader's log) ──►  thread ──►  the run directory, perhaps on a dead NFS server
                     ◄─ what it found, or what stands for it after `_PATIENCE_S` ─┘
     launcher's loop ── say, leader ─────────────────►  thread ──►  a terminal that is held, a pipe that nobody reads
 
-A call of the system that does not come back cannot be taken back either. Its thread is given up, and the next call gets
-a new one.
+A system call that does not return cannot be cancelled. Its thread is abandoned, and the next call gets a new one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A directory in this host's memory, in which ranks that lose another one leave the state of the last finished step.
+"""A directory in this host's memory, in which the survivors of a dead rank save the state of the last finished step.
 
-It lives as long as this launcher's part of the job: its ranks' generations find there what those before have left. The
-fork server removes it, too, for a launcher that is killed; where both are, the next launcher of this host does.
+It exists as long as the launcher of this node, so each generation of ranks finds the states of earlier ones. If the
+launcher is killed, the fork server removes it; if both are killed, the next launcher on this host does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-#: Where Linux keeps files in memory; they take none until they are written.
+#: Where Linux keeps files in memory; a file takes memory only when it is written.
 SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX = "lockstep-emergency-"
 _NEW = "lockstep-new-emergency-"  # is not found by `_PREFIX`
@@ -24,9 +24,9 @@ _OWNER = "owner"  # locked by the launcher as long as it lives
 
 @contextlib.contextmanager
 def emergency_memory(run_dir: Path, root: Path = SHARED_MEMORY) -> Iterator[Path]:
-    """A new directory that only this user can read; beneath ``root``, or where that cannot be in ``run_dir``.
+    """A new directory that only this user can read: below ``root``, or below ``run_dir`` if that is not possible.
 
-    It is removed at the end, and so are those of launchers that were killed.
+    It is removed at the end. Directories that killed launchers have left are removed at the beginning.
     """
     _remove_left(root)
     try:
@@ -46,10 +46,12 @@ def emergency_memory(run_dir: Path, root: Path = SHARED_MEMORY) -> Iterator[Path
 
 
 def _remove_left(root: Path) -> None:
-    """Remove the directories of this user's launchers that live no more: the kernel has let go of their locks."""
+    """Remove the directories of launchers that do not run any more: the kernel has released their locks."""
     for memory in root.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            owner = os.open(memory / _OWNER, os.O_RDWR | os.O_CLOEXEC)  # one that just begins has none yet
+            owner = os.open(
+                memory / _OWNER, os.O_RDWR | os.O_CLOEXEC
+            )  # a launcher that is just starting has no such file yet
             try:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(memory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What this machine has that ranks can run on, found without importing torch."""
+"""The CPUs, GPUs and network addresses of this machine, found without importing torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu", "/dev/nvgpu")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What ranks may use here."""
+    """The resources of this machine that ranks may use."""
 
     gpus: int
     cpus: int

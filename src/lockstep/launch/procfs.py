@@ -35,7 +35,7 @@ def state(process: int) -> str:
 
 
 def begun(process: int) -> str:
-    """When ``process`` was started, in the kernel's own count: together with its number, its name for ever."""
+    """When ``process`` was started, in the kernel's clock ticks; with its number this identifies it."""
     fields = _stat(process).split()
     return fields[19] if len(fields) > 19 else ""
 

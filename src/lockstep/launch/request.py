@@ -1,4 +1,4 @@
-"""What a user asks the launcher for."""
+"""A user's request to the launcher."""
 
 from __future__ import annotations
 

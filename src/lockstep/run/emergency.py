@@ -1,16 +1,16 @@
-"""No step is lost when a rank dies: those that live leave the state of the last finished step to the next generation.
+"""No step is lost when a rank dies: the survivors save the state of the last finished step for the next generation.
 
-    a rank dies                the others lose it in their next collective call, with the state of the last step whole
-    each of them, in turn      is it there already? else write it, with the commit of any checkpoint, into memory
-    the next generation        all ranks tell what lies on their nodes; the newest state that is whole is loaded, and
-                               goes through the network to nodes that have none; else the newest checkpoint
-    two steps later            what the dead generation has left is removed
+    a rank dies                the next collective call of the others fails, and they hold the state of the last step
+    one survivor at a time     writes this state into memory, as a checkpoint is written, unless another one has
+    the next generation        all ranks list the states on their nodes; the newest complete one is loaded, and sent
+                               to nodes that have none; without one, the newest checkpoint is loaded
+    two steps later            the files of the dead generation are removed
 
     MEMORY/run-0-generation-3-1f2e/measures-0002        what rank 2 has measured, see `measures_journal`
     MEMORY/run-0-generation-3-1f2e/state-0/step-00001234  a checkpoint as in docs/format.md, by one rank of node 0
-    MEMORY/run-0-generation-3-1f2e/suspect              its ranks had come to differ: nothing of them is used
+    MEMORY/run-0-generation-3-1f2e/suspect              its ranks held different bits: none of its states is used
 
-Where the memory has no room, the state goes to the run directory, under ``emergency``.
+If the memory has too little room, the state is written to the run directory, under ``emergency``.
 """
 
 from __future__ import annotations
@@ -55,21 +55,24 @@ from lockstep.world import World
 _TURN_S = 60.0
 _POLL_S = 0.01
 _STATE = "state-"
-#: Of the memory that is free, what a state may take.
+#: The part of the free memory that a state may take.
 _SHARE = 0.8
 
 
 class Emergency(Protocol):
-    """What is left to the next generation when a rank dies. Each rank by itself, where nothing else is said."""
+    """Saves the state of the last finished step when another rank dies, and finds it in the next generation.
 
-    notes: bool  #: whether what is measured is to be written down
+    Not collective, except where a method says so.
+    """
+
+    notes: bool  #: whether measured losses and metrics are written down
 
     def note(self, step: int) -> None:
-        """What was measured so far belongs to ``step``, in work, whose gradients are summed next."""
+        """Write down what was measured so far in ``step``, whose gradients are summed next."""
         ...
 
     def note_late(self, step: int) -> None:
-        """The body of ``step`` is over: what it has measured since its gradients were summed is in the sums, too."""
+        """Write down, at the end of the loop's body, what ``step`` has measured since its gradients were summed."""
         ...
 
     def discard(self) -> None:
@@ -77,27 +80,27 @@ class Emergency(Protocol):
         ...
 
     def leave(self, error: BaseException, point: ResumePoint, about: Callable[[], StateTree]) -> None:
-        """The run ends by ``error``. If it says that another rank is gone, the state of ``point`` is left.
+        """Save the state of ``point`` if ``error``, which ends the run, says that another rank was lost.
 
-        ``about`` gives what is said of it, see `LeftState.of`.
+        ``about`` gives the description that is saved with it, see `LeftState.of`.
         """
         ...
 
     def find(self) -> LeftBehind | None:
-        """What the generation before has left. Collective."""
+        """The newest complete state that earlier generations have left; None if there is none. Collective."""
         ...
 
     def forget_before(self) -> None:
-        """Nothing will be asked of earlier generations any more."""
+        """Remove the files of earlier generations, which are not needed any more."""
         ...
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Close all files."""
         ...
 
 
 class NoEmergency(Emergency):
-    """For a run that nobody starts again."""
+    """For a run that no launcher restarts: saves nothing and finds nothing."""
 
     notes = False
 
@@ -125,7 +128,7 @@ class NoEmergency(Emergency):
 
 
 class LeftBehind:
-    """The newest state that the ranks of earlier generations have left, whole and agreed on by all ranks.
+    """The newest complete state that earlier generations have left, the same one on all ranks.
 
     Args:
         group: all ranks.
@@ -136,9 +139,9 @@ class LeftBehind:
         self._group: Final = group
         self._choice: Final = choice
         self.step: Final = choice.state.step
-        self.rank: Final = choice.state.rank  #: that has left it
+        self.rank: Final = choice.state.rank  #: that has written it
         self.about: Final[SavedTree] = choice.state.about  #: what `Checkpoints.save` would have been given
-        self.turn: Final = choice.state.turn  #: whether a turn of the outer loop begins there
+        self.turn: Final = choice.state.turn  #: whether an iteration of the outer loop begins there
         self.rows: Final[Sequence[Any]] = choice.state.rows  #: what was logged before that, since the step ended
 
     def load(self) -> StateTree | None:
@@ -176,17 +179,17 @@ def _sent_from(group: Group, source: int, tree: StateTree | None) -> StateTree:
 
 
 class EmergencyMemory(Emergency):
-    """In a directory of this host's memory, that ranks of one launcher share.
+    """Saves states in a directory of this host's memory, which the ranks of one launcher share.
 
     Args:
         memory: the directory.
-        run_dir: where a state goes for which the memory has no room.
+        run_dir: where a state is written if the memory has too little room.
         group: all ranks.
-        world: this rank's place.
-        metrics: what is measured.
-        writes: whether this rank holds the whole state after each step, and there are others to lose.
-        log_every: after how many steps recent means are logged; None: never.
-        checkpoint: directory of the run's checkpoints, by which runs of one script are told apart; "": the usual one.
+        world: the place of this rank.
+        metrics: the losses and metrics of the pass.
+        writes: whether this rank holds the whole state after each step, and there are other ranks that may die.
+        log_every: number of steps after which recent means are logged; None: never.
+        checkpoint: directory of the run's checkpoints, which distinguishes the runs of one script; "": the usual one.
     """
 
     def __init__(
@@ -207,7 +210,7 @@ class EmergencyMemory(Emergency):
         self._world: Final = world
         self._metrics: Final = metrics
         self._log_every: Final = log_every
-        # Launchers that have found another coordinator count generations anew.
+        # With a new coordinator, launchers count generations from 0 again, so the number alone is not unique.
         mark = group.broadcast_object(secrets.token_hex(4), "name of what survivors leave")
         self._run: Final = f"run-{zlib.crc32(checkpoint.encode()):08x}"  # a script may open several
         self._name: Final = f"{self._run}-generation-{world.generation}-{mark}"
@@ -224,7 +227,7 @@ class EmergencyMemory(Emergency):
     # ---- while it trains -----------------------------------------------------------------------------------------
 
     def note(self, step: int) -> None:
-        """See `Emergency.note`. On a CPU some microseconds; waits for a GPU."""
+        """See `Emergency.note`. Takes some microseconds on a CPU; with a GPU it waits for the device."""
         journal, metrics = self._journal, self._metrics
         if journal is None:
             return
@@ -278,7 +281,7 @@ class EmergencyMemory(Emergency):
     # ---- when a rank is lost -------------------------------------------------------------------------------------
 
     def leave(self, error: BaseException, point: ResumePoint, about: Callable[[], StateTree]) -> None:
-        """See `Emergency.leave`. It never raises: the error that ended the run is the one to be told."""
+        """See `Emergency.leave`. It never raises, since the error that ended the run has to reach the user."""
         if not self.notes:
             return
         try:
@@ -288,7 +291,7 @@ class EmergencyMemory(Emergency):
                 with self._turn():
                     self._leave(flat, about())
         except Exception:  # noqa: BLE001 - the script's own objects tell their state here, and may raise anything
-            pass  # the checkpoint is what is left
+            pass  # the next generation resumes from the newest checkpoint
 
     def _leave(self, flat: FlatTree, about: StateTree) -> None:
         newest = (about["step"], about["turn"])
@@ -308,7 +311,7 @@ class EmergencyMemory(Emergency):
         (self._own(self._memory) / "suspect").write_text(why)
 
     def _place(self, size_bytes: int) -> Path | None:
-        """Where there is room for so many bytes; None: nowhere."""
+        """A directory with room for ``size_bytes``; None if there is none."""
         if size_bytes <= _SHARE * min(LOCAL.free_bytes(self._memory), _free_memory()):
             return self._memory
         self._run_dir.mkdir(exist_ok=True)
@@ -316,7 +319,7 @@ class EmergencyMemory(Emergency):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """One rank of this node at a time; the lock of one that is killed is free."""
+        """Held by one rank of this node at a time; the kernel releases the lock of a rank that is killed."""
         lock = os.open(self._memory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             end_s = time.monotonic() + _TURN_S
@@ -349,7 +352,7 @@ class EmergencyMemory(Emergency):
                 suspect.append(directory.name)
             for path in directory.glob("measures-*"):
                 journals[directory.name, int(path.name.rpartition("-")[2])] = read_journal(path)
-        unique = {state.path: state for state in states}  # one generation may have left something in both places
+        unique = {state.path: state for state in states}  # a generation may have written to both places
         return Left(tuple(unique.values()), journals, tuple(suspect))
 
     def _states(self, generation: str) -> list[LeftState]:
@@ -363,7 +366,7 @@ class EmergencyMemory(Emergency):
         return found
 
     def _before(self) -> list[Path]:
-        """What earlier generations have left in both places."""
+        """The directories of earlier generations, in the memory and in the run directory."""
         every = [path for place in (self._memory, self._run_dir) for path in place.glob(f"{self._run}-generation-*")]
         return [path for path in every if path.name != self._name]
 
@@ -372,7 +375,7 @@ class EmergencyMemory(Emergency):
 
 
 def _free_memory(proc: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of this host's memory that may still be used; a file in memory counts in the writer's control groups, too.
+    """Free bytes of the host's memory, or of this process's control groups if less: files in memory count in them.
 
     A job whose group is full is killed with its launcher.
     """
@@ -396,7 +399,7 @@ def _free_memory(proc: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/
 def open_emergency(
     settings: Settings, env: Mapping[str, str], group: Group, world: World, strategy: Strategy, metrics: PassMetrics
 ) -> Emergency:
-    """What the launcher has made room for, if it has and the settings want it."""
+    """An `EmergencyMemory` if the launcher has made a directory for it and the settings want it, else none."""
     if EMERGENCY not in env or world.run_dir is None or not settings.emergency:
         return NoEmergency()
     return EmergencyMemory(
@@ -412,10 +415,10 @@ def open_emergency(
 
 
 def writes_emergency(env: Mapping[str, str], settings: Settings, group: Group, strategy: Strategy) -> bool:
-    """Whether this rank is to leave what it holds when another one dies.
+    """Whether this rank saves its state when another rank dies.
 
-    Where tensors travel by NCCL a rank does not learn in time that another one is gone, and its device may be some
-    steps behind what it knows.
+    With NCCL it cannot: a rank does not learn in time that another one has died, and its device may be some steps
+    behind its host.
     """
     wanted = EMERGENCY in env and settings.emergency
     return wanted and group.size > 1 and group.over_cpu and holds_whole_state(strategy)

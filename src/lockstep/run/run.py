@@ -572,18 +572,19 @@ class Run:
         return everything
 
     def report(self, loss: float | torch.Tensor) -> None:
-        """Tell a search how good this trial is by now; it may end the trial. Collective.
+        """Report the loss of this trial so far to the search, which may stop the trial. Collective.
 
-        Outside of `lockstep.tune` the loss is only logged, as ``reported``. The search decides once, by the leader's
-        value, and all ranks obey at this call. Costs about a millisecond. Of a resumed trial, reports are counted from
-        its checkpoint on.
+        The loss is logged as ``reported``; outside of `lockstep.tune` nothing else happens. In a search the leader's
+        value is recorded and given to the stopping rule, and all ranks of the trial follow its decision in this call,
+        which takes about a millisecond. In a resumed trial the reports continue from those in its checkpoint.
 
         Args:
-            loss: smaller is better; the same on all ranks, as what `metrics` holds is.
+            loss: a number or a tensor with one element, which is minimised; the same on all ranks, as values of
+                `metrics` are.
 
         Raises:
-            TrialStopped: on all ranks, if the search ends the trial; let it pass.
-            UsageError: for what is no number.
+            TrialStopped: on all ranks, if the search stops the trial; the objective should not catch it.
+            UsageError: if ``loss`` is not one number.
         """
         self._reports.report(loss)
 

@@ -1,16 +1,16 @@
 """`lockstep.tune`: evolutionary search on islands, whose trials are data-parallel runs.
 
-start_search          tune: which part of a search this process is
-driver                starts and watches workers: runs of the launcher, one for each
-trial_ranks           what each rank of a worker does; rank_channel: how these agree
-search_worker         on the leader of a worker: which trial is next, what is written of it; breeding: what it is
-search/               spaces, operators, algorithms, islands: pure moves over values      (no files, no torch)
-stopping/             rules that end a trial early, decided from its reports and those of others
-trial                 what is known of one trial; outcome: what an objective gave
-journal, records      append-only files, one for each worker: the truth about a search; trial_history: read back
+start_search          tune(): starts workers, or is a rank of one
+driver                starts and watches workers: each is a run of the launcher
+trial_ranks           what each rank of a worker does; rank_channel: how the ranks of a worker agree
+search_worker         on the leader of a worker: chooses and records trials; breeding: proposes their parameters
+search/               spaces, operators, algorithms, islands: pure functions of values    (no files, no torch)
+stopping/             rules that stop a trial early, from its reports and those of others
+trial                 all that is known about one trial; outcome: how an objective ended
+journal, records      append-only files, one for each worker, that hold the search; trial_history: read back
 claims                which worker has which trial; death: how the ranks of a worker died
-search_directory      what lies where in the run directory
-result, summary       what came out; views: while it runs; pictures/: drawn
+search_directory      the files of a run directory
+result, summary       the result of a search; views: shown while it runs; pictures/: drawn
 optuna_study          searches as studies of Optuna, and back
 """
 

@@ -1,4 +1,4 @@
-"""What one worker breeds next, from what it has learnt of all islands."""
+"""Proposes the next trial of one worker, from the trials of all islands that it knows."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from lockstep.tune.trial import Trial
 
 
 class Breeding:
-    """The algorithm of one worker, and who lives on its island.
+    """The algorithm of one worker, and the population of its island.
 
-    What it proposes is a function of the seed, of the worker and of what it was told, in that order: a search of one
-    worker is repeated exactly, also when it is resumed.
+    A proposal is a function of the seed, the worker and the calls of `learn` so far, in their order. So a search with
+    one worker can be repeated exactly, also when it is resumed.
 
     Args:
         space: what is searched.
         islands: how the search is divided.
-        algorithm: of all islands, in place of the words of `Islands`; None: these.
-        objectives: how many losses an individual has.
+        algorithm: of all islands; None: what ``islands`` says.
+        objectives: number of losses of an individual.
         seed: of the search.
-        worker: whose it is.
-        workers: how many the search has.
+        worker: the number of this worker.
+        workers: number of workers of the search.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Breeding:
             self._algorithm.observe(came)
 
     def propose(self, number: int) -> Proposal:
-        """What the trial ``number`` is to be."""
+        """The point of the trial ``number``."""
         return self._algorithm.propose(self._random(number, 0))
 
     def plan_moves(self, number: int) -> tuple[Move, ...]:
-        """Who changes islands, now that this worker's trial ``number`` has ended and was learnt of."""
+        """The moves between islands after this worker's trial ``number``, which `learn` was called with."""
         if self._islands.count == 1:
             return ()
         random = self._random(number, 1)
@@ -84,7 +84,7 @@ class Breeding:
         )
 
     def _random(self, number: int, purpose: int) -> np.random.Generator:
-        # By what it is for, and not by what was drawn before: so a resumed search draws the same.
+        # Seeded by its purpose and not by earlier draws, so that a resumed search draws the same numbers.
         return np.random.default_rng([self._seed, self.island, self._worker, number, purpose])
 
 

@@ -1,8 +1,8 @@
 """Which worker has which trial: a file of one record for each trial, in the order of their numbers.
 
-The number of a trial is the place of its record, so that there are exactly as many as are asked for, whoever asks, and
-without a server. A worker that is killed keeps its trials, and goes on with them when it comes back; where it does not,
-another one takes them over.
+The number of a trial is the position of its record. So any number of workers claim exactly as many trials as the search
+has, without a server. A worker that is killed keeps its trials and continues them when it is started again; otherwise
+another worker takes them over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RECORD = 8  # bytes: the worker's number in decimal, and a newline
 
 
 class TrialClaims:
-    """The claims of one search; each change costs about 10 us, and is seen by everybody at once.
+    """The claims of one search; a change takes about 10 us, and all workers of this machine see it at once.
 
     Args:
         directory: of the search.
@@ -29,13 +29,13 @@ class TrialClaims:
         self._file: Final = os.open(directory / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def claim(self, worker: int, most: int) -> int | None:
-        """The number of a new trial for ``worker``; None if there are ``most`` already.
+        """Claim a new trial for ``worker`` and return its number; None if ``most`` are claimed already.
 
         Raises:
             SettingError: on a file system without locks.
         """
         with _Locked(self._file):
-            # A record that was cut short was never handed out.
+            # A record that a crash has cut short is no claim: its number was not returned.
             number = os.fstat(self._file).st_size // _RECORD
             if number >= most:
                 return None
@@ -43,7 +43,7 @@ class TrialClaims:
             return number
 
     def take_over(self, number: int, before: int, worker: int) -> bool:
-        """Give the trial ``number`` from worker ``before`` to ``worker``; returns whether it still was that one's."""
+        """Give the trial ``number`` of worker ``before`` to ``worker``; False if it is no longer that worker's."""
         with _Locked(self._file):
             record = os.pread(self._file, _RECORD, number * _RECORD)
             if record != _record(before):
@@ -69,7 +69,7 @@ def _record(worker: int) -> bytes:
 
 
 class _Locked:
-    """The lock on the file, which the kernel opens should its holder be killed."""
+    """The lock on the file, which the kernel releases if its holder is killed."""
 
     def __init__(self, file: int) -> None:
         self._file: Final = file

@@ -1,4 +1,4 @@
-"""How the ranks of a worker died, as its launcher says it to the generation that comes after."""
+"""How the ranks of a worker died, as its launcher records it for the next generation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Death:
     generation: int
     at_s: float  #: seconds since 1970
     reason: str  #: in one line
-    #: Its code has raised an error, which it would raise again; not so after a kill or a hang.
+    #: The objective raised an error, which it would raise again; False after a kill or a hang.
     is_of_objective: bool
 
     @classmethod
@@ -34,14 +34,14 @@ class Death:
         return cls(next_generation(worker_dir) - 1, at_s, reason, is_of_objective=True)
 
     def write(self, worker_dir: Path) -> None:
-        """Leave it in the run directory of the worker."""
+        """Write it into the run directory of the worker."""
         scratch = worker_dir / ".death.json"
         scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
         scratch.replace(worker_dir / "death.json")
 
     @classmethod
     def read(cls, worker_dir: Path, generation: int) -> Self | None:
-        """How the generation before ``generation`` died; None if it did not, or was stopped."""
+        """How the generation before ``generation`` died; None if it did not die, or was stopped."""
         try:
             death = cls(**json.loads((worker_dir / "death.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):

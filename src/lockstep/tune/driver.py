@@ -1,11 +1,11 @@
-"""Starts the workers of a search on this machine, watches over them, and says how it goes.
+"""Starts the workers of a search on this machine, watches them, and shows the progress of the search.
 
     driver, torch imported once ─┬─ a copy: the launcher of worker 0 ─► its fork server ─► its ranks
                                  ├─ a copy: the launcher of worker 1 ─► ...
-                                 └─ looks at the journal, for its user
+                                 └─ reads the journal, for its user
 
-Each worker is a run of its own under the launcher that `lockstep run` has, with restarts, causes and the detection of
-hangs, so nothing that happens in one touches another. The driver only counts them.
+Each worker is a run of its own under the launcher of `lockstep run`, with restarts, root causes and the detection of
+hangs, so a failure in one worker does not disturb the others.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ from lockstep.tune.result import SearchResult
 from lockstep.tune.search_directory import SearchDirectory
 from lockstep.tune.views import choose_search_view, watch_search
 
-#: A worker whose ranks fail so often in a row before they begin a trial is given up.
+#: A worker whose ranks fail this often in a row before they begin a trial is not started again.
 _FAILED_STARTS = 3
 _LOOK_S = 0.2
 _SHOW_EVERY_S = 1.0
 _NO_LIMIT = 10**9
-#: What a worker's launcher leaves with that cannot start ranks any more; of a new one that may be otherwise.
+#: Exit code of a worker's launcher that cannot start ranks any more; a new launcher may be able to.
 _NO_FORK_SERVER = 70
-#: How long what a killed launcher has started may take to end.
+#: How long the processes of a killed launcher may take to end.
 _ENDING_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """What a user asks the driver for."""
+    """What the driver is to start."""
 
     program: Script | Module | Function
     directory: SearchDirectory
     ranks: tuple[int, ...]  #: of each worker
-    workers: int = 0  #: of the whole search, if other machines have some; 0: these
+    workers: int = 0  #: of the whole search, if other machines have some; 0: those of ``ranks``
     options: Mapping[str, Any] = field(default_factory=dict)  #: settings of the search, over the script's
     settings: Mapping[str, str] = field(default_factory=dict)  #: for the runs of its trials
-    hang_after_s: float | None = None  #: without progress until a trial is ended; None: measured
+    hang_after_s: float | None = None  #: without progress until a trial counts as hanging; None: by its pace
     grace_s: float = 10.0  #: from asking a rank to end until it is killed
-    again: str = ""  #: the command that goes on with it
+    again: str = ""  #: the command that resumes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +83,14 @@ class WorkerSpec:
 
     number: int
     ranks: int
-    gpus: tuple[str, ...] | None  #: of this machine; None: it has none
+    gpus: tuple[str, ...] | None  #: those of this machine that it may use; None: the machine has none
 
 
 def plan_workers(numbers: Sequence[int], ranks: Sequence[int], gpus: Sequence[str]) -> list[WorkerSpec]:
-    """Which worker gets which GPUs of this machine, in order; none where there are none.
+    """The workers with their GPUs, which are given out in order; with no GPUs on a machine that has none.
 
     Raises:
-        SettingError: if there are too few.
+        SettingError: if there are fewer GPUs than ranks.
     """
     if gpus and sum(ranks) > len(gpus):
         raise SettingError(
@@ -106,7 +106,7 @@ def plan_workers(numbers: Sequence[int], ranks: Sequence[int], gpus: Sequence[st
 
 
 def visible_gpus(machine: Machine, env: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs of ``machine``, in the words of ``CUDA_VISIBLE_DEVICES``."""
+    """The GPUs of ``machine``, as ``CUDA_VISIBLE_DEVICES`` names them."""
     names = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return tuple(names[: machine.gpus]) if names else tuple(map(str, range(machine.gpus)))
 
@@ -115,9 +115,9 @@ class Driver:
     """Carries out one search on this machine; `run` is called once, in the main thread.
 
     Args:
-        request: what to do.
-        out: where the script's own last words go.
-        err: where the search is shown.
+        request: what to start.
+        out: gets what the script prints after the search.
+        err: gets the progress of the search.
     """
 
     def __init__(self, request: SearchRequest, out: TextIO, err: TextIO) -> None:
@@ -136,7 +136,7 @@ class Driver:
 
         Raises:
             SettingError: if the workers cannot be started as asked for.
-            LaunchError: if no process can be copied.
+            LaunchError: if no process can be forked.
         """
         request = self._request
         if not isinstance(request.program, Function):
@@ -160,7 +160,7 @@ class Driver:
                 return self._say_end(followed.record())
 
     def _watch(self, followed: FollowedSearch) -> None:
-        """Until no worker lives."""
+        """Watch the workers until all have ended."""
         next_show_s = 0.0
         while self._processes:
             multiprocessing.connection.wait([p.sentinel for p in self._processes.values()], _LOOK_S)
@@ -199,7 +199,7 @@ class Driver:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             with warnings.catch_warnings():
-                # Python warns of other threads, such as a notebook's own: the copy uses none of them.
+                # Python warns of other threads, such as those of a notebook; the forked process does not use them.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
         finally:
@@ -225,30 +225,30 @@ class Driver:
             return
         self._codes[spec] = code
         if code == EXIT_USAGE:
-            # What cannot be used here cannot be used by the other workers either.
+            # The other workers have the same settings, and would fail in the same way.
             self._stops.ask(signal.SIGTERM)
         if code not in (EXIT_OK, EXIT_STOPPED) and not self._stops.times:
-            self._view.line(f"worker {spec.number} is given up")
+            self._view.line(f"worker {spec.number} failed and is not started again")
 
     def _forward_stops(self) -> None:
         if self._stops.times <= self._forwarded:
             return
         self._forwarded = self._stops.times
         self._view.line(
-            "stopping: trials in work are saved as far as they can" if self._forwarded == 1 else "stopping now"
+            "stopping: running trials save a checkpoint if they have a Run" if self._forwarded == 1 else "stopping now"
         )
         for process in self._processes.values():
             if process.pid is not None:
                 os.kill(process.pid, signal.SIGTERM if self._forwarded == 1 else signal.SIGINT)
 
     def _end_all(self) -> None:
-        """After an error of the driver's own: no worker is left."""
+        """End all workers; only after an error of the driver itself are there any."""
         for process in self._processes.values():
             process.kill()
             process.join()
 
     def _say_end(self, record: SearchRecord | None) -> int:
-        """Say what came out; returns the exit code."""
+        """Write the end of the search to the user's streams; returns the exit code."""
         request = self._request
         causes = [text for spec in self._codes if (text := _failure_of(self._directory, spec.number))]
         failed = [code for code in self._codes.values() if code not in (EXIT_OK, EXIT_STOPPED)]
@@ -260,7 +260,9 @@ class Driver:
             self._err.write(f"{causes[0] if causes else 'the search cannot begin'}\n")
             return EXIT_USAGE
         if record is None:
-            self._err.write("".join(f"{text}\n" for text in causes[:1]) or "the script ended without lockstep.tune\n")
+            self._err.write(
+                "".join(f"{text}\n" for text in causes[:1]) or "the script ended without a call of lockstep.tune\n"
+            )
             return EXIT_FAILED if failed or not self._stops.times else EXIT_STOPPED
         result = SearchResult(record)
         is_over = len(record.trials) - result.counts["running"] >= int(record.settings["trials"])
@@ -283,7 +285,7 @@ class Driver:
 
 
 def _be_launcher(request: SearchRequest, spec: WorkerSpec, env: Mapping[str, str], driver: int) -> None:
-    """The process that watches over the ranks of one worker; leaves with their exit code."""
+    """The process that starts and watches the ranks of one worker; it exits with their exit code."""
     die_with_parent(driver)
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
@@ -315,7 +317,7 @@ def _be_launcher(request: SearchRequest, spec: WorkerSpec, env: Mapping[str, str
                 start_method="fork" if isinstance(request.program, Function) else "copy",
                 everywhere=False,
             ),
-            _Judge(request.directory, spec.number).after_failure,
+            _RestartRule(request.directory, spec.number).after_failure,
         )
     except LockstepError as error:
         why, code = str(error), _NO_FORK_SERVER if isinstance(error, LaunchError) else EXIT_USAGE
@@ -326,8 +328,8 @@ def _be_launcher(request: SearchRequest, spec: WorkerSpec, env: Mapping[str, str
     os._exit(code)
 
 
-class _Judge:
-    """Says whether a worker whose ranks have failed is started again; it is, as long as it begins trials."""
+class _RestartRule:
+    """Decides whether a worker whose ranks have failed is started again: it is, as long as it begins trials."""
 
     def __init__(self, directory: SearchDirectory, worker: int) -> None:
         self._directory, self._worker = directory, worker
@@ -345,12 +347,12 @@ class _Judge:
             self._in_vain = 0
             return True
         self._in_vain += 1
-        # An error in the script before its first trial would be the same the next time.
+        # An error of the script before its first trial would come again.
         return not death.is_of_objective and self._in_vain < _FAILED_STARTS
 
 
 def _no_progress(starts: Sequence[int], written: int) -> bool:
-    """Whether nothing was written since the start before the last few."""
+    """Whether nothing was written during the last few starts."""
     return len(starts) >= _FAILED_STARTS and starts[-_FAILED_STARTS] == written
 
 
@@ -364,7 +366,7 @@ def _write_to(path: Path) -> None:
 
 
 def _last_words(directory: SearchDirectory, finished: Mapping[str, int]) -> str:
-    """What the script wrote after the search, on the worker that saw its end."""
+    """What the script wrote after the search, on the worker that recorded the end of it."""
     log = directory.worker(finished["worker"]) / "logs" / "rank-0000.log"
     try:
         with log.open("rb") as file:
@@ -395,6 +397,6 @@ def _shown(path: Path) -> str:
 
 
 def watch_directory(run_dir: Path, stream: TextIO, *, once: bool) -> None:
-    """Show the search in ``run_dir`` until no worker is there any more, or ``once``; it only reads."""
+    """Show the search in ``run_dir`` until all workers have ended, or ``once``. Writes nothing to the directory."""
     directory = SearchDirectory(run_dir)
     watch_search(run_dir, stream, os.environ, once=once, is_over=lambda: not directory.is_alive())

@@ -1,4 +1,4 @@
-"""A search as it goes on, for those who only look at it: each record is read once."""
+"""A search that runs, for those who only read it: each record is read once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.tune.trial_history import TrialHistory
 
 
 class FollowedSearch:
-    """What is known of the search in ``directory``, which need not have begun; a look costs what is new."""
+    """The search in ``directory``, which need not have begun; each look reads only new records."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -1,12 +1,12 @@
-"""The journal of a search: append-only files, one for each worker, which are the truth about its trials.
+"""The journal of a search: append-only files, one for each worker, that hold all that is known about its trials.
 
     RUN/search.json                 the space and the settings, written once
-    RUN/journal/worker-0000.jsonl   what worker 0 began, heard and ended: one record in each line, with its checksum
+    RUN/journal/worker-0000.jsonl   the trials of worker 0: one record in each line, with its checksum
 
-Each file has one writer at a time, so that no lock is needed to write, and everybody may read. A line that was cut
-short by a crash is no record: readers stop before it, and the next writer of the file removes it. Records are numbered
-within their file, so what is read twice counts once. A kill loses no record; the end of a trial also outlives the
-machine (see `JournalWriter.append`).
+Each file has one writer at a time, so that writing needs no lock, and any process may read. A line that a crash has cut
+short is not a record: readers stop before it, and the next writer of the file removes it. Records are numbered within
+their file, so a record that is read twice counts once. A kill loses no record; the end of a trial also survives a power
+failure (see `JournalWriter.append`).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class JournalWriter:
 
     Args:
         directory: of the search.
-        worker: whose file it is.
+        worker: the number of the worker whose file it is.
 
     Raises:
-        SettingError: if another process writes this file now.
+        SettingError: if another process has this file open for writing, or the file system has no locks.
     """
 
     def __init__(self, directory: Path, worker: int) -> None:
@@ -62,7 +62,7 @@ class JournalWriter:
                 )
             lines = list(_whole_lines(os.pread(self._file, os.fstat(self._file).st_size, 0), worker))
             last, end = lines[-1] if lines else (None, 0)
-            # What a crash has cut short.
+            # Removes a line that a crash has cut short.
             os.ftruncate(self._file, end)
         except BaseException:
             os.close(self._file)
@@ -73,10 +73,10 @@ class JournalWriter:
             _flush_directory(path.parent)
 
     def append(self, record: Record) -> Entry:
-        """Write ``record`` behind the others: no kill loses it from now on.
+        """Append ``record``, which no kill can lose from now on, and return it with its number.
 
-        The end of a trial is on the disk, too, when this returns, or, where trials follow each other within 0.1 s,
-        soon afterwards: what a power failure may cost is that much work.
+        The end of a trial is flushed to the disk when this returns. Where trials end within 0.1 s of each other it is
+        flushed with a later record.
         """
         entry = Entry(self.worker, self._serial, record)
         unwritten = memoryview(encode(self._serial, record))
@@ -90,7 +90,7 @@ class JournalWriter:
         return entry
 
     def close(self) -> None:
-        """Let others write the file; what was written is on the disk."""
+        """Flush the file to the disk and let other processes write it."""
         if self._file >= 0:
             os.fsync(self._file)
             os.close(self._file)
@@ -110,7 +110,7 @@ class JournalReader:
         self._seen_ns = -1  # when a file was last added, as far as it is known
 
     def read(self) -> list[Entry]:
-        """What was written since the last call, each record once, in the order of each file. About 1 µs a worker."""
+        """The records since the last call, each once, in the order of each file. About 1 µs a worker if none."""
         self._find_files()
         new: list[Entry] = []
         for worker, (file, offset, serial) in self._files.items():
@@ -135,7 +135,7 @@ class JournalReader:
             return
         if changed_ns == self._seen_ns:
             return
-        # Within the grain of the clock of the file system another file may be added at the same time.
+        # Within the resolution of the file system's clock another file may be added at the same time.
         self._seen_ns = changed_ns if time.time_ns() - changed_ns > _CLOCK_GRAIN_NS else -1
         for path in sorted(self._folder.glob("worker-*.jsonl")):
             worker = int(path.stem.removeprefix("worker-"))
@@ -184,7 +184,7 @@ def try_lock(file: int) -> bool:
 
 
 def lock_error(error: OSError) -> SettingError:
-    """What is said where files cannot be locked."""
+    """The error for a file system that cannot lock files."""
     return SettingError(
         f"the file system of the run directory cannot lock files ({error.strerror}), by which the workers of a search "
         "share its trials; give a --run-dir on another"
@@ -204,10 +204,10 @@ def _flush_directory(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SearchRecord:
-    """All that is on the disk of a search, as it was when it was read."""
+    """The search that a run directory holds, as it was when it was read."""
 
     space: Mapping[str, Any]  #: as JSON; `lockstep.tune.search` reads it
-    settings: Mapping[str, Any]  #: what the search was begun with: seed, trials, islands, algorithm...
+    settings: Mapping[str, Any]  #: of the search: seed, trials, islands, algorithm...
     trials: tuple[Trial, ...]  #: by their numbers
     moves: tuple[Move, ...]  #: between islands, by time
 
@@ -222,13 +222,13 @@ class SearchRecord:
 
 @dataclass(frozen=True, slots=True)
 class SearchPlan:
-    """What a search was begun with."""
+    """The space and the settings of a search."""
 
     space: Mapping[str, Any]
     settings: Mapping[str, Any]
 
     def write(self, directory: Path) -> bool:
-        """Write it to ``directory`` unless another process has written one there; returns whether this one did."""
+        """Write it to ``directory``; returns False, and writes nothing, if there is a plan already."""
         scratch = self._written(directory)
         try:
             os.link(scratch, directory / SEARCH_FILE)
@@ -246,7 +246,7 @@ class SearchPlan:
 
     def _written(self, directory: Path) -> Path:
         """A file in ``directory`` that holds it."""
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         scratch = directory / f".{SEARCH_FILE}.{os.getpid()}"
         content = {"format": _FORMAT, "space": self.space, "settings": self.settings}
         with scratch.open("w", encoding="utf-8") as file:
@@ -278,10 +278,10 @@ class SearchPlan:
 
 
 def read_search(directory: str | os.PathLike[str]) -> SearchRecord:
-    """What is known of the search in ``directory``, which may be running.
+    """The search in ``directory``, which may be running.
 
     Raises:
-        SettingError: if there is none.
+        SettingError: if ``directory`` holds no search, or one that cannot be read.
     """
     plan = SearchPlan.read(Path(directory))
     if plan is None:

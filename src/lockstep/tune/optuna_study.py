@@ -1,4 +1,4 @@
-"""Searches as studies of Optuna, and studies as searches, so that the tools of each work on what the other found.
+"""Exports searches as studies of Optuna and imports studies as searches, so that each can use the tools of the other.
 
 export_optuna("runs/search", "search.db")       optuna-dashboard sqlite:///search.db
 import_optuna("study.db", "runs/search")        lockstep tune --resume --run-dir runs/search search.py
@@ -38,14 +38,14 @@ def export_optuna(
 ) -> str:
     """Write the trials of a search that have ended into a study, and return the study's name.
 
-    A study that is there goes on: trials that it has are left alone, so that a search may be exported again while it
-    runs. Stopped trials become pruned ones, failed ones keep their reason; island, worker, parents and operator are
-    user attributes.
+    New trials are added to a study that exists already; its own trials are not changed, so a search may be exported
+    again while it runs. Stopped trials become pruned ones. The reason of failed ones, and the island, worker, parents
+    and operator of each, are user attributes.
 
     Args:
         run_dir: of the search, which may be running.
-        storage: a file (``.db``: SQLite, else Optuna's journal), an URL such as ``postgresql://...``, or a storage
-            of Optuna's.
+        storage: a file (``.db``: SQLite, else Optuna's journal), a URL such as ``postgresql://...``, or a storage
+            object of Optuna's.
         study_name: by default the name of the directory.
 
     Raises:
@@ -76,9 +76,9 @@ def import_optuna(
 ) -> int:
     """Begin a search in ``run_dir`` that knows the finished trials of a study; returns how many.
 
-    What shows a search shows them, and a search over the same space that is gone on with in this directory breeds from
-    them. Losses of objectives that were maximised have their sign changed. Parameters that only some trials have must
-    belong to the values of one categorical parameter.
+    A search over the same space that is resumed in this directory breeds from these trials. Losses of objectives that
+    were maximised have their sign changed. Parameters that only some trials have must depend on the value of one
+    categorical parameter.
 
     Args:
         storage: as for `export_optuna`.
@@ -86,8 +86,8 @@ def import_optuna(
         study_name: may be left out where the storage holds one study.
 
     Raises:
-        SettingError: if ``run_dir`` has a search, the study is not there, its parameters make no space, or Optuna is
-            not installed.
+        SettingError: if ``run_dir`` holds a search, if there is no such study, if its parameters do not form a space,
+            or if Optuna is not installed.
     """
     optuna = _optuna()
     opened = _storage(storage)
@@ -111,7 +111,7 @@ def import_optuna(
     with closing(JournalWriter(directory, 0)) as journal, closing(TrialClaims(directory)) as claims:
         for record in records:
             journal.append(record)
-        # The numbers are taken, so that a search that goes on here begins behind them.
+        # Claims these numbers, so that a search that is resumed here continues after them.
         highest = max((_number(trial) for trial in frozen), default=-1)
         while claims.claim(0, highest + 1) is not None:
             pass
@@ -128,7 +128,7 @@ def _optuna() -> Any:
 
 
 def _storage(storage: str | os.PathLike[str] | object) -> Any:
-    """What Optuna opens: of a path a file of the kind that its ending says."""
+    """The storage for Optuna to open; for a path, of the kind that its suffix names."""
     if not isinstance(storage, str | os.PathLike):
         return storage
     path = os.fspath(storage)
@@ -177,7 +177,7 @@ def _distribution(dimension: Dimension) -> Distribution:
 
     match dimension:
         case Float(low, high, log, step):
-            # Optuna wants its upper limit to be one of the values, as decimal fractions.
+            # Optuna requires the upper limit to be one of the values, in decimal arithmetic.
             top = high if step is None else float(Decimal(str(low)) + (dimension.cells - 1) * Decimal(str(step)))
             return FloatDistribution(low, top, log=log, step=step)
         case Int(low, high, log, step):
@@ -187,7 +187,7 @@ def _distribution(dimension: Dimension) -> Distribution:
 
 
 def _plain(value: object) -> Any:
-    """A value that Optuna takes in a category; of tuples, lists and dicts a text that `_value` understands."""
+    """A value that Optuna accepts in a category; for tuples, lists and dicts a string that `_value` can read."""
     return value if value is None or isinstance(value, str | bool | int | float) else json.dumps(encoded(value))
 
 
@@ -203,7 +203,7 @@ def _value(plain: object, dimension: Dimension) -> object:
 
 
 def _number(frozen: Any) -> int:
-    """Of the trial that a frozen one was exported from, else Optuna's."""
+    """The number of the trial from which ``frozen`` was exported, else Optuna's number."""
     return int(frozen.user_attrs.get(_TRIAL, {}).get("number", frozen.number))
 
 
@@ -264,7 +264,7 @@ def _records(frozen: Any, space: Space, signs: Sequence[float]) -> Iterator[Reco
 
 
 def _space_of(trials: Sequence[Any]) -> Space:
-    """The space of which trials of a study are, with what only some of them have below the choice that opens it."""
+    """The space of the trials of a study; what only some of them have is opened by a choice."""
     known: dict[str, Distribution] = {}
     for trial in trials:
         for name, distribution in trial.distributions.items():
@@ -287,7 +287,7 @@ def _space_of(trials: Sequence[Any]) -> Space:
 def _opened_by(
     name: str, always: Sequence[str], known: Mapping[str, Distribution], trials: Sequence[Any]
 ) -> tuple[str, list[Any]]:
-    """The categorical parameter on whose value it depends whether a trial has ``name``, and those values."""
+    """The categorical parameter that decides whether a trial has ``name``, and the values with which it has."""
     for choice in always:
         if not hasattr(known[choice], "choices"):
             continue

@@ -1,4 +1,4 @@
-"""What an objective gave on one rank: losses, or why there are none."""
+"""How an objective ended on one rank: with losses, or with the reason why there are none."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Evaluated:
     """What an objective returns for a trial with constraints.
 
     Args:
-        losses: one number, or one for each objective; smaller is better.
-        violation: by how much the constraints are violated; 0: they are satisfied.
+        losses: one number, or one for each objective; they are minimised.
+        violation: by how much the constraints are violated; 0, or less, if they are satisfied.
     """
 
     losses: float | Sequence[float]
@@ -30,7 +30,7 @@ class Evaluated:
 class Outcome:
     """How a trial ended on one rank.
 
-    ``interrupted``: it is to be gone on with; ``lost``: another rank is gone, which is no reason of this one.
+    ``interrupted``: the trial is to be resumed; ``lost``: another rank has failed, and this one only lost its peer.
     """
 
     state: Literal["done", "stopped", "failed", "lost", "interrupted"]
@@ -51,7 +51,7 @@ class Outcome:
             losses = tuple(_number(one) for one in values)
             violation = _number(violation)
         except TypeError:
-            return cls._useless(f"{_short(value)}, which is no number")
+            return cls._useless(f"{_short(value)}, which is not a number")
         if len(losses) != objectives:
             given = f"{len(losses)} losses" if len(losses) != 1 else "one loss"
             return cls._useless(f"{given}, and the search has objectives={objectives}")

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def pareto_front(losses: Sequence[tuple[float, ...]]) -> list[int]:
-    """The indices of the vectors that no other one dominates, in ascending order; of equal ones, all.
+    """The indices of the vectors that no other one dominates, in ascending order; equal vectors are all included.
 
     One vector dominates another if it is nowhere higher and somewhere lower. O(n log n) for one or two losses,
     O(n times the front) for more.

@@ -1,8 +1,8 @@
-"""How the ranks of one worker agree on trials and on how they ended: over the store, never over the training's group.
+"""How the ranks of one worker agree on trials and their ends: over the store, not over the training's process group.
 
 leader      order 7 ──────────────►  the others                          all evaluate trial 7
 each rank   outcome 7 ────────────►  the leader
-leader      verdict 7 ────────────►  the others      well: go on; renew: new connections; end: out of step
+leader      verdict 7 ────────────►  the others      well: continue; renew: with new connections; end: out of step
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing_extensions import override
 from lockstep.collectives import KeyValueStore
 from lockstep.tune.outcome import Outcome
 
-#: How the ranks go on after a trial.
+#: How the ranks continue after a trial.
 Verdict = Literal["well", "renew", "end"]
 
-#: How long a rank that failed waits for the others to have failed alike. They may be waiting for it in a collective.
+#: How long a rank that failed waits for the others to fail in the same way. They may wait for it in a collective.
 _GRACE_S = 3.0
-#: How long a rank that was asked to stop waits for the others: they were asked, too, or are gone.
+#: How long a rank that was asked to stop waits for the others, which were asked, too, or have ended.
 _LEAVE_S = 0.5
 _A_DAY_S = 86400.0
 _POLL_S = (0.0002, 0.02)  # the first pause between two looks, and the longest
 
 
 class RankChannel(Protocol):
-    """A rank's connection to the others of its worker."""
+    """The connection of a rank to the other ranks of its worker."""
 
     def tell(self, text: str) -> str:
-        """The leader's ``text``, on all ranks; what others give is not looked at. Collective."""
+        """Return the leader's ``text`` on all ranks; the argument of other ranks is ignored. Collective."""
         ...
 
     def verdict(self, own: Outcome) -> Verdict:
-        """How ranks go on, by the outcomes of all of them. Collective, and yet it returns where others do not come.
+        """How the ranks continue, from the outcomes of all. Collective; it also returns if others do not call it.
 
-        A rank that failed waits a few seconds for them.
+        A rank that failed waits a few seconds for the others.
         """
         ...
 
 
 class SingleRankChannel(RankChannel):
-    """Of a worker of one rank."""
+    """For a worker with one rank."""
 
     @override
     def tell(self, text: str) -> str:
@@ -55,13 +55,13 @@ class SingleRankChannel(RankChannel):
 
 
 class StoreRankChannel(RankChannel):
-    """Of a worker of several ranks.
+    """For a worker with several ranks.
 
     Args:
-        store: of theirs.
-        rank: this one.
-        size: how many there are.
-        stops: whether this rank was asked to stop; it then waits for nobody any more.
+        store: which all of them can read and write.
+        rank: of this process.
+        size: number of ranks.
+        stops: returns whether this rank was asked to stop; then it does not wait for the others any more.
         clock: in seconds.
     """
 
@@ -85,7 +85,7 @@ class StoreRankChannel(RankChannel):
         if self._rank == 0:
             self._store.set(key, text)
             return text
-        # Not by a wait in the store, in which no signal is handled.
+        # Python handles no signals during a blocking wait of the store.
         return self._store.get(key, _GRACE_S) if self._wait(lambda: self._store.is_set(key), _A_DAY_S) else ""
 
     @override
@@ -97,7 +97,7 @@ class StoreRankChannel(RankChannel):
         verdict = _verdict(outcomes) if len(outcomes) == self._size else "end"
         self._store.set(f"{self._number}/verdict", verdict)
         if verdict != "end":
-            # All have read what they were told of this trial, and the verdict on the one before.
+            # All ranks have read the text of this trial, and the verdict on the trial before.
             outcome_keys = [f"{self._number}/outcome/{rank}" for rank in range(1, self._size)]
             for key in (*self._old, f"{self._number}/told", *outcome_keys):
                 self._store.delete(key)
@@ -112,7 +112,7 @@ class StoreRankChannel(RankChannel):
         return "well" if text == "well" else "renew" if text == "renew" else "end"
 
     def _outcomes(self, own: Outcome) -> list[Outcome]:
-        """The outcomes of all ranks; of some only, where one has failed and others do not come."""
+        """The outcomes of all ranks, or only of some if one has failed and others do not answer."""
         found: dict[int, Outcome] = {0: own}
         failed_at_s = self._clock() if _is_bad(own) else None
 
@@ -146,7 +146,7 @@ def _is_bad(outcome: Outcome) -> bool:
 
 
 def _verdict(outcomes: list[Outcome]) -> Verdict:
-    """Ranks that ended alike may go on together; what they have open between them only where all is well."""
+    """Ranks that ended in the same way continue together; they keep their connections only if none has failed."""
     states = {outcome.state for outcome in outcomes}
     if len({outcome.returned for outcome in outcomes}) > 1:
         return "end"

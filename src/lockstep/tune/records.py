@@ -1,4 +1,4 @@
-"""The records of a search's journal, and the line of text that each of them is."""
+"""The records of a search's journal, and their form as lines of text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.tune.trial import State
 
 @dataclass(frozen=True, slots=True)
 class TrialBegan:
-    """An attempt at a trial began; only the first one says what the trial is."""
+    """An attempt at a trial began; only that of the first attempt has the trial's point and origin."""
 
     number: int
     attempt: int  #: from 1
@@ -41,7 +41,7 @@ class LossReported:
 
 @dataclass(frozen=True, slots=True)
 class AttemptCut:
-    """An attempt ended without an end of its trial, which will be gone on with: a kill, a stop of the search."""
+    """An attempt was killed, or the search was stopped; the trial will be resumed."""
 
     number: int
     attempt: int
@@ -52,7 +52,7 @@ class AttemptCut:
 
 @dataclass(frozen=True, slots=True)
 class TrialEnded:
-    """A trial is over."""
+    """A trial has ended."""
 
     number: int
     attempt: int
@@ -67,7 +67,7 @@ class TrialEnded:
 
 @dataclass(frozen=True, slots=True)
 class MovePlanned:
-    """An individual changes islands, or gives place to one that came; the fields are those of `search.Move`."""
+    """An individual changes islands, or is replaced by one that arrived; the fields are those of `search.Move`."""
 
     what: Literal["moved", "copied", "replaced"]
     number: int
@@ -113,7 +113,7 @@ def encode(serial: int, record: Record) -> bytes:
 
 
 def decode(line: bytes) -> tuple[int, Record] | None:
-    """The record of a line without its newline, and its serial number; None for what is not whole."""
+    """The serial number and the record of a line without its newline; None if the line is damaged."""
     try:
         if line[8:9] != b" " or int(line[:8], 16) != zlib.crc32(line[9:]):
             return None

@@ -1,4 +1,4 @@
-"""What came out of a search: the best trials, counts, failures, tables."""
+"""The result of a search: the best trials, counts, failures, tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.tune.trial import State, Trial
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why trials failed, and which."""
+    """One reason for which trials failed, and the numbers of these trials."""
 
     reason: str
     numbers: tuple[int, ...]
@@ -27,41 +27,42 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """A search as it was when it was read; it may still be running.
+    """The trials of a search as they were when it was read; it may still be running.
 
-    A trial is better than another if it violates the constraints less, then if it was not cut short by a stopping rule
-    that compared it with others, then if its first loss is lower, then if it began earlier.
+    Trials are ordered by their violation of the constraints first; then those that a stopping rule has cut short by a
+    comparison with others come behind all others; then by their first loss, then by number. Nothing here reads a file
+    or is collective.
     """
 
     record: SearchRecord
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """All trials, by their numbers."""
+        """All trials, in the order of their numbers."""
         return self.record.trials
 
     @property
     def best(self) -> Trial:
-        """The best trial; ``.params`` is what the objective was called with, ``.loss`` what it gave.
+        """The best trial: ``.params`` are the parameters of the objective, ``.loss`` is the loss that it returned.
 
         Raises:
-            UsageError: if none has a loss; the message says why they failed.
+            UsageError: if no trial has a loss; the message gives the reasons of failed trials.
         """
         if best := self.top(1):
             return best[0]
         reasons = "; ".join(f"{len(one.numbers)} x {one.reason}" for one in self.failures[:3])
         raise UsageError(
             f"none of the {len(self.trials)} trials has a loss{f': {reasons}' if reasons else ''}; wait for one, "
-            "or mend what they failed of"
+            "or correct what made them fail"
         )
 
     def top(self, n: int = 5, island: int | None = None) -> tuple[Trial, ...]:
-        """The ``n`` best trials with a loss, best first; with ``island`` of those bred there. O(trials log n)."""
+        """The ``n`` best trials with a loss, best first; with ``island`` only those bred there. O(trials log n)."""
         ended = (trial for trial in self.trials if trial.losses and island in (None, trial.island))
         return tuple(heapq.nsmallest(n, ended, key=rank_of))
 
     def top_by_island(self, n: int = 5) -> Mapping[int, tuple[Trial, ...]]:
-        """`top` of each island. O(trials log trials)."""
+        """The ``n`` best trials of each island, by the number of the island. O(trials log trials)."""
         bred: defaultdict[int, list[Trial]] = defaultdict(list)
         for trial in sorted((trial for trial in self.trials if trial.losses), key=rank_of):
             if len(bred[trial.island]) < n:
@@ -70,9 +71,10 @@ class SearchResult:
 
     @property
     def pareto_front(self) -> tuple[Trial, ...]:
-        """The trials within the constraints that no other one dominates, by their losses; with one objective the best.
+        """The trials that satisfy the constraints and that no other such trial dominates, ordered by their losses.
 
-        A trial dominates another if none of its losses is higher and one is lower.
+        A trial dominates another if none of its losses is higher and one is lower. With one objective these are the
+        trials with the lowest loss.
         """
         feasible = [trial for trial in self.trials if trial.losses and not trial.violation]
         front = pareto_front([trial.losses for trial in feasible])
@@ -80,7 +82,7 @@ class SearchResult:
 
     @property
     def counts(self) -> Mapping[State, int]:
-        """How many trials are in each state."""
+        """Number of trials in each state: ``running``, ``done``, ``stopped`` and ``failed``."""
         found = Counter(trial.state for trial in self.trials)
         return {state: found[state] for state in get_args(State)}
 
@@ -98,11 +100,11 @@ class SearchResult:
 
     @property
     def rank_hours(self) -> float:
-        """Hours that ranks spent on trials: the wall time of each, times its ranks."""
+        """Hours that ranks spent on trials: the sum over trials of wall time times number of ranks."""
         return sum(trial.run_s * trial.ranks for trial in self.trials) / 3600
 
     def table(self) -> Any:
-        """One row for each trial: a DataFrame where pandas is installed, else a list of dicts; the same columns."""
+        """One row for each trial, as in `rows`: a DataFrame where pandas is installed, else a list of dicts."""
         rows = self.rows()
         try:
             import pandas as pd
@@ -111,13 +113,16 @@ class SearchResult:
         return pd.DataFrame(rows)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dict for each trial, all with the same keys; each parameter is ``params.NAME``, and may be None."""
+        """One dict for each trial, all with the same keys; times are in seconds.
+
+        A parameter has the key ``params.NAME``, and the value None in trials that do not have it.
+        """
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.params))
         objectives = max((len(trial.losses) for trial in self.trials), default=1)
         return [_row(trial, names, objectives) for trial in self.trials]
 
     def to_json(self, n: int = 5) -> dict[str, Any]:
-        """All of it in terms of JSON; numbers that are not finite are None. ``n`` as of `top`."""
+        """The whole result as JSON, with the ``n`` best trials of each island; numbers that are not finite are None."""
         best = self.top(1)
         told: dict[str, Any] = _finite(
             {
@@ -136,20 +141,20 @@ class SearchResult:
 
 
 def load(run_dir: str | os.PathLike[str]) -> SearchResult:
-    """What is known of the search in ``run_dir``, which may be running.
+    """The result of the search in ``run_dir``, which may still be running. Reads the whole journal.
 
     Raises:
-        SettingError: if there is none.
+        SettingError: if ``run_dir`` holds no search, or one that cannot be read.
     """
     record = read_search(run_dir)
     space = Space.from_json(record.space)
-    # By the points: values that a script gave as tuples came out of JSON as lists.
+    # From the points, since values that the script gave as tuples are lists in JSON.
     trials = tuple(replace(trial, params=space.params(trial.point)) for trial in record.trials)
     return SearchResult(replace(record, trials=trials))
 
 
 def rank_of(trial: Trial) -> tuple[float, bool, float, int]:
-    """By what trials are sorted, best first."""
+    """The key by which trials are sorted, best first."""
     loss = trial.loss
     return trial.violation, trial.is_cut_short, math.inf if math.isnan(loss) else loss, trial.number
 

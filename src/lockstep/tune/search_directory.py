@@ -1,4 +1,4 @@
-"""The run directory of a search: what lies where, and who may be which worker.
+"""The run directory of a search: its files, and the locks that say which workers are running.
 
 RUN/search.json           what is searched
 RUN/claims                which worker has which trial
@@ -31,7 +31,7 @@ _FINISHED = "finished.json"
 
 @dataclass(frozen=True, slots=True)
 class SearchDirectory:
-    """Where the files of a search are."""
+    """The directory that holds the files of a search."""
 
     path: Path
 
@@ -45,10 +45,10 @@ class SearchDirectory:
 
     @contextlib.contextmanager
     def being_worker(self, worker: int | None = None) -> Iterator[int]:
-        """Within, this process, or its children, are ``worker``; None: the first that nobody is now.
+        """Hold the lock of ``worker``; None: of the first worker that does not run. Gives the worker's number.
 
         Raises:
-            SettingError: if that worker is there already, or the file system has no locks.
+            SettingError: if that worker runs already, or the file system has no locks.
         """
         numbers = range(10**6) if worker is None else (worker,)
         for number in numbers:
@@ -56,19 +56,19 @@ class SearchDirectory:
             if lock is not None:
                 break
         else:
-            raise SettingError(f"worker {worker} of the search in {self.path} is there already; let it end first")
+            raise SettingError(f"worker {worker} of the search in {self.path} runs already; wait until it ends")
         try:
             yield number
         finally:
             os.close(lock)
 
     def is_gone(self, worker: int) -> bool:
-        """Whether nobody is ``worker`` now."""
+        """Whether ``worker`` does not run now."""
         lock = self._lock(worker)
         if lock is None:
             return False
         os.close(lock)
-        # Of a driver that was killed, a rank may live for a moment.
+        # A rank may outlive a driver that was killed for a moment.
         path = journal_file(self.path, worker)
         if not path.exists():
             return True
@@ -79,12 +79,12 @@ class SearchDirectory:
             os.close(file)
 
     def is_alive(self) -> bool:
-        """Whether some process is a worker of this search now."""
+        """Whether any worker of this search runs now."""
         locks = self.path.glob("journal/worker-*.lock")
         return any(not self.is_gone(int(path.stem.removeprefix("worker-"))) for path in locks)
 
     def begin(self, space: Space, settings: SearchSettings, workers: int, options: Mapping[str, Any]) -> None:
-        """Write what is searched, or compare with what was written before.
+        """Write the space and the settings, or compare them with those that were written before.
 
         Args:
             space: what is searched.
@@ -93,7 +93,8 @@ class SearchDirectory:
             options: those of the settings that the command line said, for workers that join (`options`).
 
         Raises:
-            SettingError: if the search that is there is another one.
+            SettingError: if the directory holds a search over another space, or with another seed or number of
+                objectives.
         """
         written = settings.to_json() | {"workers": workers, "options": dict(options)}
         plan = SearchPlan(space.to_json(), written)
@@ -104,13 +105,13 @@ class SearchDirectory:
         if json.dumps(before.space) != json.dumps(plan.space):
             raise SettingError(
                 f"the search in {self.path} is over another space: {_difference(before.space, plan.space)}. Give the "
-                "space of before, or another --run-dir, or begin again with --fresh"
+                "same space, or another --run-dir, or begin again with --fresh"
             )
         for name in FIXED:
             if before.settings.get(name) != written[name]:
                 raise SettingError(
                     f"the search in {self.path} was begun with {name}={before.settings.get(name)}, and is asked to go "
-                    f"on with {name}={written[name]}; give the one of before, another --run-dir, or --fresh"
+                    f"on with {name}={written[name]}; give the same, another --run-dir, or --fresh"
                 )
         if before.settings != json.loads(json.dumps(written)):
             plan.replace(self.path)
@@ -122,11 +123,11 @@ class SearchDirectory:
         return {} if plan is None else plan.settings.get("options", {})
 
     def finish(self, worker: int, log_bytes: int) -> bool:
-        """Say that all trials have ended; returns whether this worker is the first that says so, now or before a kill.
+        """Record that all trials have ended; returns whether this worker is the first that records it.
 
         Args:
-            worker: that says it.
-            log_bytes: length of its leader's log by then: the script goes on from there.
+            worker: the number of this worker.
+            log_bytes: length of its leader's log; what the script prints after the search begins there.
         """
         scratch = self.path / f".{_FINISHED}.{worker}"
         scratch.write_text(json.dumps({"worker": worker, "log_bytes": log_bytes}), encoding="ascii")
@@ -141,7 +142,7 @@ class SearchDirectory:
         return True
 
     def finished(self) -> dict[str, int] | None:
-        """What `finish` has said; None before that."""
+        """What `finish` has recorded; None before that."""
         try:
             told: dict[str, int] = json.loads((self.path / _FINISHED).read_text(encoding="ascii"))
         except (OSError, ValueError):
@@ -149,11 +150,11 @@ class SearchDirectory:
         return told
 
     def unfinish(self) -> None:
-        """The search goes on, perhaps with more trials."""
+        """Remove the record of `finish`: the search continues, perhaps with more trials."""
         (self.path / _FINISHED).unlink(missing_ok=True)
 
     def _lock(self, worker: int) -> int | None:
-        """A descriptor that keeps others from being ``worker``; None if somebody is."""
+        """A descriptor that holds the lock of ``worker``; None if another process holds it."""
         path = journal_file(self.path, worker).with_suffix(".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -169,69 +170,70 @@ class SearchDirectory:
 def open_directory(
     run_dir: str | os.PathLike[str] | None, name: str, now: datetime, *, resume: bool, fresh: bool
 ) -> SearchDirectory:
-    """The directory of a search that begins, or goes on; made if it is not there. An earlier one is moved aside.
+    """The directory for a search that begins or is resumed; a new one has mode 0700, as that of a run.
 
     Args:
         run_dir: None: a new one under ``runs``.
-        name: that such a new one begins with.
-        now: the time.
-        resume: go on with the search that is there.
-        fresh: move it aside.
+        name: of the script, with which the name of such a new one begins.
+        now: the time, which is the rest of that name.
+        resume: continue the search in the directory.
+        fresh: move the search in the directory aside.
 
     Raises:
-        SettingError: if the directory holds a search and neither is asked for, if it is in use, or no such directory.
+        SettingError: if the directory holds a search and neither is asked for, if a search runs in it, if it holds
+            other files, or if it is a file.
     """
     if resume and fresh:
         raise SettingError("--resume and --fresh contradict each other; give one of them")
     if run_dir is None:
         if resume:
-            raise SettingError("--resume: say which search, with --run-dir")
+            raise SettingError("--resume: give the search to resume, with --run-dir")
         return SearchDirectory(_new(Path("runs").absolute() / f"{name}-{now:%Y%m%d-%H%M%S}"))
     path = Path(run_dir).absolute()
     directory = SearchDirectory(path)
     if path.exists() and not path.is_dir():
         raise SettingError(f"--run-dir {os.fspath(run_dir)} is a file; give a directory")
     if not path.exists() or not any(path.iterdir()):
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return directory
     if not (path / SEARCH_FILE).exists() and not (path / "journal").exists():
         raise SettingError(f"--run-dir {os.fspath(run_dir)} is not empty and holds no search (no {SEARCH_FILE})")
     until_s = time.monotonic() + _ENDING_S
-    # What a search that was killed has started may end this very moment.
+    # The processes of a search that was just killed may take a moment to end.
     while (is_alive := directory.is_alive()) and time.monotonic() < until_s:
         time.sleep(0.1)
     if is_alive:
         raise SettingError(
-            f"another search works in {os.fspath(run_dir)} now: more workers for it: lockstep tune --join; for a "
-            "search of its own give another --run-dir"
+            f"a search runs in {os.fspath(run_dir)} now; add workers to it with lockstep tune --join, or give another "
+            "--run-dir"
         )
     if fresh:
         path.rename(_unused(path.with_name(f"{path.name}-before-{now:%Y%m%d-%H%M%S}")))
-        path.mkdir()
+        path.mkdir(mode=0o700)
         return directory
     if not resume:
         record = read_search(path) if (path / SEARCH_FILE).exists() else None
         ended = sum(trial.state != "running" for trial in record.trials) if record is not None else 0
         raise SettingError(
-            f"--run-dir {os.fspath(run_dir)} holds a search of which {ended} trials have ended: go on with it by "
-            "--resume, or begin again with --fresh, which moves it aside"
+            f"--run-dir {os.fspath(run_dir)} holds a search of which {ended} trials have ended: go on with --resume, "
+            "or begin a new one with --fresh, which moves the old one aside"
         )
     directory.unfinish()
     return directory
 
 
 def join_directory(run_dir: str | None, within_s: float) -> SearchDirectory:
-    """The directory of a search that runs, for more workers.
+    """The directory of a search that runs, for further workers.
 
     Args:
         run_dir: of the search.
-        within_s: how long it may take to begin.
+        within_s: how long to wait for the search to begin, in seconds.
 
     Raises:
-        SettingError: if there is none.
+        SettingError: if ``run_dir`` is None, or no search runs there by then.
     """
     if run_dir is None:
-        raise SettingError("--join: say which search, with --run-dir")
+        raise SettingError("--join: give the search to join, with --run-dir")
     directory = SearchDirectory(Path(run_dir).absolute())
     until_s = time.monotonic() + within_s
     while not (is_alive := directory.is_alive()) and time.monotonic() < until_s:
@@ -243,7 +245,7 @@ def join_directory(run_dir: str | None, within_s: float) -> SearchDirectory:
 
 def _new(path: Path) -> Path:
     path = _unused(path)
-    path.mkdir(parents=True)
+    path.mkdir(mode=0o700, parents=True)
     return path
 
 

@@ -1,4 +1,4 @@
-"""What a search is told: by the script, and by the command line, which wins."""
+"""The settings of a search: those of the script, and those of the command line, which override them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.errors import SettingError
 from lockstep.tune.search import AlgorithmFactory, Islands
 from lockstep.tune.stopping import StoppingRule
 
-#: Settings that a search keeps when it is resumed; the others may be others then.
+#: Settings that must stay the same when a search is resumed; all others may change.
 FIXED: Final = ("seed", "objectives")
 
 
@@ -43,7 +43,7 @@ class SearchSettings:
             raise SettingError(f"time_limit_s={self.time_limit_s}: give seconds, more than 0")
 
     def with_options(self, options: Mapping[str, Any]) -> Self:
-        """These settings, but for what the command line says."""
+        """These settings with ``options`` of the command line in place of theirs."""
         given = dict(options)
         if "islands" in given:
             given["islands"] = Islands(
@@ -53,7 +53,7 @@ class SearchSettings:
         return type(self)(**{**{one.name: getattr(self, one.name) for one in fields(self)}, **given})
 
     def to_json(self) -> dict[str, Any]:
-        """The settings in terms of JSON, for people and tables: objects by their names."""
+        """The settings as JSON; an algorithm or a rule that is an object becomes its ``repr``."""
         plain = {one.name: getattr(self, one.name) for one in fields(self)}
         for name in ("algorithm", "stopping"):
             value = plain[name]
@@ -61,5 +61,5 @@ class SearchSettings:
         return {**plain, "islands": asdict(self.islands)}
 
 
-#: What of `Islands` does not depend on how many there are.
+#: Fields of `Islands` that do not depend on the number of islands.
 _OF_ISLANDS = ("migration", "pollination", "emigrants", "immigrants")

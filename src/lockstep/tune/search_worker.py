@@ -1,9 +1,9 @@
-"""One worker's part of a search, on its leader: which trial is next, and what is written of it.
+"""The part of a search that the leader of one worker does: it chooses the next trial and records what happens to it.
 
     journal of all workers ─► Breeding ─► TrialOrder ─► (the ranks evaluate) ─► Outcome ─► own journal
 
-Nobody waits for anybody: a worker breeds from what it has read by then, and finds the trials that it had begun when it
-was killed by what its journal and the claims say.
+No worker waits for another: it breeds from the records that it has read so far. After a kill, its journal and the
+claims say which trials it had begun.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TrialOrder:
     inherits: int | None
 
     def to_json(self) -> str:
-        """As text, for the other ranks of the worker."""
+        """As a string, for the other ranks of the worker."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -55,23 +55,22 @@ class TrialOrder:
 
 
 class SearchWorker:
-    """What the leader of one worker knows and writes.
+    """Chooses trials for one worker and writes its journal; on the leader of the worker.
 
     Args:
         directory: of the search.
-        worker: its number.
-        ranks: how many it has.
+        worker: number of the worker.
+        ranks: number of ranks of the worker.
         space: what is searched.
         settings: of the search.
-        workers: how many workers the search has, as far as is known.
-        death: how the worker's last generation ended; None: it is the first, or was stopped.
-        say: for the user.
+        workers: number of workers of the search, without those that join later.
+        death: how the worker's last generation died; None: this is the first one, or the last one was stopped.
         limit_at_s: the time limit of the search, after which no trial begins, in seconds since 1970.
         leave_at_s: likewise of this worker alone, whose job ends.
         now: seconds since 1970.
 
     Raises:
-        SettingError: if another process is this worker, or the file system has no locks.
+        SettingError: if another process writes this worker's journal, or the file system has no locks.
     """
 
     def __init__(
@@ -107,14 +106,14 @@ class SearchWorker:
             self._reader: Final = stack.enter_context(contextlib.closing(JournalReader(directory.path)))
             self._open: Final = stack.pop_all()
         self._history: Final = TrialHistory()
-        self._unlearnt: list[int] = []  # trials that have ended, and of which breeding was not told
+        self._unlearnt: list[int] = []  # trials that have ended and that breeding has not been given yet
         self._learn()
         self._unfinished = self._claimed_before(worker)
-        self._began_s = 0.0  # when the attempt in work began
+        self._began_s = 0.0  # when the current attempt began
 
     @property
     def is_over(self) -> bool:
-        """Whether all trials of the search have ended, as far as is known; past its time limit, all that had begun."""
+        """Whether all trials of the search have ended; after its time limit, all that had begun."""
         trials = self._settings.trials
         if self._now() >= self._limit_at_s:
             trials = min(trials, len(self._claims.owners()))
@@ -122,7 +121,7 @@ class SearchWorker:
         return self._history.ended >= trials
 
     def next(self) -> TrialOrder | None:
-        """The trial to evaluate now, which is recorded as begun; None: there is none for this worker."""
+        """The trial to evaluate now, which is recorded as begun; None if there is none for this worker."""
         while self._unfinished:
             if (order := self._go_on_with(self._unfinished.pop(0))) is not None:
                 return order
@@ -140,7 +139,7 @@ class SearchWorker:
         return None
 
     def report(self, order: TrialOrder, loss: float, step: int) -> str:
-        """Record that the trial of ``order`` has reported ``loss``; returns why it is to stop, "" if it goes on."""
+        """Record that the trial of ``order`` has reported ``loss``; returns the reason to stop it, or ``""``."""
         self._writer.append(LossReported(order.number, order.attempt, step, loss, self._now()))
         self._learn()
         trial = self._history.trial(order.number)
@@ -149,7 +148,7 @@ class SearchWorker:
         return self._stopping.stops(trial, others)
 
     def end(self, order: TrialOrder, outcome: Outcome) -> None:
-        """Record how the attempt of ``order`` ended; an end of the trial is on the disk when this returns."""
+        """Record how the attempt of ``order`` ended; an end of the trial is kept as `JournalWriter.append` says."""
         at_s = self._now()
         run_s = at_s - self._began_s
         if outcome.state == "interrupted" or outcome.state == "lost":
@@ -177,11 +176,11 @@ class SearchWorker:
         self._remove_checkpoints(order.number)
 
     def params(self, order: TrialOrder) -> Mapping[str, object]:
-        """What the objective is called with."""
+        """The parameters with which the objective is called."""
         return self._space.params(order.point)
 
     def close(self) -> None:
-        """Let others write; what was written is on the disk."""
+        """Flush the journal to the disk and let other processes write it."""
         self._open.close()
 
     def _stopped(self, order: TrialOrder) -> tuple[tuple[float, ...], bool]:
@@ -195,7 +194,7 @@ class SearchWorker:
         return ((loss,) if math.isfinite(loss) else ()), bool(self._stopping.stops(trial, ()))
 
     def _learn(self) -> None:
-        """Read what all workers have written."""
+        """Read the new records of all workers and give them to breeding."""
         moves: list[Move] = []
         for entry in self._reader.read():
             if not self._history.add(entry):
@@ -234,7 +233,7 @@ class SearchWorker:
         return order
 
     def _go_on_with(self, number: int) -> TrialOrder | None:
-        """The trial ``number``, which this worker has claimed; None if it is over, or is now."""
+        """Another attempt at the trial ``number``, which this worker has claimed; None if it has ended, or does now."""
         if self._history.has_ended(number):
             return None
         trial = self._history.trial(number)
@@ -259,7 +258,7 @@ class SearchWorker:
         return [n for n, owner in owners if owner == worker and not self._history.has_ended(n)]
 
     def _take_over(self) -> int | None:
-        """A trial of a worker that is gone, which is this worker's from now on; None if there is none."""
+        """Claim a trial of a worker that does not run any more and return its number; None if there is none."""
         gone: dict[int, bool] = {self._worker: False}
         for number, owner in enumerate(self._claims.owners()):
             if self._history.has_ended(number):
@@ -267,13 +266,13 @@ class SearchWorker:
             if owner not in gone:
                 gone[owner] = self._directory.is_gone(owner)
             if gone[owner] and self._claims.take_over(number, owner, self._worker):
-                # It may have ended between our last look and its worker's end.
+                # The trial may have ended after the last read and before its worker did.
                 self._learn()
                 return number
         return None
 
     def _parent_with_weights(self, parents: tuple[int, ...]) -> int | None:
-        """The first of ``parents`` of which there is a checkpoint."""
+        """The first of ``parents`` that has a checkpoint."""
         return next((one for one in parents if list_checkpoints(self._directory.trial(one) / CHECKPOINTS)), None)
 
     def _remove_checkpoints(self, number: int) -> None:

@@ -13,11 +13,11 @@ _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SI
 
 
 class Interrupted(BaseException):
-    """A signal asks to stop, and no run is there that would save first."""
+    """A signal asks to stop while no `Run` is open that would save a checkpoint first."""
 
 
 class StopSignals:
-    """Signals that ask a worker to stop, as long as no run listens to them itself."""
+    """Handles signals that ask a worker to stop while no `Run` is open, which handles them itself."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -25,7 +25,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Within, signals are taken note of; in the main thread, as Python allows it only there."""
+        """Within, a signal sets ``asked``. Python allows it in the main thread only; elsewhere nothing happens."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -38,7 +38,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Within, a signal raises an error at once: what runs could not save anything anyway."""
+        """Within, a signal also raises `Interrupted`: without a `Run` there is nothing to save first."""
         self._interrupts = True
         try:
             yield

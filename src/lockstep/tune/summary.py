@@ -1,4 +1,4 @@
-"""A search in words, for terminals and logs: what ``lockstep tune --show RUN`` prints."""
+"""A search as text, for terminals and logs: what ``lockstep tune --show RUN`` prints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FRONT = 20
 
 
 def show(record: SearchRecord, width: int = 80, top: int = 5) -> str:
-    """Counts, the best trial, the ``top`` ones of each island, failures with their reasons; lines of ``width``."""
+    """Counts, the best trial, the ``top`` trials of each island, reasons of failures; lines have at most ``width``."""
     result = SearchResult(record)
     lines = [counts_of(record)]
     if best := result.top(1):
@@ -43,7 +43,7 @@ def show(record: SearchRecord, width: int = 80, top: int = 5) -> str:
 
 
 def counts_of(record: SearchRecord) -> str:
-    """One line: how many trials there are, in which states, and what they took."""
+    """One line: the number of trials in each state, wall time, and the time of all ranks."""
     result = SearchResult(record)
     told = ", ".join(f"{number} {_STATES[state]}" for state, number in result.counts.items() if number)
     planned = record.settings.get("trials")
@@ -55,7 +55,7 @@ def counts_of(record: SearchRecord) -> str:
 
 
 def elapsed_s(record: SearchRecord) -> float:
-    """Wall time from the first beginning to the newest word of a trial; also what lay between two runs of a search."""
+    """Seconds from the first trial's begin to the newest record of a trial, pauses between resumes included."""
     last = [trial.ended_at_s or max((one.at_s for one in trial.reports), default=0.0) for trial in record.trials]
     began = min((trial.began_at_s for trial in record.trials), default=0.0)
     return max(max(last, default=0.0) - began, 0.0)

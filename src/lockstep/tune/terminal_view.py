@@ -39,7 +39,7 @@ class LiveSearchView:
 
     Args:
         stream: the terminal.
-        env: the environment, for the terminal's abilities and the wishes about colour.
+        env: the environment, for the terminal's capabilities and the user's choice of colours.
         wall_clock: seconds since 1970, by which running trials have begun.
     """
 
@@ -48,13 +48,13 @@ class LiveSearchView:
         self._console = Console(file=stream, force_terminal=True, force_jupyter=False, _environ=env)
         self._live = Live(
             console=self._console,
-            auto_refresh=False,  # no thread of its own: a picture that moves while a search stands still would lie
+            auto_refresh=False,  # no thread of its own, which would keep drawing while the search hangs
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
 
     def show(self, record: SearchRecord) -> None:
-        """Draw it."""
+        """Draw the tables for ``record``."""
         if not self._live.is_started:
             self._live.start()
             # Live hides the cursor, and a process that is killed could not give it back.

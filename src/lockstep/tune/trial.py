@@ -1,4 +1,4 @@
-"""What is known of one trial: the value that the journal gives, and that stopping rules, tables and pictures read."""
+"""All that is known about one trial: read from the journal, and used by stopping rules, tables and pictures."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ State = Literal["running", "done", "stopped", "failed"]
 class Reported:
     """One call of `Run.report` in a trial."""
 
-    step: int  #: how many calls there were before it
+    step: int  #: number of calls before it
     loss: float
     at_s: float  #: seconds since 1970
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One evaluation of the objective, with all of its attempts."""
+    """One evaluation of the objective for one set of parameters, with all of its attempts."""
 
-    number: int  #: unique in the search; trials are numbered as they are begun, from 0
-    params: Mapping[str, object]  #: what the objective is called with
+    number: int  #: unique in the search; counted from 0 in the order in which trials were claimed
+    params: Mapping[str, object]  #: of the objective, by name
     point: Point  #: the same, as the algorithms see it
     state: State
     losses: tuple[float, ...] = ()  #: one for each objective; empty while it runs, and where it failed
@@ -41,7 +41,7 @@ class Trial:
     ranks: int = 1  #: of the worker that ran its last attempt
     parents: tuple[int, ...] = ()  #: trials that it was bred from
     operator: str = ""  #: what bred it, such as ``crossover``
-    inherits: int | None = None  #: the trial whose weights it began with
+    inherits: int | None = None  #: number of the trial whose weights it began with
     attempts: int = 1
     reports: tuple[Reported, ...] = field(default=())
     began_at_s: float = 0.0  #: of the first attempt, in seconds since 1970
@@ -61,11 +61,11 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Individuals went from one island to another."""
+    """Individuals were sent from one island to another."""
 
     numbers: tuple[int, ...]  #: of their trials
     source: int
     target: int
-    copies: bool  #: they stay on their island, too
-    replaced: tuple[int, ...]  #: trials of the target island that breed no more there
+    copies: bool  #: copies were sent, and the individuals stay on their island
+    replaced: tuple[int, ...]  #: trials that left the population of the target island
     at_s: float  #: seconds since 1970

@@ -1,4 +1,4 @@
-"""What the records of a journal say about trials, whatever the order in which the workers' files were read."""
+"""Trials from the records of a journal, in whatever order the files of the workers are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.tune.trial import Move, Reported, Trial
 
 @dataclass(slots=True)
 class _Attempt:
-    """What is known of one attempt at a trial."""
+    """The records of one attempt at a trial."""
 
     worker: int = 0
     began: TrialBegan | None = None
@@ -29,28 +29,28 @@ class _Attempt:
 
 @dataclass(slots=True)
 class _Story:
-    """What is known of one trial."""
+    """The records of one trial."""
 
     attempts: dict[int, _Attempt] = field(default_factory=dict)
     ended: dict[int, TrialEnded] = field(default_factory=dict)
 
 
 class TrialHistory:
-    """Takes in entries of a journal, each as often as one likes, and knows the trials.
+    """Collects entries of a journal and gives the trials; an entry that is added twice counts once.
 
-    Attempts of a trial may stand in different files. Where two of them have ended, as when a worker was taken for
+    Attempts of a trial may be in different files. If two of them have ended, because a worker was wrongly taken for
     dead, the earlier attempt counts.
     """
 
     def __init__(self) -> None:
         self._stories: dict[int, _Story] = {}
-        self._trials: dict[int, Trial | None] = {}  # made of them, as far as nothing has come since
+        self._trials: dict[int, Trial | None] = {}  # computed from them, until a new record comes
         self._moves: dict[tuple[int, int], MovePlanned] = {}
-        self.ended = 0  #: trials that are over
+        self.ended = 0  #: number of trials that have ended
         self._expected: dict[int, int] = {}  # by worker: serial number of the next entry
 
     def add(self, entry: Entry) -> bool:
-        """Take in ``entry``; returns whether it was new. Entries of one worker come in their order."""
+        """Add ``entry``; returns whether it was new. Entries of one worker must come in their order."""
         if entry.serial < self._expected.get(entry.worker, 0):
             return False
         self._expected[entry.worker] = entry.serial + 1
@@ -75,13 +75,13 @@ class TrialHistory:
         return True
 
     def trial(self, number: int) -> Trial | None:
-        """The trial ``number``; None if it is not known what it is."""
+        """The trial ``number``; None if the record of its beginning has not been read."""
         if number not in self._trials and number in self._stories:
             self._trials[number] = _trial(number, self._stories[number])
         return self._trials.get(number)
 
     def trials(self) -> tuple[Trial, ...]:
-        """All trials whose beginning is known, by their numbers."""
+        """All trials whose beginning has been read, in the order of their numbers."""
         found = map(self.trial, sorted(self._stories))
         return tuple(trial for trial in found if trial is not None)
 
@@ -103,17 +103,17 @@ class TrialHistory:
         )
 
     def has_ended(self, number: int) -> bool:
-        """Whether the trial ``number`` is over."""
+        """Whether the trial ``number`` has ended."""
         story = self._stories.get(number)
         return story is not None and bool(story.ended)
 
     def began_at_s(self, number: int) -> float:
-        """When the newest attempt at the trial ``number``, of which that is known, began; in seconds since 1970."""
+        """When the newest attempt at the trial ``number`` began, in seconds since 1970."""
         story = self._stories[number]
         return max(one.began.at_s for one in story.attempts.values() if one.began is not None)
 
     def cuts(self, number: int) -> tuple[AttemptCut, ...]:
-        """How attempts at the trial ``number`` were cut, in their order, as far as that was recorded."""
+        """The recorded interruptions of attempts at the trial ``number``, in their order."""
         story = self._stories.get(number)
         if story is None:
             return ()
@@ -126,12 +126,12 @@ def _trial(number: int, story: _Story) -> Trial | None:
     if begun is None:
         return None
     ended = story.ended[min(story.ended)] if story.ended else None
-    # Of an attempt that was taken for dead, and of what came after the end, nothing counts.
+    # Attempts after the one that ended do not count.
     last = max(story.attempts) if ended is None else ended.attempt
     counted = [attempt for key, attempt in sorted(story.attempts.items()) if key <= last]
     reports: dict[int, Reported] = {}
     for attempt in counted:
-        # An attempt that went on from a checkpoint repeats what came after that.
+        # An attempt that resumed from a checkpoint repeats the reports after it.
         first = min(attempt.reports, default=None)
         if first is not None:
             reports = {step: report for step, report in reports.items() if step < first}
@@ -159,7 +159,7 @@ def _trial(number: int, story: _Story) -> Trial | None:
         inherits=begun.inherits,
         attempts=last,
         reports=tuple(reports[step] for step in sorted(reports)),
-        began_at_s=min(one.began.at_s for one in counted if one.began is not None),
+        began_at_s=min((one.began.at_s for one in counted if one.began is not None), default=begun.at_s),
         run_s=sum(
             story.attempts[key].run_s(ended if ended is not None and key == ended.attempt else None)
             for key in sorted(story.attempts)

@@ -1,4 +1,4 @@
-"""What each rank of a worker does: evaluate one trial after the other, until there is none left."""
+"""The loop of each rank of a worker: it evaluates one trial after another until none is left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lockstep.tune.search_worker import SearchWorker, TrialOrder
 from lockstep.tune.stop_signals import Interrupted, StopSignals
 from lockstep.world import World
 
-#: A run that the worker opens for an objective saves so often what a kill would cost.
+#: How often a run that the worker opens for an objective saves, unless a setting says otherwise.
 _SAVE_EVERY = "1 min"
 
 
@@ -35,7 +35,7 @@ class Objective:
     """The function that a search minimises."""
 
     call: Callable[..., object]
-    takes_run: bool  #: as ``objective(run, params)``; else as ``objective(params)``
+    takes_run: bool  #: it is called as ``objective(run, params)``; otherwise as ``objective(params)``
 
     @classmethod
     def of(cls, function: Callable[..., object]) -> Objective:
@@ -60,8 +60,8 @@ class Objective:
         return cls(function, takes_run=len(needed) == 2)
 
     def evaluate(self, params: Mapping[str, object], seed: int) -> object:
-        """What it returns for ``params``. Collective."""
-        with closing():  # a run that the script leaves open
+        """Call it with ``params`` and return its value. Collective."""
+        with closing():  # a run that the objective leaves open
             if not self.takes_run:
                 return self.call(dict(params))
             with Run(seed=seed, save_every=_SAVE_EVERY) as run:
@@ -76,10 +76,10 @@ class TrialRank:
         objective: what is minimised.
         space: what is searched.
         settings: of the search.
-        leader: the worker's part of the search, on its rank 0; None on the others.
+        leader: chooses and records trials, on rank 0 of the worker; None on the others.
         channel: to the other ranks.
-        connections: of the runs, which one trial leaves to the next.
-        stops: signals that come.
+        connections: of the runs; a trial uses those of the trial before.
+        stops: signals that ask to stop.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class TrialRank:
         self._directory, self._objective, self._space, self._settings = directory, objective, space, settings
         self._leader, self._channel, self._connections = leader, channel, connections
         self._stops = stops
-        self._stopped = ""  # why the trial in work is to stop; on the leader
+        self._stopped = ""  # why the current trial is to stop; on the leader
 
     def run(self) -> None:
         """Evaluate trials until there is none left for this worker. Collective.
 
         Raises:
-            SystemExit: with code 75, if the search was asked to stop; trials in work can be gone on with.
-            Exception: what an objective raised on some ranks only; they are out of step, and must end.
+            SystemExit: with code 75, if the search was asked to stop; the current trial can be resumed.
+            Exception: of the objective, if it was raised on some ranks only, which are out of step and must end.
         """
         while text := self._channel.tell(self._next()):
             self._evaluate(TrialOrder.from_json(text))
@@ -111,7 +111,7 @@ class TrialRank:
             raise SystemExit(EXIT_STOPPED)
 
     def _next(self) -> str:
-        """The next trial as text, on the leader; "" if there is none."""
+        """The next trial as a string, on the leader; "" if there is none, and on other ranks."""
         if self._leader is None:
             return ""
         self._stops.asked |= (self._directory.path / STOP_FILE).exists()
@@ -132,7 +132,7 @@ class TrialRank:
         if verdict == "end":
             if self._stops.asked:
                 raise SystemExit(EXIT_STOPPED)
-            # How the trial goes on is decided when the worker is started again, by what the launcher has seen.
+            # When the worker is started again, the death that the launcher has seen decides about the trial.
             raise error or PeerLost(f"trial {order.number} failed on another rank of this worker")
         if self._leader is not None:
             self._leader.end(order, outcome)
@@ -141,7 +141,7 @@ class TrialRank:
         if outcome.state == "interrupted" and error is not None:
             raise error if isinstance(error, KeyboardInterrupt) else SystemExit(EXIT_STOPPED)
         if error is not None:
-            # Its traceback holds what the trial had in memory.
+            # Its traceback refers to the objects of the trial, such as the model, and keeps them in memory.
             del error
             gc.collect()
 
@@ -156,7 +156,7 @@ class TrialRank:
         except SystemExit as error:
             if error.code == EXIT_STOPPED:
                 return Outcome("interrupted"), error
-            return Outcome("failed", reason=f"the objective left by sys.exit({error.code!r})", place="exit"), error
+            return Outcome("failed", reason=f"the objective called sys.exit({error.code!r})", place="exit"), error
         except BaseException as error:  # noqa: BLE001 - whatever it is, the search goes on
             sys.stderr.write(f"trial {order.number} failed:\n")
             sys.excepthook(type(error), error, error.__traceback__)
@@ -174,7 +174,7 @@ class TrialRank:
 
 @contextlib.contextmanager
 def open_channel(world: World) -> Iterator[tuple[RankChannel, StopSignals]]:
-    """This rank's connection to the others of its worker; within, it takes note of signals. Collective."""
+    """The channel to the other ranks of this worker; within, signals that ask to stop are handled. Collective."""
     stops = StopSignals()
     with stops.listening():
         if world.size == 1:
@@ -194,10 +194,10 @@ def evaluate_trials(
     stops: StopSignals,
     leader: SearchWorker | None,
 ) -> bool:
-    """Be one rank of a worker until there are no trials left for it. Collective.
+    """Evaluate trials as one rank of a worker until none is left for it. Collective.
 
     Returns:
-        Whether all trials of the search have ended by then.
+        Whether all trials of the search have ended then.
 
     Raises:
         SystemExit: as `TrialRank.run` does.

@@ -24,12 +24,12 @@ def choose_search_view(
     now: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> SearchView:
-    """The view that fits ``stream``: live on a terminal, else lines; ``LOCKSTEP_VIEW`` has the last word.
+    """The view for ``stream``: live on a terminal, else lines, unless ``LOCKSTEP_VIEW`` names another.
 
     Args:
-        stream: where to.
-        env: the environment, for the terminal's abilities.
-        now: a clock for the pace of lines, in seconds.
+        stream: where the search is shown.
+        env: the environment, for the terminal's capabilities.
+        now: the clock that spaces lines, in seconds.
         wall_clock: seconds since 1970, by which running trials have begun.
 
     Raises:
@@ -49,11 +49,11 @@ class SearchLines:
 
         37 of 200 trials: 4 running, 30 done, 3 stopped early | 2 m 05 s | 8 m 12 s of ranks | best 0.0123 (trial 31)
 
-    A line comes every second for ten seconds, every ten seconds for two minutes, then every minute; besides with
-    each new best loss and each first failure, though not more than ten times as often; and at the end.
+    A line is written every second for ten seconds, every ten seconds for two minutes, then every minute; also for each
+    new best loss and each new reason of failures, at most ten times as often; and at the end.
 
     Args:
-        stream: where to.
+        stream: where the lines are written.
         now: the clock, in seconds.
     """
 
@@ -70,7 +70,7 @@ class SearchLines:
         now_s = self._now()
         interval_s = line_interval_s(now_s - self._began_s)
         if now_s - self._written_s < interval_s / 10:
-            return  # before anything is computed from the record: it may be long
+            return  # before anything is computed from the record, which may be long
         if _mark(record) != self._written[0] or now_s - self._written_s >= interval_s:
             self._write(record)
 
@@ -80,7 +80,7 @@ class SearchLines:
         self._stream.flush()
 
     def close(self) -> None:
-        """Write how the search stands, unless that was the last line."""
+        """Write the final line, unless it is equal to the last one."""
         if self._newest is not None:
             self._write(self._newest)
 
@@ -92,13 +92,13 @@ class SearchLines:
 
 
 def line_of(record: SearchRecord) -> str:
-    """How a search stands, in one line."""
+    """The state of a search in one line."""
     best = SearchResult(record).top(1)
     return counts_of(record) + (f" | best {best[0].loss:.6g} (trial {best[0].number})" if best else "")
 
 
 def _mark(record: SearchRecord) -> object:
-    """What deserves a line of its own when it changes."""
+    """The part of a search whose changes are shown at once."""
     result = SearchResult(record)
     return [trial.number for trial in result.top(1)], [failure.reason for failure in result.failures]
 
@@ -112,10 +112,10 @@ def watch_search(
     is_over: Callable[[], bool],
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show the search in ``run_dir`` until ``is_over``, or ``once``; it only reads.
+    """Show the search in ``run_dir`` until ``is_over``, or ``once``. Writes nothing to the directory.
 
     Raises:
-        SettingError: if there is no search.
+        SettingError: if ``run_dir`` holds no search.
     """
     if once:
         stream.write(line_of(read_search(run_dir)) + "\n")
@@ -124,7 +124,7 @@ def watch_search(
     try:
         over = False
         while not over:
-            over = is_over()  # before the last look, which then sees all
+            over = is_over()  # before the last read, so that it reads all records
             view.show(read_search(run_dir))
             if not over:
                 sleep(_LOOK_EVERY_S)

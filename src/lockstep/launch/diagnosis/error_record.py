@@ -1,4 +1,4 @@
-"""What a failing rank leaves behind: one small file that says why."""
+"""The small file in which a failing rank records why it failed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Failure:
     line: int
     source: str  #: that line
     traceback: str
-    collateral: bool  #: it only says that another rank is gone
+    collateral: bool  #: it only says that another rank was lost
     raised_s: float  #: on the host's monotonic clock, which all its processes share
     log_bytes: int  #: length of the rank's log before it printed the traceback
     gpu: str = ""  #: how far its GPU's memory went; "" without one

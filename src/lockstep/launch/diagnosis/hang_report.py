@@ -1,4 +1,4 @@
-"""What the user reads about a hang: who waits where, why, each rank's stack, and what to do about it.
+"""The report of a hang for the user: which rank waits where, why, each rank's stack, and what to do about it.
 
 Functions of a `HangDiagnosis`; they read no process and no file.
 """
@@ -46,7 +46,7 @@ class Worker:
 
 
 def headline(diagnosis: HangDiagnosis, shown: Callable[[str], str]) -> str:
-    """Who waits where, in one line.
+    """Which rank waits where, in one line.
 
     Such as ``ranks 0, 1, 3 in the reduction of step 412 (train.py:88); rank 2 in next(loader) for 61 s (data.py:17)``.
     """

@@ -57,7 +57,7 @@ class ControlGroup:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of one rank that it shares with nobody, about."""
+    """Approximate memory of one rank that it does not share with others."""
 
     own_bytes: int
     workers_bytes: int = 0

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from lockstep.launch import procfs
 
 _LOOK_EVERY_S = 0.5
-#: Looks that find a process stopped before it is told to go on, and again before it is given up.
+#: Number of checks that find a process stopped before it gets SIGCONT, and again before it counts as failed.
 _LOOKS = 4
 _STOPPED = ("T", "t")
 

@@ -1,4 +1,4 @@
-"""What the nodes of a job do next, decided by one of them from what each of them reported last.
+"""Decides what the nodes of a job do next, on one node, from the last report of each.
 
     each node:   its report  ──►  store  ──►  node views                       the coordinator, one of the nodes:
                  the plan    ◄──  store  ◄──  decide(state, nodes, now)  ──►  state, whose plan all nodes follow

@@ -1,4 +1,4 @@
-"""What a node writes of itself to the store, and what the coordinator makes of it."""
+"""The record that a node writes to the store, and the coordinator's view of it."""
 
 from __future__ import annotations
 

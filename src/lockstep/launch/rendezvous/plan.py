@@ -1,4 +1,4 @@
-"""What each node of a job reports, and what all of them are told to do: values, and their text in the store."""
+"""The reports of the nodes of a job and the plan for all of them: values, and their text in the store."""
 
 from __future__ import annotations
 

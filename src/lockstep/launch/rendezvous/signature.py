@@ -1,4 +1,4 @@
-"""Values that nodes write to their store, signed, so that nobody else's count.
+"""Signs the values that nodes write to their store, so that values of other processes are ignored.
 
     run directory/.secret, only its user's  ──►  Signature  ──►  "9f86d081... {"number": 3, ...}"
     LOCKSTEP_SECRET, where that is set      ─┘

@@ -72,7 +72,7 @@ class LocalStore(RendezvousStore):
         self._node = NodeView(report, 0.0, tuple(endings))
 
     def beat(self) -> None:
-        """Do nothing: nobody else listens."""
+        """Do nothing: there are no other nodes."""
 
     def nodes(self) -> Sequence[NodeView]:
         """The only node."""

@@ -1,4 +1,4 @@
-"""Which scheduler holds this process, what it gave, and what it is told: one file for each, one row in `SCHEDULERS`."""
+"""Schedulers of clusters: how to detect each, its allocation, its commands; a file for each, listed in `SCHEDULERS`."""
 
 from __future__ import annotations
 

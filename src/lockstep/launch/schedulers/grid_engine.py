@@ -70,7 +70,7 @@ class GridEngine(WritesJobScripts):
     )
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """By three variables: JOB_ID alone may be the user's own."""
+        """Detected by three variables, since JOB_ID alone may be the user's own."""
         return all(env.get(name) for name in ("JOB_ID", "SGE_ROOT", "QUEUE"))
 
     def allocation(self, env: Mapping[str, str], read: Read) -> Allocation:
@@ -109,7 +109,7 @@ class GridEngine(WritesJobScripts):
         return [StartCommand(first.name, tuple(argv)), *remote]
 
     def requeue(self, given: Allocation, stopped: int, run: RunCommand) -> Requeued:
-        """By the exit code."""
+        """A job is requeued by its exit code."""
         _, queue = run(("qstat", "-u", "*"))
         number, _, _ = given.job.partition(".")  # as it is listed, without the task of an array
         if any("d" in line[4] for line in map(str.split, queue.splitlines()) if line[:1] == [number]):
@@ -160,5 +160,5 @@ def _slots(request: JobRequest) -> int:
 
 
 def _quoted(text: str) -> str:
-    """In a directive, where quotes are understood as in a shell."""
+    """Quoted for a directive, in which quotes work as in a shell."""
     return text if re.fullmatch(r"[\w./+@:,-]+", text) else f'"{text}"'

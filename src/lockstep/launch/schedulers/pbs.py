@@ -30,7 +30,7 @@ class Pbs(Scheduler):
     stop_signals = (signal.SIGUSR1, signal.SIGTERM)
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """By the job and the file of its nodes."""
+        """Detected by the job's number and the file of its nodes."""
         return bool(env.get("PBS_JOBID") and env.get("PBS_NODEFILE"))
 
     def allocation(self, env: Mapping[str, str], read: Read) -> Allocation:

@@ -1,4 +1,4 @@
-"""A job that its scheduler starts again goes on where it stopped: in the same run directory, without being told."""
+"""A job that its scheduler starts again resumes by itself, in the same run directory."""
 
 from __future__ import annotations
 

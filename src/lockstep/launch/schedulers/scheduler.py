@@ -1,4 +1,4 @@
-"""What every scheduler must answer, and the values that it answers with.
+"""The protocol of schedulers, and its values.
 
     environment ─► detect ─► allocation ─┬─► start_commands   one launcher on each node
                                          ├─► job_ends_at      when the job must have saved
@@ -39,7 +39,7 @@ WARNED: Final = tuple(128 + number for number in (signal.SIGTERM, signal.SIGUSR1
 
 
 class Scheduler(Protocol):
-    """What Lockstep asks of a scheduler, whatever its name."""
+    """The methods that every scheduler has."""
 
     name: str  #: in commands and files, such as ``slurm``
     title: str  #: in messages, such as ``Slurm``
@@ -50,7 +50,7 @@ class Scheduler(Protocol):
         ...
 
     def allocation(self, env: Mapping[str, str], read: Read) -> Allocation:
-        """What it gave to the job of this process; costs no more than reading one small file.
+        """The allocation of this process's job; costs no more than reading one small file.
 
         Raises:
             SettingError: if the variables cannot be understood.
@@ -162,7 +162,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What a scheduler gave to the job that this process belongs to."""
+    """What a scheduler has allocated to the job of this process."""
 
     scheduler: Scheduler = NO_SCHEDULER
     job: str = ""  #: the same when the job starts again; "" outside of a job
@@ -211,7 +211,7 @@ class StartCommand:
 
 @dataclass(frozen=True, slots=True)
 class Requeued:
-    """What came of asking for the job to be started again."""
+    """The result of a request to start the job again."""
 
     code: int  #: to leave with
     message: str  #: for the user
@@ -308,7 +308,7 @@ def run_command(argv: Sequence[str]) -> tuple[int, str]:
 
 
 def output_of(argv: Sequence[str]) -> str:
-    """What a scheduler's command prints, "" if it fails."""
+    """The output of a scheduler's command; "" if it fails."""
     code, text = run_command(argv)
     return text if code == 0 else ""
 

@@ -1,4 +1,4 @@
-"""What job scripts have in common, whatever the scheduler: their frame, and when the run is warned."""
+"""The parts of a job script that are the same for all schedulers: its frame, and the warning before its end."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Slurm(WritesJobScripts):
     )
 
     def detect(self, env: Mapping[str, str]) -> bool:
-        """By the number of the job."""
+        """Detected by the number of the job."""
         return bool(env.get("SLURM_JOB_ID"))
 
     def allocation(self, env: Mapping[str, str], read: Read) -> Allocation:
@@ -108,7 +108,7 @@ class Slurm(WritesJobScripts):
         return [StartCommand("", ("srun", *step, *launcher_argv(given, launcher, endpoint)))]
 
     def requeue(self, given: Allocation, stopped: int, run: RunCommand) -> Requeued:
-        """By ``scontrol requeue``."""
+        """A job is requeued by ``scontrol requeue``."""
         # A job that is cancelled and one whose time is up are both COMPLETING; only the second says why.
         _, state = run(("squeue", "-h", "-j", given.job, "-o", "%T %r"))
         if state.split()[:1] in (["COMPLETING"], ["CANCELLED"]) and "TimeLimit" not in state:
@@ -120,7 +120,7 @@ class Slurm(WritesJobScripts):
         return Requeued(stopped, f"not in the queue again: {why}; from outside: scontrol requeue {given.job}")
 
     def missing(self, request: JobRequest) -> list[str]:
-        """Nothing more than every scheduler."""
+        """No options of its own."""
         return []
 
     def job_script(self, request: JobRequest, command: JobCommand) -> str:

@@ -1,4 +1,4 @@
-"""What the launcher and its fork server say to each other, as values and as lines of JSON."""
+"""The messages between the launcher and its fork server, as values and as lines of JSON."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def _import_torch_once(connection: socket.socket) -> StartMethod:
     if sys.platform == "linux" and (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
         connection.sendall(message(event="fork-unavailable", why=f"importing torch started {threads - 1} threads"))
         return "plain"
-    # What lives now is shared by all copies and will not become garbage.
+    # Objects that exist now are shared by all copies and will not become garbage.
     gc.collect()
     gc.freeze()
     return "fork"
@@ -237,7 +237,7 @@ def serve_copied(
     if not isinstance(program, Function) and not sys.flags.safe_path:
         # A script finds what lies beside itself, not what lies beside the command that starts it.
         del sys.path[0]
-    # A pool of threads is not copied along, and OpenMP would wait for it for ever.
+    # Threads are not copied by a fork, and OpenMP would wait for its thread pool forever.
     importlib.import_module("torch").set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     ForkServer(connection, "fork", program).serve()
 

@@ -140,7 +140,7 @@ class ForkServerClient:
         for _, descriptor in self._unsent:
             if descriptor is not None:
                 descriptor.close()
-        # A stopped one would not see that; one that is stopped now is told to go on by nobody.
+        # A stopped fork server would not notice that, and nothing else would continue it.
         asked = procfs.state(self.pid) not in ("T", "t")
         if not asked or _status_of(self._process, _ANSWER_S if self.silent_s else _GONE_S) is None:
             self.kill_directly()
@@ -213,7 +213,7 @@ class ForkServerClient:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """A rank's process, told apart from another one that has its number later."""
+    """A rank's process; a later process with the same number is a different one."""
 
     pid: int
     begun: str  #: as `procfs.begun` says

@@ -1,4 +1,4 @@
-"""What the ranks of this node write, on its way to the screen: the leader's log, its progress, the attached rank."""
+"""Brings the output of this node's ranks to the screen: the leader's log, its progress, the attached rank."""
 
 from __future__ import annotations
 

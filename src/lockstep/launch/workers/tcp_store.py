@@ -39,7 +39,7 @@ def serve_store(listening: int, port: int, parent: int) -> NoReturn:
 
 
 def _own_address(listening: int) -> str:
-    """By which this process reaches the socket ``listening``: it becomes a client of its own store."""
+    """The address of the socket ``listening``, with which this process becomes a client of its own store."""
     with socket.socket(fileno=os.dup(listening)) as own:
         host = str(own.getsockname()[0])
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

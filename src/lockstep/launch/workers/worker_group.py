@@ -48,7 +48,7 @@ _SILENT_START_S = 1
 _PEER_LOST_GRACE_S = 3.0
 #: How long the fork server may take to answer, until the launcher signals and kills the ranks itself.
 _ANSWER_S = 2.0
-#: How long a rank may take to end that was killed. A large process takes seconds; one that the kernel holds, for ever.
+#: How long a killed rank may take to end. A large process takes seconds; one blocked in the kernel may never end.
 _UNKILLABLE_S = 60.0
 #: How long a rank that has told why it fails may take to end. Its exit handlers have less.
 _FAILED_S = 15.0
@@ -105,7 +105,7 @@ class WorkerGroup:
 
     @property
     def generation(self) -> int:
-        """The generation of the ranks that live here, or lived here last; -1 before the first."""
+        """The generation of the ranks that run here, or ran here last; -1 before the first."""
         return self._generation
 
     @property

@@ -30,7 +30,7 @@ def rows(record: SearchRecord) -> list[Row]:
     free: dict[int, float] = {}
     for trial in sorted(record.trials, key=lambda one: (one.worker, one.ended_at_s or newest, one.number)):
         end = (newest if trial.ended_at_s is None else trial.ended_at_s) - began
-        # What was cut by a stop of the search and gone on with later did not run all of the time.
+        # A trial that was interrupted and resumed later did not run all of the time.
         begin = max(trial.began_at_s - began, end - trial.run_s) if trial.ended_at_s else trial.began_at_s - began
         found.append(
             {

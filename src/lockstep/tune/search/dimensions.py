@@ -21,14 +21,17 @@ _MOST_VALUES: Final = 2**52  #: so many values a gene, which is a double between
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """A number from ``low`` to ``high``, both included.
+    """A floating-point number from ``low`` to ``high``, both included, uniformly distributed in random points.
 
-    With ``log`` each factor of ten is as likely as every other. With ``step`` only ``low``, ``low + step``, ... up to
-    ``high`` are taken.
+    Args:
+        low: the lower limit.
+        high: the upper limit, above ``low``.
+        log: the logarithm is uniformly distributed, so that each factor of ten is equally likely.
+        step: only ``low``, ``low + step``, ``low + 2 * step``, ... up to ``high`` are used; not together with ``log``.
 
     Raises:
-        SettingError: for limits that are no numbers or not in this order, ``log`` at or below zero, a ``step`` that is
-            not positive or beside ``log``.
+        SettingError: for limits that are not finite or not in this order, for ``log`` with ``low`` at or below 0, and
+            for a ``step`` that is not positive, exceeds ``high - low`` or comes with ``log``.
     """
 
     low: float
@@ -50,7 +53,7 @@ class Float:
 
     @property
     def cells(self) -> int:
-        """How many values there are; 0: as many as a double can tell."""
+        """Number of values; 0: any floating-point number between the limits."""
         return 0 if self.step is None else math.floor((self.high - self.low) / self.step * (1 + 1e-9)) + 1
 
     def value(self, gene: float) -> float:
@@ -66,7 +69,7 @@ class Float:
         """The gene of ``value``, of the nearest number where only some are taken.
 
         Raises:
-            SettingError: if it is no number from ``low`` to ``high``.
+            SettingError: if it is not a number from ``low`` to ``high``.
         """
         _check_inside(self, value, int | float)
         if self.step is not None:
@@ -78,13 +81,17 @@ class Float:
 
 @dataclass(frozen=True, slots=True)
 class Int:
-    """A whole number from ``low`` to ``high``, both included; of every ``step``-th from ``low`` on, where it is given.
+    """An integer from ``low`` to ``high``, both included, uniformly distributed in random points.
 
-    With ``log`` each factor of ten is as likely as every other.
+    Args:
+        low: the lower limit.
+        high: the upper limit, above ``low``.
+        log: the logarithm is uniformly distributed, so that each factor of ten is equally likely.
+        step: only ``low``, ``low + step``, ``low + 2 * step``, ... up to ``high`` are used; not together with ``log``.
 
     Raises:
-        SettingError: for limits that are not whole or not in this order, ``log`` below 1, a ``step`` below 1 or beside
-            ``log``.
+        SettingError: for limits that are not integers or not in this order, for ``log`` with ``low`` below 1, and for a
+            ``step`` below 1, above ``high - low`` or together with ``log``.
     """
 
     low: int
@@ -122,7 +129,7 @@ class Int:
         """The gene of ``value``; with a ``step`` of the nearest number that is taken.
 
         Raises:
-            SettingError: if it is no whole number from ``low`` to ``high``.
+            SettingError: if it is not an integer from ``low`` to ``high``.
         """
         _check_inside(self, value, int)
         if self.log:
@@ -137,17 +144,22 @@ class Int:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Choice:
-    """One of ``values``: texts, numbers, bools, None, and tuples, lists and dicts of such.
+    """One of ``values``: strings, numbers, booleans, None, and tuples, lists and dicts of these.
 
-    ``opens`` gives the dimensions that exist only while a value is chosen::
+    ``opens`` gives the dimensions that exist only where a value is chosen::
 
         Choice("sgd", "adam", opens={"sgd": {"momentum": Float(0, 0.99)}})
 
-    Parameters of values that are not chosen are absent from `Space.params`. Values of one choice may open dimensions of
-    the same name. ``1`` and ``True`` are different values, ``1`` and ``1.0`` too.
+    Here the objective gets ``momentum`` only with ``sgd``. Several values of one choice may open dimensions of the same
+    name. ``1`` and ``True`` are different values, and so are ``1`` and ``1.0``.
+
+    Args:
+        values: at least one, each different.
+        opens: maps a value to the dimensions that it opens, by name.
 
     Raises:
-        SettingError: for no values, one that is given twice or that JSON cannot hold, and if ``opens`` names another.
+        SettingError: if there are no values, if a value is given twice or JSON cannot hold it, or if ``opens`` has
+            a key that is not among the values.
     """
 
     values: tuple[Any, ...]
@@ -177,7 +189,7 @@ class Choice:
         """The index of ``value``.
 
         Raises:
-            SettingError: if it is none of the values.
+            SettingError: if it is not one of the values.
         """
         return float(self._index(value, "Choice"))
 
@@ -189,7 +201,7 @@ class Choice:
 
 
 def Bool(*, opens: Mapping[bool, Mapping[str, Any]] | None = None) -> Choice:  # noqa: N802 - beside the classes
-    """``False`` or ``True``: a `Choice` of the two."""
+    """A `Choice` of ``False`` and ``True``; ``opens`` as there."""
     return Choice(False, True, opens=opens)
 
 
@@ -197,10 +209,10 @@ Dimension: TypeAlias = Float | Int | Choice
 
 
 def dimension_of(given: object, name: str) -> Dimension:
-    """A dimension as it is, or what Propulate's tuple says.
+    """The dimension that ``given`` is, or that it means as a tuple of Propulate's.
 
-    Two numbers, one of them a float: an interval. Two whole numbers: a range with both ends. Texts, bools, or another
-    number of whole numbers: a choice. Limits may come in either order, since Propulate's tutorials write
+    Two numbers, one of them a float: a `Float`. Two integers: an `Int`. Strings, booleans, or one integer or more than
+    two: a `Choice`. Limits may come in either order, since Propulate's tutorials write
     ``(0.01, 0.0001)``.
 
     Raises:
@@ -230,7 +242,7 @@ def _dimensions(given: Mapping[str, Any]) -> Mapping[str, Dimension]:
 
 
 def encoded(value: Any) -> Any:
-    """``value`` of a `Choice` in terms of JSON, tuples told from lists.
+    """``value`` of a `Choice` as JSON, in which tuples and lists differ.
 
     Raises:
         SettingError: if JSON cannot hold it.

@@ -12,7 +12,7 @@ from lockstep.tune.search.algorithm import Algorithm, Proposal
 from lockstep.tune.search.individual import Individual, Point
 from lockstep.tune.search.space import Space
 
-#: So often a duplicate is varied, in ever more genes, before it is proposed all the same.
+#: How often a duplicate is varied, in more and more genes, before it is proposed as it is.
 ATTEMPTS: Final = 16
 
 

@@ -1,4 +1,4 @@
-"""Islands: which worker breeds where, and who moves between them. Plans only; the runtime writes them to its journal.
+"""Islands: which worker works on which, and which individuals move between them. Plans only; workers record them.
 
 After Propulate (Taubert et al. 2023): with true migration emigrants leave their island; with pollination copies of them
 go, and each takes the place of a resident. Different from there: what lives where is a function of the *set* of
@@ -17,25 +17,25 @@ from lockstep.tune.search.individual import Individual
 from lockstep.tune.search.operators import SELECTIONS
 from lockstep.tune.search.population import Population, Ranked
 
-#: Copies are made of so many of the best. With a bound, an island that finds nothing new sends nothing, and not ever
-#: worse individuals; and the cost does not grow with the population.
+#: Copies are made of this many of the best individuals. With this limit, an island that finds nothing new sends nothing
+#: rather than worse and worse individuals, and the cost does not grow with the population.
 POOL: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Islands:
-    """How a search is divided.
+    """How a search is divided into islands.
 
     Args:
         count: how many islands, with as many workers each as can be: worker w works on island w modulo ``count``.
         sizes: in place of ``count``, how many workers each has: the first ones on island 0, and so on. Workers beyond
-            their sum, which have joined later, go round the islands.
-        migration: the probability that an island sends emigrants while each of its workers evaluates one individual:
-            a worker sends after an evaluation with this probability, divided by the number of workers of its island.
+            their sum, which have joined later, are distributed over the islands in turn.
+        migration: after an evaluation a worker sends emigrants with this probability, divided by the number of workers
+            of its island.
         topology: row i says how many individuals island i sends to each island at a time; None: one to each other.
-        pollination: copies go and replace, True; or emigrants leave, False.
-        emigrants: who goes: ``best``, ``worst``, ``uniform`` or ``tournament``.
-        immigrants: who gives place to a copy, in the same words.
+        pollination: True: copies are sent, and each replaces an individual; False: emigrants leave their island.
+        emigrants: which individuals are sent: ``best``, ``worst``, ``uniform`` or ``tournament``.
+        immigrants: which individuals are replaced by copies: one of the same.
         algorithms: the words of each island's algorithm (`make_algorithm`), or one for all of them.
 
     Raises:
@@ -117,7 +117,7 @@ class Move:
 
 
 class Residents:
-    """Who lives where, from individuals and moves in any order of learning; a record told twice changes nothing.
+    """The population of each island, from individuals and moves in any order; a repeated record changes nothing.
 
     A record costs 30 us with 40,000 individuals.
     """
