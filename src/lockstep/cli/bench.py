@@ -16,7 +16,7 @@ from lockstep.cli.command import Command, Parser, ScriptParser
 from lockstep.cli.site_file import site_prices
 from lockstep.errors import SettingError
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
-from lockstep.settings import parse
+from lockstep.settings import Settings, parse
 
 _PLACE = Path("bench")
 
@@ -186,10 +186,11 @@ def _settings(parsed: argparse.Namespace) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not equals:
             raise SettingError(f"--set {word}: give NAME=VALUE")
-        parse(name, value)
         given[name] = value
-    for precision in parsed.precision or ():
-        parse("precision", precision)
+    Settings(**{name: parse(name, value) for name, value in given.items()})
+    for name, values in (("precision", parsed.precision), ("bucket_mb", parsed.bucket)):
+        for each in values or ():
+            Settings(**{name: each})
     return given
 
 
