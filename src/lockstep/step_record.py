@@ -107,6 +107,7 @@ class RankRecord:
     flops_per_sample: float | None = None  #: forward and backward; None: not asked for
     gradients: tuple[GradientTime, ...] = field(default=())  #: in the order in which they become ready
     sums: tuple[tuple[int, float], ...] = ()  #: bytes and median seconds of sums over all ranks
+    training_steps: int | None = None  #: of a training that counts steps; None: it counts epochs
 
     def write(self, path: Path) -> None:
         """Write the record to ``path``, completely or not at all."""

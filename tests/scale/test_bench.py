@@ -20,7 +20,9 @@ with lockstep.Run(seed=0) as run:
     for _ in run.epochs(int(sys.argv[1])):
         for x in run.train(batches):
             run.step(model(x).square().mean())
-    raise SystemExit("it came to its end, where a benchmark has nothing to do")
+    run.save(model, "model.pt")
+    if int(sys.argv[1]) > 1:
+        raise SystemExit("it came to its end, where a benchmark has nothing to do")
 """
 
 
@@ -86,6 +88,15 @@ def test_a_profile_a_trace_and_the_largest_batch(script, tmp_path, capsys):
     assert "seen to fit: 20" in shown or "seen to fit: 16" in shown or "seen to fit: 18" in shown
 
 
+@pytest.mark.timeout(300)
+def test_a_training_that_ends_before_it_is_measured_keeps_no_model(script, tmp_path):
+    (tmp_path / "model.pt").write_text("a trained one")
+    assert main(["bench", script, "--ranks", "1", "--steps", "60", "--rounds", "1", "--out", "out", "--", "1"]) == 0
+    assert (tmp_path / "model.pt").read_text() == "a trained one"
+    (row,) = BenchResult.read(tmp_path / "out" / "bench.json").rows
+    assert row.measured.steps + row.measured.warm_up_steps <= 32
+
+
 def test_what_cannot_be_measured_is_said_at_once(script, capsys, monkeypatch):
     for words, said in (
         (["--ranks", "1"], "give a script"),
@@ -94,6 +105,14 @@ def test_what_cannot_be_measured_is_said_at_once(script, capsys, monkeypatch):
         ([script, "--steps", "0"], "at least 1"),
         ([script, "--set", "nonsense=1"], "no such setting"),
         ([script, "--rank", "1"], "did you mean --ranks"),
+        ([script, "--bucket", "-1"], "bucket_mb=-1.0: it must be"),
+        ([script, "--precision", "fp8"], "precision='fp8': give one of"),
+        ([script, "--set", "seed=-1"], "seed=-1"),
+        ([script, "--time-limit", "0"], "--time-limit 0: give seconds above 0"),
+        ([script, "--out", script], "is no directory that can be written to"),
+        ([script, "--profile", "."], "this is a directory"),
+        ([script, "--epochs", "3"], "no such option: --epochs"),
+        (["tiny", "--ranks", "1"], "tiny: give a script"),
     ):
         assert main(["bench", *words]) == 2, words
         assert said in capsys.readouterr().err

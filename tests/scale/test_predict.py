@@ -19,11 +19,13 @@ from lockstep.scale import (
     Prices,
     SimulatedStrategy,
     cheapest_within,
+    compared,
     fastest_within,
     open_catalogue,
     parse_system,
     predict,
     shipped_loss,
+    side_by_side,
     what_if,
     write_profile,
 )
@@ -136,6 +138,24 @@ def test_what_if():
             what_if(slow, text)
 
 
+def test_what_if_compares_each_system_with_itself():
+    before = request("8xA100,2x8xA100-ib,8xH100")
+    pairs = side_by_side(before, what_if(before, "gpu=V100"))
+    assert [(old.system, new.gpu, new.ranks) for old, new in pairs] == [
+        ("8xA100-nvlink3", "V100", 8),
+        ("2x8xA100-ib-hdr8", "V100", 16),
+        ("8xH100-nvlink4", "V100", 8),
+    ]
+    changed = side_by_side(before, what_if(before, "strategy=dp"))
+    assert [new and new.ranks for _, new in changed] == [8, None, 8]
+    assert compared(changed, "strategy=dp")[2] == "  2x8xA100-ib-hdr8: cannot be so"
+
+
+def test_ranks_are_spread_evenly_over_nodes():
+    found, _ = predict(request("2x6xA100"))
+    assert [(one.ranks, one.nodes) for one in found] == [(1, 1), (2, 1), (4, 1), (8, 2), (12, 2)]
+
+
 def test_ten_systems_to_4096_ranks_in_a_second():
     """The aim of one second is for a quiet core; this leaves room for a busy one, and counts CPU time."""
     shipped_loss()
@@ -183,11 +203,78 @@ def test_the_command(here, capsys):
         ("--profile p.json --on 8xA100 --anchor 4", "it goes with --table"),
         ("--table nowhere.csv", "--table nowhere.csv"),
         ("--profile p.json --on 8xA100 --picture o.png", "ends in .svg"),
+        ("--profile p.json --on 8xA100 --picture nowhere/o.svg", "--picture nowhere/o.svg"),
+        ("--profile p.json --on ,", "say where"),
+        ("--profile p.json --on 8xA100 --samples -1", "--samples -1: give a number above 0"),
+        ("--profile p.json --on 8xA100 --budget nan", "--budget nan: give a number above 0"),
+        ("--profile p.json --on 8xA100 --strategies diloco:period=inf", "period=inf; give a number"),
+        ("train.py --on 8xA100 --epochs 3", "options of the script come after --"),
+        ("train --on 8xA100", "train: give a script"),
     ],
 )
 def test_what_it_refuses(here, capsys, words, says):
     assert cli.main(["predict", *words.split()]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train.py --on 8xA100 --strategies ddp fsdp -- --epochs 3",
+        "--on 8xA100 --strategies ddp fsdp train.py -- --epochs 3",
+    ],
+)
+def test_the_script_stands_anywhere(words):
+    parsed, unknown = predict_options().parse_known_args(words.split())
+    assert (parsed.script, parsed.on, parsed.strategies) == ("train.py", "8xA100", ["ddp", "fsdp"])
+    assert (parsed.args, unknown) == (["--epochs", "3"], [])
+
+
+@pytest.mark.parametrize(
+    ("site", "says"),
+    [
+        ("prices = 3", "write a table, [prices]"),
+        ("[prices]\nA100 = -1", "A100 = -1; give a number"),
+        ("[prices", "lockstep.toml: "),
+        ("[predict]\nlinks = 1", "[predict.links.NAME]"),
+        ('[predict.links.mine]\nplace = "over"', "place, which is"),
+        (
+            '[predict.gpus.Z1]\ntflops = {fp32 = 1}\nmemory_gbs = 1\nmemory_gib = 1\nwithin = "rope"',
+            "'Z1' lacks or misspells 'rope'",
+        ),
+    ],
+)
+def test_a_site_file_that_says_nonsense(here, capsys, site, says):
+    (here / "lockstep.toml").write_text(site)
+    assert cli.main(["predict", "--profile", "p.json", "--on", "8xA100"]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gradients", [1]),
+        ("micro_batch", 0),
+        ("forward", {"median_s": 0.0, "p10_s": 0.0, "p90_s": 0.0}),
+        ("data", {"median_s": "x", "p10_s": 0.0, "p90_s": 0.0}),
+    ],
+)
+def test_a_profile_that_no_measurement_gives(here, capsys, name, value):
+    held = json.loads((here / "p.json").read_text())
+    held["step"][name] = value
+    (here / "p.json").write_text(json.dumps(held))
+    assert cli.main(["predict", "--profile", "p.json", "--on", "8xA100"]) == 2
+    assert "no whole profile" in capsys.readouterr().err
+
+
+def test_how_long_a_training_is_that_counts_steps(here, capsys):
+    write_profile(here / "p.json", profile(micro_batches=16, training_steps=1000))
+    assert cli.main(["predict", "--profile", "p.json", "--on", "8xA100", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows[0]["total_s"] == pytest.approx(1000 * rows[0]["step_s"])
+    write_profile(here / "p.json", profile())
+    assert cli.main(["predict", "--profile", "p.json", "--on", "8xA100", "--deadline", "1h"]) == 2
+    assert "give --samples" in capsys.readouterr().err
 
 
 def test_no_torch_is_loaded(here):

@@ -22,7 +22,7 @@ from lockstep.scale.scaling_loss import ScalingLoss
 from required_bandwidth import TABLES, UTILIZATIONS, off, required_gbits
 
 CATALOGUE = open_catalogue()
-ROWS = read_rows(TABLE.read_text(encoding="utf-8"))
+ROWS, _ = read_rows(TABLE.read_text(encoding="utf-8"))
 PAGE = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
 
 
@@ -128,7 +128,7 @@ def test_no_table_stops_it(entries, data):
     table.writeheader()
     table.writerows(entries)
     for anchor in (None, 2):
-        found, _ = predict_table(read_rows(out.getvalue()), shipped_loss(), CATALOGUE, anchor)
+        found, _ = predict_table(read_rows(out.getvalue())[0], shipped_loss(), CATALOGUE, anchor)
         for one in found:
             assert 0 < one.low <= one.predicted <= one.high
             json.dumps(one.as_dict(), allow_nan=False)
@@ -156,6 +156,66 @@ def test_a_table_without_what_is_needed(tmp_path, capsys):
     assert "no column gpus_total" in capsys.readouterr().err
     with pytest.raises(DataError):
         read_rows("")
+
+
+LEAST = "gpus_total,throughput_total,unit,batch_per_gpu,scaling_kind,group,notes"
+
+
+@pytest.mark.parametrize(
+    ("text", "predicted", "says"),
+    [
+        ("", None, "no column gpus_total"),
+        ("gpus_total,throughput_total\n8,100\n", 0, "nothing to predict"),
+        ("\ufeffGPUs_Total , throughput_total\r\n1,100\r\n8,700\r\n", 1, ""),
+        ("gpus_total;throughput_total\n1;100\n8;700\n", 1, ""),
+        ("gpus_total\tthroughput_total\n1\t1,000.5\n8\t7,000\n", 1, ""),
+        ("gpus_total;throughput_total\n1;14,8\n8;90,1\n", 0, "line 2: throughput_total '14,8': no number above 0"),
+        ("gpus_total,throughput_total\n1,100\n12,1000\n12,1000\n", 2, ""),
+        ("gpus_total,throughput_total\n1,100\n2.5,200\n\n8,700,9,9\n", 1, "line 3: gpus_total '2.5' is no number"),
+        ("gpus_total,throughput_total,unit\n1,2.5,s/step\n8,3,s/step\n", 0, "'s/step' is a duration"),
+        ("gpus_total,throughput_total,unit,group\n1,100,img/s,a\n8,700,tok/s,a\n", 0, "nothing to predict"),
+        ("gpus_total,throughput_total,params_M\n1,100,25600000\n8,700,25600000\n", 1, ""),
+        ("gpus_total,throughput_total,gpus_per_node,grad_accum\n1,100,0.5,0.1\n8,700,0.5,0.1\n", 1, ""),
+        ("gpus_total,throughput_total,nodes,inter_link\n1,100,1,\n16,700,2,0x HDR0\n", 1, ""),
+        ('gpus_total,throughput_total\n1,100\n8,"700\n', None, "line 3 of the table"),
+    ],
+)
+def test_mangled_tables_get_words(tmp_path, capsys, text, predicted, says):
+    file = tmp_path / "mangled.csv"
+    file.write_text(text, encoding="utf-8", newline="")
+    code = cli.main(["predict", "--table", str(file), "--json"])
+    out, err = capsys.readouterr()
+    assert code == (2 if predicted is None else 0 if predicted else 1)
+    assert says in err
+    if predicted is not None:
+        rows = json.loads(out, parse_constant=pytest.fail)
+        assert len(rows) == predicted
+        assert all(0 < row["low"] <= row["predicted"] <= row["high"] for row in rows)
+
+
+def test_rows_without_the_anchor_are_named_and_suspect_ones_marked(tmp_path, capsys):
+    file = tmp_path / "some.csv"
+    lines = [LEAST, "1,100,,,weak,a,", "4,390,,,weak,a,", "8,700,,,weak,a,Suspect: says 900 elsewhere"]
+    file.write_text("\n".join([*lines, "1,100,,,weak,b,", "8,700,,,weak,b,"]))
+    assert cli.main(["predict", "--table", str(file), "--json", "--anchor", "4"]) == 0
+    out, err = capsys.readouterr()
+    (row,) = json.loads(out)
+    assert (row["line"], row["suspect"]) == (4, True)
+    assert any("suspect" in note for note in row["notes"])
+    assert "1 row left out, since no row of 4 GPUs is measured of their group and strategy: line 6" in err
+
+
+def test_a_batch_that_shrinks_within_a_group_counts():
+    def predicted(batch, kind):
+        table = f"{LEAST}\n1,100,img/s,64,{kind},a,\n8,,img/s,{batch},{kind},a,\n"
+        ((one,), _) = predict_table(read_rows(table)[0], shipped_loss(), CATALOGUE)
+        return one
+
+    weak, strong, unsaid = predicted(64, "weak"), predicted(8, "strong"), predicted("", "strong")
+    assert strong.predicted < 0.75 * weak.predicted
+    assert "from a batch of 64 on 1 GPUs" in strong.notes
+    assert unsaid.predicted > 0.9 * weak.predicted
+    assert unsaid.low < strong.predicted
 
 
 def test_strong_scaling_from_another_batch(every):

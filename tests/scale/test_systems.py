@@ -60,10 +60,14 @@ def test_what_it_says_of_others(text, says):
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("P100 (Pascal)", "P100"),
         ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("RTX A1000", None),
+        ("A1000", None),
+        ("T400", None),
     ],
 )
 def test_names_that_devices_and_tables_give(text, name):
-    assert CATALOGUE.gpu(text).name == name
+    found = CATALOGUE.find_gpu(text)
+    assert (found.name if found else None) == name
 
 
 def test_what_is_there_is_whole():
@@ -91,8 +95,8 @@ def test_the_user_adds_to_it():
         open_catalogue({"gpus": {"Toy": {"tflops": {"fp32": 1}}}})
 
 
-def test_nodes_are_filled_one_after_another():
+def test_nodes_get_equally_many_ranks():
     kind = parse_system("8xA100", CATALOGUE)
-    assert [(s.nodes, s.gpus_per_node) for s in (kind.of_ranks(n, 8) for n in (1, 4, 8, 16, 4096))] == [
-        *((1, 1), (1, 4), (1, 8), (2, 8), (512, 8)),
+    assert [(s.nodes, s.gpus_per_node) for s in (kind.of_ranks(n, 8) for n in (1, 4, 8, 12, 16, 4096))] == [
+        *((1, 1), (1, 4), (1, 8), (2, 6), (2, 8), (512, 8)),
     ]

@@ -6,40 +6,24 @@ import argparse
 import json
 import os
 import sys
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.command import Command, Parser
+from lockstep.cli.command import Command, Parser, ScriptParser
+from lockstep.cli.site_file import site_prices
 from lockstep.errors import SettingError
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
-from lockstep.settings import parse
+from lockstep.settings import Settings, parse
 
 _PLACE = Path("bench")
 
 
-class _BenchParser(Parser):
-    """Finds the script among options that take several values: `argparse` would take it for one more of them."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As `argparse`; the script is the first word that ends in ``.py``, its own options come after ``--``."""
-        words = list(args or ())
-        cut = words.index("--") if "--" in words else len(words)
-        own, of_script = words[:cut], words[cut + 1 :]
-        script = next((word for word in own if word.endswith(".py")), None)
-        if script is not None:
-            own.remove(script)
-        parsed, unknown = super().parse_known_args(own, namespace)
-        parsed.script, parsed.args = script, of_script
-        return parsed, unknown
-
-
-def bench_options() -> argparse.ArgumentParser:
+def bench_options() -> Parser:
     """The options of ``lockstep bench``; the list is frozen in ``tests/bench_options.txt``."""
-    parser = _BenchParser(
+    parser = ScriptParser(
         prog="lockstep bench",
         usage="lockstep bench script.py [options] [-- script options]",
         description="Measure an unchanged script on this machine. Each variant trains for some steps in each of "
@@ -107,6 +91,8 @@ def _bench(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     for name in ("steps", "rounds"):
         if getattr(parsed, name) < 1:
             raise SettingError(f"--{name} {getattr(parsed, name)}: it must be at least 1")
+    if not parsed.time_limit > 0:
+        raise SettingError(f"--time-limit {parsed.time_limit:g}: give seconds above 0")
     kind = Script if parsed.module is None else Module
     program = kind(parsed.script or parsed.module, tuple(parsed.args))
     machine = Machine.detect(os.environ)
@@ -151,9 +137,10 @@ def _compare(parsed: argparse.Namespace, program: Any, sweep: Any) -> int:
     from lockstep.scale import BenchPlan, bench, draw, table, trace
 
     plan = BenchPlan(
-        program, sweep, steps=parsed.steps, rounds=parsed.rounds, time_limit_s=parsed.time_limit, prices=_prices()
+        program, sweep, steps=parsed.steps, rounds=parsed.rounds, time_limit_s=parsed.time_limit, prices=site_prices()
     )
     out = _directory(parsed, program)
+    _check_writable("--out", out)
     result = bench(plan, _say)
     out.mkdir(parents=True, exist_ok=True)
     result.write(out / "bench.json")
@@ -168,17 +155,22 @@ def _compare(parsed: argparse.Namespace, program: Any, sweep: Any) -> int:
         timeline = trace(plan, measured[-1], out)
         print(f"\n{measured[-1]}:", *timeline.lines, sep="\n", file=sys.stderr if parsed.json else sys.stdout)
         _say(f"{timeline.merged}: open it in ui.perfetto.dev or chrome://tracing; {timeline.picture} shows two steps")
-    _say(f"bench.json, bench.csv and the picture are in {out}")
+    written = [name for name in ("bench.json", "bench.csv", "bench.svg") if (out / name).exists()]
+    _say(f"{', '.join(written)}: in {out}")
     return EXIT_OK if any(row.measured for row in result.rows) else EXIT_FAILED
 
 
 def _profile(parsed: argparse.Namespace, program: Any, sweep: Any) -> int:
     from lockstep.scale import profile_link, profile_script, write_profile
 
-    ranks = max(sweep.ranks)
+    ranks, file = max(sweep.ranks), Path(parsed.profile)
+    if file.is_dir():
+        raise SettingError(f"--profile {file}: this is a directory; give the name of a file")
+    _check_writable("--profile", file.parent)
     step = profile_script(program, settings=sweep.settings, steps=parsed.steps)
     link = profile_link(program, ranks, settings=sweep.settings) if ranks > 1 else None
-    write_profile(Path(parsed.profile), step, link)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_profile(file, step, link)
     _say(f"{parsed.profile}: lockstep predict --profile {parsed.profile} --on ... takes it")
     return EXIT_OK
 
@@ -201,40 +193,23 @@ def _settings(parsed: argparse.Namespace) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not equals:
             raise SettingError(f"--set {word}: give NAME=VALUE")
-        parse(name, value)
         given[name] = value
-    for precision in parsed.precision or ():
-        parse("precision", precision)
+    Settings(**{name: parse(name, value) for name, value in given.items()})
+    for name, values in (("precision", parsed.precision), ("bucket_mb", parsed.bucket)):
+        for each in values or ():
+            Settings(**{name: each})
     return given
+
+
+def _check_writable(option: str, directory: Path) -> None:
+    """Before anything is measured: whether ``directory`` is one that can be written to, or made."""
+    there = next(place for place in (directory, *directory.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise SettingError(f"{option} {directory}: {there} is no directory that can be written to")
 
 
 def _directory(parsed: argparse.Namespace, program: Any) -> Path:
     return Path(parsed.out) if parsed.out else _PLACE / f"{program.stem}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def _prices() -> Any:
-    """What ``lockstep.toml`` in the working directory says of prices."""
-    from lockstep.launch import SITE_FILE
-
-    site = Path(SITE_FILE)
-    return prices_of(tomllib.loads(site.read_text(encoding="utf-8")) if site.exists() else {})
-
-
-def prices_of(site: dict[str, Any]) -> Any:
-    """The prices in ``site``, which is what ``lockstep.toml`` holds.
-
-    Raises:
-        SettingError: for one that is no number.
-    """
-    from lockstep.launch import SITE_FILE
-    from lockstep.scale import Prices
-
-    prices = dict(site.get("prices", {}))
-    currency = str(prices.pop("currency", "")) or "per hour"
-    for name, price in prices.items():
-        if isinstance(price, bool) or not isinstance(price, int | float):
-            raise SettingError(f"{SITE_FILE}, [prices]: {name} = {price!r}; give a number, of one device for one hour")
-    return Prices(prices, currency if prices else "")
 
 
 #: The command of this file.

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep.errors import SettingError
 
@@ -17,12 +17,14 @@ class Command:
 
     name: str
     does: str  #: one line
-    options: Callable[[], argparse.ArgumentParser]
+    options: Callable[[], Parser]
     act: Callable[[argparse.Namespace, Sequence[str]], int]  #: what was parsed, and the words it was parsed from
 
 
 class Parser(argparse.ArgumentParser):
     """Raises a usage error instead of printing all options and leaving; `argparse` has no other way to ask for it."""
+
+    of_script = "after its name"  #: where the script's own options stand
 
     def error(self, message: str) -> NoReturn:
         """Raise `SettingError`."""
@@ -32,3 +34,26 @@ class Parser(argparse.ArgumentParser):
             longer = next((name for name in known if name.startswith(f"{option}-")), "")
             message = f"{option} takes no value" + (f"; did you mean {longer} {value}?" if longer else "")
         raise SettingError(message)
+
+
+class ScriptParser(Parser):
+    """Finds the script anywhere among options, of which some take several values.
+
+    `argparse` would take it for one more of these values, or the options behind it for the script's.
+    """
+
+    of_script = "after --"
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As `argparse`; the script is the first word that ends in ``.py``, its own options come after ``--``."""
+        words = list(args or ())
+        cut = words.index("--") if "--" in words else len(words)
+        own, of_script = words[:cut], words[cut + 1 :]
+        script = next((word for word in own if word.endswith(".py")), None)
+        if script is not None:
+            own.remove(script)
+        parsed, unknown = super().parse_known_args(own, namespace)
+        if unknown and script is None and not unknown[0].startswith("-"):
+            raise SettingError(f"{unknown[0]}: give a script, a file whose name ends in .py")
+        parsed.script, parsed.args = script, of_script
+        return parsed, unknown

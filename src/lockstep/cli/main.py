@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED if isinstance(error, LaunchError) else EXIT_USAGE
 
 
-def run_options() -> argparse.ArgumentParser:
+def run_options() -> Parser:
     """The options of ``lockstep run``; the list is frozen in ``tests/options.txt``."""
     parser = Parser(
         prog="lockstep run",
@@ -229,7 +229,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     )
 
 
-def top_options() -> argparse.ArgumentParser:
+def top_options() -> Parser:
     """The options of ``lockstep top``."""
     parser = Parser(
         prog="lockstep top",
@@ -259,7 +259,7 @@ def _top(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def job_options(name: str) -> argparse.ArgumentParser:
+def job_options(name: str) -> Parser:
     """The options of ``lockstep job``: what the scheduler ``name`` is asked for, and those of ``lockstep run``."""
     # Late, for the other commands do without it.
     from lockstep.launch import JOB_SCRIPT_SCHEDULERS
@@ -407,14 +407,14 @@ def _advice(unknown: str, command: Command) -> str:
     spelt = option.replace("_", "-")
     if spelt in _NOT_OURS:
         return f"{option}: {_NOT_OURS[spelt]}"
-    known = [o for action in command.options()._actions for o in action.option_strings if "_" not in o]
+    parser = command.options()
+    known = [o for action in parser._actions for o in action.option_strings if "_" not in o]
     if spelt.removeprefix("--").replace("-", "_") in _names():
         return f"no such option: {option}; it is a setting: --set {spelt.removeprefix('--').replace('-', '_')}=VALUE"
     if near := difflib.get_close_matches(spelt, known, n=1):
         return f"no such option: {option}; did you mean {near[0]}?"
-    return (
-        f"no such option: {option}; options of the script come after its name, ours are in: lockstep {command.name} -h"
-    )
+    place = parser.of_script
+    return f"no such option: {option}; options of the script come {place}, ours are in: lockstep {command.name} -h"
 
 
 def _meant(name: str) -> str:

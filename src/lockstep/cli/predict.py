@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.command import Command, Parser
-from lockstep.errors import SettingError
+from lockstep.cli.command import Command, Parser, ScriptParser
+from lockstep.cli.site_file import site_prices, site_table
+from lockstep.errors import DataError, SettingError
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
 
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
-def predict_options() -> argparse.ArgumentParser:
+def predict_options() -> Parser:
     """The options of ``lockstep predict``; the list is frozen in ``tests/predict_options.txt``."""
-    parser = Parser(
+    parser = ScriptParser(
         prog="lockstep predict",
-        usage="lockstep predict [script.py | --profile FILE | --table FILE] --on SYSTEM,... [options]",
+        usage="lockstep predict [script.py | --profile FILE | --table FILE] --on SYSTEM,... [options] "
+        "[-- script options]",
         description="Predict how fast a script would train on other GPUs and networks, and what it would cost, from a "
         "profile of it on one device of this machine. Each answer has a 90 % interval and the sources of its numbers.",
         allow_abbrev=False,
@@ -73,8 +75,6 @@ def predict_options() -> argparse.ArgumentParser:
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print a list of rows as JSON instead of the table")
     out.add_argument("--picture", metavar="FILE.svg", help="write a picture, and a CSV file beside it")
-    parser.add_argument("script", nargs="?", metavar="script.py")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
     return parser
 
 
@@ -96,15 +96,15 @@ def _table(parsed: argparse.Namespace) -> int:
     from lockstep.scale import draw_table, predict_table, read_rows, rows_summary, rows_table, shipped_loss
 
     try:
-        rows = read_rows(Path(parsed.table).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
+        rows, unread = read_rows(Path(parsed.table).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, DataError) as error:
         raise SettingError(f"--table {parsed.table}: {error}") from None
     found, notes = predict_table(rows, shipped_loss(), _catalogue(), parsed.anchor)
     if parsed.json:
         print(json.dumps([one.as_dict() for one in found], indent=1))
     else:
         print("\n".join([*rows_table(found), "", *rows_summary(found)]))
-    for note in notes:
+    for note in [*unread, *notes]:
         _say(note)
     if not found:
         _say(f"{parsed.table}: nothing to predict; it needs rows of one group with different gpus_total")
@@ -129,6 +129,7 @@ def _script(parsed: argparse.Namespace) -> int:
         parse_system,
         predict,
         shipped_loss,
+        side_by_side,
         what_if,
         why_not,
     )
@@ -137,8 +138,14 @@ def _script(parsed: argparse.Namespace) -> int:
         raise SettingError("say where: --on 4xV100-nvlink,8xA100,16x8xH100-ib")
     if parsed.up_to is not None and parsed.up_to < 1:
         raise SettingError(f"--up-to {parsed.up_to}: give a number of ranks from 1")
-    catalogue, prices = _catalogue(), _prices()
+    for name in ("samples", "budget"):
+        value = getattr(parsed, name)
+        if value is not None and not 0 < value < math.inf:
+            raise SettingError(f"--{name} {value:g}: give a number above 0")
+    catalogue, prices = _catalogue(), site_prices()
     systems = tuple(parse_system(word, catalogue) for word in parsed.on.split(",") if word.strip())
+    if not systems:
+        raise SettingError(f"--on {parsed.on!r}: say where, such as 4xV100-nvlink,8xA100,16x8xH100-ib")
     deadline = None if parsed.deadline is None else _seconds(parsed.deadline)
     on_cpu = all(system.gpu.name == "cpu" for system in systems)
     strategies = tuple(
@@ -164,6 +171,8 @@ def _script(parsed: argparse.Namespace) -> int:
     found, notes = predict(request)
     if not found:
         raise SettingError(f"nothing could be predicted: {'; '.join(notes)}")
+    if deadline is not None and all(one.total_s is None for one in found):
+        raise SettingError("--deadline: how long the script trains is not known; give --samples, of the whole training")
     if parsed.json:
         rows = [{"what_if": None, **one.as_dict()} for one in found]
         rows += [{"what_if": text, **one.as_dict()} for text, changed in changes for one in predict(changed)[0]]
@@ -173,7 +182,7 @@ def _script(parsed: argparse.Namespace) -> int:
         for one in largest(found):
             lines += why_not(one) if one.ranks > 1 else []
         for text, changed in changes:
-            lines += ["", *compared(found, predict(changed)[0], text)]
+            lines += ["", *compared(side_by_side(request, changed), text)]
         if deadline is not None:
             lines += ["", choice(f"cheapest within {parsed.deadline}", cheapest_within(found, deadline))]
         if parsed.budget is not None:
@@ -204,8 +213,10 @@ def _drawn(draw: Any, found: Any, path: str) -> None:
     try:
         draw(found, Path(path))
         _say(f"{path}, and a CSV file beside it")
-    except SettingError as error:
+    except SettingError as error:  # the numbers are said already
         _say(str(error))
+    except OSError as error:
+        raise SettingError(f"--picture {path}: {error}") from None
 
 
 def _seconds(text: str) -> float:
@@ -215,26 +226,10 @@ def _seconds(text: str) -> float:
     return float(match.group(1)) * _UNITS[match.group(2) or "s"]
 
 
-def _site() -> dict[str, Any]:
-    from lockstep.launch import SITE_FILE
-
-    site = Path(SITE_FILE)
-    try:
-        return tomllib.loads(site.read_text(encoding="utf-8")) if site.exists() else {}
-    except tomllib.TOMLDecodeError as error:
-        raise SettingError(f"{SITE_FILE}: {error}") from None
-
-
 def _catalogue() -> Any:
     from lockstep.scale import open_catalogue
 
-    return open_catalogue(_site().get("predict", {}))
-
-
-def _prices() -> Any:
-    from lockstep.cli.bench import prices_of
-
-    return prices_of(_site())
+    return open_catalogue(site_table("predict"))
 
 
 def _say(text: str) -> None:

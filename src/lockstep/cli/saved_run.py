@@ -15,7 +15,7 @@ from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
 _RUN_HELP = "a run directory, such as runs/NAME; its directory of checkpoints; or one checkpoint"
 
 
-def _export_options() -> argparse.ArgumentParser:
+def _export_options() -> Parser:
     parser = Parser(
         prog="lockstep export",
         usage="lockstep export [options] RUN OUT",
@@ -56,7 +56,7 @@ def _export(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _list_options() -> argparse.ArgumentParser:
+def _list_options() -> Parser:
     parser = _checkpoints_parser("list", "[--json] RUN", "Show the checkpoints of a run, newest first.")
     parser.add_argument("--json", action="store_true", help="as JSON, for programs")
     return parser
@@ -86,7 +86,7 @@ def _list(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _verify_options() -> argparse.ArgumentParser:
+def _verify_options() -> Parser:
     parser = _checkpoints_parser(
         "verify", "[--step N] RUN", "Read the checkpoints of a run and compare them with their checksums. Exit code 1"
         " if one is damaged."
@@ -105,7 +105,7 @@ def _verify(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     return EXIT_FAILED if any(fault for _, fault in checked) else EXIT_OK
 
 
-def _prune_options() -> argparse.ArgumentParser:
+def _prune_options() -> Parser:
     parser = _checkpoints_parser(
         "prune", "--keep N [--yes] RUN", "Remove older checkpoints of a run that is over. The best one stays, too, and "
         "what is damaged never pushes out what is whole."

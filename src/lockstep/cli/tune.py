@@ -32,7 +32,7 @@ _OPTIONS = {
 }
 
 
-def tune_options() -> argparse.ArgumentParser:
+def tune_options() -> Parser:
     """The options of ``lockstep tune``."""
     parser = Parser(
         prog="lockstep tune",

@@ -137,6 +137,7 @@ class Measurement:
             flops_per_sample=self._flops_per_sample,
             gradients=self._recorder.gradients(self._learning()),
             sums=sums,
+            training_steps=length.steps,
         ).write(self._request.record(context.group.rank))
 
     def _learning(self) -> list[tuple[str, nn.Parameter]]:

@@ -46,6 +46,8 @@ class WholeModels:
 
     def save(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
         """See `Run.save`."""
+        if self._context.measure is not None:
+            return  # nothing of a run that is measured is kept: a few steps must not take a trained model's place
         parts, group, out = self._parts(model, "save"), self._context.group, Path(path)
         # The widest elements first, so that each tensor can be mapped into memory as it is.
         state = dict(sorted(parts.items(), key=lambda named: -_spec(*named).element))

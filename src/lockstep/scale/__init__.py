@@ -10,7 +10,7 @@ from lockstep.scale.find_setting import report as found_report
 from lockstep.scale.links import Link
 from lockstep.scale.measured_run import FailedRun
 from lockstep.scale.memory_need import memory_table
-from lockstep.scale.predict import PredictionRequest, cheapest_within, fastest_within, predict, what_if
+from lockstep.scale.predict import PredictionRequest, cheapest_within, fastest_within, predict, side_by_side, what_if
 from lockstep.scale.predict_picture import draw_estimates, draw_table
 from lockstep.scale.predict_report import (
     basis,
@@ -77,6 +77,7 @@ __all__ = [
     "rows_summary",
     "rows_table",
     "shipped_loss",
+    "side_by_side",
     "simulate",
     "table",
     "trace",

@@ -15,7 +15,8 @@ _NAME = 21  # columns of a variant
 
 def table(result: BenchResult) -> str:
     """What was measured, where the time goes, and what is to be known about it; no line is wider than 80 columns."""
-    lines = [*_head(result), "", *_speed(result), "", *_parts(result.rows)]
+    lines = [*_head(result), "", *_speed(result)]
+    lines += ["", *_parts(result.rows)] if any(row.measured for row in result.rows) else []
     lines += ["", *_notes(result)] if _notes(result) else []
     return "\n".join(line.rstrip() for line in lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -58,11 +59,15 @@ class Catalogue:
             SettingError: for an entry that lacks something, with its name.
         """
         tables = tomllib.loads(text)
-        gpus = {**tables["gpus"], **(more or {}).get("gpus", {})}
-        links = {**tables["links"], **(more or {}).get("links", {})}
+        added = {kind: (more or {}).get(kind, {}) for kind in ("gpus", "links")}
+        for kind, entries in added.items():
+            if not isinstance(entries, Mapping):
+                raise SettingError(f"predict.{kind} = {entries!r}: write a table for each, [predict.{kind}.NAME]")
+        gpus, links = ({**tables[kind], **entries} for kind, entries in added.items())
+        made = {name: _made(name, partial(_link, name, links)) for name in links}
         return cls(
-            {name: _made(name, partial(_gpu, name, gpus)) for name in gpus},
-            {name: _made(name, partial(_link, name, links)) for name in links},
+            {name: _made(name, partial(_gpu, name, gpus, made)) for name in gpus},
+            made,
             {name: tuple(map(_plain, entry.get("alike", ()))) for name, entry in links.items()},
         )
 
@@ -84,7 +89,7 @@ class Catalogue:
         if wanted in exact:
             return exact[wanted]
         # The longest name within a longer description, such as NVIDIA A100-SXM4-80GB or V100-SXM2-16GB (AWS p3).
-        inside = [word for word in exact if word in wanted and len(word) > 1]
+        inside = [word for word in exact if len(word) > 1 and _as_a_word(word).search(name.lower())]
         return exact[max(inside, key=len)] if inside else None
 
     def link(self, name: str, default: str) -> Link:
@@ -123,6 +128,12 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
+@cache
+def _as_a_word(plain: str) -> re.Pattern[str]:
+    """Finds ``plain`` where no further digit makes it another model: A40 is in NVIDIA A40-48Q, and not in RTX A4000."""
+    return re.compile(r"(?<!\d)" + "[^a-z0-9]*".join(map(re.escape, plain)) + r"(?!\d)")
+
+
 def near(name: str, known: Iterable[str]) -> str:
     """What to write in place of ``name``: the nearest of those that are known, else all of them."""
     names = sorted(set(known))
@@ -141,8 +152,22 @@ def _made(name: str, make: Callable[[], T]) -> T:
         raise SettingError(f"{what}; compare it with others") from None
 
 
-def _gpu(name: str, entries: Mapping[str, Any]) -> Gpu:
+def _require_numbers(entry: Mapping[str, Any], names: tuple[str, ...], least: float | None = None) -> None:
+    """Raises ValueError unless each is a number above 0, or from ``least``."""
+    for name in names:
+        value = entry[name]
+        fits = isinstance(value, int | float) and (value > 0 if least is None else value >= least) and value < math.inf
+        if not fits:
+            raise ValueError(f"{name}, a number {'above 0' if least is None else f'from {least:g}'}")
+
+
+def _gpu(name: str, entries: Mapping[str, Any], links: Mapping[str, Link]) -> Gpu:
     entry = entries[name]
+    _require_numbers(entry, ("memory_gbs", "memory_gib"))
+    _require_numbers(entry["tflops"], tuple(entry["tflops"]) or ("fp32",))
+    for place in ("within", "between"):
+        if links[entry[place]].place != place:
+            raise ValueError(f"{place}, which names a link {links[entry[place]].place} nodes")
     return Gpu(
         name=name,
         tflops=dict(entry["tflops"]),
@@ -157,6 +182,11 @@ def _gpu(name: str, entries: Mapping[str, Any]) -> Gpu:
 
 def _link(name: str, entries: Mapping[str, Any]) -> Link:
     entry = entries[name]
+    if entry["place"] not in ("within", "between"):
+        raise ValueError('place, which is "within" or "between"')
+    _require_numbers(entry, ("gbs",))
+    _require_numbers(entry, ("latency_us", "hop_us", "error"), least=0.0)
+    _require_numbers(entry, ("ranks",), least=2)
     curve, scale = None, 1.0
     shape = entries[entry["like"]] if "like" in entry else entry
     if "sizes" in shape:

@@ -71,6 +71,8 @@ def find(plan: BenchPlan, setting: Setting, say: Say) -> Found:
         if isinstance(outcome, FailedRun):
             say(f"{setting} {value:g}: {'out of memory' if outcome.out_of_memory else outcome.cause}")
             return Try(value, None, outcome.out_of_memory, outcome.cause)
+        if use.disturbed:
+            say(f"warning: something else kept {use.others:.1f} of {use.cores} cores busy meanwhile")
         row = row_of(variant, [RoundSeen(outcome, use)], None, Prices())
         say(f"{setting} {value:g}: {row.failed or f'{count(row.samples_per_s or 0.0)} samples/s'}")
         return Try(value, row.samples_per_s, cause=row.failed)

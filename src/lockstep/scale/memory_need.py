@@ -78,7 +78,10 @@ def memory_need(record: RankRecord, strategy: str, ranks: int) -> MemoryNeed:
     if name not in (*_WHOLE, *_DIVIDED):
         known = ", ".join((*_WHOLE, *_DIVIDED))
         raise SettingError(f"--memory knows no formula for strategy {name}; it has {known}")
-    parts = int(options.get("shard", ranks)) if name == "hsdp" else 1 if name == "dp" else ranks
+    shard = options.get("shard", str(ranks))
+    if not shard.isdecimal() or int(shard) < 1:
+        raise SettingError(f"strategy {strategy}: shard={shard}; give a number of ranks from 1")
+    parts = int(shard) if name == "hsdp" else 1 if name == "dp" else ranks
     parameters, gradients, optimizer = (
         parts if divided else 1 for divided in _DIVIDED.get(name, (False, False, False))
     )

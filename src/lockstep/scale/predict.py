@@ -84,7 +84,21 @@ def predict(request: PredictionRequest) -> tuple[list[Estimate], list[str]]:
                     found.append(_estimate(request, system, moved, strategy, ranks, losses))
                 except PlanError as error:
                     notes.append(f"{system.name}, {strategy.spec}, {ranks} ranks: {error}")
-    return found, list(dict.fromkeys(notes))
+    return list({(one.system, one.strategy, one.ranks): one for one in found}.values()), list(dict.fromkeys(notes))
+
+
+def side_by_side(before: PredictionRequest, after: PredictionRequest) -> list[tuple[Estimate, Estimate | None]]:
+    """Each system and strategy at its most ranks, with as many ranks of what ``after`` has in its place, if it can."""
+    ours, theirs = before.strategies, after.strategies
+    found: list[tuple[Estimate, Estimate | None]] = []
+    for system, changed in zip(before.systems, after.systems, strict=True):
+        for number, strategy in enumerate(ours):
+            instead = theirs[number] if len(ours) == len(theirs) else theirs[0]
+            old, _ = predict(replace(before, systems=(system,), strategies=(strategy,)))
+            new, _ = predict(replace(after, systems=(changed,), strategies=(instead,)))
+            if old:
+                found.append((old[-1], next((one for one in new if one.ranks == old[-1].ranks), None)))
+    return found
 
 
 def _doublings(most: int) -> list[int]:
@@ -207,9 +221,10 @@ def _lengthened(step: StepTime, loss: Loss) -> StepTime:
 
 
 def _samples(profile: StepProfile) -> float | None:
-    if profile.steps_per_epoch is None or profile.epochs is None:
-        return None
-    return float(profile.steps_per_epoch * profile.epochs * profile.global_batch)
+    steps = profile.training_steps
+    if steps is None and profile.steps_per_epoch is not None and profile.epochs is not None:
+        steps = profile.steps_per_epoch * profile.epochs
+    return None if steps is None else float(steps * profile.global_batch)
 
 
 def _needed_bytes(profile: StepProfile, strategy: SimulatedStrategy, system: System) -> float:

@@ -24,8 +24,8 @@ CAUSES = {
 
 def estimates_table(estimates: Sequence[Estimate], currency: str) -> list[str]:
     """One line for each estimate; intervals of nine cases of ten in brackets."""
-    head = f"{'system':<26}{'strategy':<12}{'step':>8} {'(90 % of cases)':<20}{'samples/s':>10}{'eff.':>6}"
-    lines = [f"{head}{'time':>11}{'GPU-h':>8}{currency or '':>8}".rstrip()]
+    head = f"{'system':<24} {'strategy':<11}{'step':>8} {'(90 % of cases)':<20} {'samples/s':>10}{'eff.':>6}"
+    lines = [f"{head} {'time':>11} {'GPU-h':>8} {currency or '':>8}".rstrip()]
     for one in estimates:
         step = one.step
         between = f"({_ms(step.low)} to {_ms(step.high)})"
@@ -34,8 +34,8 @@ def estimates_table(estimates: Sequence[Estimate], currency: str) -> list[str]:
             "" if one.gpu_hours is None else _amount(one.gpu_hours),
             "" if one.cost is None else _amount(one.cost),
         ]
-        cells = f"{one.system:<26}{one.strategy[:11]:<12}{_ms(step.seconds):>8} {between:<20}"
-        cells += f"{count(step.samples_per_s):>10}{one.efficiency:>6.0%}{spent[0]:>11}{spent[1]:>8}{spent[2]:>8}"
+        cells = f"{one.system:<24} {one.strategy[:10]:<11}{_ms(step.seconds):>8} {between:<20} "
+        cells += f"{count(step.samples_per_s):>10}{one.efficiency:>6.0%} {spent[0]:>11} {spent[1]:>8} {spent[2]:>8}"
         lines.append(cells.rstrip() + ("" if one.fits else f"  does not fit: {size(one.needs_bytes)} and activations"))
     return lines
 
@@ -78,10 +78,13 @@ def largest(estimates: Sequence[Estimate]) -> list[Estimate]:
     return list(found.values())
 
 
-def compared(before: Sequence[Estimate], after: Sequence[Estimate], what: str) -> list[str]:
-    """What a change does, for each system at its largest."""
+def compared(pairs: Sequence[tuple[Estimate, Estimate | None]], what: str) -> list[str]:
+    """What a change does, from estimates before and after it."""
     lines = [f"what if {what}"]
-    for old, new in zip(largest(before), largest(after), strict=False):
+    for old, new in pairs:
+        if new is None:
+            lines.append(f"  {old.system}: cannot be so")
+            continue
         ratio = new.step.samples_per_s / old.step.samples_per_s
         steps = f"{_ms(old.step.seconds)} -> {_ms(new.step.seconds)}"
         lines.append(f"  {old.system} -> {new.system}, {new.strategy}: {steps}, {ratio:.2f}x the samples/s")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,12 +58,34 @@ def read_profile(path: Path) -> tuple[StepProfile, LinkProfile | None]:
         timings = {name: _known(Timing, step[name]) for name in ("data", "forward", "backward", "optimizer", "other")}
         gradients = tuple(_known(GradientReady, gradient) for gradient in step["gradients"])
         profile = _known(StepProfile, {**step, **timings, "gradients": gradients})
+        _check_step(profile)
         if link is None:
             return profile, None
         curve = {name: tuple(link[name]) for name in ("bytes", "seconds")}
-        return profile, _known(LinkProfile, {**link, **curve})
-    except (ValueError, KeyError, TypeError) as error:
+        measured = _known(LinkProfile, {**link, **curve})
+        _check_link(measured)
+        return profile, measured
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is no whole profile of a script: {error!r}") from error
+
+
+def _check_step(profile: StepProfile) -> None:
+    """Raises ValueError for what no measurement can be."""
+    sizes = (profile.global_batch, profile.micro_batch, profile.micro_batches, profile.steps)
+    timings = (profile.data, profile.forward, profile.backward, profile.optimizer, profile.other)
+    seconds = [s for timing in timings for s in (timing.median_s, timing.p10_s, timing.p90_s)]
+    seconds += [gradient.ready_s for gradient in profile.gradients]
+    if min(sizes) < 1 or not all(0 <= s < math.inf for s in seconds) or not profile.forward.median_s > 0:
+        raise ValueError("batches and steps are from 1, durations from 0, that of a forward pass above 0")
+
+
+def _check_link(profile: LinkProfile) -> None:
+    """Raises ValueError for what no measurement can be."""
+    sizes, seconds = profile.bytes, profile.seconds
+    if profile.ranks < 2 or not sizes or len(sizes) != len(seconds) or list(sizes) != sorted(set(sizes)):
+        raise ValueError("a link has two ranks or more, and a duration for each of its ascending sizes")
+    if not all(0 < s < math.inf for s in (*sizes, *seconds)):
+        raise ValueError("sizes and durations of a link are above 0")
 
 
 def _known(kind: type[T], values: dict[str, Any]) -> T:

@@ -80,6 +80,7 @@ def step_profile(script: str, measured: Records) -> StepProfile:
         flops_per_sample=record.flops_per_sample,
         steps_per_epoch=record.steps_per_epoch,
         epochs=record.epochs,
+        training_steps=record.training_steps,
     )
 
 

@@ -64,7 +64,7 @@ def _between(text: str, default: Link, catalogue: Catalogue) -> tuple[Link, list
         gbits = adapters * float(found.group(1))
     elif found := re.search(r"(" + "|".join(_GENERATIONS) + r")\s*(\d+)?", words):
         gbits = adapters * float(found.group(2) or _GENERATIONS[found.group(1)])
-    if gbits is not None:
+    if gbits:
         like = catalogue.links["rdma-measured" if gbits >= 50 else "10gbe"]
         scaled = like.scaled(gbits / 8 * 1e9 * _REACHED / like.bytes_per_s)
         return replace(scaled, name=f"{gbits:g} Gbit/s", error=0.3, source=f"the table: {text}"), []
@@ -128,7 +128,7 @@ def _log_ratio(several: float, one: float) -> float:
 
 def profile_of(row: PublishedRow, pass_s: float) -> StepProfile:
     """A profile in which gradients of equal size become ready evenly."""
-    passes = int(row.accumulation or 1)
+    passes = max(1, round(row.accumulation or 1))
     parameters = row.parameters or 0.0
     pure_half = re.fullmatch(r"(bf16|fp16|float16|bfloat16)", row.precision.lower())
     size = parameters * (2 if pure_half else 4)

@@ -58,7 +58,10 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Chosen by benchmarks/calibrate.py near these, which were set before any row was looked at; mostly variances."""
+    """Chosen by benchmarks/calibrate.py near these guesses; mostly variances.
+
+    The guesses, like the form of the model, were settled while looking at the table that it is calibrated on.
+    """
 
     p: float = 1.0  #: how soon the loss within a node is complete; 1: as a ring's (g - 1) / g
     q: float = 0.05  #: of each doubling of nodes, as a part of that within a node

@@ -66,7 +66,7 @@ class SimulatedStrategy:
             value = float(text) if text else default
         except ValueError:
             value = math.nan
-        if not value >= 0:
+        if not 0 <= value < math.inf:
             raise SettingError(f"strategy {self.spec}: {option}={text}; give a number")
         return value
 

@@ -51,6 +51,7 @@ class StepProfile:
     flops_per_sample: float | None = None  #: forward and backward; None: not counted
     steps_per_epoch: int | None = None
     epochs: int | None = None
+    training_steps: int | None = None  #: of a training that counts steps, in place of epochs
 
 
 @dataclass(frozen=True, slots=True)

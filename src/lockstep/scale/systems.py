@@ -52,9 +52,9 @@ class System:
         return self.between if self.nodes > 1 else self.within
 
     def of_ranks(self, ranks: int, per_node: int) -> System:
-        """The same kind of nodes, as many as ``ranks`` need with at most ``per_node`` on each."""
+        """The same kind of nodes, as many as ``ranks`` need with at most ``per_node`` on each, equally many on all."""
         nodes = -(-ranks // per_node)
-        return replace(self, nodes=nodes, gpus_per_node=min(ranks, per_node) if nodes == 1 else per_node)
+        return replace(self, nodes=nodes, gpus_per_node=-(-ranks // nodes))
 
     def all_reduce_s(self, size: float, factor: float = 1.0) -> float:
         """Seconds of an all-reduce of ``size`` bytes on each rank; ``factor`` times the traffic of a ring's."""

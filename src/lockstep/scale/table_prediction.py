@@ -51,6 +51,7 @@ class TablePrediction:
             "base_ranks": self.base_ranks,
             "scaling_kind": self.row.scaling,
             "unit": self.row.unit,
+            "suspect": self.row.suspect,
             "predicted": self.predicted,
             "measured": self.row.throughput,
             "low": self.low,
@@ -118,7 +119,9 @@ def _anchored(comparison: Comparison, model: ScalingLoss, catalogue: Catalogue) 
 def _prediction(comparison: Comparison, loss: Loss, c: Constants, catalogue: Catalogue) -> TablePrediction:
     row, base = comparison.row, comparison.base[0]
     _, assumed = system_of(row, catalogue)
-    notes = list(assumed)
+    notes = [*row.remarks, *assumed]
+    if row.suspect:
+        notes.append("the table calls this row suspect")
     if base.ranks > 1:
         notes.append(f"from {base.ranks} GPUs: the table has no row with fewer")
     linear = comparison.base_rate * row.ranks
@@ -127,6 +130,10 @@ def _prediction(comparison: Comparison, loss: Loss, c: Constants, catalogue: Cat
         linear *= _by_batch(row.batch, base.batch, c.half_batch)
         wider = 0.5 * abs(math.log(_by_batch(row.batch, base.batch, c.half_batch)))
         notes.append(f"from a batch of {base.batch:g} on {base.ranks} GPUs")
+    elif row.strong and (row.batch is None or base.batch is None):
+        # It may be smaller by as much as there are more GPUs, or not at all where passes are accumulated.
+        wider = abs(math.log(_by_batch(base.ranks, row.ranks, c.half_batch)))
+        notes.append("strong scaling, and the batch of a GPU is not said")
     # What had to be assumed, and what is not there to be looked at.
     wider += _UNKNOWN * (len(assumed) + (row.parameters is None) + (not row.gpu))
     loss = replace(loss, low=loss.low - wider, high=loss.high + wider)
