@@ -124,20 +124,18 @@ class SearchResult:
     def to_json(self, n: int = 5) -> dict[str, Any]:
         """The whole result as JSON, with the ``n`` best trials of each island; numbers that are not finite are None."""
         best = self.top(1)
-        told: dict[str, Any] = _finite(
-            {
-                "best": _told(best[0]) if best else None,
-                "counts": dict(self.counts),
-                "rank_hours": self.rank_hours,
-                "top": {str(island): [_told(trial) for trial in top] for island, top in self.top_by_island(n).items()},
-                "pareto_front": [trial.number for trial in self.pareto_front],
-                "failures": [{"reason": one.reason, "trials": one.numbers} for one in self.failures],
-                "settings": dict(self.record.settings),
-                "space": dict(self.record.space),
-                "trials": self.rows(),
-            }
-        )
-        return told
+        told = {
+            "best": _told(best[0]) if best else None,
+            "counts": dict(self.counts),
+            "rank_hours": self.rank_hours,
+            "top": {str(island): [_told(trial) for trial in top] for island, top in self.top_by_island(n).items()},
+            "pareto_front": [trial.number for trial in self.pareto_front],
+            "failures": [{"reason": one.reason, "trials": one.numbers} for one in self.failures],
+            "settings": dict(self.record.settings),
+            "space": dict(self.record.space),
+            "trials": self.rows(),
+        }
+        return {name: _finite(value) for name, value in told.items()}
 
 
 def load(run_dir: str | os.PathLike[str]) -> SearchResult:
@@ -196,7 +194,7 @@ def _told(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -254,7 +254,7 @@ def _unused(path: Path) -> Path:
     return next(candidate for candidate in candidates if not candidate.exists())
 
 
-def _difference(before: Any, now: Any) -> str:
+def _difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if not names:
         return "its dimensions come in another order"

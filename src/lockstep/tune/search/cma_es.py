@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.errors import SettingError
 from lockstep.tune.search.algorithm import Proposal
@@ -20,7 +21,7 @@ from lockstep.tune.search.individual import Individual
 from lockstep.tune.search.population import rank_of
 from lockstep.tune.search.space import Space
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+Array: TypeAlias = NDArray[np.float64]
 
 #: The step size of a new distribution, in units of the range.
 FIRST_STEP: Final = 0.25

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, Final, TypeAlias
 
 from lockstep.errors import SettingError
@@ -181,11 +182,11 @@ class Choice:
         """How many values there are."""
         return len(self.values)
 
-    def value(self, gene: float) -> Any:
+    def value(self, gene: float) -> object:
         """The value of index ``gene``; a copy, so that no objective changes what the next one gets."""
         return copy.deepcopy(self.values[int(gene)])
 
-    def gene(self, value: Any) -> float:
+    def gene(self, value: object) -> float:
         """The index of ``value``.
 
         Raises:
@@ -193,7 +194,7 @@ class Choice:
         """
         return float(self._index(value, "Choice"))
 
-    def _index(self, value: Any, where: str) -> int:
+    def _index(self, value: object, where: str) -> int:
         for index, known in enumerate(self.values):
             if type(known) is type(value) and known == value:
                 return index
@@ -241,7 +242,7 @@ def _dimensions(given: Mapping[str, Any]) -> Mapping[str, Dimension]:
     return {name: dimension_of(inner, name) for name, inner in given.items()}
 
 
-def encoded(value: Any) -> Any:
+def encoded(value: object) -> object:
     """``value`` of a `Choice` as JSON, in which tuples and lists differ.
 
     Raises:
@@ -260,7 +261,7 @@ def encoded(value: Any) -> Any:
     )
 
 
-def decoded(value: Any) -> Any:
+def decoded(value: object) -> object:
     """What `encoded` was given."""
     if not isinstance(value, dict):
         return value
@@ -304,7 +305,7 @@ def _check_count(what: object, cells: int) -> None:
         raise SettingError(f"{what}: has {cells} values, more than 2**52; give a larger step or a Float")
 
 
-def _check_inside(dimension: Float | Int, value: object, kind: Any) -> None:
+def _check_inside(dimension: Float | Int, value: Any, kind: type | UnionType) -> None:
     if not isinstance(value, kind) or isinstance(value, bool) or not dimension.low <= value <= dimension.high:
         whole = "whole " if kind is int else ""
         raise SettingError(f"{dimension}: {value!r} is no {whole}number from {dimension.low} to {dimension.high}")

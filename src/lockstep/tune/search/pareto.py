@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.tune.search.individual import Individual
 
-Losses: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+Losses: TypeAlias = NDArray[np.float64]
 
 
 def dominates(one: Individual, other: Individual) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.errors import SettingError
 from lockstep.tune.search.dimensions import Choice, Dimension, Float, Int, decoded, dimension_of, encoded, snapped
@@ -106,7 +107,7 @@ class Space:
             active.append(_exists(gene, point, active))
         return tuple(active)
 
-    def snap(self, genes: Iterator[float] | Point | np.ndarray[Any, Any]) -> Point:
+    def snap(self, genes: Iterable[float]) -> Point:
         """The point of ``genes``, which may lie anywhere.
 
         Numbers are taken within their limits, of finitely many to the nearest, and genes of dimensions that do not
@@ -124,22 +125,22 @@ class Space:
         return self.snap(random.random(len(self.genes)) * self.widths)
 
     @cached_property
-    def cells(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def cells(self) -> NDArray[np.int64]:
         """How many values each gene tells apart, (genes,); 0: a gene of any number."""
         return np.array([gene.dimension.cells for gene in self.genes], dtype=np.int64)
 
     @cached_property
-    def is_choice(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def is_choice(self) -> NDArray[np.bool_]:
         """Which genes are indices of choices, (genes,)."""
         return np.array([isinstance(gene.dimension, Choice) for gene in self.genes])
 
     @cached_property
-    def is_float(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def is_float(self) -> NDArray[np.bool_]:
         """Which genes are of a `Float`, (genes,)."""
         return np.array([isinstance(gene.dimension, Float) for gene in self.genes])
 
     @cached_property
-    def widths(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def widths(self) -> NDArray[np.float64]:
         """Up to where each gene goes from 0, (genes,): 1 for numbers, the number of values for choices."""
         return np.where(self.is_choice, self.cells, 1).astype(float)
 
