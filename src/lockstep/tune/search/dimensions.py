@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import UnionType
 from typing import Any, Final, TypeAlias
 
 from lockstep.errors import SettingError
@@ -305,7 +304,7 @@ def _check_count(what: object, cells: int) -> None:
         raise SettingError(f"{what}: has {cells} values, more than 2**52; give a larger step or a Float")
 
 
-def _check_inside(dimension: Float | Int, value: Any, kind: type | UnionType) -> None:
+def _check_inside(dimension: Float | Int, value: object, kind: Any) -> None:
     if not isinstance(value, kind) or isinstance(value, bool) or not dimension.low <= value <= dimension.high:
         whole = "whole " if kind is int else ""
         raise SettingError(f"{dimension}: {value!r} is no {whole}number from {dimension.low} to {dimension.high}")
