@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep.trial_contract import current_trial
-from lockstep.tune import Float, Int, load
+from lockstep.tune import Choice, Float, Int, load
 
 SPACE = {"hidden": Int(4, 16), "lr": Float(1e-2, 1.0, log=True)}
+#: So few that two searches try the same ones, whichever worker is first.
+FEW = {"hidden": Int(4, 5), "lr": Choice(0.05, 0.2)}
 FAILS = ("raise", "hang", "memory", "kill", "raise everywhere", "nan")
 
 
@@ -56,10 +58,10 @@ def fail(how, *, is_last):
         time.sleep(10_000)
 
 
-def search(run_dir, workers, ranks, trials, fails=()):
+def search(run_dir, workers, ranks, trials, fails=(), space=SPACE):
     """A search of which the first trials fail."""
     lockstep.tune(
-        functools.partial(train, fails=fails), SPACE, trials=trials, workers=workers, ranks_per_worker=ranks,
+        functools.partial(train, fails=fails), space, trials=trials, workers=workers, ranks_per_worker=ranks,
         algorithm="random", run_dir=run_dir, hang_after_s=6.0, seed=4,
     )  # fmt: skip
 
@@ -94,7 +96,7 @@ def test_trials_that_fail_say_why_and_the_rest_is_right(tmp_path):
 @pytest.mark.parametrize(("workers", "ranks"), [(4, 1), (1, 3)])
 def test_losses_do_not_depend_on_the_ranks(tmp_path, workers, ranks):
     for name, of in (("two", (2, 2)), ("other", (workers, ranks))):
-        driver = started(search, tmp_path / name, *of, 6)
+        driver = started(search, tmp_path / name, *of, 6, space=FEW)
         driver.join(100)
         assert driver.exitcode == 0
     two, other = ({str(t.params): t.losses for t in load(tmp_path / name).trials} for name in ("two", "other"))
