@@ -1,4 +1,4 @@
-"""How long the main thread of this rank has waited for other ranks, for whoever takes a step apart."""
+"""How long the main thread of this rank has waited for other ranks, for code that measures the parts of a step."""
 
 from __future__ import annotations
 

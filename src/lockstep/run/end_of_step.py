@@ -26,7 +26,7 @@ from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot
 from lockstep.strategies import HasServerRanks
 
-#: Steps of this process after which every rank has ended one: whoever is lost then, the others have a state to leave.
+#: Steps of this process after which every rank has ended one: if one is lost then, the others have a state to leave.
 _SAFE_STEPS: Final = 2
 
 

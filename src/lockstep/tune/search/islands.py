@@ -303,6 +303,6 @@ def _selected(word: str, count: int, eligible: Ranked, random: np.random.Generat
 
 
 def _responsible(islands: Islands, number: int, target: int, workers: int) -> int:
-    """The worker of ``target`` that ``number`` is entrusted to: the same one, whoever sends it there."""
+    """The worker of ``target`` that ``number`` is entrusted to: the same one, whichever process sends it there."""
     there = islands.workers_of(target, workers)
     return there[number % len(there)] if there else -1
