@@ -310,14 +310,16 @@ def test_a_node_that_joins_reads_what_must_be_equal(store):
 
 def test_a_node_that_finds_no_store_says_so_and_gives_up():
     said = []
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        free = Endpoint("127.0.0.1", taken.getsockname()[1])
-    with pytest.raises(
-        LaunchError, match=r"found no store of this job at 127.0.0.1:\d+ within 4 s \(Connection refused"
-    ):
-        read(free, within_s=3.6, say=said.append)
-    assert "where the nodes meet: Connection refused" in said[0]
-    assert read(free, stopped=lambda: True) is None
+    # Bound but not listening: refused, and nobody else gets the port meanwhile.
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        free = Endpoint("127.0.0.1", silent.getsockname()[1])
+        with pytest.raises(
+            LaunchError, match=r"found no store of this job at 127.0.0.1:\d+ within 4 s \(Connection refused"
+        ):
+            read(free, within_s=3.6, say=said.append)
+        assert "where the nodes meet: Connection refused" in said[0]
+        assert read(free, stopped=lambda: True) is None
 
 
 def test_an_endpoint_knows_whether_it_is_here():

@@ -270,6 +270,15 @@ def test_a_curve_goes_through_what_was_measured_and_never_falls(sizes, data):
     assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(found))
 
 
+@settings(max_examples=40)
+@given(st.lists(st.floats(1e-6, 1), min_size=1, max_size=10))
+def test_noise_that_falls_is_averaged_away(times):
+    curve = Curve(2, tuple(map(float, range(1, len(times) + 1))), tuple(times))
+    assert all(a <= b for a, b in itertools.pairwise(curve.seconds))
+    assert sum(curve.seconds) == pytest.approx(sum(times))
+    assert Curve(2, curve.sizes, curve.seconds).seconds == curve.seconds
+
+
 def test_a_measured_link_is_what_was_measured():
     measured = LinkProfile(2, 2, "gloo", (1_000, 1_000_000, 10_000_000), (0.001, 0.011, 0.101))
     where = system(nodes=2)

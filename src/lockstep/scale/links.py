@@ -24,7 +24,10 @@ Place = Literal["within", "between"]
 
 @dataclass(frozen=True)
 class Curve:
-    """Measured times of an all-reduce between `ranks` ranks, or groups of ranks, by size."""
+    """Measured times of an all-reduce between `ranks` ranks, or groups of ranks, by size.
+
+    Where noise makes times fall as sizes grow, the nearest times that do not fall take their place.
+    """
 
     ranks: int
     sizes: tuple[float, ...]  #: bytes, ascending
@@ -33,17 +36,14 @@ class Curve:
     def __post_init__(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.seconds) or self.ranks < 2:
             raise ValueError(f"a curve of {len(self.sizes)} sizes and {len(self.seconds)} times of {self.ranks} ranks")
+        object.__setattr__(self, "seconds", _not_falling(self.seconds))
 
     @cached_property
     def _logs(self) -> tuple[Sequence[float], Sequence[float]]:
-        rising = [max(self.seconds[: number + 1]) for number in range(len(self.seconds))]
-        return [math.log(size) for size in self.sizes], [math.log(time) for time in rising]
+        return [math.log(size) for size in self.sizes], [math.log(time) for time in self.seconds]
 
     def at(self, size: float) -> float:
-        """Seconds for ``size`` bytes: between two sizes log-log, beyond them as flat and as steep as a link is.
-
-        It never falls as sizes grow, though a measured curve may by noise.
-        """
+        """Seconds for ``size`` bytes: between two sizes log-log, beyond them as flat and as steep as a link is."""
         sizes, times = self._logs
         if size <= self.sizes[0]:
             return math.exp(times[0])
@@ -73,7 +73,8 @@ class Link:
     def measured(cls, profile: LinkProfile, place: Place, error: float = 0.05) -> Link:
         """The link that ``profile`` was measured on."""
         largest, longest = profile.bytes[-1], profile.seconds[-1]
-        latency = min(profile.seconds)
+        curve = Curve(profile.ranks, tuple(map(float, profile.bytes)), profile.seconds)
+        latency = curve.seconds[0]
         return cls(
             name=f"measured {profile.backend}, {profile.ranks} ranks",
             place=place,
@@ -83,7 +84,7 @@ class Link:
             ranks=profile.ranks,
             source=f"measured all-reduce of {profile.ranks} ranks on {profile.nodes} nodes",
             error=error,
-            curve=Curve(profile.ranks, tuple(map(float, profile.bytes)), profile.seconds),
+            curve=curve,
         )
 
     def scaled(self, factor: float) -> Link:
@@ -111,6 +112,18 @@ class Link:
             time = 2 * share * size / self.bytes_per_s
         # Where ranks share one memory, their traffic adds up.
         return time * (ranks / 2 if self.shared else 1)
+
+
+def _not_falling(values: Sequence[float]) -> tuple[float, ...]:
+    """The least change of ``values``, by squares, after which none is below the one before (isotonic regression)."""
+    pools: list[tuple[float, int]] = []  # mean and count; two that fall are one
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, many = pools.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        pools.append((mean, count))
+    return tuple(mean for mean, count in pools for _ in range(count))
 
 
 def _steps(place: Place, ranks: int) -> float:
