@@ -35,7 +35,7 @@ def time_sums(
     With ``exact`` they are summed along the tree, each rank giving one node, else by torch's own all-reduce. Sizes
     that would take the rest of ``budget_s`` seconds are left out, the largest first.
     """
-    if group.size == 1:
+    if group.size == 1 or not sizes:
         return []
     summed = _Sums(group, exact=exact)
     share_s, ends_at = budget_s / len(sizes), clock() + budget_s
