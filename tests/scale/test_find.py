@@ -1,5 +1,7 @@
 """The search for a batch that fits and for what is fastest."""
 
+from statistics import median
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +50,25 @@ def test_the_best_is_the_smallest_of_those_that_are_as_fast(speeds):
         assert all(
             t.samples_per_s is None or t.samples_per_s < 0.98 * max(known) for t in tries if t.value < best.value
         )
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, unique=True), st.integers(1, 5), st.data())
+def test_values_take_turns_and_the_median_counts(values, rounds, data):
+    speeds = {v: data.draw(st.lists(st.floats(1, 9), min_size=rounds, max_size=rounds)) for v in values}
+    fails = {v: data.draw(st.integers(0, 2 * rounds)) for v in values}
+    tried = []
+
+    def attempt(value):
+        number = tried.count(value)
+        tried.append(value)
+        return Try(value, None if number == fails[value] else speeds[value][number])
+
+    found = find_among("workers", values, attempt, rounds)
+    for each in found.tries:
+        failed = fails[each.value] < rounds
+        assert tried.count(each.value) == (fails[each.value] + 1 if failed else rounds)
+        assert each.samples_per_s == (None if failed else median(speeds[each.value]))
+    assert tried[: len(values)] == sorted(values)
 
 
 def test_values_are_tried_once_each_and_told():

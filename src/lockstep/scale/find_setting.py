@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Literal
 
 from lockstep.errors import SettingError
@@ -48,7 +49,9 @@ class Found:
 
 
 def find(plan: BenchPlan, setting: Setting, say: Say) -> Found:
-    """The best value of ``setting`` for the first variant of ``plan``, each tried for the steps of one round.
+    """The best value of ``setting`` for the first variant of ``plan``.
+
+    Numbers of loader processes and bucket sizes take turns in as many rounds as ``plan`` has; a batch is tried once.
 
     Raises:
         SettingError: if the script cannot be started at all.
@@ -80,7 +83,7 @@ def find(plan: BenchPlan, setting: Setting, say: Say) -> Found:
     if setting == "batch":
         return find_batch(variant.batch or (sizes.micro_batch if sizes else 1), attempt)
     values = worker_counts(max(1, machine.cpus // variant.ranks)) if setting == "workers" else BUCKETS_MB
-    return find_among(setting, values, attempt)
+    return find_among(setting, values, attempt, plan.rounds)
 
 
 def find_batch(first: int, attempt: Callable[[int], Try]) -> Found:
@@ -118,10 +121,15 @@ def find_batch(first: int, attempt: Callable[[int], Try]) -> Found:
     return Found("batch", seen, best_of(seen), low or None)
 
 
-def find_among(setting: Setting, values: Sequence[float], attempt: Callable[[float], Try]) -> Found:
-    """The best of ``values``, each tried once by ``attempt``."""
-    tries = tuple(attempt(value) for value in sorted(values))
-    return Found(setting, tries, best_of(tries))
+def find_among(setting: Setting, values: Sequence[float], attempt: Callable[[float], Try], rounds: int = 1) -> Found:
+    """The best of ``values``: each tried by ``attempt`` once in each round, until it fails; its median counts."""
+    seen: dict[float, list[Try]] = {value: [] for value in sorted(values)}
+    for _ in range(rounds):
+        for value, tries in seen.items():
+            if not (tries and tries[-1].samples_per_s is None):
+                tries.append(attempt(value))
+    middle = tuple(_middle(tries) for tries in seen.values())
+    return Found(setting, middle, best_of(middle))
 
 
 def worker_counts(cpus_per_rank: int) -> tuple[int, ...]:
@@ -161,7 +169,16 @@ def report(found: Found) -> list[str]:
     return lines
 
 
+def _middle(tries: Sequence[Try]) -> Try:
+    """The last one if it failed, else that of the median speed."""
+    return tries[-1] if tries[-1].samples_per_s is None else replace(tries[0], samples_per_s=median(_speeds(tries)))
+
+
+def _speeds(tries: Sequence[Try]) -> list[float]:
+    return [each.samples_per_s or 0.0 for each in tries]
+
+
 def _levelled_off(tries: Sequence[Try]) -> bool:
     """Whether the last two doublings gained nothing."""
-    speeds = [t.samples_per_s or 0.0 for t in tries]
+    speeds = _speeds(tries)
     return len(speeds) >= 3 and max(speeds[-2:]) <= (1 + WORTH) * speeds[-3]
