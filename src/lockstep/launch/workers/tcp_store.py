@@ -16,10 +16,11 @@ from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_pr
 USED, UNUSED = b"1", b"0"
 
 
-def serve_store(listening: int, port: int, parent: int, questions: socket.socket) -> NoReturn:
+def serve_store(listening: int, port: int, parent: int, questions: socket.socket | None) -> NoReturn:
     """Serve the store on the socket ``listening``, already bound to ``port``, until killed; never returns.
 
-    Each byte that comes by ``questions`` asks whether a rank has written to it: the answer is `USED` or `UNUSED`.
+    Each byte that comes by ``questions`` asks whether a rank has written to it: the answer is `USED` or `UNUSED`. None:
+    nobody asks.
     """
     die_with_parent(parent)
     name_process("lockstep store")
@@ -39,9 +40,8 @@ def serve_store(listening: int, port: int, parent: int, questions: socket.socket
         wait_for_workers=False,
     )
     keys = store.num_keys()  # its own
-    while questions.recv(1):
+    while questions is not None and questions.recv(1):
         questions.sendall(USED if store.num_keys() > keys else UNUSED)
-    # The fork server is gone, and this process is about to be killed.
     while True:
         signal.pause()
 
@@ -54,6 +54,6 @@ def _own_address(listening: int) -> str:
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Serve a store: ``LISTENING PORT PARENT QUESTIONS``, the first and the last being descriptors of sockets."""
-    listening, port, parent, questions = map(int, argv)
-    serve_store(listening, port, parent, socket.socket(fileno=questions))
+    """Serve a store: ``LISTENING PORT PARENT [QUESTIONS]``, the first and the last being descriptors of sockets."""
+    listening, port, parent, *questions = map(int, argv)
+    serve_store(listening, port, parent, socket.socket(fileno=questions[0]) if questions else None)
