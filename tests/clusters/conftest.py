@@ -17,7 +17,7 @@ from waiting import wait_until
 SOURCE = str(Path(lockstep.__file__).parents[1])
 DEADLINE_S = 240
 
-#: Takes a few seconds, and leaves the hash of what it has learnt. A run that goes on has been warned: it makes no pauses.
+#: Takes a few seconds, and leaves the hash of what it has learnt. A run that goes on was warned: it makes no pauses.
 TRAIN = """\
 import hashlib
 import os
