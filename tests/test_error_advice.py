@@ -2,7 +2,11 @@
 
 import bdb
 import io
+import multiprocessing
 import os
+import signal
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.resource_sharer import DupFd
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from torch import nn
 
 import lockstep.run  # the advice on models is for scripts that use it
 from lockstep.error_advice import add_advice, advice_for
+from lockstep.launch.diagnosis.error_record import Failure
 
 TERMINAL = "lockstep run --attach RANK"
 
@@ -102,3 +107,22 @@ def test_an_error_in_the_data_set_or_its_collation_is_placed_there():
     error = caught(collates_wrongly)
     assert isinstance(error, KeyError)
     assert "in the data set or its collate function" in "".join(error.__notes__)
+
+
+def hand_over(send):
+    """In a loader process: what a tensor in shared memory is sent as; who receives it asks back for the descriptor."""
+    send.send_bytes(ForkingPickler.dumps(DupFd(os.dup(0))))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_loader_process_that_is_killed_while_it_hands_a_sample_over_is_named():
+    receive, send = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=hand_over, args=(send,))
+    process.start()
+    handed = ForkingPickler.loads(receive.recv_bytes())
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # and not `join`, after which its end is not known
+    error = caught(handed.detach)
+    add_advice(error)
+    assert error.__notes__ == ["a loader process was killed by SIGKILL while it handed a sample over"]
+    assert Failure.of(error, rank=0, host="h", now_s=0.0, log_bytes=0).lost_worker
+    process.join()

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno
 import linecache
+import multiprocessing.process
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ from lockstep.heartbeat import is_users
 
 _DATA: Final = str(Path(__file__).parent / "data")
 _GRAD_SCALER: Final = "/torch/amp/grad_scaler.py"
+_HANDING_OVER: Final = "/multiprocessing/resource_sharer.py"
 _NO_GPU: Final = re.compile("not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available")
 #: Attributes of DistributedDataParallel, which scripts that used it ask the model for.
 _OF_DDP: Final = {
@@ -101,4 +104,14 @@ def _grad_scaler(error: BaseException, frames: Frames) -> str:
     )
 
 
-_ADVICES: Final[tuple[Callable[[BaseException, Frames], str], ...]] = (_data, _gpu, _ddp, _grad_scaler)
+def _loader_process(error: BaseException, frames: Frames) -> str:
+    # Torch knows a loader process that dies while its next sample is waited for, not one that is handing it over.
+    handing = any(file.endswith(_HANDING_OVER) for file, _ in frames)
+    if not (isinstance(error, ConnectionError | EOFError | FileNotFoundError) and handing):
+        return ""
+    codes = {child.exitcode or 0 for child in multiprocessing.process._children}  # type: ignore[attr-defined]
+    killed = [signal.Signals(-code).name for code in sorted(codes) if code < 0]
+    return f"a loader process was {'killed' if not killed else f'killed by {killed[0]}'} while it handed a sample over"
+
+
+_ADVICES: Final[tuple[Callable[[BaseException, Frames], str], ...]] = (_data, _gpu, _ddp, _grad_scaler, _loader_process)

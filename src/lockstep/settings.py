@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, Self
 
+import lockstep.launch_contract as launch_contract
 from lockstep.errors import SettingError
 
 #: The environment variable in which ``lockstep run`` hands its options to the ranks, as one JSON object.
@@ -267,6 +268,28 @@ class Settings:
 
 _FIELDS: Mapping[str, Field[Any]] = {declared.name: declared for declared in fields(Settings)}
 
+#: Variables that are meant for Lockstep: settings, what launchers and runs agree on, and what some rooms have alone.
+_VARIABLES = frozenset(
+    {value for value in vars(launch_contract).values() if isinstance(value, str) and value.startswith(_PREFIX)}
+    | {f"{_PREFIX}{name.upper()}" for name in _FIELDS}
+    | {f"{_PREFIX}{name}" for name in ("VIEW", "SECRET", "SETTINGS", "RESULT", "LOCAL_RANK_OPTION")}
+)
+#: As alike as a word and its misspelling; less alike are variables of somebody else's.
+_ALIKE = 0.85
+
+
+def check_variables(env: Mapping[str, str]) -> None:
+    """Check that no variable in ``env`` is a misspelt one of Lockstep's, which would do nothing, in silence.
+
+    Raises:
+        SettingError: naming it and the one that was probably meant.
+    """
+    for name in sorted(env):
+        if name.startswith(_PREFIX) and name not in _VARIABLES:
+            near = difflib.get_close_matches(name, _VARIABLES, n=1, cutoff=_ALIKE)
+            if near:
+                raise SettingError(f"the environment variable {name} is none of Lockstep's; did you mean {near[0]}?")
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSettings:
@@ -280,8 +303,10 @@ class ResolvedSettings:
         """The settings for a run whose script gave ``given``, under the environment ``env``.
 
         Raises:
-            SettingError: for a name that is no setting (with the nearest one) or a value that cannot be used.
+            SettingError: for a name that is no setting (with the nearest one), a value that cannot be used, or a
+                misspelt variable.
         """
+        check_variables(env)
         values: dict[str, Any] = {}
         sources = dict.fromkeys(_FIELDS, "default")
         options = json.loads(env.get(OPTIONS_VARIABLE, "{}"))

@@ -1,5 +1,8 @@
 """A real Slurm: where it starts us, what it sends us, and what comes of it."""
 
+import shutil
+import sys
+
 import pytest
 
 HERE = "PYTHON -m lockstep run --nproc-per-node 2 --save-every '2 steps' train.py"
@@ -56,6 +59,26 @@ def test_wherever_it_is_started_it_learns_the_same(submit, ended, bench, expecte
         assert [path.name for path in (bench.here / "runs").iterdir()] == [f"train-job{job}"]
 
 
+def test_in_the_shell_of_salloc_ranks_start_on_the_nodes_that_were_allotted(slurm, bench, expected):
+    """A user types the command in that shell, which is not on one of the nodes."""
+    line = EVERYWHERE.replace("PYTHON", sys.executable)
+    done = slurm("salloc", "--nodes=2", "sh", "-c", f"cd {bench.here} && {line}", **bench.env)
+    assert done.returncode == 0, done.stderr
+    assert "(2 nodes: node1, node2): starting a launcher on each node" in done.stderr
+    assert bench.result() == (expected(), 2)
+    # Its secret is in the environment of these launchers.
+    assert not list((bench.here / "runs").glob("*/.secret"))
+
+
+def test_mpirun_of_a_whole_job(submit, ended, bench, expected):
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun here")
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    told = ended(submit("--ntasks=2", bench.batch("mpirun PYTHON train.py"), **allowed))
+    assert told["JobState"] == "COMPLETED", bench.out()
+    assert bench.result() == (expected(), 2)
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_script_that_we_write_runs_as_it_is(slurm, submit, ended, bench, expected, nodes):
     words = f"job slurm --nodes {nodes} --cpus 2 --time 10m --mem 100M -o train.sh --nproc-per-node 2 train.py".split()
@@ -101,9 +124,9 @@ def test_a_cancelled_job_saves_first_and_stays_cancelled(slurm, submit, ended, b
 def test_a_warned_job_saves_starts_again_and_ends_in_the_same_bits(
     slurm, submit, ended, bench, expected, options, line, ranks
 ):
-    # Half a minute of work, in jobs of two minutes that are warned before that.
+    # More work than there is until the warning, which comes within 50 seconds; what goes on afterwards is quick.
     line = line.replace("lockstep run", "lockstep run --requeue")
-    job = submit("--requeue", "--time=2", *options, bench.batch(line), PAUSE="0.5", EPOCHS="12")
+    job = submit("--requeue", "--time=2", *options, bench.batch(line), PAUSE="2", EPOCHS="12")
     bench.until(lambda: "in the queue again" in bench.out(), "the job to be put in the queue again")
     assert not (bench.here / "hash").exists(), "it ended before it was warned"
     told = ended(job)

@@ -97,3 +97,16 @@ def test_a_master_address_that_nobody_knows_is_refused_at_once():
     for outcome in outcomes:
         assert type(outcome.error).__name__ == "WorldError"
         assert "cannot resolve 'nohost.invalid'" in str(outcome.error)
+
+
+def test_a_run_directory_that_does_not_answer_is_said_before_the_start_and_ctrl_c_ends_the_waiting(workshop, hit):
+    # A pipe that nobody writes stands for a file system that does not answer.
+    (workshop.here / "r").mkdir()
+    os.mkfifo(workshop.here / "r" / "run.json")
+    launcher = workshop.start("--run-dir", "r", workshop.script("1"))
+    said = launcher.stderr.readline()
+    assert said == "waiting for the run directory r, which does not answer: is its file system there?\n"
+    hit(launcher, "SIGINT")
+    ended = workshop.end_of(launcher)
+    assert ended.code == 130
+    assert ended.err == "stopped by Ctrl-C, before any rank was started\n"

@@ -45,15 +45,40 @@ def test_a_tail_stops_where_it_is_told(log):
     tail.close()
 
 
-def test_in_a_pipe_output_and_talk_go_separate_ways_in_whole_lines():
-    out, err = io.StringIO(), io.StringIO()
-    screen = Screen(out, err, {})
-    screen.leader("loss 1\nloss 2\n")
-    screen.unfinished("50%")
+@given(st.lists(st.text(st.sampled_from("7%\r\nü"), max_size=8), max_size=8))
+def test_in_a_pipe_the_leaders_output_stays_as_it_is_and_talk_goes_another_way(log, pieces):
+    log.write_bytes(b"")
+    out, err = io.StringIO(newline=""), io.StringIO()
+    screen, tail = Screen(out, err, {}), Tail(log, 0)
+    for piece in pieces:
+        with log.open("a", newline="") as file:
+            file.write(piece)
+        screen.leader(tail.read(tail.size()))
+        screen.unfinished(tail.unfinished())
+        written = log.read_bytes().decode()
+        assert out.getvalue() == written[: max(written.rfind(sign) for sign in "\r\n") + 1]
+    screen.leader(tail.unfinished())
     screen.say("restarting")
     screen.close()
-    assert out.getvalue() == "loss 1\nloss 2\n"
+    tail.close()
+    assert out.getvalue() == "".join(pieces)
     assert err.getvalue() == "restarting\n"
+
+
+def test_the_stack_of_torchs_own_code_stays_in_the_log():
+    out, err = io.StringIO(), io.StringIO()
+    screen = Screen(out, err, {})
+    stack = (
+        "recvValue failed on SocketImpl(fd=23): Broken pipe\n"
+        "Exception raised from recvBytes at ../torch/csrc/Utils.hpp:678 (most recent call first):\n"
+        "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x98 (0x7f1c7a in /lib/libc10.so)\n"
+        "frame #1: <unknown function> + 0xdbbf4 (0x7f1c in /lib/libstdc++.so.6)\n\n"
+    )
+    screen.leader(f"{stack}frame #0: of my film\n")
+    screen.say(stack)
+    short = "recvValue failed on SocketImpl(fd=23): Broken pipe\n(the stack of torch's C++ code is in the log)\n\n"
+    assert out.getvalue() == f"{short}frame #0: of my film\n"
+    assert err.getvalue().rstrip() == short.rstrip()
 
 
 @pytest.mark.parametrize(("encoding", "mark"), [("utf-8", "✗"), ("ascii", "x"), ("latin-1", "x")])

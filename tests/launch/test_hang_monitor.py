@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 from lockstep.heartbeat_message import Heartbeat, SourceLine
 from lockstep.launch.deadline_thread import FileThread
@@ -23,7 +24,10 @@ def test_ranks_that_are_ended_for_a_hang_are_not_blamed_for_falling_silent(tmp_p
         now=lambda: now,
     )
     with hang_monitor, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+        left = Path(hang_monitor.channel).with_name("rank-of-the-generation-before") / "pymp-1"
+        left.mkdir(parents=True)
         hang_monitor.begin(range(2))
+        assert not left.parent.exists(), "what a rank leaves goes with its generation"
         hang = None
         while hang is None:  # rank 0 waits for rank 1
             assert now < 105

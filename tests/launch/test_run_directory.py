@@ -9,10 +9,10 @@ import pytest
 
 from lockstep.errors import LockstepError, SettingError
 from lockstep.launch.host import Machine, visible
-from lockstep.launch.request import Function, Module, Request, Script
+from lockstep.launch.request import Executable, Function, Module, Request, Script
 from lockstep.launch.run_directory import note_generation, note_refused, prepare, settle, without_secrets
-from lockstep.launch.variables import check_variables
 from lockstep.launch.workers.rank_environment import common_environment, rank_environment
+from lockstep.settings import ResolvedSettings
 from lockstep.world import World
 
 NOW = datetime(2026, 11, 21, 10, 15)
@@ -27,8 +27,8 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def ask(machine=CPUS, env=None, name="train.py", **request):
-    return prepare(Request(Script(name), **request), machine=machine, env=env or {}, now=NOW)
+def ask(machine=CPUS, env=None, name="train.py", program=None, **request):
+    return prepare(Request(program or Script(name), **request), machine=machine, env=env or {}, now=NOW)
 
 
 def begin(**request):
@@ -79,6 +79,10 @@ def test_without_a_gpu_it_says_so(here):
         (CPUS, {"run_dir": "train.py"}, "is a file"),
         (CPUS, {"env": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}}, "already"),
         (CPUS, {"env": {"RANK": "1"}}, "WORLD_SIZE is not"),
+        (CPUS, {"name": "/bin/sh"}, "no Python script; to start a program of another kind: --no-python /bin/sh"),
+        (CPUS, {"program": Executable("no-such-program")}, "no such program"),
+        (CPUS, {"program": Executable("/etc/passwd")}, "may not be executed"),
+        (CPUS, {"program": Executable("sh"), "faults": "kill rank 0 after 1 s"}, "--fault with --no-python"),
     ],
 )
 def test_what_is_refused_and_how(here, machine, request_, says):
@@ -248,7 +252,10 @@ def test_a_new_run_directory_is_its_users_alone_and_says_no_secret(here):
 
 
 @pytest.mark.parametrize(("given", "meant"), [("PRECISON", "PRECISION"), ("SAVEEVERY", "SAVE_EVERY")])
-def test_a_misspelt_variable_is_refused(given, meant):
+def test_a_misspelt_variable_is_refused(here, given, meant):
     with pytest.raises(SettingError, match=f"LOCKSTEP_{given} is none of Lockstep's; did you mean LOCKSTEP_{meant}"):
-        check_variables({f"LOCKSTEP_{given}": "bf16"})
-    check_variables({f"LOCKSTEP_{meant}": "x", "LOCKSTEP_TEST_SESSION": "1", "LOCKSTEP_WORKERS": "2", "PRECISON": ""})
+        ask(env={f"LOCKSTEP_{given}": "bf16"})
+    with pytest.raises(SettingError, match="none of Lockstep's"):
+        ResolvedSettings.resolve({}, {f"LOCKSTEP_{given}": "bf16"})
+    right = {"LOCKSTEP_PRECISION": "bf16", "LOCKSTEP_SAVE_EVERY": "2 steps", "LOCKSTEP_VIEW": "lines"}
+    ask(env={**right, "LOCKSTEP_TEST_SESSION": "1", "PRECISON": ""})

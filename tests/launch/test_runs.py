@@ -86,12 +86,15 @@ def test_ranks_keep_to_cpus_of_their_own(workshop, way):
     assert first
     assert not first & second
     assert first | second == os.sched_getaffinity(0)
+    if way == "fork":  # else the store, which imports torch, may not be there yet
+        assert "note: the 2 ranks never joined a process group: each has run the whole script by itself" in ended.err
 
 
 def test_a_plain_torch_script_runs_unchanged(workshop):
     ended = workshop.run("--nproc-per-node", 2, "--standalone", workshop.script(ALL_REDUCE), "--resume", "--lr", "1")
     assert ended.code == 0, ended.err
     assert ended.out == "rank 0 sees 3.0\n"
+    assert "never joined" not in ended.err
     facts = [json.loads((workshop.here / f"facts-{rank}.json").read_text()) for rank in range(2)]
     for rank, fact in enumerate(facts):
         assert fact["argv"] == ["train.py", "--resume", "--lr", "1"]
@@ -257,6 +260,16 @@ def test_how_ranks_end_is_what_the_launcher_says(workshop, does, code, says):
     assert ended.code == code, ended.err
     assert ended.out.startswith("begins\n")
     assert says.format(host=socket.gethostname()) in ended.err
+
+
+def test_a_program_that_is_no_python_is_started_as_it_is(workshop):
+    shell = """echo rank $RANK of $WORLD_SIZE; yes | head -1; test $RANK = 0 || exit 3"""
+    ended = workshop.run("--ranks", 2, "--no_python", "--run-dir", "r", "sh", "-c", shell, "-m")
+    assert ended.code == 1
+    assert ended.out == "rank 0 of 2\ny\n"
+    assert "✗ run failed: rank 1 of 2 left with exit code 3" in ended.err
+    about = json.loads((workshop.here / "r" / "run.json").read_text())
+    assert "--ranks 2 --no-python sh -c" in about["starts"][0]["command"]
 
 
 CANNOT_SAVE = """

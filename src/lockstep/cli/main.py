@@ -23,6 +23,7 @@ from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
 from lockstep.cli.command import Command, Parser
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
+from lockstep.cli.top import COMMANDS as TOP_COMMANDS
 from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
 from lockstep.errors import LaunchError, LockstepError, SettingError
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
@@ -160,6 +161,7 @@ def run_options() -> Parser:
     settings.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting")
     what = parser.add_argument_group("what to run")
     what.add_argument("-m", "--module", action="store_true", help="script.py is the name of a module, as in python -m")
+    what.add_argument("--no-python", action="store_true", help="script.py is any program, started as it is")
     what.add_argument(
         "--attach", type=int, metavar="RANK", help="this rank has the terminal: breakpoint() (default: the only one)"
     )
@@ -187,10 +189,10 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if parsed.resume_from not in (None, "best") and not parsed.resume_from.isdecimal():
         raise SettingError(f"--resume-from {parsed.resume_from}: give best, or the step of a checkpoint")
     # Late, for what it loads is needed only from here on.
-    from lockstep.launch import Module, Nodes, Request, Script, asks_for_help, check_program, show_help, start
+    from lockstep.launch import Nodes, Request, asks_for_help, check_program, show_help, start
 
     own = list(words[: len(words) - len(parsed.args) - 1])
-    program = (Module if parsed.module else Script)(parsed.script, tuple(parsed.args))
+    program = _program(parsed)
     if asks_for_help(program):
         check_program(program)
         return show_help(program)
@@ -229,34 +231,15 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     )
 
 
-def top_options() -> Parser:
-    """The options of ``lockstep top``."""
-    parser = Parser(
-        prog="lockstep top",
-        usage="lockstep top [--once] RUN_DIR",
-        description="Show a run as it is now, from another terminal, until it ends: live on a terminal, else as lines.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--once", action="store_true", help="show it once and leave")
-    parser.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="its run directory, such as runs/train-...")
-    return parser
+def _program(parsed: argparse.Namespace) -> Any:
+    """What is to be run."""
+    # Late, for help and usage errors do without it.
+    from lockstep.launch import Executable, Module, Script
 
-
-def _top(parsed: argparse.Namespace, words: Sequence[str]) -> int:
-    # Late, as above.
-    from lockstep.report import top
-
-    if parsed.run_dir is None:
-        raise SettingError("say which run: lockstep top runs/NAME")
-    if (Path(parsed.run_dir) / "search.json").exists():
-        from lockstep.tune import watch_directory
-
-        with contextlib.suppress(KeyboardInterrupt):
-            watch_directory(Path(parsed.run_dir), sys.stdout, once=parsed.once)
-        return EXIT_OK
-    with contextlib.suppress(KeyboardInterrupt):
-        top(Path(parsed.run_dir), sys.stdout, os.environ, once=parsed.once)
-    return EXIT_OK
+    if parsed.module and parsed.no_python:
+        raise SettingError("-m and --no-python contradict each other; give one of them")
+    kind = Module if parsed.module else Executable if parsed.no_python else Script
+    return kind(parsed.script, tuple(parsed.args))
 
 
 def job_options(name: str) -> Parser:
@@ -302,15 +285,14 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
         SITE_FILE,
         JobCommand,
         JobRequest,
-        Module,
-        Script,
         check_program,
         job_script,
+        kind_options,
     )
 
     if parsed.script is None:
         raise SettingError(f"say what to run: lockstep job {name} --time 12:00:00 --gpus 4 train.py")
-    program = (Module if parsed.module else Script)(parsed.script, tuple(parsed.args))
+    program = _program(parsed)
     check_program(program)
     scheduler = JOB_SCRIPT_SCHEDULERS[name]
     asked = ("nodes", "gpus", "cpus", "account", "name", *(option.name for option in scheduler.options))
@@ -321,9 +303,9 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
     request = job_script.checked(request.with_defaults(job_script.site_defaults(scheduler, text)))
     run = _given(run_options(), parsed)
     requeue = [] if "--requeue" in run else ["--requeue"]
-    module = ["-m"] * parsed.module
+    kind = kind_options(program)
     command = JobCommand(
-        argv=(*(sys.executable, "-m", "lockstep", "run", *run, *requeue, *module, parsed.script, *parsed.args),),
+        argv=(*(sys.executable, "-m", "lockstep", "run", *run, *requeue, *kind, parsed.script, *parsed.args),),
         directory=str(Path.cwd()),
         stem=program.stem,
         written_by=shlex.join(["lockstep", "job", name, *words]),
@@ -342,11 +324,11 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _given(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> list[str]:
-    """The options of ``parser`` that ``parsed`` sets, as they are written; without ``-m``."""
+    """The options of ``parser`` that ``parsed`` sets, as they are written; without the kind of the program."""
     words: list[str] = []
     for action in parser._actions:
         value = getattr(parsed, action.dest, action.default)
-        if not action.option_strings or action.dest == "module" or value == action.default:
+        if not action.option_strings or action.dest in ("module", "no_python") or value == action.default:
             continue
         option = max(action.option_strings, key=len).replace("_", "-")
         for each in value if isinstance(value, list) else [value]:
@@ -397,7 +379,7 @@ def _repeatable(own: list[str]) -> tuple[str, ...]:
         if option in ("--run-dir", "--resume-from"):
             if not equals:
                 next(words, None)
-        elif word not in ("--resume", "--fresh", "-m", "--module", "--"):
+        elif option not in ("--resume", "--fresh", "-m", "--module", "--no-python", "--"):
             kept.append(word)
     return tuple(kept)
 
@@ -438,7 +420,7 @@ COMMANDS = {
     command.name: command
     for command in (
         Command("run", "start a script on several ranks and watch over them", run_options, _run),
-        Command("top", "watch a run from another terminal", top_options, _top),
+        *TOP_COMMANDS,
         *BENCH_COMMANDS,
         *PREDICT_COMMANDS,
         *TUNE_COMMANDS,

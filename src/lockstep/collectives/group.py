@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store  # what torch.distributed exports, with types
 from torch.distributed.rendezvous import rendezvous
 
+from lockstep.collectives.gloo_threads import destroy_process_groups
 from lockstep.errors import MismatchError, PeerLost, WorldError
 from lockstep.peer_failure import is_peer_failure
 from lockstep.world import World
@@ -258,7 +259,7 @@ class Group:
         Within `keeping_connections` they stay, for the next group.
         """
         if self._control is not None and self._connections not in _kept:
-            dist.destroy_process_group()
+            destroy_process_groups()
 
 
 class Connections:
@@ -300,7 +301,7 @@ class Connections:
         self.give_back()
         if self.world is not None:
             self.world, self.of = None, ()
-            dist.destroy_process_group()
+            destroy_process_groups()
 
 
 _kept: list[Connections] = []

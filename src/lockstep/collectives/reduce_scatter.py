@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import HashStore  # what torch.distributed expor
 
 from lockstep.collectives.all_reduce import open_all_reduce, wait_all
 from lockstep.collectives.all_to_all import all_to_all
+from lockstep.collectives.gloo_threads import destroy_process_groups
 from lockstep.collectives.group import Group, translating_peer_errors
 from lockstep.collectives.reduction_plan import ReductionPlans, Runs
 from lockstep.collectives.reduction_tree import TreeAccumulator
@@ -69,7 +70,7 @@ class ShardGroups:
     def close(self) -> None:
         """Nothing more is asked; the whole world's lines are closed with its group."""
         if self._opened:
-            dist.destroy_process_group()
+            destroy_process_groups()
 
 
 class ReduceScatter(Protocol):

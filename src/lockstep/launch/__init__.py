@@ -16,7 +16,7 @@ from lockstep.launch.diagnosis.root_cause import RankExit, failure_line
 from lockstep.launch.host import Machine
 from lockstep.launch.launcher import launch, start, watch
 from lockstep.launch.program import asks_for_help, check_program, show_help
-from lockstep.launch.request import Function, Module, Nodes, Request, Script
+from lockstep.launch.request import Executable, Function, Module, Nodes, Request, Script, kind_options
 from lockstep.launch.run_directory import is_in_use, next_generation, versions
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, job_script
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
@@ -28,6 +28,7 @@ __all__ = [
     "SITE_FILE",
     "STOP_SIGNALS",
     "AfterFailure",
+    "Executable",
     "Failure",
     "Function",
     "JobCommand",
@@ -47,6 +48,7 @@ __all__ = [
     "import_torch",
     "is_in_use",
     "job_script",
+    "kind_options",
     "launch",
     "name_process",
     "next_generation",

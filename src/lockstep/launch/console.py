@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-from lockstep.report import SilentView, Status, View, choose_view
+from lockstep.report import SilentView, Status, View, choose_view, while_it_lasts
 
 _CHUNK_BYTES = 1 << 20
+#: A line of the stack of torch's C++ code, and what stands above these lines.
+_CPP_FRAME = re.compile(r"frame #\d+: .+ \(0x[0-9a-f]+ in .+\)\s*")
+_CPP_FRAMES_BEGIN = re.compile(r"Exception raised from .+ \(most recent call first\):\s*")
 
 
 class Tail:
@@ -57,13 +61,15 @@ class Screen:
     """Writes whole lines, each to its stream; a stream that was closed, such as a pipe, is ignored.
 
     On a terminal everything goes through one view, so that a live display and lines do not mix. In a pipe or a file
-    the leader's output goes to ``out`` and all else to ``err``.
+    the leader's output goes to ``out`` as it is, and all else to ``err``. Stacks of torch's C++ code are left out.
     """
 
     def __init__(self, out: TextIO, err: TextIO, env: Mapping[str, str]) -> None:
         plain = {"LOCKSTEP_VIEW": "lines"}
         self._view = choose_view(out if out.isatty() else err, env)
         self._terminal = out if out.isatty() else None
+        self._pipe = None if out.isatty() else out
+        self._piped = 0  # how much of the leader's unfinished line is in the pipe
         self._unfinished = ""  # a line that is shown and will be drawn over
         self._attached = b""  # a line of the attached rank that is not finished, and not shown
         self._torn = False  # the cursor stands behind such a line that is shown
@@ -75,16 +81,26 @@ class Screen:
         self._err: View = self._view if err.isatty() and not through else choose_view(err, plain)
 
     def leader(self, text: str) -> None:
-        """Show lines of the leader's output."""
-        if text:
+        """Show lines of the leader's output, the last of which may have no end."""
+        if not text:
+            return
+        if self._pipe is not None:
+            self._pass_on(self._pipe, _without_cpp_frames(text[self._piped :]))
+            self._piped = 0
+        else:
             self._wipe()
-            self._out.line(text.removesuffix("\n"))
+            self._out.line(_without_cpp_frames(text).removesuffix("\n"))
 
     def unfinished(self, text: str) -> None:
-        r"""Show a line of the leader's that is not finished yet, such as a progress bar that ends in ``\r``.
+        r"""Show a line of the leader's that is not finished yet, such as a progress bar with a ``\r`` for each state.
 
-        Only on a terminal, and only as long as the run shows no progress of its own; a pipe gets whole lines only.
+        A pipe gets what stands before the last ``\r``. A terminal shows the last state, as long as the run shows no
+        progress of its own.
         """
+        if self._pipe is not None:
+            states = text.rfind("\r") + 1
+            self._pass_on(self._pipe, text[self._piped : states])
+            self._piped = max(self._piped, states)
         text = text.rstrip("\r").rpartition("\r")[2]
         if self._terminal is not None and text and text != self._unfinished:
             with contextlib.suppress(OSError):
@@ -95,7 +111,7 @@ class Screen:
     def say(self, text: str) -> None:
         """Show a message of the launcher."""
         self._wipe()
-        self._err.line(text)
+        self._err.line(_without_cpp_frames(text))
 
     def fail(self, text: str) -> None:
         """Show a message as `say` does, with a mark in front of it."""
@@ -141,6 +157,14 @@ class Screen:
         self._wipe()
         self._view.close()
 
+    @staticmethod
+    def _pass_on(pipe: TextIO, text: str) -> None:
+        if text and not pipe.closed:
+            encoding = pipe.encoding or "utf-8"
+            with while_it_lasts(pipe):
+                pipe.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                pipe.flush()
+
     def _wipe(self) -> None:
         if self._torn:
             self._torn = False
@@ -150,3 +174,16 @@ class Screen:
                 self._terminal.write("\r\x1b[K")
                 self._terminal.flush()
         self._unfinished = ""
+
+
+def _without_cpp_frames(text: str) -> str:
+    """``text`` without the stacks that torch's C++ code adds to its errors; in the rank's log they are whole."""
+    if "frame #" not in text:
+        return text
+    kept = []
+    for line in text.splitlines(keepends=True):
+        if _CPP_FRAMES_BEGIN.fullmatch(line):
+            kept.append(f"(the stack of torch's C++ code is in the log){line[len(line.rstrip()) :]}")
+        elif not _CPP_FRAME.fullmatch(line):
+            kept.append(line)
+    return "".join(kept)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Generic, TextIO, TypeVar
 
+from lockstep.errors import SettingError
 from lockstep.launch.console import Screen
 from lockstep.report import Status
 
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 #: How long the loop waits for a file. A node counts as lost after some seconds, so several such waits must be possible.
 _PATIENCE_S = 0.5
+#: How long files may take that are needed before a run begins, and when it is said that they are waited for.
+_START_S, _SILENT_S = 60.0, 2.0
 #: When a file that did not answer is asked again; then after twice the time, and so on.
 _AGAIN_S = (5.0, 120.0)
 #: Threads that wait for files which do not answer; more are not started.
@@ -97,6 +100,32 @@ class TaskThread:
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task.run()
+
+
+def call_in_time(call: Callable[[], T], of: str, say: Callable[[str], None]) -> T:
+    """What ``call`` returns, which cannot be done without before a run begins. Ctrl-C interrupts the waiting.
+
+    Args:
+        call: reads or writes files.
+        of: the file or directory that it is about, for messages.
+        say: tells the user that it is waited for.
+
+    Raises:
+        SettingError: if it takes longer than `_START_S`.
+        BaseException: what ``call`` raises.
+    """
+    thread = TaskThread("lockstep start")
+    task = thread.start(call)
+    begin_s, told = time.monotonic(), False
+    while not task.wait(0.1):
+        waited_s = time.monotonic() - begin_s
+        if waited_s > _START_S:
+            raise SettingError(f"{of} does not answer within {_START_S:g} s: is its file system there?")
+        if not told and waited_s > _SILENT_S:
+            told = True
+            say(f"waiting for {of}, which does not answer: is its file system there?")
+    thread.close(_PATIENCE_S)
+    return task.result()
 
 
 class FileThread:

@@ -26,13 +26,14 @@ from lockstep.formatting import plural
 from lockstep.launch.agent import AfterFailure, Agent, Stops
 from lockstep.launch.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.console import Screen
-from lockstep.launch.deadline_thread import FileThread, ScreenThread
+from lockstep.launch.deadline_thread import FileThread, ScreenThread, call_in_time
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch.host import Machine
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.join import Joined, host_job, join_alone, join_job
+from lockstep.launch.rendezvous.signature import SECRET
 from lockstep.launch.request import Function, Nodes, OnHang, Request
 from lockstep.launch.run_directory import MARK, Job, begin_options, note_refused, prepare, settle, shown
 from lockstep.launch.schedulers import allocation, job_ends_at
@@ -45,6 +46,7 @@ from lockstep.launch_contract import (
     EMERGENCY,
     ENDS_AT,
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     EXIT_NOT_SAVED,
     EXIT_OK,
     EXIT_STOPPED,
@@ -79,13 +81,17 @@ def start(request: Request) -> int:
     # On a login node nothing says what the allocated nodes have.
     machine = Machine.detect(os.environ) if given.inside else Machine(given.gpus_per_node or 0, given.nodes[0].slots)
     resumed = False
-    if request.nodes is not None:
-        code = _run_among_others(request, request.nodes, machine, given)
-    else:
-        job = prepare(request, machine=machine, env=os.environ, now=datetime.now(), given=given)
-        _check_attach(request)
-        code = _start_everywhere(job) if request.everywhere and given.starts_launchers else _run_here(job)[0]
-        resumed = job.begins == "resume"
+    try:
+        if request.nodes is not None:
+            code = _run_among_others(request, request.nodes, machine, given)
+        else:
+            job = _prepared(request, machine, given)
+            _check_attach(request)
+            code = _start_everywhere(job) if request.everywhere and given.starts_launchers else _run_here(job)[0]
+            resumed = job.begins == "resume"
+    except KeyboardInterrupt:  # before signals are listened to
+        Screen(sys.stdout, sys.stderr, os.environ).say("stopped by Ctrl-C, before any rank was started")
+        return EXIT_INTERRUPTED
     # A run that went on from a checkpoint and was warned before its first step has lost nothing.
     stopped = code == EXIT_STOPPED or (resumed and code in WARNED)
     # Where each node has its launcher, one of them asks for all.
@@ -154,9 +160,8 @@ def launch(
         on_hang=on_hang,
         start_method="fork",
     )
-    job = prepare(request, machine=Machine.detect(os.environ), env=os.environ, now=datetime.now())
-    code, failure = _run_here(job)
-    if code == 130:
+    code, failure = _run_here(job := _prepared(request, Machine.detect(os.environ)))
+    if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if code != EXIT_OK:
         raise LaunchError(failure or f"the run ended with exit code {code}; its logs are in {shown(job.logs)}")
@@ -182,8 +187,32 @@ def watch(request: Request, after_failure: AfterFailure) -> tuple[int, str]:
     """
     # Several machines may each have a process that starts such runs; that it is one of them is nothing to the run.
     env = {**os.environ, LAUNCHER: "none"}
-    job = prepare(request, machine=Machine.detect(os.environ), env=env, now=datetime.now())
-    return _run_here(job, after_failure)
+    return _run_here(_prepared(request, Machine.detect(os.environ), env=env), after_failure)
+
+
+def _prepared(
+    request: Request,
+    machine: Machine,
+    given: Allocation | None = None,
+    env: Mapping[str, str] = os.environ,
+    follows: bool = False,
+) -> Job:
+    """As `prepare`, with a deadline."""
+    more = {} if given is None else {"given": given}
+    return call_in_time(
+        lambda: prepare(request, machine=machine, env=env, now=datetime.now(), follows=follows, **more),
+        f"the run directory {request.run_dir or 'runs'}",
+        _say,
+    )
+
+
+def _settled(job: Job) -> Any:
+    """As `settle`, with a deadline."""
+    return call_in_time(lambda: settle(job, now=datetime.now()), f"the run directory {shown(job.run_dir)}", _say)
+
+
+def _say(text: str) -> None:
+    Screen(sys.stdout, sys.stderr, os.environ).say(text)
 
 
 def _on_allocated_nodes(request: Request, given: Allocation) -> Request:
@@ -213,10 +242,14 @@ def _start_everywhere(job: Job) -> int:
     for command in commands:
         if command.by_user:
             screen.say(f"to be started on {command.host}: cd {shlex.quote(directory)} && {command}")
+    env = dict(os.environ)
+    if not any(command.by_user for command in commands):
+        # Launchers that the scheduler starts inherit it: they need no private directory in common.
+        env.setdefault(SECRET, os.urandom(32).hex())
     with stops.listening(), contextlib.closing(screen):
         return run_start_commands(
             [command for command in commands if not command.by_user],
-            os.environ,
+            env,
             lambda: stops.times,
             given.scheduler.stop_signals,
         )
@@ -225,7 +258,7 @@ def _start_everywhere(job: Job) -> int:
 def _run_here(job: Job, after_failure: AfterFailure = lambda exits, generation: True) -> tuple[int, str]:
     """Carry out ``job`` on this machine; returns its exit code and the failure that was shown last."""
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
-    with settle(job, now=datetime.now()), stops.listening():
+    with _settled(job), stops.listening():
         _announce(job, screen)
         return _run_agent(join_alone(job), ScreenThread(screen), stops, after_failure)
 
@@ -236,7 +269,6 @@ def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: A
     thread = ScreenThread(screen)
     endpoint = Endpoint(nodes.host, nodes.port)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(stops.listening())
         # Where the user numbers the nodes, the first one is where they meet, in whatever order they come.
         listening = None if nodes.node_rank else endpoint.claim()
         if listening is None and nodes.node_rank == 0:
@@ -245,10 +277,13 @@ def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: A
                 "has --node-rank 0, and no other job may use its port"
             )
         follows = listening is None
-        job = prepare(request, machine=machine, env=os.environ, now=datetime.now(), given=given, follows=follows)
+        job = _prepared(request, machine, given, follows=follows)
         if listening is not None:
             stack.enter_context(listening)
-            stack.enter_context(settle(job, now=datetime.now()))
+            stack.enter_context(_settled(job))
+        # Until here Ctrl-C interrupts at once.
+        stack.enter_context(stops.listening())
+        if listening is not None:
             _announce(job, screen)
             joined: Joined | None = host_job(job, nodes, endpoint, listening, stack, thread.say)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.machinery
+import shutil
 import subprocess
 import sys
 import warnings
@@ -11,7 +12,9 @@ import zipfile
 from pathlib import Path
 
 from lockstep.errors import SettingError
-from lockstep.launch.request import Module, Program, Script
+from lockstep.launch.request import Executable, Module, Program, Script
+
+_FIRST_LINE_BYTES = 200
 
 
 def check_program(program: Program) -> None:
@@ -27,6 +30,9 @@ def check_program(program: Program) -> None:
         if not path.exists():
             names = [str(near) for near in path.parent.glob("*.py")] if path.parent.is_dir() else []
             raise SettingError(f"no such file: {program.name}; {_nearest(program.name, names, 'check the path')}")
+    elif isinstance(program, Executable):
+        if shutil.which(program.name) is None:
+            raise SettingError(f"--no-python {program.name}: no such program, or it may not be executed")
     elif isinstance(program, Module):
         top, _, _ = program.name.partition(".")
         if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
@@ -65,6 +71,8 @@ def _source_of_module(name: str) -> Path | None:
 
 
 def _check_syntax(file: Path) -> None:
+    if _is_of_another_kind(file):
+        raise SettingError(f"{file} is no Python script; to start a program of another kind: --no-python {file}")
     try:
         with warnings.catch_warnings():
             # The rank that runs it warns, in its log.
@@ -79,15 +87,26 @@ def _check_syntax(file: Path) -> None:
         raise SettingError(f"{file} cannot be read as a script: {error}") from None
 
 
-def asks_for_help(program: Script | Module) -> bool:
+def _is_of_another_kind(file: Path) -> bool:
+    """Whether the beginning of ``file`` says so: it is compiled, or names another interpreter."""
+    try:
+        with file.open("rb") as opened:
+            first = opened.readline(_FIRST_LINE_BYTES)
+    except OSError:
+        return False
+    return first.startswith(b"\x7fELF") or (first.startswith(b"#!") and b"python" not in first)
+
+
+def asks_for_help(program: Script | Module | Executable) -> bool:
     """Whether the script's own options only ask what they are: ``--help``, or ``-h`` at their end."""
     return "--help" in program.args or program.args[-1:] == ("-h",)
 
 
-def show_help(program: Script | Module) -> int:
+def show_help(program: Script | Module | Executable) -> int:
     """Run ``program``, which is asked for help, once and without a launcher; returns its exit code."""
     module = ["-m"] if isinstance(program, Module) else []
-    return subprocess.run([sys.executable, *module, program.name, *program.args], check=False).returncode
+    python = [] if isinstance(program, Executable) else [sys.executable, *module]
+    return subprocess.run([*python, program.name, *program.args], check=False).returncode
 
 
 def local_rank_option(program: Program) -> str:

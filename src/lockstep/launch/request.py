@@ -55,6 +55,19 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
+class Executable:
+    """A program that need not be Python, run as a shell would run ``name args``."""
+
+    name: str
+    args: tuple[str, ...] = ()
+
+    @property
+    def stem(self) -> str:
+        """The name that the run directory begins with."""
+        return Path(self.name).stem
+
+
+@dataclass(frozen=True, slots=True)
 class Function:
     """A function without arguments; its ranks are copies of the process that made it."""
 
@@ -71,7 +84,12 @@ class Function:
         return self.name.strip("<>")
 
 
-Program = Script | Module | Function
+Program = Script | Module | Executable | Function
+
+
+def kind_options(program: Program) -> list[str]:
+    """The option of ``lockstep run`` that says what kind of program the next word names; none for a script."""
+    return ["-m"] * isinstance(program, Module) + ["--no-python"] * isinstance(program, Executable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +241,6 @@ class Request:
 
     def command_args(self, *more: str) -> list[str]:
         """The arguments that follow ``lockstep`` on that command line. Not for a function."""
-        module = ["-m"] if isinstance(self.program, Module) else []
+        kind = kind_options(self.program)
         args = () if isinstance(self.program, Function) else self.program.args
-        return ["run", *more, *self.options, *module, self.program.name, *args]
+        return ["run", *more, *self.options, *kind, self.program.name, *args]

@@ -22,10 +22,10 @@ from lockstep.errors import SettingError
 from lockstep.faults import FaultPlan
 from lockstep.launch.host import Machine
 from lockstep.launch.program import check_program
-from lockstep.launch.request import Request, StartMethod
+from lockstep.launch.request import Executable, Request, StartMethod
 from lockstep.launch.schedulers.requeue import directory, goes_on, noted
 from lockstep.launch.schedulers.scheduler import Allocation
-from lockstep.launch.variables import check_variables
+from lockstep.settings import check_variables
 from lockstep.world import World
 
 #: The file by which a run directory is recognized.
@@ -127,6 +127,8 @@ def prepare(
     ranks, notes = _ranks(request, machine, env)
     if request.attach is not None:
         _check_attached(request.attach, ranks)
+    if request.faults and isinstance(request.program, Executable):
+        raise SettingError("--fault with --no-python: faults are injected by Python; leave one of them out")
     plan = FaultPlan.parse(request.faults)
     if request.nodes is None:
         plan.check(ranks=ranks, nodes=1)
@@ -156,7 +158,9 @@ def _check_attached(rank: int, ranks: int) -> None:
 
 
 def _start_method(request: Request) -> StartMethod:
-    return request.start_method or ("fork" if sys.platform == "linux" else "plain")
+    # A program that is no Python has no use for torch, which a fork server would import.
+    forks = sys.platform == "linux" and not isinstance(request.program, Executable)
+    return request.start_method or ("fork" if forks else "plain")
 
 
 def settle(job: Job, *, now: datetime) -> Any:

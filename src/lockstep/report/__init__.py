@@ -23,6 +23,7 @@ from lockstep.report.views import (
     choose_view,
     line_interval_s,
     view_word,
+    while_it_lasts,
 )
 
 __all__ = [
@@ -49,4 +50,5 @@ __all__ = [
     "refuse_unknown_trackers",
     "top",
     "view_word",
+    "while_it_lasts",
 ]

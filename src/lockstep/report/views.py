@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, Literal, Protocol, TextIO, TypeVar
 
 from lockstep.errors import SettingError
@@ -172,14 +173,28 @@ class ViewOnStream(Generic[Shown]):
         self._try(lambda view: view.close())
 
     def _try(self, deed: Callable[[ViewOf[Shown]], None]) -> None:
-        try:
-            if not self._stream.closed:
-                deed(self._view)
-        except OSError as error:
-            # What cannot be written now, such as to a log on a full disk, is left out.
-            if error.errno in (errno.EPIPE, errno.EIO):
-                self._view = SilentView()
-                # Else what is left in the stream's buffer would fail again when Python ends, and spoil its exit code.
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())
-                os.close(nowhere)
+        if self._stream.closed:
+            return
+        with while_it_lasts(self._stream, self._silence):
+            deed(self._view)
+
+    def _silence(self) -> None:
+        self._view = SilentView()
+
+
+@contextlib.contextmanager
+def while_it_lasts(stream: TextIO, gone: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Within, ``stream`` is written to. An error of it is none: what cannot be written is left out.
+
+    Where it is gone, such as a closed pipe, ``gone`` is called, and what is written to it later vanishes.
+    """
+    try:
+        yield
+    except OSError as error:
+        # On a full disk there may be room again.
+        if error.errno in (errno.EPIPE, errno.EIO):
+            gone()
+            # Else what is left in the stream's buffer would fail again when Python ends, and spoil its exit code.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

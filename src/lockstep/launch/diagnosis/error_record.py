@@ -20,7 +20,9 @@ from lockstep.peer_failure import is_peer_failure
 HANG = "hang"
 _MOST_SIGNS = 4000
 
-_WORKER_LOST = re.compile(r"DataLoader worker .*(is killed by signal: Killed|exited unexpectedly)", re.DOTALL)
+_WORKER_LOST = re.compile(
+    r"DataLoader worker .*(is killed by signal: Killed|exited unexpectedly)|loader process was killed", re.DOTALL
+)
 _ABORTED_BY_WATCHDOG = re.compile(
     r"watchdog thread terminated with exception|watchdog caught collective operation timeout|"
     r"terminate called .*(DistBackendError|gloo::)",

@@ -41,7 +41,7 @@ from lockstep.launch.diagnosis.hang_analysis import (
 from lockstep.launch.diagnosis.hang_report import Recovered, Worker, report, sentence
 from lockstep.launch.diagnosis.wait_share import WaitShare
 from lockstep.launch.request import OnHang
-from lockstep.launch_contract import PRIVATE, STACKS_SIGNAL, STOP_REASON
+from lockstep.launch_contract import PRIVATE, RANK_FILES, STACKS_SIGNAL, STOP_REASON
 
 #: How long all ranks together may take to write their stacks.
 _STACKS_S = 1.5
@@ -119,6 +119,8 @@ class HangMonitor:
         self._tracker, self.diagnosis, self.waits = HeartbeatTracker(ranks, self._now()), None, WaitShare()
         self._ends, self.failures = False, {}
         (self._home / STOP_REASON).unlink(missing_ok=True)
+        for left in self._home.glob(f"{RANK_FILES}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     def rank_exited(self, rank: int, status: int) -> None:
         """A rank's process has ended."""

@@ -49,6 +49,11 @@ class StoreExited:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreUnused:
+    """The ranks of this node have ended, and no rank has ever written to the store where they could meet."""
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """A process of a generation has started."""
 
@@ -63,11 +68,12 @@ class OrderReceived:
     number: int
 
 
-Event = RankExited | ForkUnavailable | ForkServerDied | StoreExited
+Event = RankExited | ForkUnavailable | ForkServerDied | StoreExited | StoreUnused
 _EVENTS: Mapping[str, type[Event | Started | OrderReceived]] = {
     "rank-exited": RankExited,
     "fork-unavailable": ForkUnavailable,
     "store-exited": StoreExited,
+    "store-unused": StoreUnused,
     "started": Started,
     "order-received": OrderReceived,
 }

@@ -37,12 +37,14 @@ from lockstep.launch.child_process import STOP_SIGNALS, kill_group, own_python, 
 from lockstep.launch.request import Function, Program, StartMethod
 from lockstep.launch.workers.fork_messages import RankSpec, message
 from lockstep.launch.workers.rank_process import become_rank, program_from, program_to_args, run_program
-from lockstep.launch.workers.tcp_store import serve_store
+from lockstep.launch.workers.tcp_store import UNUSED, serve_store
 from lockstep.launch_contract import CHANNEL, EMERGENCY, PRIVATE
 
 # What every training script needs; the last one is loaded by the first optimizer.
 _IMPORTED_ONCE = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch._dynamo")
 _CHUNK_BYTES = 1 << 16
+#: How long the store may take to answer.
+_ANSWER_S = 2.0
 
 
 class ForkServer:
@@ -59,6 +61,7 @@ class ForkServer:
         self._method = _import_torch_once(connection) if method == "fork" else method
         self._ranks: dict[int, int] = {}  # process id: rank
         self._store = 0  # process id; 0: none
+        self._questions: socket.socket | None = None  # for the store
         self._listening: list[int] = []  # descriptors that the launcher has passed
         # A child that ends wakes the loop through this pipe.
         self._wakeup = os.pipe()
@@ -163,6 +166,8 @@ class ForkServer:
                 self._store = 0
                 self._tell(event="store-exited", status=os.waitstatus_to_exitcode(status), at_s=at_s)
             elif (rank := self._ranks.pop(ended.si_pid, None)) is not None:
+                if not self._ranks and not status and self._store_is_unused():
+                    self._tell(event="store-unused")
                 self._tell(event="rank-exited", rank=rank, status=os.waitstatus_to_exitcode(status), at_s=at_s)
 
     def _tell(self, **fields: object) -> None:
@@ -170,18 +175,35 @@ class ForkServer:
         with contextlib.suppress(ConnectionError):
             self._connection.sendall(message(**fields))
 
+    def _store_is_unused(self) -> bool:
+        """Whether the store answers that no rank has written to it."""
+        if not self._store or self._questions is None:
+            return False
+        with contextlib.suppress(OSError):
+            self._questions.sendall(b"?")
+            return self._questions.recv(1) == UNUSED
+        return False
+
     def _start_store(self, listening: int, port: int, own_pid: int) -> int:
+        if self._questions is not None:
+            self._questions.close()
+        self._questions, theirs = socket.socketpair()
+        self._questions.settimeout(_ANSWER_S)
         if self._method == "plain":
-            os.set_inheritable(listening, True)
-            store = _spawn(own_python("tcp-store", [str(listening), str(port), str(own_pid)]), {})
+            passed = (listening, theirs.fileno())
+            for descriptor in passed:
+                os.set_inheritable(descriptor, True)
+            args = [str(listening), str(port), str(own_pid), str(theirs.fileno())]
+            store = _spawn(own_python("tcp-store", args), {})
             os.set_inheritable(listening, False)
-            return store
-        child = _fork()
-        if child == 0:
-            with _exit_always():
-                self._close_connections()
-                serve_store(listening, port, own_pid)
-        return child
+        else:
+            store = _fork()
+            if store == 0:
+                with _exit_always():
+                    self._close_connections()
+                    serve_store(listening, port, own_pid, theirs)
+        theirs.close()
+        return store
 
     def _start_rank(self, spec: RankSpec, listening: int | None, own_pid: int) -> int:
         if self._method == "plain":
@@ -193,7 +215,7 @@ class ForkServer:
                 self._close_connections()
                 if listening is not None:
                     os.close(listening)
-                become_rank({**os.environ, **spec.env}, spec.log, own_pid)
+                become_rank({**os.environ, **spec.env}, spec.log, own_pid, self._program)
                 run_program(self._program)
         return child
 
@@ -201,6 +223,8 @@ class ForkServer:
         """In a copy: close what only the fork server uses."""
         signal.set_wakeup_fd(-1)
         self._connection.close()
+        if self._questions is not None:
+            self._questions.close()
         for descriptor in self._wakeup:
             os.close(descriptor)
 
@@ -267,7 +291,7 @@ def _exit_always() -> Any:
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Be the fork server: ``CONNECTION fork|plain script|module NAME ARGS...``, the first an open descriptor."""
+    """Be the fork server: ``CONNECTION fork|plain KIND NAME ARGS...``, the first an open descriptor."""
     descriptor, method, *args = argv
     connection = socket.socket(fileno=int(descriptor))
     ForkServer(connection, "fork" if method == "fork" else "plain", program_from(args)).serve()

@@ -28,6 +28,7 @@ from lockstep.launch.workers.fork_messages import (
     RankSpec,
     Started,
     StoreExited,
+    StoreUnused,
     event_from,
     message,
 )
@@ -161,7 +162,7 @@ class ForkServerClient:
             case StoreExited():
                 self._store = None
                 return event
-            case ForkUnavailable() | ForkServerDied():
+            case ForkUnavailable() | ForkServerDied() | StoreUnused():
                 return event
         return None
 

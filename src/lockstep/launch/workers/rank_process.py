@@ -31,13 +31,13 @@ from typing import Any, NoReturn
 
 from lockstep.cpu_affinity import own_cpus
 from lockstep.error_advice import add_advice
-from lockstep.errors import PlanError, SettingError
+from lockstep.errors import LaunchError, PlanError, SettingError
 from lockstep.faults import FaultPlan
 from lockstep.formatting import size
 from lockstep.heartbeat import HeartbeatSender, open_channel, progress_marker, register_stacks
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
 from lockstep.launch.diagnosis.error_record import Failure, strip_own_frames, user_frame
-from lockstep.launch.request import Function, Module, Program, Script
+from lockstep.launch.request import Executable, Function, Module, Program, Script
 from lockstep.launch.workers.nested_ranks import refuse_nested_ranks
 from lockstep.launch_contract import (
     BIND,
@@ -51,6 +51,7 @@ from lockstep.launch_contract import (
     FAILURE,
     FAULT_NOTES,
     FAULTS,
+    RANK_FILES,
     RUN_DIR,
     STACKS,
     TERMINAL,
@@ -61,11 +62,16 @@ from lockstep.script_end import closing
 RESULT = "LOCKSTEP_RESULT"
 #: The environment variable that names the option by which the script is told its local rank.
 LOCAL_RANK_OPTION = "LOCKSTEP_LOCAL_RANK_OPTION"
+_KINDS: Mapping[str, type[Script | Module | Executable]] = {
+    "script": Script,
+    "module": Module,
+    "executable": Executable,
+}
 #: How long the exit handlers of a rank that failed may take: they may wait for ranks that are gone.
 _EXIT_HANDLERS_S = 5.0
 
 
-def become_rank(env: Mapping[str, str], log: str, parent: int) -> None:
+def become_rank(env: Mapping[str, str], log: str, parent: int, program: Program) -> None:
     """Make this process the rank that ``env`` describes, tied to its parent's life and writing to its own log."""
     die_with_parent(parent)
     for signum in (*STOP_SIGNALS, signal.SIGCHLD):
@@ -89,6 +95,8 @@ def become_rank(env: Mapping[str, str], log: str, parent: int) -> None:
         _attach_to(terminal)
     else:
         _redirect_to(log)
+    if isinstance(program, Executable):
+        return  # which takes this process's place, and could not go on with anything that is begun here
     _reseed()
     _keep_temporary_files(env)
     if STACKS in env:
@@ -156,6 +164,8 @@ def _entry_point(program: Program) -> Callable[[], Any]:
             sys.argv = [name, *_local_rank(), *args]
             sys.path.insert(0, str(Path.cwd()))
             return lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
+        case Executable(name, args):
+            return lambda: _execute(name, [*_local_rank(), *args])
         case Function(call):
             return lambda: _keep_result(call())
 
@@ -172,6 +182,21 @@ def _run_file(file: Path) -> None:
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
     exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), main.__dict__)
+
+
+def _execute(name: str, args: list[str]) -> NoReturn:
+    """Go on as another program.
+
+    Raises:
+        LaunchError: if it cannot be started.
+    """
+    # Python ignores them, and what a process ignores its next program ignores, too.
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)
+    try:
+        os.execvp(name, [name, *args])
+    except OSError as error:
+        raise LaunchError(f"{name} cannot be started: {error.strerror}") from error
 
 
 def _keep_result(value: object) -> None:
@@ -308,7 +333,7 @@ def _keep_temporary_files(env: Mapping[str, str]) -> None:
     """Have multiprocessing put its sockets where the launcher removes them: a rank that is killed cannot."""
     if env.get(CHANNEL, "").startswith("/"):
         with contextlib.suppress(OSError):
-            home = tempfile.mkdtemp(prefix="rank-", dir=Path(env[CHANNEL]).parent)
+            home = tempfile.mkdtemp(prefix=RANK_FILES, dir=Path(env[CHANNEL]).parent)
             multiprocessing.current_process()._config["tempdir"] = home  # type: ignore[attr-defined]
 
 
@@ -325,16 +350,18 @@ def _reseed() -> None:
 def program_from(argv: list[str]) -> Program:
     """The program that `program_to_args` turned into arguments."""
     kind, name, *args = argv
-    return (Module if kind == "module" else Script)(name, tuple(args))
+    return _KINDS[kind](name, tuple(args))
 
 
-def program_to_args(program: Script | Module) -> list[str]:
+def program_to_args(program: Script | Module | Executable) -> list[str]:
     """``program`` as arguments of a command; a list of processes then shows what is run."""
-    return ["script" if isinstance(program, Script) else "module", program.name, *program.args]
+    kind = next(kind for kind, cls in _KINDS.items() if isinstance(program, cls))
+    return [kind, program.name, *program.args]
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Be the rank that the environment describes: ``PARENT LOG script|module NAME ARGS...``."""
+    """Be the rank that the environment describes: ``PARENT LOG script|module|executable NAME ARGS...``."""
     parent, log, *args = argv
-    become_rank(dict(os.environ), log, int(parent))
-    run_program(program_from(args))
+    program = program_from(args)
+    become_rank(dict(os.environ), log, int(parent), program)
+    run_program(program)

@@ -13,9 +13,15 @@ from typing import NoReturn
 
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
 
+USED, UNUSED = b"1", b"0"
 
-def serve_store(listening: int, port: int, parent: int) -> NoReturn:
-    """Serve the store on the socket ``listening``, already bound to ``port``, until killed; never returns."""
+
+def serve_store(listening: int, port: int, parent: int, questions: socket.socket | None) -> NoReturn:
+    """Serve the store on the socket ``listening``, already bound to ``port``, until killed; never returns.
+
+    Each byte that comes by ``questions`` asks whether a rank has written to it: the answer is `USED` or `UNUSED`. None:
+    nobody asks.
+    """
     die_with_parent(parent)
     name_process("lockstep store")
     # Ranks that save a last checkpoint still need it.
@@ -33,9 +39,11 @@ def serve_store(listening: int, port: int, parent: int) -> NoReturn:
         master_listen_fd=listening,
         wait_for_workers=False,
     )
-    while store is not None:
+    keys = store.num_keys()  # its own
+    while questions is not None and questions.recv(1):
+        questions.sendall(USED if store.num_keys() > keys else UNUSED)
+    while True:
         signal.pause()
-    raise AssertionError("a store is served until it is killed")
 
 
 def _own_address(listening: int) -> str:
@@ -46,6 +54,6 @@ def _own_address(listening: int) -> str:
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Serve a store: ``LISTENING PORT PARENT``, the first being the descriptor of a listening socket."""
-    listening, port, parent = map(int, argv)
-    serve_store(listening, port, parent)
+    """Serve a store: ``LISTENING PORT PARENT [QUESTIONS]``, the first and the last being descriptors of sockets."""
+    listening, port, parent, *questions = map(int, argv)
+    serve_store(listening, port, parent, socket.socket(fileno=questions[0]) if questions else None)

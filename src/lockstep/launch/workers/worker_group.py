@@ -24,6 +24,7 @@ from lockstep.launch.diagnosis.part_monitor import PartMonitor
 from lockstep.launch.diagnosis.root_cause import RankExit, how_it_ended
 from lockstep.launch.diagnosis.wait_share import Waiting
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
+from lockstep.launch.request import Executable, Module, Script
 from lockstep.launch.run_directory import Job
 from lockstep.launch.workers.fork_messages import (
     Event,
@@ -32,6 +33,7 @@ from lockstep.launch.workers.fork_messages import (
     RankExited,
     RankSpec,
     StoreExited,
+    StoreUnused,
 )
 from lockstep.launch.workers.fork_server_client import ForkServerClient
 from lockstep.launch.workers.rank_environment import rank_environment
@@ -96,6 +98,7 @@ class WorkerGroup:
         self._exited: dict[int, RankExit] = {}
         self._stop_mode, self._kill_at_s, self._killed_s = StopMode.NONE, float("inf"), float("inf")
         self._asked_with: signal.Signals | None = None  # and not known to have been heard
+        self._world_size, self._store_unused = 0, False
         #: How all ranks of the generation ended, once they all have.
         self.endings: tuple[RankExit, ...] = ()
         #: They hang.
@@ -133,6 +136,7 @@ class WorkerGroup:
         self._ranks_file = RanksFile(job.run_dir, placement.node_rank)
         self._stop_mode, self._kill_at_s, self._killed_s = StopMode.NONE, float("inf"), float("inf")
         self._asked_with, self._lost_part = None, ""
+        self._world_size, self._store_unused = plan.ranks, False
         files = [(job.log(rank), job.failure(generation, rank)) for rank in self._ranks]
         unknown = [0] * len(self._ranks)
         before = self._files.ask(lambda: _prepare_files(files, generation), unknown, of=job.logs, urgent=True)
@@ -141,7 +145,8 @@ class WorkerGroup:
             self._fork_server = self._open_fork_server()
             self._memory = MemoryTracker(self._fork_server.pid)
         specs = [RankSpec(rank, self._variables(plan, placement, rank), str(job.log(rank))) for rank in self._ranks]
-        self._start_s, self._heard = time.monotonic(), False
+        # A program that is no Python says nothing.
+        self._start_s, self._heard = time.monotonic(), isinstance(job.request.program, Executable)
         self._hang_monitor.begin(self._ranks)
         self._memory.begin()
         self._fork_server.start(specs, placement.listening)
@@ -270,6 +275,8 @@ class WorkerGroup:
                 self._screen.say(f"note: ranks start as separate processes, which is slower: {why}")
             case StoreExited(status, at_s):
                 self._lose_part(f"{_STORE} {how_it_ended(status)}", at_s)
+            case StoreUnused():
+                self._store_unused = True
             case ForkServerDied(status):
                 self._lose_fork_server(status)
 
@@ -329,6 +336,22 @@ class WorkerGroup:
             by_plan = planned.get(ending.rank, "") if ending.status == -signal.SIGKILL else ""
             endings.append(self._with_details(replace(ending, planned=by_plan), failure, tail))
         self.endings = tuple(endings)
+        self._say_that_they_store_unused()
+
+    def _say_that_they_store_unused(self) -> None:
+        """Where each rank has trained a model of its own, nothing else looks wrong."""
+        done = {ending.status for ending in self.endings} == {EXIT_OK}
+        if (
+            self._store_unused
+            and done
+            and self._world_size > 1
+            and isinstance(self._job.request.program, Script | Module)
+        ):
+            self._screen.say(
+                f"note: the {self._world_size} ranks never joined a process group: each has run the whole script by "
+                "itself, and written what it writes. Ranks that train one model use lockstep.Run, or "
+                "torch.distributed.init_process_group and DistributedDataParallel"
+            )
 
     def _with_details(self, ending: RankExit, failure: Failure | None, tail: str) -> RankExit:
         killed = ending.status == -signal.SIGKILL or (failure is not None and failure.lost_worker)

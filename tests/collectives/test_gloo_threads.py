@@ -1,0 +1,47 @@
+"""The end of a process that has been a rank: gloo's threads do not abort it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+DEADLINE_S = 90
+
+#: Two ranks, each a copy that goes on to an interpreter's usual end. Gloo's threads get a processor only where the main
+#: thread wants none, so that they are late to let go of what they have sent.
+RANKS = """
+import os, socket, sys, torch
+import torch.distributed as dist
+from pathlib import Path
+from lockstep.collectives import open_group
+from lockstep.world import World
+
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+ranks = []
+while len(ranks) < 2 and (not ranks or ranks[-1]):
+    ranks.append(os.fork())
+if ranks[-1]:
+    sys.exit(max(abs(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])) for rank in ranks))
+rank = len(ranks) - 1
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+group = open_group(World(rank, 2, rank, 2, 0, 1, address="127.0.0.1", port=port), torch.device("cpu"), 60.0)
+held = dist.group.WORLD, group  # as models and strategies hold them
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+for thread in Path("/proc/self/task").iterdir():
+    if (thread / "comm").read_text().startswith("pt_gloo"):
+        os.sched_setaffinity(int(thread.name), os.sched_getaffinity(0))
+        os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
+for _ in range(3):
+    group.barrier("the end")
+exec(sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="a thread cannot be held back here")
+def test_a_thread_that_is_late_does_not_abort_the_process():
+    """With ``dist.destroy_process_group()`` alone every third process does."""
+    words = [sys.executable, "-c", RANKS, "group.close()"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
