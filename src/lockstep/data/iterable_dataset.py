@@ -9,21 +9,21 @@
 Micro-batch m of step s holds the samples ``s * global_batch + m + M * i``: what `stride` gives from its own source, or
 what one pass over the whole stream leaves after the others' samples are dropped.
 
-How many samples there are is known at the end only, so before each step the ranks tell each other what they found.
+How many samples there are is known at the end only, so the ranks tell each other what they found: see `agreed_steps`.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import chain, count, islice, repeat
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.batch import BatchPlan
 from lockstep.data.sampling import Data, Sample, UserDataset
@@ -46,9 +46,29 @@ class StreamStep(NamedTuple):
     heads: list[Data]  #: in a step too short for all ranks, each sample as a micro-batch, if known here
     mark: int  #: a checksum of the step's first sample, for a stream that all ranks read; else 0
 
+    @classmethod
+    def of_parts(cls, parts: Sequence[StreamStep]) -> StreamStep:
+        """The whole, of readers that read every so-manieth micro-batch of the run each."""
+        if len(parts) == 1:
+            return parts[0]
+        places = [(number % len(parts), number // len(parts)) for number in range(sum(len(p.counts) for p in parts))]
+        counts = [parts[part].counts[within] for part, within in places]
+        batches = [iter(part.batches) for part in parts]  # of those micro-batches that hold samples
+        found = [next(batches[part]) for (part, _), count in zip(places, counts, strict=True) if count]
+        return cls(counts, found, [], 0)
+
 
 class Reader(Protocol):
     """One rank's way to its samples."""
+
+    def most_parts(self) -> int:
+        """Into how many it can be divided."""
+
+    def part(self, number: int, parts: int) -> Reader:
+        """One that reads every ``parts``-th micro-batch of the run, from the ``number``-th on."""
+
+    def nothing(self) -> StreamStep:
+        """What is found behind the end."""
 
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
         """From ``first_step`` on, up to and with the first step that is known here not to be full."""
@@ -82,6 +102,18 @@ class StridedReader(Reader):
 
     def __init__(self, share: StreamShare) -> None:
         self._share = share
+
+    def most_parts(self) -> int:
+        """Each micro-batch of the run has a stride of its own."""
+        return len(self._share.run)
+
+    def part(self, number: int, parts: int) -> Reader:
+        """With the strides of these micro-batches."""
+        return StridedReader(replace(self._share, run=self._share.run[number::parts]))
+
+    def nothing(self) -> StreamStep:
+        """No sample for any of the micro-batches."""
+        return _nothing(self._share.run)
 
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
         """One open stride for each micro-batch of the run."""
@@ -118,6 +150,18 @@ class OnePassReader(Reader):
 
     def __init__(self, share: StreamShare) -> None:
         self._share = share
+
+    def most_parts(self) -> int:
+        """One: whoever reads reads all."""
+        return 1
+
+    def part(self, number: int, parts: int) -> Reader:
+        """Itself."""
+        return self
+
+    def nothing(self) -> StreamStep:
+        """No sample for any of the micro-batches."""
+        return _nothing(self._share.run)
 
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
         """One pass from the beginning of the stream."""
@@ -180,7 +224,10 @@ class Batches(IterableDataset[Any]):
 
 
 class Steps(IterableDataset[StreamStep]):
-    """What this rank finds, step by step, for a loader process to read ahead."""
+    """What this rank finds, step by step, for loader processes to read ahead.
+
+    Of several each finds its part of every step; after its last one, nothing, so that they stay in turn.
+    """
 
     def __init__(self, reader: Reader, epoch: int, first_step: int) -> None:
         self.reader = reader
@@ -188,7 +235,14 @@ class Steps(IterableDataset[StreamStep]):
         self.first_step = first_step
 
     def __iter__(self) -> Iterator[StreamStep]:
-        return self.reader.steps(self.epoch, self.first_step)
+        worker = get_worker_info()
+        number, parts = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        reader = self.reader.part(number, parts)
+        return chain(reader.steps(self.epoch, self.first_step), repeat(reader.nothing()))
+
+
+def _nothing(run: range) -> StreamStep:
+    return StreamStep([0] * len(run), [], [], 0)
 
 
 def sizes_of(plan: BatchPlan, samples: int) -> list[int]:
