@@ -35,6 +35,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -228,14 +229,16 @@ def throughput(part: str, place: Path, workers: int, rounds: int) -> list[dict[s
     """Samples a second of each way, and how many times those of torch's DataLoader in the same round."""
     ways = ways_of(part, place, workers)
     seen: dict[str, list[float]] = {name: [] for name in ways}
+    cpu_us: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(-1, rounds):  # one to warm up
         turn = list(ways)
         for name in turn[number % len(turn) :] + turn[: number % len(turn)]:
-            began, samples = time.perf_counter(), 0
+            began, cpu_s, samples = time.perf_counter(), cpu_seconds(), 0
             for batch in ways[name](number + 1):
                 samples += len(batch["y"] if isinstance(batch, dict) else batch)
             if number >= 0:
                 seen[name].append(samples / (time.perf_counter() - began))
+                cpu_us[name].append((cpu_seconds() - cpu_s) / samples * 1e6)
     return [
         {
             "part": part,
@@ -245,9 +248,19 @@ def throughput(part: str, place: Path, workers: int, rounds: int) -> list[dict[s
             "least": min(rates),
             "most": max(rates),
             "ratio": median(rate / base for rate, base in zip(rates, seen["DataLoader"], strict=True)),
+            "cpu_us": median(cpu_us[name]),
+            "cpu_ratio": median(own / base for own, base in zip(cpu_us[name], cpu_us["DataLoader"], strict=True)),
         }
         for name, rates in seen.items()
     ]
+
+
+def cpu_seconds() -> float:
+    """Of this process and of its loader processes, those that have ended too."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    running = [process.cpu_times() for process in psutil.Process().children()]
+    own = sum(times.user + times.system for times in running)
+    return time.process_time() + ended.ru_utime + ended.ru_stime + own
 
 
 def resume(place: Path, rounds: int) -> list[dict[str, Any]]:
@@ -325,7 +338,7 @@ class Numbers(Dataset[torch.Tensor]):
         return STEPS * 64
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((16,), float(index % 7))
+        return torch.full((16,), index % 7 / 7)
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -369,16 +382,17 @@ def measure_steps(rounds: int, out: str) -> None:
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
         loaders = {name: run.loader(data, global_batch=64, micro_batch=32, workers=0) for name, data in kinds.items()}
         epochs = run.epochs(10**9)
-        seen: dict[str, list[float]] = {name: [] for name in kinds}
+        seen: dict[str, list[list[float]]] = {name: [] for name in kinds}
         for number in range(-1, rounds):
             turn = list(kinds)
             for name in turn[number % len(turn) :] + turn[: number % len(turn)]:
                 next(epochs)
-                began = time.perf_counter()
+                began = time.perf_counter(), time.process_time()
                 for batch in run.train(loaders[name]):
                     run.step(F.mse_loss(model(batch), batch[:, :2]))
+                ended = time.perf_counter(), time.process_time()
                 if number >= 0:
-                    seen[name].append((time.perf_counter() - began) / STEPS * 1e3)
+                    seen[name].append([(b - a) / STEPS * 1e3 for a, b in zip(began, ended, strict=True)])
         if run.leads:
             Path(out).write_text(json.dumps(seen))
 
@@ -386,15 +400,15 @@ def measure_steps(rounds: int, out: str) -> None:
 def steps_over_streams(rounds: int) -> list[dict[str, Any]]:
     """Milliseconds a step, and over those of the data set with an index in the same round."""
     seen = start(__file__, 2, {"rounds": rounds})
-    base = seen["by index"]
-    return [
-        {
-            "data": name,
-            "ms": median(found),
-            "over_ms": median(own - other for own, other in zip(found, base, strict=True)),
-        }
-        for name, found in seen.items()
-    ]
+    rows = []
+    for name, found in seen.items():
+        row: dict[str, Any] = {"data": name}
+        for place, key in enumerate(("ms", "cpu_ms")):
+            own, base = ([times[place] for times in each] for each in (found, seen["by index"]))
+            row[key] = median(own)
+            row[f"{key}_over"] = median(a - b for a, b in zip(own, base, strict=True))
+        rows.append(row)
+    return rows
 
 
 # What the command does ------------------------------------------------------------------------------------------------
@@ -405,7 +419,8 @@ def lines_of(part: str, rows: list[dict[str, Any]]) -> list[str]:
     if part in ("images", "tar", "parquet"):
         return [
             f"{row['part']:<9}{row['workers']:>2} workers  {row['way']:<26}{row['rate']:>8.0f} samples/s "
-            f"({row['least']:.0f} to {row['most']:.0f}) {row['ratio']:>6.2f}"
+            f"({row['least']:.0f} to {row['most']:.0f}) {row['ratio']:>6.2f}   "
+            f"CPU {row['cpu_us']:.0f} us a sample {row['cpu_ratio']:>6.2f}"
             for row in rows
         ]
     if part == "resume":
@@ -416,7 +431,11 @@ def lines_of(part: str, rows: list[dict[str, Any]]) -> list[str]:
             f"{row['batch_s'] * 1e6:>6.0f} us a batch of 32, {row['mib']:>6.0f} MiB"
             for row in rows
         ]
-    return [f"stream   {row['data']:<12}{row['ms']:>8.3f} ms a step {row['over_ms']:>+8.3f}" for row in rows]
+    return [
+        f"stream   {row['data']:<12}{row['ms']:>8.3f} ms a step {row['ms_over']:>+8.3f}   "
+        f"CPU {row['cpu_ms']:.3f} {row['cpu_ms_over']:>+8.3f}"
+        for row in rows
+    ]
 
 
 def figures(part: str, place: Path, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@
     iterable_dataset     data sets that can only be iterated
     stream_agreement     what ranks tell each other of those, for many steps at a time
     single_process_view  what a data set sees of ranks and loader processes: none but itself
+    shared_slots         how micro-batches come from there: through shared memory that is used again
     workers              loader processes that end with their rank, and not before it
     indexed_loader       the micro-batches of tensors, of data sets with an index and of shards
     iterable_loader      those of data sets that can only be iterated

@@ -122,7 +122,9 @@ class StridedReader(Reader):
             streams = [self._open(epoch, first_step, m) for m in self._share.run]
         for step in count(first_step):
             with single_process_view():
-                groups = [list(islice(stream, self._share.plan.micro_batch)) for stream in streams]
+                groups = [
+                    self._next(stream, epoch, step, m) for m, stream in zip(self._share.run, streams, strict=True)
+                ]
                 counts = [len(group) for group in groups]
                 batches = [
                     self._share.collate(group, epoch, step, m)
@@ -137,12 +139,18 @@ class StridedReader(Reader):
         """Opens the stride of each once more, in this process."""
         with single_process_view():
             _tell_epoch(self._share.dataset, epoch)
-            return [self._share.collate([next(self._open(epoch, step, m))], epoch, step, m) for m in indices]
+            firsts = [self._next(self._open(epoch, step, m), epoch, step, m)[:1] for m in indices]
+            return [self._share.collate(first, epoch, step, m) for m, first in zip(indices, firsts, strict=True)]
 
     def _open(self, epoch: int, step: int, index: int) -> Iterator[Sample]:
         start, stride = step * self._share.plan.global_batch + index, self._share.plan.micro_batches
         seed_generators(seed_of(self._share.seed, "stream", epoch))
-        return _seeded(iter(self._share.dataset.stride(start, stride)), self._share.seed, epoch, count(start, stride))
+        return iter(self._share.dataset.stride(start, stride))
+
+    def _next(self, stream: Iterator[Sample], epoch: int, step: int, index: int) -> list[Sample]:
+        """The samples of a micro-batch, seeded once: a rank reads it as a whole, whoever it is."""
+        seed_generators(seed_of(self._share.seed, "samples", epoch, step, index))
+        return list(islice(stream, self._share.plan.micro_batch))
 
 
 class OnePassReader(Reader):
@@ -168,11 +176,12 @@ class OnePassReader(Reader):
         with single_process_view():
             _tell_epoch(self._share.dataset, epoch)
             # Also what the data set draws while it begins, or for samples of other ranks, such as the shuffling of a
-            # buffer, must be drawn alike on every rank: so each sample is seeded, also those that others keep.
+            # buffer, must be drawn alike on every rank: so each step is seeded, also those that are skipped.
             seed_generators(seed_of(self._share.seed, "stream", epoch))
-            stream = _seeded(iter(self._share.dataset), self._share.seed, epoch, count())
-            for _ in islice(stream, first_step * self._share.plan.global_batch):
-                pass
+            stream = iter(self._share.dataset)
+            for step in range(first_step):
+                for _ in self._next(stream, epoch, step):
+                    pass
         for step in count(first_step):
             with single_process_view():
                 found, samples = self._find(stream, epoch, step)
@@ -180,13 +189,18 @@ class OnePassReader(Reader):
             if samples < self._share.plan.global_batch:
                 return
 
+    def _next(self, stream: Iterator[Sample], epoch: int, step: int) -> Iterator[Sample]:
+        """The samples of a step, seeded once: every rank reads all of them."""
+        seed_generators(seed_of(self._share.seed, "samples", epoch, step))
+        return islice(stream, self._share.plan.global_batch)
+
     def _find(self, stream: Iterator[Sample], epoch: int, step: int) -> tuple[StreamStep, int]:
         """The next step of ``stream``, and how many samples it holds over all ranks."""
         m = self._share.plan.micro_batches
         groups: list[list[Sample]] = [[] for _ in self._share.run]
         first: list[Sample] = []  # one sample of each micro-batch: all there are, in a step too short for the ranks
         samples = 0
-        for sample in islice(stream, self._share.plan.global_batch):
+        for sample in self._next(stream, epoch, step):
             index = samples % m
             if samples < m:
                 first.append(sample)
@@ -295,16 +309,6 @@ def _spread(length: int) -> int:
 def _collate(collate: CollateFunction, seed: int, samples: list[Sample], epoch: int, step: int, index: int) -> Data:
     seed_generators(seed_of(seed, "collate", epoch, step, index))
     return collate(samples)
-
-
-def _seeded(stream: Iterator[Sample], seed: int, epoch: int, numbers: Iterator[int]) -> Iterator[Sample]:
-    for number in numbers:
-        seed_generators(seed_of(seed, "sample", epoch, number))
-        try:
-            sample = next(stream)
-        except StopIteration:
-            return
-        yield sample
 
 
 def _tell_epoch(dataset: UserDataset, epoch: int) -> None:

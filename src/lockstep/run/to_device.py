@@ -26,8 +26,8 @@ def on_device(batches: Iterator[MicroBatch], device: torch.device, *, ahead: boo
     if device.type == "cpu":
         return batches
     if device.type == "cuda" and ahead:
-        copies = SideCopies(device)
-        return one_ahead(batches, copies.begin, copies.end)
+        stream = PrefetchStream(device)
+        return one_ahead(batches, stream.begin, stream.end)
     return (each._replace(data=to_device(each.data, device)) for each in batches)
 
 
@@ -48,7 +48,7 @@ class _Copied(NamedTuple):
     done: torch.cuda.Event | None  # when they have arrived
 
 
-class SideCopies:
+class PrefetchStream:
     """Copies to a GPU, beside what it computes."""
 
     def __init__(self, device: torch.device) -> None:
