@@ -265,7 +265,7 @@ def cpu_seconds() -> float:
 
 def resume(place: Path, rounds: int) -> list[dict[str, Any]]:
     """Seconds to the first batch of the last tenth of an epoch: as each way would resume, without loader processes."""
-    tars = Tars(place)
+    images, tars = Images(place), Tars(place)
     batches = sum(tars.shard_lengths) // BATCH * 9 // 10
 
     def skipped(dataset: Any) -> None:
@@ -276,7 +276,7 @@ def resume(place: Path, rounds: int) -> list[dict[str, Any]]:
 
     @cache
     def state_of(name: str) -> tuple[Any, Any]:
-        dataset = {"images": Images(place), "tar": TarStream(tars)}[name]
+        dataset = {"images": images, "tar": TarStream(tars)}[name]
         make = partial(torch_kinds()["StatefulDataLoader"], dataset, BATCH, shuffle=name == "images" or None)
         loader: Any = make()
         found = iter(loader)
@@ -295,8 +295,8 @@ def resume(place: Path, rounds: int) -> list[dict[str, Any]]:
         next(loader.epoch(0, batches // 8, padding="none"))
 
     ways: dict[tuple[str, str], Callable[[], None]] = {
-        ("images", "DataLoader, read again"): lambda: skipped(Images(place)),
-        ("images", "run.loader"): lambda: at_step(Images(place)),
+        ("images", "DataLoader, read again"): lambda: skipped(images),
+        ("images", "run.loader"): lambda: at_step(images),
         ("tar", "DataLoader, read again"): lambda: skipped(TarStream(tars)),
         ("tar", "run.loader, shards"): lambda: at_step(tars),
     }
