@@ -252,6 +252,8 @@ def test_a_stream_that_shuffles_itself_is_shuffled_alike_on_every_rank():
     assert len(alone) == 21
     for world in (2, 3):
         assert table_of(on_world(AugmentedStream(), (6, 2), world, epoch=3)) == alone
+    begun = table_of(on_world(AugmentedStream(), (6, 2), 2, epoch=3, steps=2))
+    assert sorted(begun + table_of(on_world(AugmentedStream(), (6, 2), 3, epoch=3, first_step=2))) == alone
 
 
 def test_a_stream_that_shuffles_as_it_begins_is_seeded_before_that():
