@@ -57,6 +57,16 @@ def test_exact(tmp_path):
     assert len(shown.splitlines()) == 4
 
 
+def test_data(tmp_path):
+    found, shown = measured(tmp_path, "data.py", "--images", "600", "--workers", "0", "2", "--samples", "1000")
+    assert {row["way"] for row in found["images"]} >= {"DataLoader", "run.loader", "run.loader, 8 a step"}
+    assert all(row["rate"] > 0 for part in ("images", "tar", "parquet") for row in found[part])
+    assert all(row["seconds"] > 0 for row in found["resume"])
+    assert [row["samples"] for row in found["order"]] == [1000]
+    assert {row["data"] for row in found["stream"]} == {"by index", "stream", "stride", "shards"}
+    assert "samples/s" in shown
+
+
 def test_compress(tmp_path):
     found, shown = measured(tmp_path, "compress.py", "--models", "transformer", "--ranks", "1", "3")
     assert [row["rank"] for row in found] == [1, 3]

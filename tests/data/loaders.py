@@ -41,6 +41,27 @@ class StridedStream(Stream):
         return iter(range(start, self.length, step))
 
 
+class Shards:
+    """Numbers in shards of given lengths, or of some that add up to ``length``; counts what is read."""
+
+    def __init__(self, length, shard_lengths=None):
+        self.shard_lengths = shard_lengths
+        if shard_lengths is None:
+            self.shard_lengths = []
+            while length:
+                self.shard_lengths.append(min(length, len(self.shard_lengths) * 2 % 5))  # 0 2 4 1 3 0 ...
+                length -= self.shard_lengths[-1]
+        self.opened = 0
+        self.read = 0
+
+    def read_shard(self, shard, start):
+        self.opened += 1
+        before = sum(self.shard_lengths[:shard])
+        for number in range(before + start, before + self.shard_lengths[shard]):
+            self.read += 1
+            yield number
+
+
 def no_agreement_needed(counts):
     raise AssertionError("only iterables ask the other ranks")
 

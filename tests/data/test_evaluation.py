@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loaders import Numbers, Stream, content, evaluated, loader_of, on_world, place_of
+from loaders import Numbers, Shards, Stream, content, evaluated, loader_of, on_world, place_of
 
 from lockstep.batch import BatchPlan
 
@@ -29,7 +29,9 @@ def cases(draw, streams=False):
     return length, (global_batch, micro_batch), draw(st.integers(1, micro_batches)), draw(st.booleans())
 
 
-@given(cases(), st.sampled_from([torch.arange, Numbers]), st.booleans(), st.sampled_from(["none", "one", "even"]))
+@given(
+    cases(), st.sampled_from([torch.arange, Numbers, Shards]), st.booleans(), st.sampled_from(["none", "one", "even"])
+)
 def test_the_ranks_blocks_are_the_order_of_the_epoch(case, kind, shuffle, padding):
     length, sizes, world, drop_last = case
     options = {"shuffle": shuffle, "drop_last": drop_last}
@@ -83,7 +85,7 @@ def test_a_stream_is_evaluated_as_it_is_trained_on():
 
 @given(
     cases(streams=True),
-    st.sampled_from([torch.arange, Numbers, Sized, StridedSized]),
+    st.sampled_from([torch.arange, Numbers, Shards, Sized, StridedSized]),
     st.sampled_from(["none", "one", "even"]),
     st.data(),
 )
@@ -101,7 +103,7 @@ def test_a_feed_tells_how_many_micro_batches_it_is_about_to_give(case, kind, pad
         assert len(loader.data_loader) == steps, "the same on every world"
 
 
-@pytest.mark.parametrize("kind", [torch.arange, Numbers, Sized, StridedSized])
+@pytest.mark.parametrize("kind", [torch.arange, Numbers, Shards, Sized, StridedSized])
 def test_a_loader_can_be_iterated_whatever_its_length_says(kind):
     loader = loader_of(kind(20), BatchPlan(4, 1, 2))
     assert len(loader.data_loader) == 5

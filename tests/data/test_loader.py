@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loaders import Meeting, Numbers, Stream, StridedStream, content, loader_of, on_world, samples_of, steps_of
+from loaders import Meeting, Numbers, Shards, Stream, StridedStream, content, loader_of, on_world, samples_of, steps_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lockstep.batch import BatchPlan
@@ -26,6 +26,7 @@ KINDS = {
     "samples": Numbers,
     "stream": Stream,
     "strided": StridedStream,
+    "shards": Shards,
 }
 
 
@@ -251,6 +252,8 @@ def test_a_stream_that_shuffles_itself_is_shuffled_alike_on_every_rank():
     assert len(alone) == 21
     for world in (2, 3):
         assert table_of(on_world(AugmentedStream(), (6, 2), world, epoch=3)) == alone
+    begun = table_of(on_world(AugmentedStream(), (6, 2), 2, epoch=3, steps=2))
+    assert sorted(begun + table_of(on_world(AugmentedStream(), (6, 2), 3, epoch=3, first_step=2))) == alone
 
 
 def test_a_stream_that_shuffles_as_it_begins_is_seeded_before_that():
@@ -373,13 +376,34 @@ def test_data_in_memory_needs_no_seeding_and_moves_no_generator():
 
 
 @pytest.mark.parametrize("kind", [Stream, StridedStream])
-@pytest.mark.parametrize(("length", "calls"), [(16, 3), (17, 3), (23, 3), (24, 4)])
-def test_ranks_agree_once_a_step_and_end_together(kind, length, calls):
+@pytest.mark.parametrize(
+    ("length", "calls"), [(7, 1), (8, 2), (23, 2), (24, 3), (8 * 31, 6), (8 * 63 - 1, 6), (8 * 63, 7)]
+)
+def test_ranks_agree_on_twice_as_many_steps_each_time_and_end_together(kind, length, calls):
     meeting = Meeting(1)
     loader = loader_of(kind(length), BatchPlan(8, 2, 1), agree=meeting.agree_as(0))
     with meeting.turn:
-        list(loader.epoch(0, padding="one"))
+        assert len(samples_of([list(loader.epoch(0, padding="one"))])) == length
     assert meeting.calls == [calls]
+
+
+def test_ranks_agree_on_no_more_steps_than_fit_into_memory_and_read_those_one_by_one():
+    class Large(Stream):
+        read = 0
+
+        def __iter__(self):
+            for _ in range(self.length):
+                self.read += 1
+                yield torch.zeros(2**20)  # 4 MiB
+
+    meeting, stream, ahead = Meeting(1), Large(40), []
+    loader = loader_of(stream, BatchPlan(1, 1, 1), agree=meeting.agree_as(0))
+    with meeting.turn:
+        for step, _ in enumerate(loader.epoch(0, padding="one")):
+            ahead.append(stream.read - step)
+    assert meeting.calls == [2 + 40 // 4]  # blocks of 1, 2, 4, 4, ...
+    assert max(ahead) <= 2 * 4
+    assert all(later <= before + 1 for before, later in pairwise(ahead[3:]))
 
 
 def test_streams_divided_by_the_data_set_itself_are_found():

@@ -1,7 +1,9 @@
 """What only a GPU can show; skipped without one. `pytest tests/gpu` on a machine that has one or more."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,11 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.batch import BatchPlan
+from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import Group, NativeAllReduce
 from lockstep.collectives.all_reduce import NcclAllReduce
+from lockstep.data import MicroBatch
 from lockstep.launch_contract import MEASURE
 from lockstep.run import Run
+from lockstep.run.to_device import on_device
 from lockstep.step_record import MeasureRequest, RankRecord
 from lockstep.testing import StrategyLaws, run_ranks, state_hash
 from lockstep.world import World
@@ -134,3 +138,75 @@ def test_a_step_is_taken_apart_by_events_of_the_stream(tmp_path: Path, monkeypat
         assert min(*step.forward_s, *step.backward_s, step.optimizer_s) > 0
         assert abs(step.began_s + step.total_s - following.began_s) < 1e-3
     assert {gradient.name for gradient in record.gradients[:2]} == {"2.weight", "2.bias"}
+
+
+class Nest(NamedTuple):
+    """Of tensors, and of what is none."""
+
+    images: torch.Tensor
+    more: dict[str, list[torch.Tensor] | str]
+
+
+def batches_of_nests(count: int) -> Iterator[MicroBatch]:
+    for number in range(count):
+        image = torch.full((256, 4096), float(number)).pin_memory()
+        yield MicroBatch(MicroBatchPosition(0, 1, True, step=number), Nest(image, {"x": [image[:2]], "name": "n"}))
+
+
+def test_batches_are_copied_ahead_on_a_stream_of_its_own():
+    """Much is computed with each, so that a copy which did not wait, or memory used again too early, would be seen."""
+    device = torch.device("cuda", 0)
+    square = torch.randn(2048, 2048, device=device)
+    sums = []
+    for batch in on_device(batches_of_nests(40), device, ahead=True):
+        assert isinstance(batch.data, Nest)
+        assert batch.data.images.is_cuda
+        assert batch.data.more["x"][0].is_cuda
+        for _ in range(10):
+            square = torch.tanh(square @ square)
+        sums.append(batch.data.images.double().mean() + batch.data.more["x"][0].double().mean())
+        del batch  # its memory is free for the next copies while the GPU still computes with it
+    assert torch.stack(sums).tolist() == [2.0 * number for number in range(40)]
+
+
+class MovesItself:
+    """A batch of some other package's."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def to(self, device: torch.device) -> "MovesItself":
+        return MovesItself(self.tensor.to(device))
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_moves_itself_and_what_is_there_already_comes_too(ahead: bool):
+    device = torch.device("cuda", 0)
+    there = torch.arange(5, device=device)
+    data = [MovesItself(torch.arange(3)), there, {"x": there}]
+    got = [
+        b.data for b in on_device((MicroBatch(MicroBatchPosition(0, 1, True), d) for d in data), device, ahead=ahead)
+    ]
+    assert got[0].tensor.tolist() == [0, 1, 2]
+    assert got[0].tensor.is_cuda
+    assert got[1].data_ptr() == got[2]["x"].data_ptr() == there.data_ptr()
+
+
+def on_data(workers: int) -> str:
+    with Run(seed=3) as run:
+        model = run.model(nn.Linear(16, 4))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
+        data = [torch.full((16,), float(number)) for number in range(50)]
+        batches = run.loader(data, global_batch=16, micro_batch=4, workers=workers, collate_fn=torch.stack)
+        for _ in run.epochs(2):
+            for x in run.train(batches):
+                assert x.is_cuda
+                run.step(model(x).square().mean())
+            for x in run.evaluate(batches):
+                run.measure(mean=x.mean(1))
+        assert abs(run.metrics["mean"] - 24.5) < 1e-4
+        return state_hash(model)
+
+
+def test_samples_copied_ahead_train_the_same_model_with_any_loader_processes():
+    assert run_ranks(on_data, 1, 0) == run_ranks(on_data, 1, 2)

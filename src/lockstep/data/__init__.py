@@ -1,14 +1,20 @@
 """Which samples each micro-batch holds, and how they get here.
 
     orders               (seed, epoch) -> order of samples: a permutation, or what a sampler gives
+    permutation          one that is computed, not stored, for very many samples
+    shard_order          that of shards: each place of a step reads a part of the epoch from begin to end
     sampling             pure: order of samples -> steps -> micro-batches -> this rank's run of them
     tensor_dataset       tensors in memory: whole micro-batches by index
     map_dataset          data sets with an index: sample by sample, in loader processes
+    sharded_dataset      shards of samples by index, read from begin to end
     iterable_dataset     data sets that can only be iterated
-    single_process_view  what such a data set sees of ranks and loader processes: none but itself
+    stream_agreement     what ranks tell each other of those, for many steps at a time
+    single_process_view  what a data set sees of ranks and loader processes: none but itself
+    shared_slots         how micro-batches come from there: through shared memory that is used again
     workers              loader processes that end with their rank, and not before it
-    indexed_loader       the micro-batches of the first two, iterable_loader those of the third
-    loader               `open_micro_batch_loader` chooses one of the three
+    indexed_loader       the micro-batches of tensors, of data sets with an index and of shards
+    iterable_loader      those of data sets that can only be iterated
+    loader               `open_micro_batch_loader` chooses how a data set is read
 
 No rank number decides what a micro-batch holds: a rank only decides which of them to compute.
 """

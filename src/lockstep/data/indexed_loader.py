@@ -104,10 +104,13 @@ class TensorSource(BatchSource):
 
     @override
     def read(self, selected: LoaderPass) -> Iterator[Data]:
-        take, pin = self._columns.take, self._pin
-        rows = self._columns.arranged(self._sampler.order.indices(selected.epoch))
+        columns, order, pin = self._columns, self._sampler.order, self._pin
+        indices = order.indices(selected.epoch)
+        # One that is stored at once; of one that is computed each part.
+        rows = columns.arranged(indices) if isinstance(indices, Tensor | range) else None
         for position in selected.positions():
-            data = take(rows[selected.steps.rows(position)])
+            part = order.rows(selected.steps, position)
+            data = columns.take(columns.arranged(indices[part]) if rows is None else rows[part])
             yield pinned(data) if pin else data
 
     @override

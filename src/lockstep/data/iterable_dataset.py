@@ -9,21 +9,21 @@
 Micro-batch m of step s holds the samples ``s * global_batch + m + M * i``: what `stride` gives from its own source, or
 what one pass over the whole stream leaves after the others' samples are dropped.
 
-How many samples there are is known at the end only, so before each step the ranks tell each other what they found.
+How many samples there are is known at the end only, so the ranks tell each other what they found: see `agreed_steps`.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import chain, count, islice, repeat
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.batch import BatchPlan
 from lockstep.data.sampling import Data, Sample, UserDataset
@@ -46,9 +46,29 @@ class StreamStep(NamedTuple):
     heads: list[Data]  #: in a step too short for all ranks, each sample as a micro-batch, if known here
     mark: int  #: a checksum of the step's first sample, for a stream that all ranks read; else 0
 
+    @classmethod
+    def of_parts(cls, parts: Sequence[StreamStep]) -> StreamStep:
+        """The whole, of readers that read every so-manieth micro-batch of the run each."""
+        if len(parts) == 1:
+            return parts[0]
+        places = [(number % len(parts), number // len(parts)) for number in range(sum(len(p.counts) for p in parts))]
+        counts = [parts[part].counts[within] for part, within in places]
+        batches = [iter(part.batches) for part in parts]  # of those micro-batches that hold samples
+        found = [next(batches[part]) for (part, _), count in zip(places, counts, strict=True) if count]
+        return cls(counts, found, [], 0)
+
 
 class Reader(Protocol):
     """One rank's way to its samples."""
+
+    def most_parts(self) -> int:
+        """Into how many it can be divided."""
+
+    def part(self, number: int, parts: int) -> Reader:
+        """One that reads every ``parts``-th micro-batch of the run, from the ``number``-th on."""
+
+    def nothing(self) -> StreamStep:
+        """What is found behind the end."""
 
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
         """From ``first_step`` on, up to and with the first step that is known here not to be full."""
@@ -83,6 +103,18 @@ class StridedReader(Reader):
     def __init__(self, share: StreamShare) -> None:
         self._share = share
 
+    def most_parts(self) -> int:
+        """Each micro-batch of the run has a stride of its own."""
+        return len(self._share.run)
+
+    def part(self, number: int, parts: int) -> Reader:
+        """With the strides of these micro-batches."""
+        return StridedReader(replace(self._share, run=self._share.run[number::parts]))
+
+    def nothing(self) -> StreamStep:
+        """No sample for any of the micro-batches."""
+        return _nothing(self._share.run)
+
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
         """One open stride for each micro-batch of the run."""
         with single_process_view():
@@ -90,7 +122,9 @@ class StridedReader(Reader):
             streams = [self._open(epoch, first_step, m) for m in self._share.run]
         for step in count(first_step):
             with single_process_view():
-                groups = [list(islice(stream, self._share.plan.micro_batch)) for stream in streams]
+                groups = [
+                    self._next(stream, epoch, step, m) for m, stream in zip(self._share.run, streams, strict=True)
+                ]
                 counts = [len(group) for group in groups]
                 batches = [
                     self._share.collate(group, epoch, step, m)
@@ -105,12 +139,18 @@ class StridedReader(Reader):
         """Opens the stride of each once more, in this process."""
         with single_process_view():
             _tell_epoch(self._share.dataset, epoch)
-            return [self._share.collate([next(self._open(epoch, step, m))], epoch, step, m) for m in indices]
+            firsts = [self._next(self._open(epoch, step, m), epoch, step, m)[:1] for m in indices]
+            return [self._share.collate(first, epoch, step, m) for m, first in zip(indices, firsts, strict=True)]
 
     def _open(self, epoch: int, step: int, index: int) -> Iterator[Sample]:
         start, stride = step * self._share.plan.global_batch + index, self._share.plan.micro_batches
         seed_generators(seed_of(self._share.seed, "stream", epoch))
-        return _seeded(iter(self._share.dataset.stride(start, stride)), self._share.seed, epoch, count(start, stride))
+        return iter(self._share.dataset.stride(start, stride))
+
+    def _next(self, stream: Iterator[Sample], epoch: int, step: int, index: int) -> list[Sample]:
+        """The samples of a micro-batch, seeded once: a rank reads it as a whole, whoever it is."""
+        seed_generators(seed_of(self._share.seed, "samples", epoch, step, index))
+        return list(islice(stream, self._share.plan.micro_batch))
 
 
 class OnePassReader(Reader):
@@ -119,16 +159,29 @@ class OnePassReader(Reader):
     def __init__(self, share: StreamShare) -> None:
         self._share = share
 
+    def most_parts(self) -> int:
+        """One: whoever reads reads all."""
+        return 1
+
+    def part(self, number: int, parts: int) -> Reader:
+        """Itself."""
+        return self
+
+    def nothing(self) -> StreamStep:
+        """No sample for any of the micro-batches."""
+        return _nothing(self._share.run)
+
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
         """One pass from the beginning of the stream."""
         with single_process_view():
             _tell_epoch(self._share.dataset, epoch)
             # Also what the data set draws while it begins, or for samples of other ranks, such as the shuffling of a
-            # buffer, must be drawn alike on every rank: so each sample is seeded, also those that others keep.
+            # buffer, must be drawn alike on every rank: so each step is seeded, also those that are skipped.
             seed_generators(seed_of(self._share.seed, "stream", epoch))
-            stream = _seeded(iter(self._share.dataset), self._share.seed, epoch, count())
-            for _ in islice(stream, first_step * self._share.plan.global_batch):
-                pass
+            stream = iter(self._share.dataset)
+            for step in range(first_step):
+                for _ in self._next(stream, epoch, step):
+                    pass
         for step in count(first_step):
             with single_process_view():
                 found, samples = self._find(stream, epoch, step)
@@ -136,13 +189,18 @@ class OnePassReader(Reader):
             if samples < self._share.plan.global_batch:
                 return
 
+    def _next(self, stream: Iterator[Sample], epoch: int, step: int) -> Iterator[Sample]:
+        """The samples of a step, seeded once: every rank reads all of them."""
+        seed_generators(seed_of(self._share.seed, "samples", epoch, step))
+        return islice(stream, self._share.plan.global_batch)
+
     def _find(self, stream: Iterator[Sample], epoch: int, step: int) -> tuple[StreamStep, int]:
         """The next step of ``stream``, and how many samples it holds over all ranks."""
         m = self._share.plan.micro_batches
         groups: list[list[Sample]] = [[] for _ in self._share.run]
         first: list[Sample] = []  # one sample of each micro-batch: all there are, in a step too short for the ranks
         samples = 0
-        for sample in islice(stream, self._share.plan.global_batch):
+        for sample in self._next(stream, epoch, step):
             index = samples % m
             if samples < m:
                 first.append(sample)
@@ -180,7 +238,10 @@ class Batches(IterableDataset[Any]):
 
 
 class Steps(IterableDataset[StreamStep]):
-    """What this rank finds, step by step, for a loader process to read ahead."""
+    """What this rank finds, step by step, for loader processes to read ahead.
+
+    Of several each finds its part of every step; after its last one, nothing, so that they stay in turn.
+    """
 
     def __init__(self, reader: Reader, epoch: int, first_step: int) -> None:
         self.reader = reader
@@ -188,7 +249,14 @@ class Steps(IterableDataset[StreamStep]):
         self.first_step = first_step
 
     def __iter__(self) -> Iterator[StreamStep]:
-        return self.reader.steps(self.epoch, self.first_step)
+        worker = get_worker_info()
+        number, parts = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        reader = self.reader.part(number, parts)
+        return chain(reader.steps(self.epoch, self.first_step), repeat(reader.nothing()))
+
+
+def _nothing(run: range) -> StreamStep:
+    return StreamStep([0] * len(run), [], [], 0)
 
 
 def sizes_of(plan: BatchPlan, samples: int) -> list[int]:
@@ -241,16 +309,6 @@ def _spread(length: int) -> int:
 def _collate(collate: CollateFunction, seed: int, samples: list[Sample], epoch: int, step: int, index: int) -> Data:
     seed_generators(seed_of(seed, "collate", epoch, step, index))
     return collate(samples)
-
-
-def _seeded(stream: Iterator[Sample], seed: int, epoch: int, numbers: Iterator[int]) -> Iterator[Sample]:
-    for number in numbers:
-        seed_generators(seed_of(seed, "sample", epoch, number))
-        try:
-            sample = next(stream)
-        except StopIteration:
-            return
-        yield sample
 
 
 def _tell_epoch(dataset: UserDataset, epoch: int) -> None:

@@ -1,8 +1,10 @@
-"""The loader of a data set that can only be iterated: ranks tell each other how many samples they found in a step."""
+"""The loader of a data set that can only be iterated: read here, or ahead of time in loader processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -21,15 +23,13 @@ from lockstep.data.iterable_dataset import (
 )
 from lockstep.data.micro_batch_loader import MicroBatchLoader
 from lockstep.data.sampling import MicroBatch, Padding, TorchLoader, UserDataset, count_of_steps, padding_of
+from lockstep.data.stream_agreement import Agree, agreed_steps
 from lockstep.data.workers import WorkerOptions, as_it_is, begin_pass, end_passes, open_loader
 from lockstep.errors import DataError
 
-#: Collective, once a step: each rank gives its numbers, and gets those of every rank, in the order of ranks.
-Agree = Callable[[list[int]], list[list[int]]]
-
 
 class IterableLoader(MicroBatchLoader):
-    """Loader of an iterable, read here or ahead of time in one loader process an epoch."""
+    """Loader of an iterable. Its loader processes live for one pass."""
 
     def __init__(
         self, share: StreamShare, *, drop_last: bool, workers: WorkerOptions, agree: Agree, pin_memory: bool
@@ -41,7 +41,7 @@ class IterableLoader(MicroBatchLoader):
         self._rank = share.rank
         self._seed = share.seed
         self._drop_last = drop_last
-        self._workers = workers
+        self._workers = replace(workers, count=min(workers.count, self._reader.most_parts()))
         self._agree = agree
         self._pin = pin_memory
         self._pass: Any = None
@@ -65,16 +65,10 @@ class IterableLoader(MicroBatchLoader):
         loader = self._open(Steps(self._reader, epoch, first_step), self._workers)
         self._close_pass()
         self._pass = (loader, begin_pass(loader))
-        nothing = StreamStep([0] * len(self.plan.run(self._rank)), [], [], 0)
-        step = first_step
-        samples = self.plan.global_batch
-        while samples == self.plan.global_batch:
-            found: StreamStep = next(self._pass[1], nothing)
-            samples = self._agreed(found, epoch, step)
-            if samples < self.plan.global_batch and self._drop_last:
-                break
-            yield from self._step(found, epoch, step, samples, padding)
-            step += 1
+        steps = agreed_steps(self._found(), self._agree, self.plan, type(self._dataset).__name__, epoch, first_step)
+        for step, (found, samples) in enumerate(steps, first_step):
+            if samples == self.plan.global_batch or not self._drop_last:
+                yield from self._step(found, epoch, step, samples, padding)
         self._close_pass()
 
     @override
@@ -100,6 +94,12 @@ class IterableLoader(MicroBatchLoader):
         self._close_pass()
         end_passes(self.data_loader)
 
+    def _found(self) -> Iterator[StreamStep]:
+        """What the loader processes find for each step, without end."""
+        _, batches = self._pass
+        while True:
+            yield StreamStep.of_parts(list(islice(batches, max(1, self._workers.count))))
+
     def _step(self, found: StreamStep, epoch: int, step: int, samples: int, padding: Padding) -> Iterator[MicroBatch]:
         sizes = [size for size in sizes_of(self.plan, samples) if size]
         run = self.plan.run(self._rank, len(sizes))
@@ -116,31 +116,6 @@ class IterableLoader(MicroBatchLoader):
             last, is_padding = number == len(indices) - 1, number < before
             position = MicroBatchPosition(index, len(sizes), last, is_padding, sizes[index], samples, step)
             yield MicroBatch(position, batch)
-
-    def _agreed(self, found: StreamStep, epoch: int, step: int) -> int:
-        """Samples of the step over all ranks, if all found what belongs to them. Collective."""
-        everyone = self._agree([found.mark, *found.counts])
-        counts = [number for numbers in everyone for number in numbers[1:]]
-        samples = sum(counts)
-        where, kind = f"in step {step} of epoch {epoch}", type(self._dataset).__name__
-        if counts != sizes_of(self.plan, samples):
-            raise DataError(
-                f"the ranks read different streams: {where} their micro-batches hold {counts} samples; {kind} must "
-                "give every rank the whole stream in the same order (no division by rank in the data set), or have a "
-                "method stride(start, step)"
-            )
-        if len({numbers[0] for numbers in everyone}) > 1:
-            raise DataError(
-                f"the ranks read different streams: {where} {kind} gives them different samples; if it shuffles by "
-                "itself, give it a seed, such as shuffle(..., seed=0); if it is divided by rank, leave that out: every "
-                "rank is to be given the whole stream in the same order"
-            )
-        if samples == 0 and step == 0:
-            raise DataError(
-                f"the data set gave no sample in epoch {epoch}; it needs at least one, and __iter__ must start over "
-                "each time it is called"
-            )
-        return samples
 
     def _open(self, dataset: IterableDataset[Any], workers: WorkerOptions) -> TorchLoader:
         return open_loader(
@@ -181,5 +156,6 @@ def _length_if_known(dataset: UserDataset) -> int | None:
 def _note(dataset: UserDataset, ranks: int) -> str:
     return (
         f"each of {ranks} ranks reads the whole of {type(dataset).__name__} and keeps its share, as it has no method "
-        "stride(start, step) that gives every step-th sample from start on"
+        "stride(start, step) that gives every step-th sample from start on; a data set with shard_lengths and "
+        "read_shard(shard, start) is read once, by several loader processes (docs/data.md)"
     )

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from lockstep.batch import BatchPlan
 from lockstep.data.indexed_loader import IndexedLoader, SampleSource, TensorSource
 from lockstep.data.iterable_dataset import StreamShare, refuse_unequal
-from lockstep.data.iterable_loader import Agree, IterableLoader
+from lockstep.data.iterable_loader import IterableLoader
 from lockstep.data.map_dataset import MicroBatchSampler
 from lockstep.data.micro_batch_loader import MicroBatchLoader
 from lockstep.data.orders import (
@@ -23,6 +23,9 @@ from lockstep.data.orders import (
     order_of_sampler,
 )
 from lockstep.data.sampling import UserDataset
+from lockstep.data.shard_order import ShardOrder
+from lockstep.data.sharded_dataset import ShardedSamples, is_sharded
+from lockstep.data.stream_agreement import Agree
 from lockstep.data.tensor_dataset import columns_of
 from lockstep.data.workers import CollateFunction, WorkerOptions
 from lockstep.errors import DataError, UsageError
@@ -61,6 +64,13 @@ def open_order(
         raise UsageError(
             f"run.loader({', '.join(f'{name}=...' for name in names)}): each of them says the whole order; give one"
         )
+    if is_sharded(dataset):
+        if names not in ([], ["shuffle"]):
+            raise DataError(
+                f"{names[0]}=..., but {type(dataset).__name__} lies in shards, which are read from begin to end; leave "
+                f"{names[0]} out, or give a data set with __getitem__ and __len__"
+            )
+        return ShardOrder(dataset.shard_lengths, seed, shuffle=shuffle is not False)
     if _is_stream(dataset):
         if names == ["shuffle"]:
             raise DataError(
@@ -100,15 +110,17 @@ def open_micro_batch_loader(
     """The loader of ``rank`` for ``dataset``: tensors in memory, a data set with an index, or anything iterable.
 
     Args:
-        dataset: samples by index (``__getitem__`` and ``__len__``), an iterable of samples, or tensors with one row
-            per sample: a `TensorDataset` or `Subset` of one, a tensor, a tuple or dict of tensors.
+        dataset: samples by index (``__getitem__`` and ``__len__``), shards of samples (`ShardedDataset`), an iterable
+            of samples, or tensors with one row per sample: a `TensorDataset` or `Subset` of one, a tensor, a tuple or
+            dict of tensors.
         plan: how a step is divided.
         rank: whose micro-batches it gives.
         order: what `open_order` gave for ``dataset``.
         seed: of each sample's random augmentation.
         drop_last: leave out the short step at the end of an epoch.
-        workers: loader processes. Data in memory takes none, an iterable at most one, as it is read in order.
-        agree: gathers the counts of all ranks; collective, and used only for iterables, once a step.
+        workers: loader processes. Data in memory takes none; shards, and an iterable with ``stride``, at most one for
+            each of the rank's micro-batches of a step; any other iterable at most one, as it is read in order.
+        agree: gathers the numbers of all ranks; collective, and used only for iterables, once for many steps.
         collate_fn: makes a batch of a list of samples, as for `torch.utils.data.DataLoader`.
         pin_memory: hand out tensors in page-locked memory, for asynchronous copies to a GPU.
 
@@ -118,10 +130,15 @@ def open_micro_batch_loader(
     """
     if order is None:
         refuse_unequal(plan)
-        one = replace(workers, count=min(workers.count, 1))
         share = StreamShare.of(dataset, plan, rank, seed, collate_fn or default_collate)
-        return IterableLoader(share, drop_last=drop_last, workers=one, agree=agree, pin_memory=pin_memory)
+        return IterableLoader(share, drop_last=drop_last, workers=workers, agree=agree, pin_memory=pin_memory)
     sampler = MicroBatchSampler(plan, rank, order, seed, drop_last=drop_last)
+    if is_sharded(dataset):
+        samples = ShardedSamples(dataset, most_open=plan.micro_batches + 1)
+        each = replace(workers, count=_even_part(len(plan.run(rank)), workers.count))
+        return IndexedLoader(
+            sampler, SampleSource(samples, sampler, workers=each, collate_fn=collate_fn, pin_memory=pin_memory)
+        )
     columns = columns_of(dataset) if collate_fn is None else None
     if columns is not None:
         return IndexedLoader(sampler, TensorSource(dataset, columns, sampler, pin_memory=pin_memory))
@@ -137,6 +154,11 @@ def is_in_memory(dataset: UserDataset) -> bool:
         DataError
     ):  # tensors all the same; `open_micro_batch_loader` knows whether they can be used, and says why not
         return True
+
+
+def _even_part(micro_batches: int, workers: int) -> int:
+    """As many loader processes as divide the micro-batches of a step, so that each is always read by the same one."""
+    return max((count for count in range(1, workers + 1) if micro_batches % count == 0), default=0)
 
 
 def _is_stream(dataset: UserDataset) -> bool:
@@ -169,7 +191,7 @@ def _refuse_what_is_no_data_set(dataset: UserDataset) -> None:
         raise DataError(
             f"an iterator ({type(dataset).__name__}) can be read only once; pass an object whose __iter__ starts over"
         )
-    if not any(hasattr(dataset, name) for name in ("__getitem__", "__iter__", "stride")):
+    if not any(hasattr(dataset, name) for name in ("__getitem__", "__iter__", "stride", "read_shard")):
         raise DataError(
             f"{type(dataset).__name__} is no data set; it needs __getitem__ and __len__, or __iter__, "
             "or pass tensors with one row per sample"

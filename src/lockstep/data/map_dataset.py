@@ -81,7 +81,7 @@ class MicroBatchSampler(Sampler[Picks]):
         return (self._picks(selected, order, position) for position in selected.positions())
 
     def _picks(self, selected: LoaderPass, order: Indices, position: MicroBatchPosition) -> Picks:
-        rows = selected.steps.rows(position)
+        rows = self.order.rows(selected.steps, position)
         part = order[rows]
         indices: list[int] = list(part) if isinstance(part, range) else part.tolist()
         # By its first sample: what a micro-batch draws does not depend on where in the order it stands. One that may

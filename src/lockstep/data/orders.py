@@ -1,6 +1,6 @@
 """Where the order of an epoch comes from: a permutation, or what the user's sampler, batch sampler or function gives.
 
-    epoch, seed ──► shuffle                     a permutation, or 0 1 2 ...
+    epoch, seed ──► shuffle                     a permutation, or 0 1 2 ...; a very long one is computed, not stored
                     sampler, order=function     any indices: some of them, repeated ones   ──► steps of equal size
                     batch_sampler               batches of indices                         ──► each is one step
 
@@ -24,12 +24,12 @@ from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
-from lockstep.batch import BatchPlan, EpochSteps
+from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition
+from lockstep.data.permutation import ComputedPermutation
 from lockstep.data.sampling import UserSampler
 from lockstep.errors import DataError, UsageError
 from lockstep.seeding import seed_of, seeded_generators
 
-Indices = Tensor | range
 OrderFunction = Callable[[int, torch.Generator], Iterable[Any]]
 """``(epoch, generator)`` -> indices of samples: any, in any order, repeated ones too."""
 
@@ -39,6 +39,20 @@ _WAY_OUT: Final = (
     "order=function gives indices from the epoch and a generator that is seeded for it: "
     "order=lambda epoch, generator: torch.randperm(n, generator=generator)"
 )
+
+
+#: Samples of the longest epoch whose permutation is stored, torch's own: 128 MiB on each rank.
+LONGEST_STORED: Final = 2**24
+
+
+class Indices(Protocol):
+    """Indices of samples, of which parts are looked at: a tensor, a range, or what is computed then."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, places: slice, /) -> Tensor | range:
+        """Those at ``places``: int64 on the CPU, or a range."""
 
 
 class Order(Protocol):
@@ -56,6 +70,9 @@ class Order(Protocol):
     def steps(self, epoch: int, plan: BatchPlan, *, drop_last: bool) -> EpochSteps:
         """How that order is divided into steps."""
 
+    def rows(self, steps: EpochSteps, position: MicroBatchPosition) -> slice:
+        """Which part of `indices` the micro-batch at ``position`` holds, of an epoch of ``steps``."""
+
 
 class ShuffledOrder(Order):
     """A permutation of the whole data set, another one each epoch; or its own order."""
@@ -70,18 +87,25 @@ class ShuffledOrder(Order):
 
     @override
     def draw(self, epoch: int) -> str | None:
-        return None
+        # For a checkpoint within an epoch: should another version compute another permutation, it is refused there.
+        return "computed, 1" if self._shuffle and self._length > LONGEST_STORED else None
 
     @override
     def indices(self, epoch: int) -> Indices:
-        """Global generators are neither read nor moved. A permutation costs about 10 ms for a million samples."""
+        """Global generators are neither read nor moved. A stored permutation costs 10 ms for a million samples."""
         if not self._shuffle:
             return range(self._length)
-        return torch.randperm(self._length, generator=_generator(self._seed, epoch))
+        if self._length > LONGEST_STORED:
+            return ComputedPermutation(self._length, seed_of(self._seed, "order", epoch))
+        return torch.randperm(self._length, generator=generator_of(self._seed, epoch))
 
     @override
     def steps(self, epoch: int, plan: BatchPlan, *, drop_last: bool) -> EpochSteps:
         return plan.epoch(self._length, drop_last=drop_last)
+
+    @override
+    def rows(self, steps: EpochSteps, position: MicroBatchPosition) -> slice:
+        return steps.rows(position)
 
 
 class _Drawn(NamedTuple):
@@ -139,6 +163,10 @@ class SampledOrder(Order):
         if batch_sizes is None:
             return plan.epoch(len(indices), drop_last=drop_last)
         return plan.epoch_of_batches(batch_sizes)
+
+    @override
+    def rows(self, steps: EpochSteps, position: MicroBatchPosition) -> slice:
+        return steps.rows(position)
 
     def _of(self, epoch: int) -> _Drawn:
         if epoch != self._epoch:
@@ -204,12 +232,13 @@ def order_of_function(function: OrderFunction, length: int, seed: int) -> Order:
         raise UsageError(f"{name}: {_WAY_OUT}; indices that are the same each epoch are a sampler: sampler=indices")
 
     def give(epoch: int) -> _Drawn:
-        return _Drawn(_indices_of(name, function(epoch, _generator(seed, epoch)), length))
+        return _Drawn(_indices_of(name, function(epoch, generator_of(seed, epoch)), length))
 
     return SampledOrder(name, give, seed)
 
 
-def _generator(seed: int, epoch: int) -> torch.Generator:
+def generator_of(seed: int, epoch: int) -> torch.Generator:
+    """A new generator for the order of ``epoch``."""
     return torch.Generator().manual_seed(seed_of(seed, "order", epoch))
 
 

@@ -22,9 +22,10 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lockstep.data.sampling import Data, Sample, TorchLoader
+from lockstep.data.shared_slots import SlotCollate, forget, forget_all
 from lockstep.seeding import seed_of
 
 #: What a scheduler, a launcher or a terminal sends to all processes at once in order to stop the *ranks*.
@@ -70,6 +71,7 @@ def begin_worker(worker_id: int, init_fn: Callable[[int], object] | None = None)
     for name in _FOR_THE_RANK:
         # A function rather than SIG_IGN, which programs started by the data set would inherit.
         signal.signal(getattr(signal, name), _ignore)
+    forget_all()
     threading.Thread(target=_end_with_rank, name="end-with-rank", daemon=True).start()
     if init_fn is not None:
         init_fn(worker_id)
@@ -97,8 +99,10 @@ def open_loader(
     process, as torch's own would.
     """
     if workers.count:
+        ready = workers.prefetch_factor or choose_prefetch(run, workers.count)
         options |= {
-            "prefetch_factor": workers.prefetch_factor or choose_prefetch(run, workers.count),
+            "collate_fn": SlotCollate(options["collate_fn"] or default_collate, ready),
+            "prefetch_factor": ready,
             "worker_init_fn": partial(begin_worker, init_fn=workers.init_fn),
             "timeout": workers.timeout_s,
         }
@@ -139,6 +143,7 @@ def _end(batches: Any) -> None:
         if worker.is_alive():
             worker.kill()
         worker.join()
+        forget(worker.pid)
 
 
 @atexit.register

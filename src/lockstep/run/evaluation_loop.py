@@ -15,7 +15,6 @@ from lockstep.run.evaluation_buffers import EvaluationBuffers
 from lockstep.run.loaders import Loaders
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
-from lockstep.run.to_device import to_device
 from lockstep.run.train_step import TrainStep
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.strategies import ComputesLoss, HasServerRanks, evaluating
@@ -111,12 +110,12 @@ class EvaluationLoop:
         position.evaluations += 1
         may_leave_early &= self._loaders.may_leave_early(loader) and not isinstance(context.strategy, ComputesLoss)
         with evaluating(context.strategy), self._buffers() as buffers:
-            for at, batch in self._loaders.evaluation(loader):
+            for at, data in self._loaders.evaluation(loader):
                 self._metrics.hand_out(at)
                 seed_generators(seed_of(*seed_key, at.step, at.index))
                 context.marker.set_phase("evaluate")
                 with torch.no_grad(), context.precision.forward():
-                    yield to_device(batch, context.device)
+                    yield data
                 buffers.put_back()
                 if may_leave_early and self._save_stop.stop_pending():
                     break

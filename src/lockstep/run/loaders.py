@@ -22,6 +22,7 @@ from lockstep.errors import DataError, MismatchError, UsageError
 from lockstep.formatting import format_ranks, plural
 from lockstep.run.loader_arguments import LoaderArguments
 from lockstep.run.setup import RunContext, cpus_of_this_rank
+from lockstep.run.to_device import on_device
 from lockstep.strategies import forward_is_collective
 
 Method = Literal["train", "evaluate"]
@@ -139,13 +140,14 @@ class Loaders:
             self._compare_order(loader, order)
 
     def step(self, loader: MicroBatchLoader, order: int, step: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of one step of the pass in ``order``; none at the end of the pass.
+        """This rank's micro-batches of one step of the pass in ``order``, on its device; none at the end of the pass.
 
         Steps that follow each other are read in one go, also where something else comes between them.
         """
         held = self._passes.pop(id(loader), None)
         if held is None or (held.order, held.step) != (order, step):
-            held = _OpenPass(loader.epoch(order, step, padding=self._padding("train")), order, step)
+            batches = loader.epoch(order, step, padding=self._padding("train"))
+            held = _OpenPass(self._on_device(loader, batches), order, step)
         for batch in held.batches:
             if batch.position.last:
                 self._passes[id(loader)] = _OpenPass(held.batches, order, step + 1)
@@ -154,7 +156,7 @@ class Loaders:
             yield batch
 
     def evaluation(self, loader: MicroBatchLoader) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of an evaluation; none on a rank that serves others. Collective.
+        """This rank's micro-batches of an evaluation, on its device; none on a rank that serves others. Collective.
 
         Raises:
             MismatchError: if ranks draw different orders.
@@ -164,7 +166,7 @@ class Loaders:
         if self._context.share.replica is None:
             return iter(())
         self._passes.pop(id(loader), None)  # one pass over a loader at a time
-        return loader.evaluation(padding=self._padding("evaluate"))
+        return self._on_device(loader, loader.evaluation(padding=self._padding("evaluate")))
 
     def may_leave_early(self, loader: MicroBatchLoader) -> bool:
         """Whether a rank may leave an evaluation by itself: ranks that communicate in it leave together or not."""
@@ -199,6 +201,10 @@ class Loaders:
         for loader in self._by_id.values():
             loader.close()
 
+    def _on_device(self, loader: MicroBatchLoader, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        # Ranks that read a stream agree while they read it: all at the same place in the loop.
+        return on_device(batches, self._context.device, ahead=loader.length is not None)
+
     def _compare_order(self, loader: MicroBatchLoader, epoch: int) -> None:
         digest, name = self._draw(loader, epoch), self.name(loader)
         if digest is None:
@@ -226,7 +232,7 @@ class Loaders:
             raise MismatchError(
                 f"{format_ranks(odd)} would visit the samples of epoch {epoch} in another order than rank 0: a sampler "
                 "must give every rank the same order of the whole data set, from the epoch and from generators that "
-                "Lockstep can seed; order=function of (epoch, generator) is given one"
+                "Lockstep can seed; order=function of (epoch, generator) is given one; shard_lengths must be the same"
             )
         return digest
 

@@ -19,7 +19,6 @@ from lockstep.run.passes import OuterLoop
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.step_data import StepData
-from lockstep.run.to_device import to_device
 from lockstep.run.train_step import Count, Loss, LossKind, TrainStep
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.strategies import HasServerRanks, finish_training
@@ -268,8 +267,7 @@ class TrainingLoop:
         context, train_step, end_of_step = self._context, self._train_step, self._end_of_step
         settings = context.settings
         while (batches := self._data.next_step(loaders)) is not None:
-            for position, batch in batches:
-                data = to_device(batch, context.device)
+            for position, data in batches:
                 self._metrics.hand_out(position)
                 step = self._position.progress.step
                 current = train_step.begin(position, step, compare=end_of_step.compares_next)
