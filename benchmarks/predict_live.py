@@ -31,9 +31,9 @@ from torch.nn import functional as F
 
 import lockstep
 from hosts import Host, Hosts, hosts
+from lockstep.cpu_use import CpuWatch
 from lockstep.launch_contract import MEASURE
 from lockstep.scale.catalogue import open_catalogue
-from lockstep.scale.cpu_use import CpuWatch
 from lockstep.scale.links import Curve, Link
 from lockstep.scale.measured_run import Records
 from lockstep.scale.profile_script import SUM_BYTES, step_profile

@@ -23,7 +23,7 @@ FLOORS = (
         *("world", "batch", "progress", "settings", "size_balancing", "heartbeat_message"),
         *("peer_failure", "strategy_words", "script_end", "step_record"),
     ),
-    ("collectives", "seeding", "heartbeat", "cpu_affinity"),
+    ("collectives", "seeding", "heartbeat", "cpu_affinity", "cpu_use"),
     ("strategies", "checkpoint", "data", "report", "faults", "error_advice"),
     ("run", "launch", "saved_run"),
     ("tune", "scale"),
@@ -35,7 +35,7 @@ TORCH_FREE = (
     *("errors", "launch_contract", "trial_contract", "slurm_syntax", "world", "batch", "progress", "settings"),
     *("size_balancing",),
     *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
-    *("launch", "strategy_words", "saved_run", "error_advice", "step_record"),
+    *("cpu_use", "launch", "strategy_words", "saved_run", "error_advice", "step_record"),
     *("cli", "__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from

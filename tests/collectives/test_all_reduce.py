@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.batch import BatchPlan
-from lockstep.collectives import TreeAccumulator, fold, open_all_reduce, open_group
+from lockstep.collectives import TreeAccumulator, fold, open_all_reduce, open_group, shared_memory
 from lockstep.collectives.all_reduce import GlooAllReduce
 from lockstep.testing import run_ranks
 from lockstep.world import World
@@ -32,6 +32,8 @@ def wrong_sums(kind):
     world = World.from_env(os.environ)
     group = open_group(world, torch.device("cpu"), 60)
     plan = BatchPlan(100, 1, world.size)
+    if kind == "in chunks":
+        shared_memory._FOLDED_BY_ALL = 200  # bytes: of the small ones the whole, of the others a chunk each
     exchange = (GlooAllReduce if kind == "gloo" else open_all_reduce)(group, plan.run)
     wrong = []
     try:
@@ -66,6 +68,11 @@ def test_sums_are_the_trees(world_size):
     told = run_ranks(wrong_sums, world_size, "best")
     assert {name for name, _ in told} == {"_NoAllReduce" if world_size == 1 else "SharedMemoryAllReduce"}
     assert [wrong for _, wrong in told] == [[]] * world_size
+
+
+def test_large_sums_are_the_trees():
+    told = run_ranks(wrong_sums, 3, "in chunks")
+    assert told == [("SharedMemoryAllReduce", [])] * 3
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

@@ -22,7 +22,7 @@ from lockstep.collectives.reduce_scatter import (
     broadcast_from_rank0,
 )
 from lockstep.collectives.reduction_plan import Runs
-from lockstep.collectives.reduction_tree import Node, TreeAccumulator, fold, nodes_of
+from lockstep.collectives.reduction_tree import Node, TreeAccumulator, fold, nodes_of, parent_of
 from lockstep.collectives.sum_timing import time_sums
 from lockstep.collectives.tensor_shard import TensorShard, as_absent_shards, as_owned_shards
 from lockstep.collectives.wait_clock import WaitClock, wait_clock
@@ -56,6 +56,7 @@ __all__ = [
     "open_group",
     "open_owner_broadcast",
     "open_store",
+    "parent_of",
     "single_rank_group",
     "time_sums",
     "translating_peer_errors",

@@ -2,14 +2,18 @@
 
     begin      each rank copies the sums of its nodes into the area   area  | node 0 | node 1 | node 2 | ... |
     ---------- all have copied them                                            ||       ||       ||
-    finish     each rank folds its chunk of all nodes, in place        rank 0  a0  +    b0   +   c0
+    finish     each rank folds all nodes of a small sum itself       each rank  a   +    b    +   c
+               of a large one its chunk, in place                      rank 0  a0  +    b0   +   c0
                                                                        rank 1  a1  +    b1   +   c1
-    ---------- all have folded: the sum lies where node 0 was
+    ---------- all have folded (where there is a large one): the sum lies where node 0 was
                each rank copies it out
-    ---------- all have copied: the area may be used again; this is only waited for when it is
+    ---------- all have read: the area may be used again; this is only waited for when it is
 
-Each dashed line is a barrier: a byte to each rank and one from each. A rank that dies closes its sockets, so the others
-know at once which one it is. The memory has no name in any file system and is gone with the last process.
+Each dashed line is a barrier. Each costs a rank that comes early a sleep, and where more processes want to run than
+there are cores, the time until it gets a core again: so a small sum is folded by all, which takes one barrier.
+
+A rank that dies closes its sockets, so the others know at once which one it is. The memory has no name in any file
+system and is gone with the last process.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -32,6 +37,38 @@ from lockstep.errors import PeerLost
 _TOKEN = b"."
 _PAGE = mmap.PAGESIZE
 _ALIGN = 64  # bytes: sums begin on cache lines of their own
+#: Bytes of all nodes up to which each rank folds a sum itself: quicker than a barrier. Two nodes always are, for then
+#: that takes no more from memory than to fold a half and to copy the whole.
+_FOLDED_BY_ALL = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _BegunSum:
+    """A sum whose parts are in shared memory, or on their way there."""
+
+    out: torch.Tensor
+    plan: ReductionPlan
+    area: torch.Tensor  #: of shape (nodes, elements), the same memory on all ranks
+
+    @property
+    def is_folded_by_all(self) -> bool:
+        """Whether each rank folds the whole of it, and not only a chunk."""
+        return len(self.area) <= 2 or self.area.numel() * self.area.element_size() <= _FOLDED_BY_ALL
+
+    def fold(self) -> None:
+        """The sum is in ``out``; the shared memory stays as it is, for other ranks read it, too."""
+        nodes = self.area.unbind()
+        if len(nodes) == 2:
+            torch.add(*nodes, out=self.out)
+        else:
+            self.out.copy_(fold(self.plan.micro_batches, self.plan.all_nodes, nodes, torch.add))
+
+    def fold_chunk(self) -> None:
+        """This rank's chunk of the sum is where that of the first node was."""
+        first, end = self.plan.cuts(self.out.numel())[self.plan.rank]
+        if first < end:
+            chunks = [node[first:end] for node in self.area.unbind()]
+            fold(self.plan.micro_batches, self.plan.all_nodes, chunks, lambda left, right: left.add_(right))
 
 
 class SharedMemoryAllReduce:
@@ -43,7 +80,7 @@ class SharedMemoryAllReduce:
         self._arena: Final = SharedMemoryArena(group, "the reduction")
         self._areas: list[mmap.mmap] = []  # filled one after the other by the sums of a step
         self._free = (0, 0)  # the first byte that this step has not used: number of the area, and offset in it
-        self._pending: list[tuple[torch.Tensor, ReductionPlan, torch.Tensor]] = []
+        self._begun: list[_BegunSum] = []
         self._area_is_free = True
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
@@ -56,24 +93,26 @@ class SharedMemoryAllReduce:
         first = sum(len(nodes) for nodes in plan.nodes_by_rank[: self._rank])
         for place, partial in enumerate(partials, first):
             area[place].copy_(partial)
-        self._pending.append((out, plan, area))
+        self._begun.append(_BegunSum(out, plan, area))
 
     def finish(self) -> None:
         """Wait until all ranks have copied their sums in, fold them, and copy the results out."""
-        if not self._pending:
+        if not self._begun:
             return
-        begun, self._pending, self._free = self._pending, [], (0, 0)
+        begun, self._begun, self._free = self._begun, [], (0, 0)
         self._arena.arrive()
         self._arena.wait()
-        for out, plan, area in begun:
-            first, end = plan.cuts(out.numel())[self._rank]
-            if first < end:
-                chunks = [node[first:end] for node in area.unbind()]
-                fold(plan.micro_batches, plan.all_nodes, chunks, lambda left, right: left.add_(right))
-        self._arena.arrive()
-        self._arena.wait()
-        for out, _, area in begun:
-            out.copy_(area[0])
+        in_chunks = [each for each in begun if not each.is_folded_by_all]
+        if in_chunks:
+            for each in in_chunks:
+                each.fold_chunk()
+            self._arena.arrive()
+            self._arena.wait()
+        for each in begun:
+            if each.is_folded_by_all:
+                each.fold()
+            else:
+                each.out.copy_(each.area[0])
         self._arena.arrive()
         self._area_is_free = False
 

@@ -16,6 +16,7 @@ from typing import Final
 from lockstep.checkpoint import StateTree
 from lockstep.errors import LockstepError
 from lockstep.report import State as DisplayState
+from lockstep.run.idle_devices import open_idle_devices
 from lockstep.run.loaders import Loaders
 from lockstep.run.measurement import Measurement
 from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
@@ -54,6 +55,7 @@ class EndOfStep:
         self._warnings: Final = warnings
         self._log: Final = log
         self._measurement: Final = measurement
+        self._idle_devices: Final = open_idle_devices(context)
         self._save_stop: Final = context.save_stop
         self._open_step = 0  # a step that is done, and whose body has not ended; 0: none
         self._checked = False  # of the open step: whether its loop was left, and all but the decisions was done
@@ -113,9 +115,11 @@ class EndOfStep:
             self._snapshot.compare_ranks()
         self.carry_out(decision)
         position = self._position
-        self._context.reporter.step(
+        is_shown = self._context.reporter.step(
             position.progress, position.length, position.loss, self._context.checkpointer.committed_step
         )
+        if is_shown and self._idle_devices is not None:
+            self._idle_devices.look()
         self.begin_next()
 
     def finish_turn(self) -> None:

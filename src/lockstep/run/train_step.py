@@ -91,6 +91,7 @@ class TrainStep:
         group, strategy, state = context.group, context.strategy, context.state
         self._group: Final = group
         self._strategy: Final = strategy
+        self._computes_loss: Final = strategy if isinstance(strategy, ComputesLoss) else None
         self._precision: Final = context.precision
         self._state: Final = state
         self._clip_norm: Final = context.settings.clip_norm
@@ -137,7 +138,7 @@ class TrainStep:
             )
         self._check_first(target, current, counts=count is not None)
         task = self._task(loss, data, target) if callable(loss) else None
-        pipelines = self._strategy if task is not None and isinstance(self._strategy, ComputesLoss) else None
+        pipelines = None if task is None else self._computes_loss
         if task is None and self._closures.active:
             raise UsageError(
                 f"{type(self._state.optimizers[0]).__name__} computes the loss several times in a step, so give "

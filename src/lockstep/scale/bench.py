@@ -8,11 +8,11 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from lockstep.cpu_use import CpuUse, CpuWatch
 from lockstep.formatting import plural
 from lockstep.launch import Machine, Module, Script, check_program, versions
 from lockstep.scale.bench_result import BenchMachine, BenchResult, BenchRow
 from lockstep.scale.catalogue import open_catalogue
-from lockstep.scale.cpu_use import CpuUse, CpuWatch
 from lockstep.scale.measured_run import FailedRun, MeasuredRun, Records, measure
 from lockstep.scale.rows import Prices, RoundSeen, measured, with_reference, with_times
 from lockstep.scale.sweep import BatchSizes, Start, Sweep, Variant, rounds_of, start_of

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lockstep.cpu_use import CpuUse
 from lockstep.scale.bench_result import PARTS, BenchRow, Measured
-from lockstep.scale.cpu_use import CpuUse
 from lockstep.scale.measured_run import Records
 from lockstep.scale.steady_state import median_interval, warm_up
 from lockstep.step_record import StepTimes

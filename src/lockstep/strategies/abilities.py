@@ -6,9 +6,10 @@ it, and does the usual thing where it has not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -35,6 +36,24 @@ def _delegation_chain(strategy: Strategy) -> Iterator[Strategy]:
         yield strategy
 
 
+def _first_with(ability: type, strategy: Strategy) -> Any:
+    """The first of ``strategy`` and those that it delegates to that has ``ability``; None: none of them has.
+
+    The same as by ``isinstance``, in a tenth of its time, for what is asked several times in a step.
+    """
+    while not _has(type(strategy), ability):
+        if not _has(type(strategy), Delegates):
+            return None
+        strategy = strategy.delegate()  # type: ignore[attr-defined]  # as just asked
+    return strategy
+
+
+@functools.cache
+def _has(kind: type, ability: type) -> bool:
+    """Whether strategies of a class have ``ability``, which consists of methods."""
+    return issubclass(kind, ability)
+
+
 @runtime_checkable
 class PreparesForward(Protocol):
     """A strategy with something to do before a forward pass."""
@@ -46,10 +65,9 @@ class PreparesForward(Protocol):
 
 def begin_micro_batch(strategy: Strategy, position: MicroBatchPosition) -> None:
     """Prepare the forward pass of one micro-batch; most strategies have nothing to prepare."""
-    for each in _delegation_chain(strategy):
-        if isinstance(each, PreparesForward):
-            each.begin_micro_batch(position)
-            return
+    prepares: PreparesForward | None = _first_with(PreparesForward, strategy)
+    if prepares is not None:
+        prepares.begin_micro_batch(position)
 
 
 @runtime_checkable
@@ -63,10 +81,9 @@ class PreparesOptimizerStep(Protocol):
 
 def before_optimizer_step(strategy: Strategy, target: ParameterSet) -> None:
     """Leave gradients only where this rank makes the optimizer step; under most strategies every rank makes it."""
-    for each in _delegation_chain(strategy):
-        if isinstance(each, PreparesOptimizerStep):
-            each.before_optimizer_step(target)
-            return
+    prepares: PreparesOptimizerStep | None = _first_with(PreparesOptimizerStep, strategy)
+    if prepares is not None:
+        prepares.before_optimizer_step(target)
 
 
 @runtime_checkable
@@ -84,8 +101,8 @@ class PreparesUpdate(Protocol):
 
 def before_update(strategy: Strategy, position: MicroBatchPosition) -> None:
     """Make what collective calls of the step can be made before optimizers step; most strategies have none."""
-    if isinstance(strategy, PreparesUpdate):
-        strategy.before_update(position)
+    if _has(type(strategy), PreparesUpdate):
+        strategy.before_update(position)  # type: ignore[attr-defined]  # as just asked
 
 
 @runtime_checkable
