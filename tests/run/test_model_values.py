@@ -42,7 +42,7 @@ FORMS = {"given": Net, "made": lambda: Net, "meta": on_meta, "made on meta": lam
 
 
 def trained(strategy, form, weights):
-    """The bits of the model at the beginning, and after two steps; and the random number that came after it was made."""
+    """The bits of the model at the beginning, and after two steps; and the random number that came next."""
     with Run(seed=4, strategy=strategy) as run:
         model = run.model(FORMS[form](), weights=weights)
         then = torch.rand(1).item()

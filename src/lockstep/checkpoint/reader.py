@@ -100,7 +100,9 @@ class CheckpointReader:
                     else:
                         chunk = scratch[: end - at]
                         taken = _fill(file, chunk)
-                        for first, last, place in itertools.takewhile(lambda run: run[0] < end, runs[number:]):
+                        for first, last, place in itertools.islice(runs, number, None):
+                            if first >= end:
+                                break
                             a, b = max(first, at), min(last, end)
                             if a < b:
                                 into[place + a - first : place + b - first] = chunk[a - at : b - at]

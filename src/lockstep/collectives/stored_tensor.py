@@ -27,9 +27,9 @@ class StoredTensor(torch.Tensor):
     _read: ReadBox
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, read: ReadBox) -> Self:
+    def __new__(cls: type[Self], shape: Sequence[int], dtype: torch.dtype, read: ReadBox) -> Self:
         """A tensor of ``shape`` and ``dtype``, of which ``read`` gives boxes."""
-        made: Self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
         made._read = read
         return made
 
@@ -41,10 +41,12 @@ class StoredTensor(torch.Tensor):
         """Read all of it; with memory of its own."""
         return self._read((0,) * self.dim(), tuple(self.shape))
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = in_memory((args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -53,9 +55,6 @@ class StoredTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole().__reduce_ex__(protocol)
-
-    def __repr__(self, **_: Any) -> str:
-        return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def in_memory(value: Any) -> Any:

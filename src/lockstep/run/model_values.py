@@ -72,12 +72,15 @@ def _leave_meta(model: nn.Module) -> None:
                 if tensor is not None and tensor.is_meta:
                     is_new = is_new or id(tensor) not in instead
                     tensors[name] = instead.setdefault(id(tensor), _on_cpu(tensor))  # type: ignore[assignment]
-        reset = next((method for name in _RESETS if callable(method := getattr(module, name, None))), None)
+        methods = (getattr(module, name, None) for name in _RESETS)
+        reset: Callable[[], object] | None = next(filter(callable, methods), None)
         if reset is not None and (is_new or not module._parameters):
             reset()
-    for owner in [module for _, module in _inner_first(model) if callable(getattr(module, "_init_weights", None))]:
-        for _, module in _inner_first(owner):
-            owner._init_weights(module)
+    for _, owner in _inner_first(model):
+        initialise: Callable[[nn.Module], object] | None = getattr(owner, "_init_weights", None)
+        if callable(initialise):
+            for _, module in _inner_first(owner):
+                initialise(module)
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,7 +138,7 @@ class _Written(TorchDispatchMode):
     """Sees which tensors are given values."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storages: Final[set[int]] = set()
 
     def has(self, tensor: torch.Tensor) -> bool:

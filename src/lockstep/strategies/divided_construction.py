@@ -221,17 +221,15 @@ class DividedConstruction:
         self._total = 0
         checksums = []
         for key, (name, parameter) in parameters.items():
-            divided = self._known.get(key)
-            if divided is None:
-                divided = self._taken_over(parameter)
-                if divided is None:
-                    continue
-            if not divided.has_values:
+            found = self._known.get(key) or self._taken_over(parameter)
+            if found is None:
+                continue
+            if not found.has_values:
                 raise UsageError(without_values(name, model))
-            if not divided.divide_as(parameter):
+            if not found.divide_as(parameter):
                 continue  # something looks at its memory
-            self._known[_storage_of(parameter)] = divided
-            checksums.append(divided.checksum)
+            self._known[_storage_of(parameter)] = found
+            checksums.append(found.checksum)
         self._everybody.check_equal(
             "the values that run.model(...) gave its parameters (the function must make the same model on every rank)",
             zlib.crc32(repr(checksums).encode()),
@@ -355,7 +353,7 @@ class _Operations(TorchDispatchMode):
     """Sees every operation on tensors, also those inside of others."""
 
     def __init__(self, construction: DividedConstruction) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._construction: Final = construction
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -367,9 +365,9 @@ class _Operations(TorchDispatchMode):
         construction = self._construction
         if func in _LOOKS_AT_NOTHING:
             return func(*args, **kwargs)
-        if func is _ATEN.copy_.default and isinstance(args[1], StoredTensor) and _is_plain(args[0]):
-            if construction.read_rows(args[0], args[1]):
-                return args[0]
+        from_file = func is _ATEN.copy_.default and isinstance(args[1], StoredTensor) and _is_plain(args[0])
+        if from_file and construction.read_rows(args[0], args[1]):
+            return args[0]
         args, kwargs = in_memory((args, kwargs))
         used = [value for value in pytree.tree_leaves((args, kwargs)) if _is_plain(value)]
         overwritten = None
@@ -423,11 +421,12 @@ def without_values(name: str, model: nn.Module) -> str:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _checksum(flat: torch.Tensor) -> int:
