@@ -146,6 +146,14 @@ def test_memory(tmp_path):
     assert len(shown.splitlines()) == 3
 
 
+def test_memory_phases(tmp_path):
+    (row,), shown = measured(
+        tmp_path, "memory_phases.py", "--millions", "8", "--ranks", "2", "--ways", "fsdp", "--micro", "1"
+    )
+    assert row["resume"] < 16, "less than all of the checkpoint"
+    assert len(shown.splitlines()) == 2
+
+
 def test_zero(tmp_path):
     found, shown = measured(tmp_path, "zero.py", "--ranks", "2", "--millions", "0.01")
     held = {row["way"]: row["state_bytes"] for row in found}

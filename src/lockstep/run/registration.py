@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from lockstep.checkpoint import read_weights
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
 from lockstep.run.closures import check_closures, needs_closure, refuse_beside
 from lockstep.run.early_stopping import EarlyStopping
+from lockstep.run.model_values import is_on_meta, made
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.state import State
-from lockstep.strategies import ComputesLoss, check_can_step, parameters_of, spans_gpus, synchronize_batchnorm
+from lockstep.strategies import (
+    ComputesLoss,
+    check_can_step,
+    construct,
+    divides_construction,
+    parameters_of,
+    spans_gpus,
+    synchronize_batchnorm,
+)
 
 
 class Registration:
@@ -28,12 +40,21 @@ class Registration:
         self._state: Final = context.state
         self._start: Final = start
 
-    def model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool) -> nn.Module:
+    def model(
+        self,
+        given: nn.Module | Callable[[], nn.Module],
+        *,
+        weights: str | os.PathLike[str] | None,
+        find_unused_parameters: bool,
+        static_graph: bool,
+    ) -> nn.Module:
         """See `Run.model`."""
         self._start.refuse_late("model")
-        check_model(model, self._state)
         context = self._context
-        if not (spans_gpus(model) or isinstance(context.strategy, ComputesLoss)):
+        model, is_new = self._with_values(given, weights)
+        check_model(model, self._state)
+        moves_itself = isinstance(context.strategy, ComputesLoss) or (is_new and divides_construction(context.strategy))
+        if not (moves_itself or spans_gpus(model)):
             model = model.to(context.device)
         if context.settings.sync_batchnorm and context.group.size > 1:
             model = synchronize_batchnorm(model, context.group)
@@ -42,6 +63,26 @@ class Registration:
         if context.settings.compile:
             model.compile()
         return model
+
+    def _with_values(
+        self, given: nn.Module | Callable[[], nn.Module], weights: str | os.PathLike[str] | None
+    ) -> tuple[nn.Module, bool]:
+        """The model, and whether it was made just now, or got its values just now. Collective."""
+        if isinstance(given, nn.Module):
+            check_model(given, self._state)
+            if weights is None and not is_on_meta(given):
+                return given, False
+            known = given
+            make: Callable[[], nn.Module] = lambda: known  # noqa: E731 - a function would need a name that says this
+        elif callable(given):
+            make = given
+        else:
+            raise UsageError(
+                f"run.model({type(given).__name__}): give a torch.nn.Module, or a function that makes one, as in "
+                "run.model(lambda: Net())"
+            )
+        stored = None if weights is None else read_weights(Path(weights))
+        return construct(self._context.strategy, lambda: made(make, stored)), True
 
     def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None) -> None:
         """See `Run.optimizer`."""

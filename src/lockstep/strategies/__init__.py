@@ -20,6 +20,8 @@ from lockstep.strategies.abilities import (
     can_repeat_step,
     can_update_trainable,
     check_can_step,
+    construct,
+    divides_construction,
     evaluating,
     explain,
     finish_training,
@@ -31,6 +33,7 @@ from lockstep.strategies.abilities import (
 )
 from lockstep.strategies.batchnorm import synchronize_batchnorm
 from lockstep.strategies.buffers import same
+from lockstep.strategies.divided_construction import allocates, without_values, written_by
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
     ParameterSet,
@@ -55,13 +58,16 @@ __all__ = [
     "StateLayout",
     "Strategy",
     "StrategyContext",
+    "allocates",
     "before_optimizer_step",
     "before_update",
     "begin_micro_batch",
     "can_repeat_step",
     "can_update_trainable",
     "check_can_step",
+    "construct",
     "describe_loss",
+    "divides_construction",
     "evaluating",
     "explain",
     "finish_training",
@@ -79,6 +85,8 @@ __all__ = [
     "strategy_state",
     "synchronize_batchnorm",
     "update_trainable",
+    "without_values",
+    "written_by",
 ]
 
 #: The words of `strategy_words`, each with its file. Loaded when asked for: some bring much of torch with them.

@@ -7,11 +7,12 @@ it, and does the usual thing where it has not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import UsageError
@@ -52,6 +53,32 @@ def _first_with(ability: type, strategy: Strategy) -> Any:
 def _has(kind: type, ability: type) -> bool:
     """Whether strategies of a class have ``ability``, which consists of methods."""
     return issubclass(kind, ability)
+
+
+@runtime_checkable
+class DividesConstruction(Protocol):
+    """A strategy under which no rank need hold the whole of a model while it is made.
+
+    It also moves such models to the device itself.
+    """
+
+    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """What ``make`` gives, with the values that one rank would give it. Collective.
+
+        Of its parameters each rank may hold a part only, until `Strategy.setup_model`.
+        """
+        ...
+
+
+def divides_construction(strategy: Strategy) -> bool:
+    """Whether `construct` may give models that are not on the device, and of which each rank has a part."""
+    return _first_with(DividesConstruction, strategy) is not None
+
+
+def construct(strategy: Strategy, make: Callable[[], nn.Module]) -> nn.Module:
+    """What ``make`` gives, divided where ``strategy`` can divide it while it is made. Collective."""
+    divides = _first_with(DividesConstruction, strategy)
+    return make() if divides is None else divides.construct(make)
 
 
 @runtime_checkable
