@@ -103,7 +103,7 @@ class IterableLoader(MicroBatchLoader):
     def _step(self, found: StreamStep, epoch: int, step: int, samples: int, padding: Padding) -> Iterator[MicroBatch]:
         sizes = [size for size in sizes_of(self.plan, samples) if size]
         run = self.plan.run(self._rank, len(sizes))
-        before = padding_of(self.plan, self._rank, len(sizes), padding)
+        before = padding_of(self.plan, len(run), len(sizes), padding)
         # With micro-batches missing the runs move, and the few samples there are may have been found on other ranks.
         # So they do where this rank holds no micro-batch of a full step, in an evaluation.
         if len(sizes) < self.plan.micro_batches or not found.batches:
@@ -120,7 +120,13 @@ class IterableLoader(MicroBatchLoader):
     def _agreed(self, found: StreamStep, epoch: int, step: int) -> int:
         """Samples of the step over all ranks, if all found what belongs to them. Collective."""
         everyone = self._agree([found.mark, *found.counts])
-        counts = [number for numbers in everyone for number in numbers[1:]]
+        runs = (self.plan.run(rank) for rank in range(len(everyone)))
+        found_at = {
+            index: count
+            for run, numbers in zip(runs, everyone, strict=True)
+            for index, count in zip(run, numbers[1:], strict=True)
+        }
+        counts = [found_at[index] for index in range(len(found_at))]
         samples = sum(counts)
         where, kind = f"in step {step} of epoch {epoch}", type(self._dataset).__name__
         if counts != sizes_of(self.plan, samples):

@@ -205,7 +205,9 @@ def rows_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def divide_by_counts(target: ParameterSet, samples: int, counted: int) -> None:
     """From a sum of items per sample to the mean over ``counted`` items, all those of the step's ``samples``."""
-    gradients = [p.grad for p in target.parameters if p.grad is not None]
+    gradients = [
+        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in target.parameters if p.grad is not None
+    ]
     if gradients:  # a rank may hold none, such as one whose stage trains nothing
         torch._foreach_mul_(gradients, samples / counted)
 
