@@ -1,5 +1,6 @@
 """Models divided among ranks: the bits of one rank, whatever is gathered, summed, clipped, left out or resumed."""
 
+import copy
 import os
 from pathlib import Path
 
@@ -190,8 +191,8 @@ def interrupted(strategy):
         return bits(net, steps)
 
 
-def compiled(strategy):
-    """Each block is compiled, with what gathers it outside, and the bits are those of blocks that are not."""
+def compiled(strategy, compiles=True):
+    """Each block is compiled, with what gathers it outside: how many graphs there are, and whether it is in one."""
     compilations = []
 
     def backend(graph, inputs):
@@ -200,7 +201,8 @@ def compiled(strategy):
 
     with Run(seed=1, strategy=strategy) as run:
         net = run.model(Unstated())
-        net.compile(backend=backend)
+        if compiles:
+            net.compile(backend=backend)
         steps = run.optimizer(OPTIMIZERS[SGD](net.parameters()))
         for inputs, labels in run.train(run.loader(samples(18), global_batch=18, micro_batch=3)):
             run.step(F.cross_entropy(net(inputs), labels))
@@ -367,7 +369,7 @@ def test_on_three_ranks(tmp_path):
     assert sum(held) == there[0]
     assert max(held) <= there[0] / 2  # of 40 % at most, as its sizes go
 
-    assert per_block == [(compiled("fsdp:wrap=Block")[0], 2, False)] * 3
+    assert per_block == [(compiled("none", compiles=False)[0], 1, False)] * 3  # both blocks are the same code
 
     assert all("the order in which forward() calls the blocks" in p and "rank 1: " in p for p in parted)
     says = [
@@ -382,7 +384,7 @@ def test_on_three_ranks(tmp_path):
         "mixed=fp16: its gradients need the loss scale of precision='fp16'",
         "ignored_modules=Blok: Net has no module with parameters of class or name 'Blok'; it has first, blocks, last",
         "fsdp with ignored_modules with precision='fp16': torch unscales divided and whole gradients apart",
-        "AdamW with foreach=True or fused=True steps parameters that are divided and those of ignored_modules=first",
+        "AdamW with foreach or fused steps parameters that are divided and those of ignored_modules=first at once",
         f"wrap={__name__}:is_blok: module '{__name__}' has no attribute 'is_blok'; give MODULE:FUNCTION",
     ]
     for of_one in messages:
@@ -413,6 +415,14 @@ def opened(spec, say=lambda text: None):
 @pytest.mark.parametrize("spec", ["fsdp", "hsdp", "hsdp:shard=8,wrap=Block", "zero:stage=2"])
 def test_one_rank_divides_nothing(spec):
     assert isinstance(opened(spec), SingleProcess)
+
+
+def test_one_rank_compiles_the_same_blocks():
+    net = opened("fsdp:wrap=Block").setup_model(Net(), find_unused_parameters=False)
+    copy.deepcopy(net).compile(backend="eager")
+    assert not [module for module in net.modules() if module._compiled_call_impl]
+    net.compile(backend="eager")
+    assert [module for module in net.modules() if module._compiled_call_impl] == list(net.blocks)
 
 
 def test_one_rank_recomputes_activations():

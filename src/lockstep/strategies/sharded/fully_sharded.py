@@ -270,11 +270,12 @@ class FullySharded(
             )
         for group in optimizer.param_groups:
             kinds = {isinstance(p, DTensor) for p in group["params"]}
-            if (group.get("foreach") or group.get("fused")) and len(kinds) > 1:
+            by_default = group.get("foreach", False) is None and self._group.device.type != "cpu"
+            if (group.get("foreach") or group.get("fused") or by_default) and len(kinds) > 1:
                 raise UsageError(
-                    f"{type(optimizer).__name__} with foreach=True or fused=True steps parameters that are divided and "
-                    f"those of ignored_modules={self._options.ignored_modules} at once, which torch cannot: give it a "
-                    "parameter group for each, or leave the argument out"
+                    f"{type(optimizer).__name__} with foreach or fused steps parameters that are divided and those of "
+                    f"ignored_modules={self._options.ignored_modules} at once, which torch cannot: give it a parameter "
+                    "group for each, or foreach=False"
                 )
 
     def backward(
