@@ -255,5 +255,7 @@ class FsdpBackward(Gradients):
     def discard_step(self) -> None:
         """Drop what the units have summed."""
         for fsdp_model in self._models:
-            for unit in (*fsdp_model.units, *fsdp_model.whole):
+            for unit in fsdp_model.units:
                 unit.forget()
+            for whole in fsdp_model.whole:
+                whole.forget()

@@ -253,8 +253,8 @@ class FullySharded(
             self._guard = PickleGuard(DTensor, lambda tensor: tensor.device_mesh == mesh, self._name)
         if any(p.requires_grad for p in model.parameters()):
             learning = [p for p in model.parameters() if p in ignored and p.requires_grad]
-            whole = by_type(learning, self._shard_groups, self._reduce_scatter)
-            self._units.add(FsdpModel(model, units, whole, TrackedUse(model, self._group) if watch else AllUsed()))
+            kept = by_type(learning, self._shard_groups, self._reduce_scatter)
+            self._units.add(FsdpModel(model, units, kept, TrackedUse(model, self._group) if watch else AllUsed()))
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ``optimizer`` can step tensors that are divided.
