@@ -20,6 +20,7 @@ from lockstep.collectives import (
     open_group,
 )
 from lockstep.collectives.reduction_plan import turns_of
+from lockstep.collectives.shared_memory_parts import SharedMemoryExchange
 from lockstep.errors import MismatchError
 from lockstep.world import World
 from worlds import on_world
@@ -35,7 +36,7 @@ def test_what_the_ranks_of_a_copy_exchange_folds_into_the_nodes_of_their_common_
         turns = turns_of(micro, runs, passes)
         assert len(turns) == passes
         for turn in turns:
-            for node in sorted(node for nodes in turn for node in nodes):
+            for node in (node for nodes in turn for node in nodes):
                 sums.push(node, node[1] - node[0])
             assert len(sums.nodes) <= 2 * micro.bit_length()
         indices = sorted(index for run in runs for index in run)
@@ -96,6 +97,49 @@ def test_every_rank_gets_its_part_of_the_tree_of_sums(world_size):
                 torch.testing.assert_close(fast, expected, rtol=1e-4, atol=1e-3)
 
 
+def waits_for_a_slow_reader(gather, group):
+    """Whether the leader still reads what was gathered when another rank has let go of it and writes what is next."""
+    last = torch.zeros(1, dtype=torch.uint8)
+    before = gather.allocate((8,), dtype=torch.float32, device=group.device)
+    before.fill_(1)
+    gather(before, before, None)
+    now = gather.allocate((8,), dtype=torch.float32, device=group.device)
+    gather(now, now, None)
+    if not group.leads:
+        del before
+    after = gather.allocate((8,), dtype=torch.float32, device=group.device) if not group.leads else None
+    if after is not None:
+        after.fill_(2)
+    if group.rank == 1:
+        group.send(last, 0, "that all is written")
+    if group.leads:
+        group.receive(last, 1, "that all is written")
+        return bool((before == 1).all())
+    return True
+
+
+def exchanges():
+    """What the leader reads late of an exchange, when another rank has begun the next one."""
+    group = open_group(World.from_env(os.environ), torch.device("cpu"), 30)
+    exchange, last = SharedMemoryExchange(group), torch.zeros(1, dtype=torch.uint8)
+    for number in range(3):
+        value = exchange.allocate(8, torch.float32, group.device).fill_(number)
+        pieces = exchange([value], [1, 1], value)
+    if group.leads:
+        group.receive(last, 1, "that all is written")
+    else:
+        exchange.allocate(8, torch.float32, group.device).fill_(9)
+        group.send(last, 0, "that all is written")
+    read = torch.stack(list(pieces)).unique().tolist()
+    exchange.close()
+    group.close()
+    return read
+
+
+def test_what_is_read_late_is_not_written_again():
+    assert on_world(2, [(exchanges,)]) == [[[2.0]] * 2]
+
+
 def gathers(ranks):
     """What each gather gives, over lengths that differ, while results are held in several ways; then other lengths."""
     group = open_group(World.from_env(os.environ), torch.device("cpu"), 30)
@@ -110,6 +154,7 @@ def gathers(ranks):
         found += [torch.equal(w, 100 * n + torch.arange(len(w)).float()) for n, w in held]
     areas = len(gather._areas)
     del whole, held
+    found.append(waits_for_a_slow_reader(gather, group))
     wrong = gather.allocate(((1 + group.rank) * ranks,), dtype=torch.float32, device=group.device)
     with pytest.raises(MismatchError, match=r"forward\(\) must call the same blocks in the same order"):
         gather(wrong, wrong, None)

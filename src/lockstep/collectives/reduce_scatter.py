@@ -258,7 +258,7 @@ class _TreeSum(ScatteredSum):
         pieces = self._exchange(values, list(map(len, nodes)), value)
         brought = zip((node for of_rank in nodes for node in of_rank), pieces, strict=True)
         before = {id(held) for held in self._parts.sums}
-        for node, piece in sorted(brought, key=lambda pair: pair[0]):
+        for node, piece in brought:  # rank after rank is from left to right
             self._parts.push(node, piece)
         if self._turn < len(self._turns):
             # What is kept gets memory of its own: the rest of what was received is given back.

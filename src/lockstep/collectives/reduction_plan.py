@@ -66,7 +66,7 @@ def turns_of(micro_batches: int, runs: Sequence[range], turns: int) -> list[list
         turns: passes that each rank makes, with its padding.
 
     Returns:
-        For each turn and each rank its nodes; empty where it has none to give then.
+        For each turn and each rank its nodes, from left to right; empty where it has none to give then.
     """
     if all(run.step == 1 for run in runs):
         nothing: list[list[Node]] = [[] for _ in runs]
