@@ -19,6 +19,7 @@ from lockstep.collectives import (
     open_gather,
     open_group,
 )
+from lockstep.collectives.reduce_scatter import _TreeSum
 from lockstep.collectives.reduction_plan import turns_of
 from lockstep.collectives.shared_memory_parts import SharedMemoryExchange
 from lockstep.errors import MismatchError
@@ -60,11 +61,16 @@ def scattered(ranks, micro_batches, part, in_turn, shares_memory):
         run = runs(group.rank, of)
         passes = -(-of // group.size)
         sums = [way.begin(of) for way in ways]
-        for index in [None] * (passes - len(run)) + [*run]:
+        for turn, index in enumerate([None] * (passes - len(run)) + [*run]):
             for one in sums:
                 value = one.allocate(part * ranks, torch.float32)
                 value.copy_(torch.full_like(value, torch.nan) if index is None else gradient(index, part * ranks))
                 one.add(value, index)
+                if in_turn:  # nothing whole is kept between turns, and of parts few, each in memory of its own
+                    held = one._parts.sums if isinstance(one, _TreeSum) else [one._part]
+                    assert len(held) <= of.bit_length()
+                    assert one is sums[1] or not one._whole.sums
+                    assert turn == passes - 1 or all(h.untyped_storage().nbytes() == 4 * part for h in held)
         out, fast = torch.empty(part), torch.empty(part)
         for one, into in zip(sums, (out, fast), strict=True):
             one.finish(into)
