@@ -66,6 +66,7 @@ WAYS = (
     Way("ddp:compress=powersgd,rank=1", low_rank(1)),
     Way("ddp:compress=powersgd,rank=4", low_rank(4)),
     Way("zero", all_reduced(3 / 2), same_bits=True),
+    Way("zero:stage=2", all_reduced(1), same_bits=True),
     Way("fsdp", all_reduced(3 / 2), same_bits=True),
     Way("hsdp:shard=2", in_copies(2), same_bits=True, least=4),
     Way("local-sgd:period=8", all_reduced(1 / 8)),
@@ -176,6 +177,7 @@ AIMS = (
     ("100mbit", "ddp:compress=powersgd,rank=1", "times_ddp", 8.0),
     ("100mbit", BLOCKING, "of_alone", 0.8),
     ("100mbit", STREAMED, "of_alone", 0.9),
+    (LOOPBACK, "fsdp", "times_ddp", 0.7),
 )
 
 

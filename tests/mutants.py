@@ -101,9 +101,39 @@ MUTANTS = [
     ),
     mutant(
         "batch.py",
-        "return range(m * rank // self.world_size, m",
-        "return range(-(-m * rank // self.world_size), m",
+        "end in (rank - place, rank - place + ranks)",
+        "end in (rank, rank - place + ranks)",
         "tests/test_batch.py",
+    ),
+    mutant(
+        "batch.py",
+        "return range(start + (place + stop - start) % ranks, stop, ranks)",
+        "return range(start + place, stop, ranks)",
+        "tests/test_batch.py",
+    ),
+    mutant(
+        "batch.py",
+        "return range(micro_batches * rank // self.world_size, m",
+        "return range(-(-micro_batches * rank // self.world_size), m",
+        "tests/test_batch.py",
+    ),
+    mutant(
+        "collectives/reduce_scatter.py",
+        "held if id(held) in before else held.clone()",
+        "held",
+        "tests/collectives/test_reduce_scatter.py",
+    ),
+    mutant(
+        "collectives/shared_memory_parts.py",
+        "area.is_free = _is_dead(area) and i != self._next",
+        "area.is_free = i != self._next",
+        "tests/collectives/test_reduce_scatter.py",
+    ),
+    mutant(
+        "collectives/shared_memory_parts.py",
+        "turn, count = self._number % 2, ",
+        "turn, count = 0, ",
+        "tests/collectives/test_reduce_scatter.py",
     ),
     mutant(
         "batch.py",
@@ -353,7 +383,7 @@ MUTANTS = [
     mutant("run/precision.py", "return self._scaler.get_scale() >= before", "return True", HAND),
     mutant(
         "run/train_step.py",
-        "nn.utils.clip_grads_with_norm_(target.parameters, self._clip_norm, norm)",
+        "nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)",
         "pass",
         HAND,
         MEAN,

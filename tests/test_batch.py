@@ -13,15 +13,30 @@ from lockstep.formatting import plural
 def plans(draw):
     global_batch = draw(st.integers(1, 600))
     micro_batch = draw(st.integers(1, global_batch))
-    return BatchPlan(global_batch, micro_batch, draw(st.integers(1, -(-global_batch // micro_batch))))
+    world_size = draw(st.integers(1, -(-global_batch // micro_batch)))
+    in_turn = draw(st.sampled_from([n for n in range(1, world_size + 1) if world_size % n == 0]))
+    return BatchPlan(global_batch, micro_batch, world_size, in_turn=in_turn)
 
 
 @given(plans(), st.data())
 def test_each_micro_batch_is_computed_by_exactly_one_rank(plan, data):
     m = data.draw(st.integers(0, plan.micro_batches))
     runs = [plan.run(rank, m) for rank in range(plan.world_size)]
-    assert [index for run in runs for index in run] == list(range(m))
+    indices = [index for run in runs for index in run]
+    assert (indices if plan.in_turn == 1 else sorted(indices)) == list(range(m))
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
+    assert [index for rank in range(plan.world_size) for index in plan.block(rank, m)] == list(range(m))
+
+
+@given(plans(), st.data())
+def test_the_micro_batches_of_a_turn_are_neighbours_and_turns_follow_each_other(plan, data):
+    m = data.draw(st.integers(0, plan.micro_batches))
+    turns = -(-m // plan.world_size)
+    for first in range(0, plan.world_size, plan.in_turn):
+        runs = [plan.run(rank, m) for rank in range(first, first + plan.in_turn)]
+        by_turn = [run[turn - turns + len(run)] for turn in range(turns) for run in runs if turn >= turns - len(run)]
+        assert by_turn == sorted(index for run in runs for index in run)
+        assert by_turn == list(range(by_turn[0], by_turn[-1] + 1)) if by_turn else True
 
 
 @given(plans())

@@ -6,7 +6,10 @@
     rank          0   0   1   1   1   2   2   2        run of rank r: [M*r // W, M*(r+1) // W)
 
 A step is always the same list of micro-batches, no matter which ranks compute them: the micro-batch is the unit of
-reproducibility.
+reproducibility. Where ranks take micro-batches in turn, those of a turn are neighbours, and the first turn is short:
+
+    micro-batch       0   1   2   3   4   5   6   7
+    rank, in_turn=3   1   2   0   1   2   0   1   2
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ class BatchPlan:
     micro_batch: int  #: samples of one forward and backward
     world_size: int  #: ranks that share them
     varies: bool = False  #: each step holds what a batch sampler says; global_batch is its largest in the first epoch
+    #: so many neighbouring ranks, a divisor of all, take their common run of micro-batches in turn; 1: a run for each
+    in_turn: int = 1
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch", "world_size"):
@@ -63,11 +68,13 @@ class BatchPlan:
             )
 
     @classmethod
-    def of(cls, global_batch: int, micro_batch: int | None, world_size: int, *, varies: bool = False) -> BatchPlan:
+    def of(
+        cls, global_batch: int, micro_batch: int | None, world_size: int, *, varies: bool = False, in_turn: int = 1
+    ) -> BatchPlan:
         """The plan for these sizes; without ``micro_batch`` a step is divided into `DEFAULT_MICRO_BATCHES`."""
         if micro_batch is None:
             micro_batch = max(1, -(-global_batch // DEFAULT_MICRO_BATCHES))
-        return cls(global_batch, micro_batch, world_size, varies)
+        return cls(global_batch, micro_batch, world_size, varies, in_turn)
 
     @property
     def micro_batches(self) -> int:
@@ -101,11 +108,18 @@ class BatchPlan:
     def run(self, rank: int, micro_batches: int | None = None) -> range:
         """The micro-batches of ``rank``, in a step of ``micro_batches`` (default: a full step).
 
-        Neighbouring ranks hold neighbouring runs whose lengths differ by at most one. In a short step, which may hold
-        fewer micro-batches than there are ranks, some runs are empty.
+        Runs differ in length by at most one, and those that are shorter have no part in the first turn. Neighbouring
+        ranks hold neighbouring runs, or take those of `in_turn` ranks in turn. In a short step, which may hold fewer
+        micro-batches than there are ranks, some runs are empty.
         """
         m = self.micro_batches if micro_batches is None else micro_batches
-        return range(m * rank // self.world_size, m * (rank + 1) // self.world_size)
+        place, ranks = rank % self.in_turn, self.in_turn
+        start, stop = (m * end // self.world_size for end in (rank - place, rank - place + ranks))
+        return range(start + (place + stop - start) % ranks, stop, ranks)
+
+    def block(self, rank: int, micro_batches: int) -> range:
+        """The block of neighbouring ones that ``rank`` evaluates, of so many; blocks of all ranks follow each other."""
+        return range(micro_batches * rank // self.world_size, micro_batches * (rank + 1) // self.world_size)
 
     def steps(self, samples: int, *, drop_last: bool = False) -> int:
         """Steps of an epoch of ``samples``; the last one is short unless ``drop_last`` leaves it out."""

@@ -12,13 +12,13 @@ from typing import Final
 
 from lockstep.errors import SettingError
 
-_FSDP = ("wrap", "mixed", "reshard", "offload", "checkpoint_activations")
+_FSDP = ("wrap", "mixed", "reshard", "ignored_modules", "prefetch", "offload", "checkpoint_activations")
 #: The strategies, each with the names of its options; a test compares them with the fields of its `Options`.
 STRATEGY_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "none": (),
     "dp": ("devices",),
     "ddp": ("compress", "rank", "start"),
-    "zero": (),
+    "zero": ("stage",),
     "fsdp": _FSDP,
     "hsdp": ("shard", *_FSDP),
     "local-sgd": ("period", "warmup", "node_period", "moments"),

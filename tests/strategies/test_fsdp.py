@@ -1,5 +1,6 @@
 """Models divided among ranks: the bits of one rank, whatever is gathered, summed, clipped, left out or resumed."""
 
+import copy
 import os
 from pathlib import Path
 
@@ -63,6 +64,31 @@ class Unstated(Net):
         super().__init__(nn.LayerNorm)
 
 
+class Scaled(Net):
+    """With parameters that cannot be divided: one of no dimension, and one whose rows do not follow each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, x):
+        return self.scale(super().forward(x))
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(()))
+        self.mix = nn.Parameter(torch.eye(3)[:, [1, 0, 2]].t())
+
+    def forward(self, x):
+        return x @ self.mix * self.by
+
+
+def is_block(module):
+    return isinstance(module, Block) or getattr(module, "in_features", 0) == 5
+
+
 class Winding(nn.Module):
     """Shared and frozen parameters; modules that some micro-batches leave out, and one that all do."""
 
@@ -123,12 +149,12 @@ def train(strategy, optimizer=ADAMW, model=Net, unused=False, micro_batch=3, cou
         return bits(net, steps), run.metrics["loss"]
 
 
-def resume(strategy, epochs, checkpoint):
+def resume(strategy, epochs, checkpoint, model=Net):
     """The second epoch, by another strategy than the first one."""
     assert len(list(Path(checkpoint).glob("step-*"))) == epochs - 1
     os.environ["LOCKSTEP_RESUME"] = "1"
     try:
-        return train(strategy, epochs=epochs, checkpoint=checkpoint)[0]
+        return train(strategy, model=model, epochs=epochs, checkpoint=checkpoint)[0]
     finally:
         del os.environ["LOCKSTEP_RESUME"]
 
@@ -163,6 +189,24 @@ def interrupted(strategy):
                 if epoch == 1:
                     break
         return bits(net, steps)
+
+
+def compiled(strategy, compiles=True):
+    """Each block is compiled, with what gathers it outside: how many graphs there are, and whether it is in one."""
+    compilations = []
+
+    def backend(graph, inputs):
+        compilations.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    with Run(seed=1, strategy=strategy) as run:
+        net = run.model(Unstated())
+        if compiles:
+            net.compile(backend=backend)
+        steps = run.optimizer(OPTIMIZERS[SGD](net.parameters()))
+        for inputs, labels in run.train(run.loader(samples(18), global_batch=18, micro_batch=3)):
+            run.step(F.cross_entropy(net(inputs), labels))
+        return bits(net, steps), len(compilations), any("fsdp" in call for calls in compilations for call in calls)
 
 
 def from_rank_0(strategy):
@@ -224,6 +268,11 @@ def refused():
         told(UsageError, with_parameter, nn.Parameter(torch.ones(3, dtype=torch.float64))),
         told(SettingError, Run, strategy="hsdp:shard=2"),
         told(UsageError, with_parameter, nn.Parameter(torch.ones(())), "hsdp:shard=3"),
+        told(SettingError, train, "fsdp:mixed=fp16", model=Unstated),
+        told(SettingError, train, "fsdp:ignored_modules=Blok"),
+        told(SettingError, train, "fsdp:ignored_modules=first", precision="fp16"),
+        told(UsageError, train, "fsdp:ignored_modules=first", FOREACH),
+        told(SettingError, train, f"fsdp:wrap={__name__}:is_blok"),
     ]
 
 
@@ -248,6 +297,11 @@ ON_THREE = [
     (train, ("fsdp:wrap=whole", ADAMW), {}),
     (train, ("fsdp:wrap=80,reshard=false", ADAMW), {}),
     (train, ("fsdp:wrap=Block+Linear,checkpoint_activations", ADAMW), {}),
+    (train, ("fsdp:reshard=step", ADAMW), {"clip_norm": 0.05}),
+    (train, ("zero:stage=2", ADAMW, Winding), {"unused": True}),
+    (train, (f"fsdp:prefetch=2,wrap={__name__}:is_block", ADAMW), {}),
+    (train, ("fsdp:ignored_modules=Scale+blocks.0", ADAMW, Scaled), {"clip_norm": 0.05, "count": True}),
+    (train, ("fsdp:mixed=fp16", ADAMW, Unstated), {"precision": "fp16"}),
     (train, ("fsdp:mixed=bf16", ADAMW, Unstated), {}),
     (train, ("fsdp:mixed=bf16,checkpoint_activations", SGD, Unstated), {"unused": True}),
 ]
@@ -255,6 +309,7 @@ ON_FOUR = [
     (train, ("hsdp:shard=2", SGD), {"clip_norm": 0.05}),
     (train, ("hsdp", ADAMW), {}),
     (train, ("hsdp:shard=2,wrap=Block", ADAMW), {"precision": "bf16"}),
+    (train, ("hsdp:shard=2,ignored_modules=Scale,reshard=step", ADAMW, Scaled), {}),
     (adversaries, ("hsdp:shard=2",), {}),
 ]
 
@@ -295,6 +350,7 @@ def test_on_three_ranks(tmp_path):
         (resume, "fsdp", 1, moves["to none"]),
         (from_rank_0, "fsdp"),
         (rows_here, "fsdp"),
+        (compiled, "fsdp:wrap=Block"),
         (ranks_part,),
         (fast, "fsdp"),
         (refused,),  # leaves the world behind in which it was refused
@@ -302,7 +358,7 @@ def test_on_three_ranks(tmp_path):
     results = on_world(3, [*((called, *case) for case in cases), *others])
     assert differing(cases, results[: len(cases)]) == []
 
-    *moved, begun, rows, parted, quick, messages = results[len(cases) :]
+    *moved, begun, rows, per_block, parted, quick, messages = results[len(cases) :]
     expected = train("none", epochs=2)[0]
     half = train("none")[0]
     assert moved == [[bits] * 3 for bits in (half, expected, expected, half, expected, half)]
@@ -312,6 +368,8 @@ def test_on_three_ranks(tmp_path):
     held, there = zip(*rows, strict=True)
     assert sum(held) == there[0]
     assert max(held) <= there[0] / 2  # of 40 % at most, as its sizes go
+
+    assert per_block == [(compiled("none", compiles=False)[0], 1, False)] * 3  # both blocks are the same code
 
     assert all("the order in which forward() calls the blocks" in p and "rank 1: " in p for p in parted)
     says = [
@@ -323,6 +381,11 @@ def test_on_three_ranks(tmp_path):
         "Linear is gathered as one, and its parameters have several types: weight torch.float32, more torch.float64",
         "strategy='hsdp' with 2 of 3 ranks to a copy; shard=N takes a divisor of the number of ranks",
         "the parameter more has no dimension, and hsdp divides rows",
+        "mixed=fp16: its gradients need the loss scale of precision='fp16'",
+        "ignored_modules=Blok: Net has no module with parameters of class or name 'Blok'; it has first, blocks, last",
+        "fsdp with ignored_modules with precision='fp16': torch unscales divided and whole gradients apart",
+        "AdamW with foreach or fused steps parameters that are divided and those of ignored_modules=first at once",
+        f"wrap={__name__}:is_blok: module '{__name__}' has no attribute 'is_blok'; give MODULE:FUNCTION",
     ]
     for of_one in messages:
         assert [text in message for text, message in zip(says, of_one, strict=True)] == [True] * len(says), of_one
@@ -349,18 +412,36 @@ def opened(spec, say=lambda text: None):
     return open_strategy(spec, StrategyContext(single_rank_group(), lambda rank, of: range(of), say=say))
 
 
-@pytest.mark.parametrize("spec", ["fsdp", "hsdp", "hsdp:shard=8,wrap=Block"])
+@pytest.mark.parametrize("spec", ["fsdp", "hsdp", "hsdp:shard=8,wrap=Block", "zero:stage=2"])
 def test_one_rank_divides_nothing(spec):
     assert isinstance(opened(spec), SingleProcess)
+
+
+def test_one_rank_compiles_the_same_blocks():
+    net = opened("fsdp:wrap=Block").setup_model(Net(), find_unused_parameters=False)
+    copy.deepcopy(net).compile(backend="eager")
+    assert not [module for module in net.modules() if module._compiled_call_impl]
+    net.compile(backend="eager")
+    assert [module for module in net.modules() if module._compiled_call_impl] == list(net.blocks)
 
 
 def test_one_rank_recomputes_activations():
     assert train("fsdp:checkpoint_activations") == train("none")
 
 
-def test_an_unknown_type_is_refused():
-    with pytest.raises(SettingError, match="mixed='fp8': give one of none, bf16"):
-        opened("fsdp:mixed=fp8")
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("fsdp:mixed=fp8", "mixed='fp8': give one of none, bf16, fp16"),
+        ("fsdp:reshard=never", "reshard='never': give one of true, false, step"),
+        ("fsdp:prefetch=-1", "prefetch=-1: give the number of blocks"),
+        ("fsdp:mixed=bf16,ignored_modules=Block", "they would stay fp32 between modules in bf16"),
+        ("zero:stage=3", "stage=3: give 1 or 2; the third stage of ZeRO is the strategy fsdp"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(spec, says):
+    with pytest.raises(SettingError, match=says):
+        opened(spec)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ OPTIONS = {
     "ddp:compress=fp16": near(0.1),
     "ddp:compress=bf16": near(0.1),
     "ddp:compress=powersgd,rank=2": near(0.9),
-    "fsdp:wrap=Linear,checkpoint_activations": {},
+    "fsdp:wrap=Linear,checkpoint_activations,ignored_modules=Embedding": {},
+    "zero:stage=2": {},
     "diloco:period=4,fragments=2,overlap=1": near(0.9),
     # Two workers make twice the updates, and momentum adds them up: 2.8 to 3.0 times as far.
     "parameter-server:servers=1,mode=async": near(2.5, repeats=False),

@@ -17,9 +17,12 @@ from lockstep.collectives.owner_broadcast import OwnerBroadcast, open_owner_broa
 from lockstep.collectives.reduce_scatter import (
     NativeReduceScatter,
     ReduceScatter,
+    ScatteredSum,
     ShardGroups,
     TreeReduceScatter,
     broadcast_from_rank0,
+    open_gather,
+    open_reduce_scatter,
 )
 from lockstep.collectives.reduction_plan import Runs
 from lockstep.collectives.reduction_tree import Node, TreeAccumulator, fold, nodes_of, parent_of
@@ -42,6 +45,7 @@ __all__ = [
     "ReadBox",
     "ReduceScatter",
     "Runs",
+    "ScatteredSum",
     "ShardGroups",
     "StoredTensor",
     "TensorShard",
@@ -57,8 +61,10 @@ __all__ = [
     "keeping_connections",
     "nodes_of",
     "open_all_reduce",
+    "open_gather",
     "open_group",
     "open_owner_broadcast",
+    "open_reduce_scatter",
     "open_store",
     "parent_of",
     "single_rank_group",

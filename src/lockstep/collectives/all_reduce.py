@@ -257,7 +257,7 @@ def _fold(plan: ReductionPlan, received: torch.Tensor) -> torch.Tensor:
     """This rank's chunk of the sum, in the memory of ``received``."""
     if not received.numel():
         return received
-    pieces = received.view(len(plan.all_nodes), -1).unbind()
+    pieces = plan.from_left_to_right(received.view(len(plan.all_nodes), -1).unbind())
     return fold(plan.micro_batches, plan.all_nodes, pieces, lambda left, right: left.add_(right))
 
 

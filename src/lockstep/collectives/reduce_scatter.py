@@ -12,6 +12,7 @@ Without the second round it is a reduce-scatter whose additions are edges of one
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
@@ -19,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore  # what torch.distributed exports, with types
 
-from lockstep.collectives.all_reduce import open_all_reduce, wait_all
+from lockstep.collectives.all_reduce import AllReduce, open_all_reduce, wait_all
 from lockstep.collectives.all_to_all import all_to_all
 from lockstep.collectives.gloo_threads import destroy_process_groups
 from lockstep.collectives.group import Group, translating_peer_errors
-from lockstep.collectives.reduction_plan import ReductionPlans, Runs
-from lockstep.collectives.reduction_tree import TreeAccumulator
+from lockstep.collectives.reduction_plan import Runs, turns_of
+from lockstep.collectives.reduction_tree import Node, TreeAccumulator
+from lockstep.collectives.shared_memory_parts import SharedMemoryExchange, SharedMemoryGather
 
 # Torch 2.13 gave them new names, and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,6 +47,13 @@ class ShardGroups:
         self.first: Final = self.copy * ranks  #: the first rank that has a part of it
         self.within: Final = group if self.copies == 1 else group.subgroup(range(self.first, self.first + ranks))
         self.across: Final = group.subgroup(range(group.rank % ranks, group.size, ranks))  #: those with the same part
+        #: whether each copy is on the CPUs of one machine, on several ranks
+        self.shares_memory: Final = (
+            sys.platform == "linux"
+            and group.device.type == "cpu"
+            and ranks > 1
+            and all(len(set(group.nodes[first : first + ranks])) == 1 for first in range(0, group.size, ranks))
+        )
         self._group: Final = group
         self._opened = False
 
@@ -73,18 +82,32 @@ class ShardGroups:
             destroy_process_groups()
 
 
-class ReduceScatter(Protocol):
-    """Sums a flat tensor over all ranks, for each to keep a part; called in the same order on every rank."""
+class ScatteredSum(Protocol):
+    """The sum of one flat tensor over the micro-batches of a step, of which each rank keeps a part."""
 
-    def __call__(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """Receive this rank's part of the sum over the micro-batches of a step; on a GPU, in the current stream.
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the device for the value that `add` is given next, from where it need not be copied again."""
+        ...
+
+    def add(self, value: torch.Tensor, index: int | None) -> None:
+        """Add the value of this rank's next micro-batch. Collective, once for each pass of a rank in the step.
 
         Args:
-            out: one-dimensional, of a length that all ranks give, for the part.
-            partials: the sums of this rank's nodes (`nodes_of` its run), each with the parts of all ranks of a copy,
-                end to end; none for an empty run. They may be overwritten.
-            micro_batches: of the step.
+            value: one-dimensional, with the parts of all ranks of a copy, end to end; may be overwritten.
+            index: of the micro-batch in its step; None: padding, which counts for nothing.
         """
+        ...
+
+    def finish(self, out: torch.Tensor) -> None:
+        """After the last value: write this rank's part of the sum into ``out``. Collective."""
+        ...
+
+
+class ReduceScatter(Protocol):
+    """Sums flat tensors over all ranks, for each to keep a part; called in the same order on every rank."""
+
+    def begin(self, micro_batches: int) -> ScatteredSum:
+        """Begin a sum over the micro-batches of a step; on a GPU, all is done in the current stream."""
         ...
 
     def close(self) -> None:
@@ -92,68 +115,212 @@ class ReduceScatter(Protocol):
         ...
 
 
+def open_reduce_scatter(shard_groups: ShardGroups, runs: Runs, *, exact: bool) -> ReduceScatter:
+    """The reduce-scatter that suits the groups: along the tree, or, where bits are not promised, torch's. Collective.
+
+    On the CPUs of one machine the tree costs nothing, and is taken in any case.
+    """
+    if exact or shard_groups.shares_memory:
+        return TreeReduceScatter(shard_groups, runs)
+    return NativeReduceScatter(shard_groups)
+
+
+def open_gather(shard_groups: ShardGroups) -> SharedMemoryGather | None:
+    """What gathers parts within a copy in place of torch's own; None where torch's suits. Collective."""
+    return SharedMemoryGather(shard_groups.within) if shard_groups.shares_memory else None
+
+
+class PartExchange(Protocol):
+    """Gives each rank of a copy its part of the other ranks' values."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the only value that this rank brings to the next exchange."""
+        ...
+
+    def __call__(
+        self, values: Sequence[torch.Tensor], counts: Sequence[int], like: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """This rank's part of each value of each rank, rank after rank. Collective.
+
+        Args:
+            values: of this rank, each of one dimension and with the parts of all ranks, end to end.
+            counts: how many values each rank brings.
+            like: any tensor of the shape and type of a value.
+
+        Returns:
+            Memory of this rank until the next exchange.
+        """
+        ...
+
+    def close(self) -> None:
+        """End connections."""
+        ...
+
+
+class LinkExchange(PartExchange):
+    """Over a link: a rank sends and receives the bytes of a ring's reduce-scatter, times its values."""
+
+    def __init__(self, group: Group) -> None:
+        self._group: Final = group
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """New memory."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def __call__(
+        self, values: Sequence[torch.Tensor], counts: Sequence[int], like: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """All to all."""
+        size = self._group.size
+        if size == 1:
+            return values
+        part = like.numel() // size
+        if len(values) == 1:
+            sent = values[0]
+        else:
+            cuts = range(0, like.numel(), part)
+            sent = torch.cat([value[a : a + part] for a in cuts for value in values]) if values else like[:0]
+        received = sent.new_empty(sum(counts) * part)
+        take, give = [count * part for count in counts], [len(values) * part] * size
+        wait_all(all_to_all(received, sent, take, give, self._group.process_group))
+        return received.view(-1, part).unbind()
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
 class TreeReduceScatter(ReduceScatter):
     """Sums along the tree: the same bits for any number of ranks.
 
-    A rank sends and receives the bytes of a ring's reduce-scatter, times its nodes.
+    Where ranks take micro-batches in turn, each turn is exchanged at once, and a rank holds its part of about
+    log2(M) + 1 sums between turns. Else it holds as many sums of whole values, and exchanges them in the last turn.
     """
 
     def __init__(self, shard_groups: ShardGroups, runs: Runs) -> None:
-        within, ranks = shard_groups.within, shard_groups.within.size
-        self._shard_groups: Final = shard_groups
-        self._plans: Final = ReductionPlans(within.rank, ranks, lambda rank, of: runs(shard_groups.first + rank, of))
+        within, first, ranks = shard_groups.within, shard_groups.first, shard_groups.within.size
+        self._device: Final = within.device
+        self._rank: Final = within.rank
+        self._runs: Final = runs
+        self._world: Final = range(ranks * shard_groups.copies)
+        self._here: Final = range(first, first + ranks)
+        self._turns: Final[dict[int, list[list[list[Node]]]]] = {}  # by the number of micro-batches
+        self._exchange: Final[PartExchange] = (
+            SharedMemoryExchange(within) if shard_groups.shares_memory else LinkExchange(within)
+        )
         self._across: Final = open_all_reduce(
-            shard_groups.across,
-            lambda copy, of: range(runs(copy * ranks, of).start, runs(copy * ranks + ranks - 1, of).stop),
+            shard_groups.across, lambda copy, of: _block_of(runs, range(copy * ranks, (copy + 1) * ranks), of)
         )
 
-    def __call__(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """Exchange parts within a copy, fold them along the tree, and sum them over copies. Collective."""
-        within, part = self._shard_groups.within, out.numel()
-        plan = self._plans(micro_batches)
-        if len(partials) == 1:
-            sent = partials[0]
-        else:
-            cuts = range(0, part * within.size, part)
-            sent = torch.cat([p[a : a + part] for a in cuts for p in partials]) if partials else out[:0]
-        received = sent
-        if within.size > 1:
-            take = [len(nodes) * part for nodes in plan.nodes_by_rank]
-            received = out.new_empty(sum(take))
-            give = [len(partials) * part] * within.size
-            wait_all(all_to_all(received, sent, take, give, within.process_group))
-        sums = TreeAccumulator[torch.Tensor](micro_batches, lambda left, right: left.add_(right))
-        for node, piece in zip(plan.all_nodes, received.view(len(plan.all_nodes), part), strict=True):
-            sums.push(node, piece)
-        self._across.begin(out, sums.sums, micro_batches)
-        self._across.finish()
+    def begin(self, micro_batches: int) -> ScatteredSum:
+        """Begin a sum along the tree of so many."""
+        if micro_batches not in self._turns:
+            passes = max(len(self._runs(rank, micro_batches)) for rank in self._world)
+            runs = [self._runs(rank, micro_batches) for rank in self._here]
+            self._turns[micro_batches] = turns_of(micro_batches, runs, passes)
+        return _TreeSum(micro_batches, self._turns[micro_batches], self._exchange, self._across, self._device)
 
     def close(self) -> None:
         """End the threads and connections."""
+        self._exchange.close()
         self._across.close()
 
 
+class _TreeSum(ScatteredSum):
+    """One sum of `TreeReduceScatter`."""
+
+    def __init__(
+        self,
+        micro_batches: int,
+        turns: Sequence[list[list[Node]]],
+        exchange: PartExchange,
+        across: AllReduce,
+        device: torch.device,
+    ) -> None:
+        self._micro_batches, self._turns, self._turn = micro_batches, turns, 0
+        self._exchange, self._across, self._device = exchange, across, device
+        self._whole = self._tree()  # of values that are not exchanged yet
+        self._parts = self._tree()  # of what was received
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Where the exchange wants it, if it is exchanged as it is."""
+        if max(map(len, self._turns[self._turn])) == 1 and not self._whole.nodes:
+            return self._exchange.allocate(numel, dtype, self._device)
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def add(self, value: torch.Tensor, index: int | None) -> None:
+        """Fold it in, and exchange what this turn exchanges. Collective."""
+        if index is not None:
+            self._whole.push((index, index + 1), value)
+        nodes = self._turns[self._turn]
+        self._turn += 1
+        if not any(nodes):
+            return
+        values, self._whole = self._whole.sums, self._tree()
+        pieces = self._exchange(values, list(map(len, nodes)), value)
+        brought = zip((node for of_rank in nodes for node in of_rank), pieces, strict=True)
+        before = {id(held) for held in self._parts.sums}
+        for node, piece in brought:  # rank after rank is from left to right
+            self._parts.push(node, piece)
+        if self._turn < len(self._turns):
+            # What is kept gets memory of its own: the rest of what was received is given back.
+            self._parts.sums = [held if id(held) in before else held.clone() for held in self._parts.sums]
+
+    def finish(self, out: torch.Tensor) -> None:
+        """Sum over copies. Collective."""
+        self._across.begin(out, self._parts.sums, self._micro_batches)
+        self._across.finish()
+
+    def _tree(self) -> TreeAccumulator[torch.Tensor]:
+        return TreeAccumulator(self._micro_batches, lambda left, right: left.add_(right))
+
+
 class NativeReduceScatter(ReduceScatter):
-    """Torch's own reduce-scatter: no promise of bits."""
+    """Torch's own reduce-scatter after each micro-batch: no promise of bits."""
 
     def __init__(self, shard_groups: ShardGroups) -> None:
         self._shard_groups: Final = shard_groups
 
-    def __call__(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """Reduce and scatter within a copy, and sum over copies. Collective."""
-        within, across = self._shard_groups.within, self._shard_groups.across
-        total = torch.stack(list(partials)).sum(0) if len(partials) > 1 else None
-        if total is None:
-            total = partials[0] if partials else out.new_zeros(out.numel() * within.size)
-        if within.size > 1:
-            _reduce_scatter(out, total, group=within.process_group)
-        else:
-            out.copy_(total)
-        if across.size > 1:
-            dist.all_reduce(out, group=across.process_group)
+    def begin(self, micro_batches: int) -> ScatteredSum:
+        """Begin a sum in any order."""
+        return _NativeSum(self._shard_groups)
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+class _NativeSum(ScatteredSum):
+    """One sum of `NativeReduceScatter`."""
+
+    def __init__(self, shard_groups: ShardGroups) -> None:
+        self._within, self._across = shard_groups.within, shard_groups.across
+        self._part: torch.Tensor | None = None
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """New memory."""
+        return torch.empty(numel, dtype=dtype, device=self._within.device)
+
+    def add(self, value: torch.Tensor, index: int | None) -> None:
+        """Reduce and scatter within a copy. Collective."""
+        if index is None:
+            value.zero_()
+        received = value
+        if self._within.size > 1:
+            received = value.new_empty(value.numel() // self._within.size)
+            _reduce_scatter(received, value, group=self._within.process_group)
+        self._part = received if self._part is None else self._part.add_(received)
+
+    def finish(self, out: torch.Tensor) -> None:
+        """Sum over copies. Collective."""
+        assert self._part is not None
+        out.copy_(self._part)
+        if self._across.size > 1:
+            dist.all_reduce(out, group=self._across.process_group)
+
+
+def _block_of(runs: Runs, ranks: Iterable[int], micro_batches: int) -> range:
+    """What the ranks of a copy compute together: neighbouring micro-batches, however they divide them."""
+    own = [run for run in (runs(rank, micro_batches) for rank in ranks) if run]
+    return range(min(run[0] for run in own), max(run[-1] for run in own) + 1) if own else range(0)
 
 
 def broadcast_from_rank0(group: Group, tensors: Iterable[torch.Tensor]) -> None:

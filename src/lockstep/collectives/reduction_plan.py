@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeVar
 
 from lockstep.collectives.reduction_tree import Node, nodes_of
 
+T = TypeVar("T")
+
 Runs = Callable[[int, int], range]
-"""``runs(rank, micro_batches)``: the micro-batches that a rank computes in a step of so many."""
+"""``runs(rank, micro_batches)``: the micro-batches that a rank computes in a step of so many, see `BatchPlan.run`."""
 
 #: Chunks begin on multiples of this many elements, so that no two ranks' chunks share a cache line.
 _ALIGN = 16
@@ -28,7 +30,11 @@ class ReductionPlan:
         self.rank: Final = rank
         self.micro_batches: Final = micro_batches
         self.nodes_by_rank: Final = [nodes_of(micro_batches, runs(r, micro_batches)) for r in range(size)]
-        self.all_nodes: Final[list[Node]] = [node for nodes in self.nodes_by_rank for node in nodes]
+        #: from left to right
+        self.all_nodes: Final[list[Node]] = sorted(node for nodes in self.nodes_by_rank for node in nodes)
+        places = {node: place for place, node in enumerate(self.all_nodes)}
+        #: where each rank's nodes stand among all
+        self.places: Final = [[places[node] for node in nodes] for nodes in self.nodes_by_rank]
         # Two ranks with one node each are the two children of the root: addition commutes, so any all-reduce is exact.
         self.all_reduces: Final = size == 2 and all(len(nodes) == 1 for nodes in self.nodes_by_rank)
 
@@ -40,6 +46,36 @@ class ReductionPlan:
         """Where each rank's chunk begins and ends."""
         c = self.chunk(length)
         return [(min(r * c, length), min((r + 1) * c, length)) for r in range(len(self.nodes_by_rank))]
+
+    def from_left_to_right(self, values: Iterable[T]) -> list[T]:
+        """The values of `all_nodes`, from one for each node of each rank, rank after rank."""
+        known = dict(zip((place for of_rank in self.places for place in of_rank), values, strict=True))
+        return [known[place] for place in range(len(known))]
+
+
+def turns_of(micro_batches: int, runs: Sequence[range], turns: int) -> list[list[list[Node]]]:
+    """Which nodes ranks exchange in each of the ``turns`` in which they compute the micro-batches of a step.
+
+    Ranks that take micro-batches in turn exchange each at once: those of a turn are neighbours, and what turn after
+    turn gives is folded as far as it goes. Ranks with runs of neighbours fold these first, and exchange their nodes in
+    the last turn.
+
+    Args:
+        micro_batches: of the step.
+        runs: of the ranks that exchange, of which none is longer than ``turns``; shorter ones begin later.
+        turns: passes that each rank makes, with its padding.
+
+    Returns:
+        For each turn and each rank its nodes, from left to right; empty where it has none to give then.
+    """
+    if all(run.step == 1 for run in runs):
+        nothing: list[list[Node]] = [[] for _ in runs]
+        return [*([nothing] * (turns - 1)), [nodes_of(micro_batches, run) for run in runs]]
+    begin = [turns - len(run) for run in runs]
+    return [
+        [[(run[turn - b], run[turn - b] + 1)] if turn >= b else [] for run, b in zip(runs, begin, strict=True)]
+        for turn in range(turns)
+    ]
 
 
 class ReductionPlans:

@@ -10,7 +10,7 @@ r"""The shape of every sum: one binary tree over the micro-batches of a step.
 
 Floating-point addition commutes but does not associate: with the shape fixed, it does not matter who adds, when, or on
 which side an operand stands. A rank holds a run of neighbouring micro-batches; the largest subtrees within the run are
-its *nodes*, at most about 2 log2(M) of them.
+its *nodes*, at most about 2 log2(M) of them. Where ranks take micro-batches in turn, each is a node by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def nodes_of(micro_batches: int, run: range) -> list[Node]:
     def within(first: int, end: int) -> list[Node]:
         if run.start >= end or run.stop <= first:
             return []
-        if run.start <= first and end <= run.stop:
+        if end - first == 1:
+            return [(first, end)] if first in run else []
+        if run.step == 1 and run.start <= first and end <= run.stop:
             return [(first, end)]
         middle = (first + end) // 2
         return within(first, middle) + within(middle, end)

@@ -90,8 +90,7 @@ class SharedMemoryAllReduce:
             self._area_is_free = True
         plan = self._plans(micro_batches)
         area = self._area(len(plan.all_nodes), out)
-        first = sum(len(nodes) for nodes in plan.nodes_by_rank[: self._rank])
-        for place, partial in enumerate(partials, first):
+        for place, partial in zip(plan.places[self._rank], partials, strict=True):
             area[place].copy_(partial)
         self._begun.append(_BegunSum(out, plan, area))
 

@@ -205,7 +205,7 @@ class OnePassReader(Reader):
             if samples < m:
                 first.append(sample)
             if index in self._share.run:
-                groups[index - self._share.run.start].append(sample)
+                groups[self._share.run.index(index)].append(sample)
             samples += 1
         mark = checksum(first[:1])  # before the user's function, which may change what it is given
         short = first if samples < m or not self._share.run else []

@@ -103,7 +103,7 @@ class IterableLoader(MicroBatchLoader):
     def _step(self, found: StreamStep, epoch: int, step: int, samples: int, padding: Padding) -> Iterator[MicroBatch]:
         sizes = [size for size in sizes_of(self.plan, samples) if size]
         run = self.plan.run(self._rank, len(sizes))
-        before = padding_of(self.plan, self._rank, len(sizes), padding)
+        before = padding_of(self.plan, len(run), len(sizes), padding)
         # With micro-batches missing the runs move, and the few samples there are may have been found on other ranks.
         # So they do where this rank holds no micro-batch of a full step, in an evaluation.
         if len(sizes) < self.plan.micro_batches or not found.batches:

@@ -15,7 +15,7 @@ from lockstep.data.sampling import (
     Padding,
     Sample,
     UserDataset,
-    count_of_rank,
+    count_of_evaluation,
     count_of_steps,
     epoch_positions,
     evaluation_positions,
@@ -73,7 +73,7 @@ class MicroBatchSampler(Sampler[Picks]):
 
     def micro_batches_of_evaluation(self, *, padding: Padding) -> int:
         """How many `of_evaluation` selects."""
-        return count_of_rank(self.plan, self.rank, self.steps(0).micro_batches, padding)
+        return count_of_evaluation(self.plan, self.rank, self.steps(0).micro_batches, padding)
 
     def __iter__(self) -> Iterator[Picks]:
         # A generator begun here, not a generator function: the selection is read now, not with the first item.

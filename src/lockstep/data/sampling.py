@@ -67,7 +67,7 @@ def step_positions(
     """This rank's run of the micro-batches of one step of ``samples``, after its padding."""
     of = plan.micro_batches_of(samples)
     run = plan.run(rank, of)
-    before = padding_of(plan, rank, of, padding)
+    before = padding_of(plan, len(run), of, padding)
     for number, index in enumerate([of - 1] * before + [*run]):
         last = number == before + len(run) - 1
         yield plan.position(step, samples, index, last=last, is_padding=number < before)
@@ -80,26 +80,28 @@ def evaluation_positions(steps: EpochSteps, rank: int, *, padding: Padding) -> I
     as in a step that holds all these micro-batches.
     """
     plan, of = steps.plan, steps.micro_batches
-    before = padding_of(plan, rank, of, padding)
-    places = [steps.place(number) for number in [of - 1] * before + [*plan.run(rank, of)]]
+    block = plan.block(rank, of)
+    before = padding_of(plan, len(block), of, padding)
+    places = [steps.place(number) for number in [of - 1] * before + [*block]]
     for i, (step, index) in enumerate(places):
         last = i == len(places) - 1 or places[i + 1][0] != step
         yield plan.position(step, steps.step_samples(step), index, last=last, is_padding=i < before)
 
 
-def padding_of(plan: BatchPlan, rank: int, micro_batches: int, padding: Padding) -> int:
-    """How many padding micro-batches ``rank`` computes in a step of so many micro-batches, before its own."""
-    own = len(plan.run(rank, micro_batches))
+def padding_of(plan: BatchPlan, own: int, micro_batches: int, padding: Padding) -> int:
+    """How many padding micro-batches a rank with ``own`` computes in a step of so many, before its own."""
     if padding == "even":
         return -(-micro_batches // plan.world_size) - own
     return int(padding == "one" and not own and micro_batches > 0)
 
 
-def count_of_rank(plan: BatchPlan, rank: int, micro_batches: int, padding: Padding) -> int:
-    """How many micro-batches ``rank`` computes of so many, its padding among them."""
-    return len(plan.run(rank, micro_batches)) + padding_of(plan, rank, micro_batches, padding)
+def count_of_evaluation(plan: BatchPlan, rank: int, micro_batches: int, padding: Padding) -> int:
+    """How many ``rank`` computes in an evaluation of so many micro-batches, its padding among them."""
+    own = len(plan.block(rank, micro_batches))
+    return own + padding_of(plan, own, micro_batches, padding)
 
 
 def count_of_steps(plan: BatchPlan, rank: int, micro_batches: Iterable[int], padding: Padding) -> int:
     """How many ``rank`` computes in steps that hold so many each, its padding among them."""
-    return sum(count_of_rank(plan, rank, of, padding) for of in micro_batches)
+    runs = ((len(plan.run(rank, of)), of) for of in micro_batches)
+    return sum(own + padding_of(plan, own, of, padding) for own, of in runs)

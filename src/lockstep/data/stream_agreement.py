@@ -79,7 +79,12 @@ def _of_step(numbers: list[int], step: int, steps: int) -> tuple[int, list[int]]
 
 def _samples_of(ranks: list[tuple[int, list[int]]], plan: BatchPlan, name: str, epoch: int, step: int) -> int:
     """Samples of a step over all ranks, if all found what belongs to them."""
-    counts = [count for _, of_rank in ranks for count in of_rank]
+    found = {
+        index: count
+        for rank, (_, of_rank) in enumerate(ranks)
+        for index, count in zip(plan.run(rank), of_rank, strict=True)
+    }
+    counts = [found[index] for index in range(len(found))]
     samples, where = sum(counts), f"in step {step} of epoch {epoch}"
     if counts != sizes_of(plan, samples):
         raise DataError(

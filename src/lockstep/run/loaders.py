@@ -64,7 +64,9 @@ class Loaders:
         )
         varies = order is not None and order.largest_batch is not None
         global_batch = order.largest_batch if order is not None and varies else arguments.global_batch
-        plan = BatchPlan.of(global_batch or 0, arguments.micro_batch, replicas, varies=varies)
+        plan = BatchPlan.of(
+            global_batch or 0, arguments.micro_batch, replicas, varies=varies, in_turn=context.share.in_turn
+        )
         on_gpu = context.device.type == "cuda"
         loader = open_micro_batch_loader(
             dataset,

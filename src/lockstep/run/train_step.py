@@ -289,7 +289,8 @@ class TrainStep:
             self._precision.unscale(optimizer, layout.any)
         if self._clip_norm is not None:
             norm = layout.norm(target.parameters)
-            nn.utils.clip_grads_with_norm_(target.parameters, self._clip_norm, norm)
+            for parameters in target.alike:
+                nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
         before_optimizer_step(self._strategy, target)
         for optimizer in optimizers:
             if self._closures.active:

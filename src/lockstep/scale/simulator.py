@@ -198,6 +198,8 @@ def _low_rank_bytes(gradient: GradientReady, rank: float) -> float:
 
 
 def _zero(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
+    if strategy.number("stage", 1) == 2:
+        return _sharded(profile, system, system, replace(strategy, options={"reshard": "step"}))
     replicas = _ddp(profile, system, replace(strategy, options={}))
     spread = system.half_s(profile.parameter_bytes)
     saved = profile.optimizer.median_s * (1 - 1 / system.ranks)
@@ -239,7 +241,7 @@ def _sharded(profile: StepProfile, system: System, inner: System, strategy: Simu
     """Blocks are gathered for the forward pass, again for the backward pass, and their gradients scattered."""
     if inner.ranks == 1:
         return _ddp(profile, system, replace(strategy, name="ddp", options={}))
-    wire = 0.5 if strategy.word("mixed", "none") == "bf16" else 1.0
+    wire = 1.0 if strategy.word("mixed", "none") == "none" else 0.5
     blocks = list(reversed(_blocks(profile)))  # in the order of the forward pass
     again = strategy.word("reshard", "true") == "true"
     gathers = [inner.half_s(block.bytes * wire) for block in blocks]

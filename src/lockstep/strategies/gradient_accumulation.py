@@ -53,6 +53,14 @@ class ParameterSet:
         """Those whose gradients are dense, in order."""
         return [p for p in self.parameters if p not in self.sparse] if self.sparse else list(self.parameters)
 
+    @property
+    def alike(self) -> list[list[nn.Parameter]]:
+        """The parameters in lists that torch can compute with at once: divided and whole ones apart."""
+        kinds: dict[bool, list[nn.Parameter]] = {}
+        for parameter in self.parameters:
+            kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+        return list(kinds.values())
+
     def backward(self, loss: torch.Tensor, weight: torch.Tensor | None) -> None:
         """Add the gradients of ``weight * loss``, or of ``loss``, to ``.grad`` of the parameters, and of no others."""
         loss.backward(weight, inputs=None if self.everything else self.parameters)
@@ -266,9 +274,10 @@ def rows_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def divide_by_counts(target: ParameterSet, samples: int, counted: int) -> None:
     """From a sum of items per sample to the mean over ``counted`` items, all those of the step's ``samples``."""
-    gradients = [p.grad for p in target.parameters if p.grad is not None]
-    if gradients:  # a rank may hold none, such as one whose stage trains nothing
-        torch._foreach_mul_(gradients, samples / counted)
+    for parameters in target.alike:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients:  # a rank may hold none, such as one whose stage trains nothing
+            torch._foreach_mul_(gradients, samples / counted)
 
 
 def total_count(group: Group, counted: int) -> int:

@@ -60,6 +60,7 @@ class ReplicaAssignment:
     replicas: int  #: how many there are
     counts: bool = True  #: whether what is measured here counts; true on one rank of each replica
     in_step: bool = True  #: whether replicas are equal, bit for bit, after each step
+    in_turn: int = 1  #: so many neighbouring replicas take micro-batches in turn, see `BatchPlan`
 
 
 class StateLayout(Protocol):

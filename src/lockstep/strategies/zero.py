@@ -6,7 +6,8 @@ then                         A B C D E        A B C D E       A B C D E         
 
 It is the first of the three stages of ZeRO (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). With AdamW in
 fp32 a parameter takes 4 bytes for itself, 4 for its gradient and 8/W of W ranks' memory for the state of the optimizer,
-where ddp takes 16.
+where ddp takes 16. The second stage divides gradients as well: `fully_sharded`, with blocks that stay gathered until
+the last backward pass of a step, 4 + 12/W bytes a parameter.
 """
 
 from __future__ import annotations
@@ -20,22 +21,33 @@ from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, OwnerBroadcast, open_owner_broadcast
+from lockstep.errors import SettingError
 from lockstep.size_balancing import owners_of
 from lockstep.strategies.abilities import Delegates, PreparesOptimizerStep, UpdatesTrainable
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.sharded import fully_sharded
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import ShardedOptimizerLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of ``zero``: it has none."""
+    """The options of ``zero``."""
+
+    #: Of ZeRO: 1 divides the state of the optimizer, 2 gradients as well. Parameters are whole while a step computes.
+    stage: int = 1
+
+    def __post_init__(self) -> None:
+        if self.stage not in (1, 2):
+            raise SettingError(f"stage={self.stage}: give 1 or 2; the third stage of ZeRO is the strategy fsdp")
 
 
 def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """The strategy ``zero``; one rank alone owns everything, and needs none. Collective."""
+    if options.stage == 2:
+        return fully_sharded.open_strategy(context, fully_sharded.Options(reshard="step"), "zero:stage=2")
     if context.group.size == 1:
         return SingleProcess(context.group, context.runs, exact=context.exact)
     replicas = Ddp(context.group, context.runs, exact=context.exact, bucket_mb=context.bucket_mb)

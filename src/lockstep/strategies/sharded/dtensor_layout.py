@@ -29,8 +29,14 @@ class DTensorLayout(StateLayout):
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """The 2-norm of all gradients, from the squares of every rank's rows. Collective."""
         gradients = [p.grad for p in parameters if p.grad is not None]
+        divided = iter(self._row_squares_of([g for g in gradients if isinstance(g, DTensor)]))
+        squares = [next(divided) if isinstance(g, DTensor) else squared_row_norms(g) for g in gradients]
+        return norm_of_rows(squares, parameters[0].device if not gradients else _local(gradients[0]).device)
+
+    def _row_squares_of(self, gradients: Sequence[DTensor]) -> list[torch.Tensor]:
+        """The `squared_row_norms` of gradients that are divided. Collective."""
         if not gradients:
-            return norm_of_rows([], parameters[0].device)
+            return []
         ranks = self._shard_groups.within.size
         rows = [len(g) for g in gradients]
         most = [-(-r // ranks) for r in rows]  # rows of a tensor on one rank
@@ -38,8 +44,7 @@ class DTensorLayout(StateLayout):
         widest_type = max((m.dtype for m in own), key=lambda dtype: dtype.itemsize)
         padded = [nn.functional.pad(m.to(widest_type), (0, high - len(m))) for m, high in zip(own, most, strict=True)]
         table = self._shard_groups.gather(torch.cat(padded)).view(ranks, -1)
-        squares = [part.reshape(-1)[:r] for part, r in zip(table.split(most, dim=1), rows, strict=True)]
-        return norm_of_rows(squares, own[0].device)
+        return [part.reshape(-1)[:r] for part, r in zip(table.split(most, dim=1), rows, strict=True)]
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
         """1.0 if ``found`` is not zero on some rank, else 0.0. Collective."""

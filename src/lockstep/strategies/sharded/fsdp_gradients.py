@@ -1,14 +1,15 @@
-"""Gradients of blocks that `fully_shard` gathers and reshards: folded along the tree, whole, then scattered.
+"""Gradients of blocks that `fully_shard` gathers and reshards: exchanged in each turn, and folded along the tree.
 
-micro-batch 0     backward: block 2, 1, 0     each gives its gradient, whole and flat: folded, and kept
-micro-batch 1     backward: block 2, 1, 0     ... folded
-the last one      backward: block 2           ... folded; nodes exchanged; each rank folds its rows: `.grad`
+turn 0            backward: block 2, 1, 0     each gives its gradient, whole and flat; each rank gets its rows of those
+                                              of all ranks, which are neighbours in the tree, and folds them
+turn 1            backward: block 2, 1, 0     ... and folds them, and what it has
+the last one      backward: block 2           ... until one sum is left: `.grad`
                             block 1, 0        likewise
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import torch
@@ -16,31 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.collectives import Group, Node, ReduceScatter, translating_peer_errors
+from lockstep.collectives import Group, ReduceScatter, ScatteredSum, translating_peer_errors
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
 from lockstep.strategies.gradient_accumulation import ParameterSet, negative_zeros_like
-
-
-class UnitSums(Protocol):
-    """This rank's sum of one block's gradient in a step, such as a `TreeAccumulator`."""
-
-    sums: list[torch.Tensor]
-
-    def push(self, node: Node, value: torch.Tensor) -> None:
-        """Add ``value``, the gradient of a node of the tree."""
-        ...
-
-
-class RunningSum(UnitSums):
-    """One sum, to which each micro-batch adds as it comes: no promise of bits, and no more memory than one."""
-
-    def __init__(self) -> None:
-        self.sums: list[torch.Tensor] = []
-
-    def push(self, node: Node, value: torch.Tensor) -> None:
-        """Add ``value`` to the sum, in the order of the calls."""
-        self.sums = [self.sums[0].add_(value) if self.sums else value]
+from lockstep.strategies.sharded.whole_gradients import WholeGradients
 
 
 class FsdpUnit:
@@ -49,23 +30,15 @@ class FsdpUnit:
     Args:
         parameters: of the block and of no block inside it, divided into rows.
         ranks: that hold a copy.
-        scatter: sums over ranks.
-        fold: makes an empty sum for a step of so many micro-batches.
+        reduce_scatter: sums over ranks.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        ranks: int,
-        reduce_scatter: ReduceScatter,
-        fold: Callable[[int], UnitSums],
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: int, reduce_scatter: ReduceScatter) -> None:
         self.parameters: Final = parameters
         self.incomplete = False  #: whether a gradient came in parts, or without some parameters
         self._ranks: Final = ranks
         self._reduce_scatter: Final = reduce_scatter
-        self._open: Final = fold
-        self._sums: UnitSums | None = None
+        self._sum: ScatteredSum | None = None  # of this step
         self._position: MicroBatchPosition | None = None  # None: the backward pass is not for this block
         self._received = False
 
@@ -75,13 +48,15 @@ class FsdpUnit:
 
     def forget(self) -> None:
         """Drop the sum of this step."""
-        self._sums = None
+        self._sum = None
 
     # What torch calls, with its names.
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate memory for the flat gradients."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        """Allocate memory for the flat gradients, first the whole ones, then this rank's rows of the sum."""
+        if self._position is None or self._received or size[0] != self._length():
+            return torch.empty(*size, dtype=dtype, device=device)
+        return self._begun(self._position).allocate(size[0], dtype)
 
     def __call__(
         self,
@@ -91,7 +66,7 @@ class FsdpUnit:
         op: object = None,
         async_op: bool = False,
     ) -> None:
-        """Add the flat gradient of a micro-batch; after the last one, write this rank's rows of the sum."""
+        """Add the flat gradient of a micro-batch; after the last one, write this rank's rows of the sum. Collective."""
         position = self._position
         if position is None:
             output_tensor.copy_(negative_zeros_like(output_tensor))  # is added to a gradient that may be there already
@@ -100,15 +75,18 @@ class FsdpUnit:
         if self.incomplete:
             return
         self._received = True
-        if self._sums is None:
-            self._sums = self._open(position.of)
-        if not position.is_padding:
-            if input_tensor.is_cuda:
-                input_tensor.record_stream(torch.cuda.current_stream(input_tensor.device))
-            self._sums.push((position.index, position.index + 1), input_tensor)
+        if input_tensor.is_cuda:
+            input_tensor.record_stream(torch.cuda.current_stream(input_tensor.device))
+        total = self._begun(position)
+        total.add(input_tensor, None if position.is_padding else position.index)
         if position.last:
-            self._reduce_scatter(output_tensor, self._sums.sums, position.of)
-            self._sums = None
+            total.finish(output_tensor)
+            self._sum = None
+
+    def _begun(self, position: MicroBatchPosition) -> ScatteredSum:
+        if self._sum is None:
+            self._sum = self._reduce_scatter.begin(position.of)
+        return self._sum
 
     def _length(self) -> int:
         """The length of a whole gradient, in which rows are padded so that every rank holds as many."""
@@ -193,11 +171,14 @@ class TrackedUse(ParameterUse):
 
 
 class FsdpModel:
-    """A model whose gradients are summed block by block, by units."""
+    """A model whose gradients are summed block by block, by units, and of what is ``whole`` on each rank by itself."""
 
-    def __init__(self, model: nn.Module, units: Sequence[FsdpUnit], uses: ParameterUse) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[FsdpUnit], whole: Sequence[WholeGradients], uses: ParameterUse
+    ) -> None:
         self.parameters: Final = {p: name for name, p in model.named_parameters() if p.requires_grad}  #: with names
         self.units: Final = units
+        self.whole: Final = whole
         self.uses: Final = uses
 
     def is_in(self, target: ParameterSet) -> bool:
@@ -261,6 +242,8 @@ class FsdpBackward(Gradients):
                 parameter.grad = None
             for fsdp_model in reached:
                 fsdp_model.check_whole()
+                for whole in fsdp_model.whole:
+                    whole.add(position)
                 fsdp_model.uses.after(position)
                 for unit in fsdp_model.units:
                     unit.expect(None)
@@ -274,3 +257,5 @@ class FsdpBackward(Gradients):
         for fsdp_model in self._models:
             for unit in fsdp_model.units:
                 unit.forget()
+            for whole in fsdp_model.whole:
+                whole.forget()

@@ -6,10 +6,13 @@
 
 Per rank, for W ranks: 16 / W bytes a parameter with Adam in fp32 (4 each for the parameter, its gradient and two
 moments), and one block with its gradient whole. Bytes on the wire: 3 (W - 1) / W times the model's, as each block is
-gathered twice and its gradient scattered once; replicas take 2 (W - 1) / W. With several micro-batches per rank it is
-gathered for each of them, and a rank also keeps its sum of whole gradients, for adding up shards would round in
-another order: give each rank one large micro-batch where memory counts. Autocast keeps its own bf16 copy of each weight
-until the backward pass, so ``mixed=bf16`` or ``checkpoint_activations`` save more than ``precision="bf16"``.
+gathered twice and its gradient scattered once; replicas take 2 (W - 1) / W. With several micro-batches per rank that
+is so for each of them, and nothing whole is kept between them: ranks take micro-batches in turn, so that what they
+exchange in a turn are neighbours in the tree, and a rank keeps its rows of log2(M) + 1 sums at most. Autocast keeps its
+own bf16 copy of each weight until the backward pass, so ``mixed=bf16`` or ``checkpoint_activations`` save more than
+``precision="bf16"``.
+
+On the CPUs of one machine blocks are gathered, and gradients exchanged, in shared memory.
 
 The bits are those of the strategy ``none``, with optimizers that treat each element alike: torch's ``fused=True``
 ones do not on CPUs, where other instructions compute the last few elements of a tensor.
@@ -40,13 +43,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import (
-    NativeReduceScatter,
-    ReduceScatter,
     ShardGroups,
-    TreeAccumulator,
-    TreeReduceScatter,
     broadcast_from_rank0,
     open_all_reduce,
+    open_gather,
+    open_reduce_scatter,
     translating_peer_errors,
 )
 from lockstep.errors import SettingError, UsageError
@@ -71,15 +72,16 @@ from lockstep.strategies.sharded.fsdp_gradients import (
     FsdpModel,
     FsdpUnit,
     Gradients,
-    RunningSum,
     TrackedUse,
-    UnitSums,
 )
-from lockstep.strategies.sharded.wrapping import blocks_of, recompute
+from lockstep.strategies.sharded.prefetch import Prefetch
+from lockstep.strategies.sharded.whole_gradients import by_type
+from lockstep.strategies.sharded.wrapping import BlockCompiler, blocks_of, ignored_parameters, recompute
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
 
-_MIXED: Final = {"none": None, "bf16": torch.bfloat16}
+_MIXED: Final = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_RESHARD: Final = ("true", "false", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +89,19 @@ class Options:
     """The options of ``fsdp``."""
 
     #: Which modules are gathered as one: ``auto`` (members of lists of modules), ``whole`` (the model), a least number
-    #: of parameters such as ``1M``, or names of classes such as ``Block+Head``.
+    #: of parameters such as ``1M``, names of classes such as ``Block+Head``, or ``package.module:function``.
     wrap: str = "auto"
-    #: ``bf16``: blocks are gathered and computed in bf16, with master parameters and sums in fp32. The bits are the
-    #: same for any number of ranks, and those of no other strategy.
+    #: ``bf16`` or ``fp16``: blocks are gathered and computed in it, with master parameters and sums in fp32. The bits
+    #: are the same for any number of ranks, and those of no other strategy. ``fp16`` needs ``precision="fp16"``.
     mixed: str = "none"
-    #: Drop a block after its forward pass and gather it again for the backward pass: less memory, more traffic.
-    reshard: bool = True
+    #: When a gathered block is dropped: ``true``, after its forward pass, and it is gathered again for the backward
+    #: pass; ``false``, after its backward pass; ``step``, after that of the step's last micro-batch: less traffic, more
+    #: memory.
+    reshard: str = "true"
+    #: Modules whose parameters stay whole on each rank, by class or by name in the model, joined by ``+``.
+    ignored_modules: str = ""
+    #: How many blocks are gathered ahead of the one that computes; 0: as torch does, one, on GPUs only.
+    prefetch: int = 0
     #: Keep parameters, gradients and optimizer state in the memory of the CPU, for models on GPUs.
     offload: bool = False
     #: Keep only the inputs of blocks, and compute their forward pass once more in the backward pass; the same bits.
@@ -102,13 +110,27 @@ class Options:
     def __post_init__(self) -> None:
         if self.mixed not in _MIXED:
             raise SettingError(f"mixed={self.mixed!r}: give one of {', '.join(_MIXED)}")
+        if self.mixed != "none" and self.ignored_modules:
+            raise SettingError(
+                f"mixed={self.mixed} with ignored_modules={self.ignored_modules}: they would stay fp32 between modules "
+                f"in {self.mixed}; use precision='{self.mixed}' without mixed={self.mixed}"
+            )
+        if self.reshard not in _RESHARD:
+            raise SettingError(f"reshard={self.reshard!r}: give one of {', '.join(_RESHARD)}")
+        if self.prefetch < 0:
+            raise SettingError(f"prefetch={self.prefetch}: give the number of blocks to gather ahead, 0 or more")
 
 
-def open_strategy(context: StrategyContext, options: Options) -> Strategy:
-    """The strategy ``fsdp``; one rank alone divides nothing. Collective."""
+def open_strategy(context: StrategyContext, options: Options, name: str = "fsdp") -> Strategy:
+    """The strategy ``fsdp``, or one that is the same by another ``name``; one rank divides nothing. Collective."""
     if context.group.size == 1 and options.mixed == "none" and not options.checkpoint_activations:
-        return SingleProcess(context.group, context.runs, exact=context.exact)
-    return FullySharded(context, options, context.group.size, "fsdp")
+        return SingleProcess(
+            context.group,
+            context.runs,
+            exact=context.exact,
+            prepare=lambda model: _compile_by_block(model, blocks_of(model, options.wrap), gathered=False),
+        )
+    return FullySharded(context, options, context.group.size, name)
 
 
 class FullySharded(
@@ -130,18 +152,20 @@ class FullySharded(
     """
 
     def __init__(self, context: StrategyContext, options: Options, ranks: int, name: str) -> None:
+        if options.mixed == "fp16" and context.dtype is not torch.float16:
+            raise SettingError(
+                "mixed=fp16: its gradients need the loss scale of precision='fp16'; give that beside it, or mixed=bf16"
+            )
+        if options.ignored_modules:
+            context.refuse_fp16(f"{name} with ignored_modules", "torch unscales divided and whole gradients apart")
         group = context.group
         self._group: Final = group
         self._options: Final = options
         self._name: Final = name
         self._say: Final = context.say
         self._shard_groups: Final = ShardGroups(group, ranks)
-        self._reduce_scatter: Final[ReduceScatter] = (
-            TreeReduceScatter(self._shard_groups, context.runs)
-            if context.exact
-            else NativeReduceScatter(self._shard_groups)
-        )
-        self._fold: Final[Callable[[int], UnitSums]] = _tree if context.exact else lambda _: RunningSum()
+        self._reduce_scatter: Final = open_reduce_scatter(self._shard_groups, context.runs, exact=context.exact)
+        self._gather: Final = open_gather(self._shard_groups)
         self._units: Final = FsdpBackward()
         # On a single rank torch never calls a custom reduce-scatter.
         self._gradients: Final[Gradients] = (
@@ -159,9 +183,10 @@ class FullySharded(
         self._constructed: nn.Module | None = None  # the model that it has made last
         self._blocks: Final[list[FSDPModule]] = []
         self._guard: PickleGuard | None = None
+        self._prefetch: Final = Prefetch(options.prefetch, over_cpu=group.over_cpu)
         self._call_checksum = 0  # a checksum of which blocks were called, in their order
         self._roots: Final[list[FSDPModule]] = []
-        self.assignment = ReplicaAssignment(group.rank, group.size)
+        self.assignment = ReplicaAssignment(group.rank, group.size, in_turn=ranks)
         self.state_layout = DTensorLayout(group, self._shard_groups)
         self.forward_is_collective = group.size > 1
 
@@ -192,6 +217,7 @@ class FullySharded(
         else:
             sync_module_states(self._group, model)
         blocks = blocks_of(model, self._options.wrap)
+        _compile_by_block(model, blocks, gathered=True)
         if self._options.checkpoint_activations:
             for block in blocks:
                 recompute(block)
@@ -209,14 +235,15 @@ class FullySharded(
         return model
 
     def _shard_model(self, model: nn.Module, blocks: Sequence[nn.Module], watch: bool, mesh: DeviceMesh) -> None:
-        _check_divisible(model, self._name)
         options = self._options
+        ignored = ignored_parameters(model, options.ignored_modules)
+        _check_divisible(model, self._name, ignored)
         lower = _MIXED[options.mixed]
         if lower:
-            _check_stateless(model)
+            _check_stateless(model, options.mixed)
         offload = options.offload and self._group.device.type != "cpu"
         units: list[FsdpUnit] = []
-        divided: set[nn.Parameter] = set()
+        divided = set(ignored)
         for module in (*blocks, model):
             whole = module is model
             policy = MixedPrecisionPolicy(
@@ -230,17 +257,20 @@ class FullySharded(
                 module,
                 mesh=mesh,
                 # What the whole model holds itself is needed first thing in the backward pass.
-                reshard_after_forward=options.reshard and not whole,
+                reshard_after_forward=options.reshard == "true" and not whole,
                 mp_policy=policy,
                 offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+                ignored_params=ignored,
             )
             own = [p for p in module.parameters() if p not in divided]
             divided.update(own)
             self._blocks.append(block)
-            module.register_forward_pre_hook(partial(self._record_call, len(self._blocks)), prepend=True)
+            module.register_forward_pre_hook(partial(self._record_call, len(self._blocks), block), prepend=True)
             if own:
-                units.append(FsdpUnit(own, self._shard_groups.within.size, self._reduce_scatter, self._fold))
+                units.append(FsdpUnit(own, self._shard_groups.within.size, self._reduce_scatter))
                 block.set_custom_reduce_scatter(cast(Any, units[-1]))
+                if self._gather is not None:
+                    block.set_custom_all_gather(cast(Any, self._gather))
                 block.set_gradient_divide_factor(1.0)
                 block.set_force_sum_reduction_for_comms(True)
         self._roots.append(block)
@@ -251,13 +281,15 @@ class FullySharded(
         if self._guard is None:
             self._guard = PickleGuard(DTensor, lambda tensor: tensor.device_mesh == mesh, self._name)
         if any(p.requires_grad for p in model.parameters()):
-            self._units.add(FsdpModel(model, units, TrackedUse(model, self._group) if watch else AllUsed()))
+            learning = [p for p in model.parameters() if p in ignored and p.requires_grad]
+            kept = by_type(learning, self._shard_groups, self._reduce_scatter)
+            self._units.add(FsdpModel(model, units, kept, TrackedUse(model, self._group) if watch else AllUsed()))
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ``optimizer`` can step tensors that are divided.
 
         Raises:
-            UsageError: for a fused optimizer on CPUs.
+            UsageError: for a fused optimizer on CPUs, or one that steps divided and whole parameters at once.
         """
         fused = any(group.get("fused") for group in optimizer.param_groups)
         if fused and self._mesh is not None and self._group.device.type == "cpu":
@@ -265,6 +297,15 @@ class FullySharded(
                 f"{type(optimizer).__name__}(fused=True): torch's fused kernels on CPUs know no divided tensors; leave "
                 "fused=True out, or use ddp or zero"
             )
+        for group in optimizer.param_groups:
+            kinds = {isinstance(p, DTensor) for p in group["params"]}
+            by_default = group.get("foreach", False) is None and self._group.device.type != "cpu"
+            if (group.get("foreach") or group.get("fused") or by_default) and len(kinds) > 1:
+                raise UsageError(
+                    f"{type(optimizer).__name__} with foreach or fused steps parameters that are divided and those of "
+                    f"ignored_modules={self._options.ignored_modules} at once, which torch cannot: give it a parameter "
+                    "group for each, or foreach=False"
+                )
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
@@ -274,6 +315,11 @@ class FullySharded(
         Raises:
             UsageError: for a second backward pass through one forward pass, as of a gradient penalty.
         """
+        if self._options.reshard == "step":
+            for root in self._roots:
+                root.set_reshard_after_backward(position.last)
+        if self._gather is None:  # in shared memory there is nothing to wait for
+            self._prefetch.begin()
         try:
             self._gradients.backward(loss, weight, target, position)
         except RuntimeError as error:
@@ -333,13 +379,16 @@ class FullySharded(
     def close(self) -> None:
         """End the threads and connections."""
         self._reduce_scatter.close()
+        if self._gather is not None:
+            self._gather.close()
         self._all_reduce.close()
         self._shard_groups.close()
         if self._guard is not None:
             self._guard.close()
 
-    def _record_call(self, block: int, *_: object) -> None:
-        self._call_checksum = zlib.crc32(block.to_bytes(4, "little"), self._call_checksum)
+    def _record_call(self, number: int, block: FSDPModule, *_: object) -> None:
+        self._call_checksum = zlib.crc32(number.to_bytes(4, "little"), self._call_checksum)
+        self._prefetch.note_call(block)
 
     def _compare_calls(self) -> None:
         """Check that all ranks called the same blocks; else they may have got each other's parameters. Collective.
@@ -359,30 +408,34 @@ class FullySharded(
             block.reshard()
 
 
-def _tree(micro_batches: int) -> UnitSums:
-    return TreeAccumulator(micro_batches, lambda left, right: left.add_(right))
+def _compile_by_block(model: nn.Module, blocks: Sequence[nn.Module], *, gathered: bool) -> None:
+    model.compile = BlockCompiler(model, blocks, gathered=gathered)  # type: ignore[method-assign]
 
 
-def _check_divisible(model: nn.Module, strategy: str) -> None:
+def _check_divisible(model: nn.Module, strategy: str, ignored: Container[nn.Parameter]) -> None:
     for name, parameter in model.named_parameters():
+        if parameter in ignored:
+            continue
         if not parameter.dim():
             raise UsageError(
                 f"the parameter {name} has no dimension, and {strategy} divides rows; make it of shape (1,), as with "
-                "nn.Parameter(torch.ones(1))"
+                "nn.Parameter(torch.ones(1)), or name its module in ignored_modules=..."
             )
         if not parameter.is_contiguous():
             raise UsageError(
                 f"the parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and "
-                f"{strategy} divides contiguous rows; leave out .to(memory_format=...), or use ddp"
+                f"{strategy} divides contiguous rows; leave out .to(memory_format=...), name its module in "
+                "ignored_modules=..., or use ddp"
             )
 
 
-def _check_stateless(model: nn.Module) -> None:
+def _check_stateless(model: nn.Module, mixed: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is not None:
             raise UsageError(
-                f"mixed=bf16 with {name or 'the model'}, a {type(module).__name__}: its statistics are fp32, and "
-                "torch computes it in one type; use precision='bf16' instead of mixed=bf16, or another normalisation"
+                f"mixed={mixed} with {name or 'the model'}, a {type(module).__name__}: its statistics are fp32, and "
+                f"torch computes it in one type; use precision='{mixed}' without mixed={mixed}, or another "
+                "normalisation"
             )
 
 

@@ -30,7 +30,11 @@ class Options:
     #: See ``fsdp``.
     mixed: str = "none"
     #: See ``fsdp``.
-    reshard: bool = True
+    reshard: str = "true"
+    #: See ``fsdp``.
+    ignored_modules: str = ""
+    #: See ``fsdp``.
+    prefetch: int = 0
     #: See ``fsdp``.
     offload: bool = False
     #: See ``fsdp``.
@@ -44,7 +48,13 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
         SettingError: if the ranks cannot be divided so.
     """
     alike = fully_sharded.Options(
-        options.wrap, options.mixed, options.reshard, options.offload, options.checkpoint_activations
+        options.wrap,
+        options.mixed,
+        options.reshard,
+        options.ignored_modules,
+        options.prefetch,
+        options.offload,
+        options.checkpoint_activations,
     )
     if context.group.size == 1:
         return fully_sharded.open_strategy(context, alike)

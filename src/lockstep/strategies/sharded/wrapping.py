@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -30,10 +31,11 @@ def blocks_of(model: nn.Module, wrap: str) -> list[nn.Module]:
         model: of which a block's ``forward`` is called whenever the parameters inside are used.
         wrap: ``auto``: the outermost members of ``nn.ModuleList``, ``nn.Sequential`` and ``nn.ModuleDict``, without the
             smallest ones; ``whole``: none; a number of parameters such as ``500K`` or ``1M``: the smallest modules that
-            hold at least so many; else names of classes, joined by ``+``.
+            hold at least so many; ``package.module:function``: those for which that function returns true; else names
+            of classes, joined by ``+``.
 
     Raises:
-        SettingError: if no module is of such a class.
+        SettingError: if no module is of such a class, or there is no such function.
     """
     size = _number(wrap)
     if wrap == "whole":
@@ -43,10 +45,35 @@ def blocks_of(model: nn.Module, wrap: str) -> list[nn.Module]:
         found = [member for member in _members(model) if _size(member) >= least]
     elif size is not None:
         found = _of_size(model, size)
+    elif ":" in wrap:
+        found = _chosen(model, wrap)
     else:
         found = _of_classes(model, wrap.split("+"))
     chains = _chains(model)
     return [m for m in found if all(m in chain for p in m.parameters() for chain in chains[p])]
+
+
+def ignored_parameters(model: nn.Module, names: str) -> set[nn.Parameter]:
+    """The parameters of the modules of ``model`` that ``names``, joined by ``+``, gives by class or by path.
+
+    Raises:
+        SettingError: if there is no such module, or it has no parameters.
+    """
+    ignored: set[nn.Parameter] = set()
+    for name in filter(None, names.split("+")):
+        found = {
+            p
+            for path, module in model.named_modules()
+            if name in (path, type(module).__name__)
+            for p in module.parameters()
+        }
+        if not found:
+            raise SettingError(
+                f"ignored_modules={names}: {type(model).__name__} has no module with parameters of class or name "
+                f"{name!r}; it has {', '.join(path for path, _ in model.named_children())}, and what is in them"
+            )
+        ignored |= found
+    return ignored
 
 
 def recompute(block: nn.Module) -> None:
@@ -55,6 +82,30 @@ def recompute(block: nn.Module) -> None:
     The second time uses the same random numbers, and does not change buffers.
     """
     block.forward = _Recomputed(block, block.forward)
+
+
+class BlockCompiler:
+    """What is called as the ``compile`` of a model: compiles each of its blocks, and nothing around them.
+
+    Compiled whole, a model would be cut where its blocks are gathered: other kernels, and other bits, than on one rank.
+
+    Args:
+        model: compiled itself, if it has no blocks.
+        blocks: of it.
+        gathered: whether their parameters are gathered before a block's forward pass: that stays outside.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], *, gathered: bool) -> None:
+        self._blocks: Final = blocks or (model,)
+        self._gathered: Final = gathered
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Compile each block, as `torch.compile` does."""
+        for block in self._blocks:
+            if self._gathered:
+                block.forward = torch.compile(block.forward, *args, **kwargs)
+            else:
+                nn.Module.compile(block, *args, **kwargs)
 
 
 class _Recomputed:
@@ -143,6 +194,19 @@ def _of_classes(model: nn.Module, names: list[str]) -> list[nn.Module]:
                 f"{', '.join(sorted(there)) or 'none'}. Name classes, joined by +, or say auto, whole, or a size as 1M"
             )
     found = [module for module in inside if type(module).__name__ in names and _size(module)]
+    return found[::-1]  # parents came before their children
+
+
+def _chosen(model: nn.Module, wrap: str) -> list[nn.Module]:
+    name, _, function_name = wrap.partition(":")
+    try:
+        function = getattr(importlib.import_module(name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise SettingError(
+            f"wrap={wrap}: {error}; give MODULE:FUNCTION of a function that takes a module and says whether it is a "
+            "block, such as __main__:is_block for one of the script"
+        ) from None
+    found = [module for module in model.modules() if module is not model and _is_called(module) and function(module)]
     return found[::-1]  # parents came before their children
 
 
