@@ -21,6 +21,7 @@ from typing import Any
 import lockstep
 from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
 from lockstep.cli.command import Command, Parser
+from lockstep.cli.fit import fitting_micro_batch
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
 from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
@@ -46,7 +47,7 @@ _NOT_OURS = {
 #: Options of `run` that a job script does not take: the job says it.
 _PLACES = {
     *("--help", "--nnodes", "--standalone", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--rdzv-backend"),
-    *("--node-rank", "--master-addr", "--master-port", "--attach"),
+    *("--node-rank", "--master-addr", "--master-port", "--attach", "--fit"),
 }
 #: Short forms of commands.
 _SHORT = {"ckpt": "checkpoints"}
@@ -157,6 +158,9 @@ def run_options() -> Parser:
     )
     settings.add_argument("--reduction", metavar="NAME", help="exact or fast")
     settings.add_argument("--precision", metavar="NAME", help="fp32, bf16 or fp16")
+    settings.add_argument(
+        "--fit", action="store_true", help="with the largest micro_batch that fits, found by short runs"
+    )
     settings.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting")
     what = parser.add_argument_group("what to run")
     what.add_argument("-m", "--module", action="store_true", help="script.py is the name of a module, as in python -m")
@@ -194,6 +198,9 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if asks_for_help(program):
         check_program(program)
         return show_help(program)
+    if parsed.fit:
+        settings["micro_batch"] = fitting_micro_batch(parsed, program, settings)
+        own = [*(word for word in own if word != "--fit"), "--set", f"micro_batch={settings['micro_batch']}"]
     return start(
         Request(
             program,

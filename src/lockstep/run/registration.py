@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -17,7 +17,18 @@ from lockstep.run.early_stopping import EarlyStopping
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.state import State
-from lockstep.strategies import ComputesLoss, check_can_step, parameters_of, spans_gpus, synchronize_batchnorm
+from lockstep.strategies import (
+    ComputesLoss,
+    StageSequence,
+    check_can_step,
+    make_stages,
+    parameters_of,
+    spans_gpus,
+    synchronize_batchnorm,
+)
+
+GivenModel = nn.Module | Sequence[nn.Module | Callable[[], nn.Module]]
+"""What `Run.model` takes: a model, or the stages of one."""
 
 
 class Registration:
@@ -28,9 +39,11 @@ class Registration:
         self._state: Final = context.state
         self._start: Final = start
 
-    def model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool) -> nn.Module:
+    def model(self, model: GivenModel, *, find_unused_parameters: bool, static_graph: bool) -> nn.Module:
         """See `Run.model`."""
         self._start.refuse_late("model")
+        if not isinstance(model, nn.Module):
+            model = self._sequence(model)
         check_model(model, self._state)
         context = self._context
         if not (spans_gpus(model) or isinstance(context.strategy, ComputesLoss)):
@@ -42,6 +55,18 @@ class Registration:
         if context.settings.compile:
             model.compile()
         return model
+
+    def _sequence(self, stages: Sequence[nn.Module | Callable[[], nn.Module]]) -> nn.Module:
+        """The model of ``stages``. Collective."""
+        modules = [stage for stage in stages if isinstance(stage, nn.Module)]
+        if modules and len(modules) == len(stages):
+            return StageSequence(modules)
+        if modules or not stages or not all(map(callable, stages)):
+            raise UsageError(
+                f"run.model([{', '.join(type(stage).__name__ for stage in stages)}]): give stages that are modules, or "
+                "one function for each, which makes it"
+            )
+        return make_stages(self._context.strategy, [stage for stage in stages if not isinstance(stage, nn.Module)])
 
     def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None) -> None:
         """See `Run.optimizer`."""

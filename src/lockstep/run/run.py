@@ -43,7 +43,7 @@ from lockstep.run.parameter_sets import Optimizers
 from lockstep.run.passes import call_site
 from lockstep.run.point_marks import point_marks
 from lockstep.run.rank_operations import RankOperations
-from lockstep.run.registration import Registration
+from lockstep.run.registration import GivenModel, Registration
 from lockstep.run.resume_point import ResumePoint
 from lockstep.run.run_log import RunLog
 from lockstep.run.setup import set_up
@@ -256,7 +256,9 @@ class Run:
 
     # ---- what is trained ----------------------------------------------------------------------------------------
 
-    def model(self, model: nn.Module, *, find_unused_parameters: bool = False, static_graph: bool = False) -> nn.Module:
+    def model(
+        self, model: GivenModel, *, find_unused_parameters: bool = False, static_graph: bool = False
+    ) -> nn.Module:
         """``model`` itself, on this rank's device, equal on all ranks and kept so. Collective.
 
         It keeps its class, methods, attributes and the keys of its ``state_dict()``, on any number of ranks. Where a
@@ -265,7 +267,10 @@ class Run:
 
         Args:
             model: with its parameters; their device is changed in place, but for a model that lies on several GPUs,
-                the rank's own among them: its forward pass moves what it needs.
+                the rank's own among them: its forward pass moves what it needs. A list is a model's stages, each
+                called with what the one before returns (a tuple becomes several arguments): modules, or functions
+                that make one each. What comes back is then one module with the submodules ``0``, ``1`` and so on.
+                ``pipeline`` puts them on its ranks, each of which makes every stage but keeps only its own.
             find_unused_parameters: as DDP's: for models of which a forward pass may leave out parameters.
             static_graph: as DDP's: every forward pass uses the same parameters equally often. Those that are never
                 used are found once, and what is checkpointed with ``use_reentrant=True`` may be called several times.

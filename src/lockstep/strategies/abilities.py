@@ -6,16 +6,18 @@ it, and does the usual thing where it has not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import UsageError
 from lockstep.strategies.gradient_accumulation import LossCall, ParameterSet
 from lockstep.strategies.protocol import StateDict, Strategy
+from lockstep.strategies.stage_sequence import StageSequence
 
 
 @runtime_checkable
@@ -283,6 +285,26 @@ class ComputesLoss(Protocol):
             The losses that have become known here, each with the index of its micro-batch; none on most ranks.
         """
         ...
+
+
+@runtime_checkable
+class MakesStages(Protocol):
+    """A strategy under which a rank makes only those stages of a model that it will hold."""
+
+    def make_stages(self, makers: Sequence[Callable[[], nn.Module]]) -> StageSequence:
+        """The model of the stages that ``makers`` make; those of other ranks take no memory here. Collective.
+
+        All values are those that rank 0 draws as it makes one stage after the other.
+        """
+        ...
+
+
+def make_stages(strategy: Strategy, makers: Sequence[Callable[[], nn.Module]]) -> StageSequence:
+    """The model of the stages that ``makers`` make; under most strategies each rank makes them all. Collective."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, MakesStages):
+            return each.make_stages(makers)
+    return StageSequence([make() for make in makers])
 
 
 @runtime_checkable

@@ -352,7 +352,8 @@ class WorkerGroup:
 def _row(rank: Waiting) -> RankStatus:
     beat = rank.beat
     source = f"{Path(beat.place.file).name}:{beat.place.line}" if beat.place.file else ""
-    return RankStatus(beat.rank, beat.step, beat.phase, f"{source} {beat.call}".strip(), rank.waits, rank.silent_s)
+    place = f"{source} {beat.call}".strip()
+    return RankStatus(beat.rank, beat.step, beat.phase, place, rank.waits, rank.silent_s, beat.memory)
 
 
 def _prepare_files(files: Sequence[tuple[Path, Path]], generation: int) -> list[int]:
