@@ -167,7 +167,7 @@ def some_served():
     read = RpcEndpoint.read
 
     def reading(self, rank, what):
-        asked.extend([what.rows.tolist()] if isinstance(what, LookupRequest) else [])
+        asked.extend([what.rows.tolist()] if isinstance(what, LookupRequest) and what.context is not None else [])
         return read(self, rank, what)
 
     RpcEndpoint.read = reading
@@ -193,8 +193,8 @@ def test_workers_hold_no_row_of_a_served_table_and_ask_only_for_those_they_need(
     assert server == (whole, never, [], None)
     for served, own, asked, message in workers:
         assert (served, own) == (0, never)
-        # In each of two micro-batches of two rows of five words: what is in the bags, and the pair.
-        assert [len(rows) for rows in asked] == [10, 2, 2] * 2
+        # In each of two micro-batches of two samples of five words: the pair, and what is in the bags.
+        assert [len(rows) for rows in asked] == [2, 2, 10] * 2
         assert all(rows == sorted(set(rows)) for rows in asked)
         assert message is not None
 

@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from datetime import datetime, time, timedelta
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import lockstep
 from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
 from lockstep.cli.command import Command, Parser
 from lockstep.cli.fit import fitting_micro_batch
+from lockstep.cli.moment import moment
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
 from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
@@ -228,7 +229,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             attach=parsed.attach,
             pass_local_rank=parsed.pass_local_rank,
             faults="; ".join(parsed.fault),
-            ends_at_s=None if parsed.ends_at is None else _moment(parsed.ends_at, datetime.now()),
+            ends_at_s=None if parsed.ends_at is None else moment(parsed.ends_at, datetime.now()),
             requeue=parsed.requeue,
             everywhere=not parsed.standalone,
             options=_repeatable(own),
@@ -359,18 +360,6 @@ def _given(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> list[
         for each in value if isinstance(value, list) else [value]:
             words += [option] if action.nargs == 0 else [option, str(each)]
     return words
-
-
-def _moment(text: str, now: datetime) -> float:
-    """The next time that ``text`` tells, in seconds since 1970."""
-    if text.isdigit():
-        return float(text)
-    with contextlib.suppress(ValueError):
-        return datetime.fromisoformat(text).timestamp()
-    with contextlib.suppress(ValueError):
-        today = datetime.combine(now.date(), time.fromisoformat(text))
-        return (today if today > now else today + timedelta(days=1)).timestamp()
-    raise SettingError(f"--ends-at {text}: give a time as 18:30, a date and time as 2030-12-31T18:30, or date +%s")
 
 
 def _settings(parsed: argparse.Namespace) -> dict[str, str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lockstep.formatting import size
 from lockstep.launch import procfs
-from lockstep.memory_use import ControlGroup
+from lockstep.memory_use import ControlGroup, text_of
 
 _LOOK_EVERY_S = 1.0
 _TOLD = 8  # ranks
@@ -119,14 +119,14 @@ def memory_by_rank(fork_server: int) -> dict[int, RankMemory]:
     import psutil
 
     found: dict[int, RankMemory] = {}
-    own_groups = procfs.text_of(Path("/proc/self/cgroup"))
+    own_groups = text_of(Path("/proc/self/cgroup"))
     for child in procfs.children(fork_server):
         with contextlib.suppress(psutil.Error):
             name = psutil.Process(child).name()
             if name.startswith("rank "):
                 workers = procfs.descendants(child)
                 rank = int(name.removeprefix("rank "))
-                groups = procfs.text_of(Path(f"/proc/{child}/cgroup"))
+                groups = text_of(Path(f"/proc/{child}/cgroup"))
                 found[rank] = RankMemory(
                     _own_bytes(child),
                     sum(map(_own_bytes, workers)),

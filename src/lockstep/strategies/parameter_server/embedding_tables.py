@@ -88,12 +88,13 @@ class ServedTable:
         self.dtype: Final = module.weight.dtype
         self.trained: Final = module.weight.requires_grad
         self.rows_of: Final = rows
+        self.is_here: Final = rank in rows  #: whether this rank holds some of them
         self.rows: Final = rows.get(rank, range(0))  #: on this rank
 
     @property
     def whole_here(self) -> bool:
         """Whether all rows lie on this rank."""
-        return len(self.rows) == self.shape[0]
+        return self.is_here and not self.is_divided
 
     @property
     def is_divided(self) -> bool:
@@ -147,7 +148,7 @@ class ServedTable:
             padding_idx=None if padding is None else int(places[-1]),
         )
         own = places[: numbers.numel()].to(numbers.device, numbers.dtype).view(numbers.shape)
-        forward = type(self.module).forward
+        forward: Callable[..., torch.Tensor] = type(self.module).forward
         result: torch.Tensor = (
             forward(small, own, *inputs[1:], **named) if inputs else forward(small, **{**named, "input": own})
         )
@@ -182,7 +183,7 @@ class EmbeddingTables:
         """Fold the gradients that a micro-batch's backward pass has left on this server."""
         leaves = self._leaves(request.worker, request.context)
         found = get_gradients(request.context) if leaves else {}
-        sums = {number: self._no_gradient(number) for number in request.used if self.tables[number].rows}
+        sums = {number: self._no_gradient(number) for number in request.used if self.tables[number].is_here}
         # From the last look-up of the forward pass to the first, as autograd adds them on one rank.
         for number, rows, leaf in reversed(leaves):
             if (gradient := found.get(leaf)) is not None:
@@ -200,10 +201,12 @@ class EmbeddingTables:
         sums = [gradients for one in folds for gradients in one.sums]
         total = fold(micro_batches, [node for one in folds for node in one.nodes], sums, _merge)
         for number, table in enumerate(self.tables):
-            if table.rows:
+            if table.is_here:
                 weight, gradient = table.module.weight, total.get(number)
-                weight.grad = gradient and gradient.of_table(
-                    table.rows, weight.dtype, weight.device, sparse=table.module.sparse
+                weight.grad = (
+                    None
+                    if gradient is None
+                    else gradient.of_table(table.rows, weight.dtype, weight.device, sparse=table.module.sparse)
                 )
 
     def discard_step(self) -> None:

@@ -74,7 +74,7 @@ from lockstep.strategies.parameter_server.flat_buckets import (
 from lockstep.strategies.parameter_server.parameter_store import LayoutWithHooks, ParameterStore
 from lockstep.strategies.parameter_server.row_division import RowDivision
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles, SyncRound
-from lockstep.strategies.parameter_server.served_tables import find_tables, restore_unserved
+from lockstep.strategies.parameter_server.served_tables import find_tables, own_rows, restore_unserved
 from lockstep.strategies.parameter_server.server_context import WITHOUT_GRADIENTS
 from lockstep.strategies.parameter_server.table_construction import TablePart, construct
 from lockstep.strategies.partial_models import mark_absent, outside_forward, refuse_copies
@@ -83,7 +83,6 @@ from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import OwnerLayout
 
 _LOOK_UP, _BACKWARD = "a look-up of embeddings", "the backward pass"
-_BLOCK_BYTES = 1 << 24  #: of a table that are sent at once when its rows are handed out
 #: Optimizers of torch whose step of one row depends on the others.
 _ACROSS_ROWS = ("Adafactor", "LBFGS", "Muon")
 
@@ -183,7 +182,8 @@ class Hybrid(
         numbers = {name: self._tables.add(table) for name, table in tables.items()}
         self._store.setup_model(model, lambda _: 0, [module.weight for module in modules.values()])
         for name, table in tables.items():
-            self._keep_own_rows(numbers[name], name, table)
+            if self._serves or isinstance(table.module.weight, TablePart):
+                table.keep(own_rows(name, numbers[name], table, self._endpoint, self._group.device))
             self._say(f"{name} {table.shape} is served by {_words(table.rows_of)}")
         self._group.barrier("the rows of tables")
         for name, table in tables.items():
@@ -204,24 +204,9 @@ class Hybrid(
     def _table(self, module: EmbeddingTable) -> ServedTable:
         weight = module.weight
         if isinstance(weight, TablePart):
-            return ServedTable(module, weight.rows_of, self._group.rank)
+            return ServedTable(module, weight.held.of, self._group.rank)
         rows_of = self._division.place(module.num_embeddings, module.embedding_dim * weight.element_size())
         return ServedTable(module, rows_of, self._group.rank)
-
-    def _keep_own_rows(self, number: int, name: str, table: ServedTable) -> None:
-        """On a server, let go of the table but for its rows: its own, or those of rank 0, which still has them."""
-        weight = table.module.weight
-        if isinstance(weight, TablePart):
-            table.keep(weight.values(name).to(self._group.device))
-        elif self._serves:
-            table.keep(None)
-            own = torch.empty(len(table.rows), table.shape[1], dtype=table.dtype, device=self._group.device)
-            step = max(1, _BLOCK_BYTES // max(1, table.shape[1] * own.element_size()))
-            for block in torch.arange(table.rows.start, table.rows.stop).split(step):
-                answer = self._endpoint.read(0, LookupRequest(number, block, self._group.rank, None))
-                rows = self._endpoint.wait(0, answer, "the first values of a model")
-                own[block - table.rows.start] = rows.to(own.device)
-            table.keep(own)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ``optimizer`` steps each row of a divided table by itself.

@@ -1,16 +1,20 @@
-"""Which embeddings of a model servers are to hold, and which they cannot."""
+"""Which embeddings of a model servers are to hold, which they cannot, and where their first values come from."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch import nn
 
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
-from lockstep.strategies.parameter_server.embedding_tables import EmbeddingTable
+from lockstep.strategies.parameter_server.embedding_tables import EmbeddingTable, LookupRequest, ServedTable
+from lockstep.strategies.parameter_server.rpc import RpcEndpoint
 from lockstep.strategies.parameter_server.table_construction import TablePart, whole_table
 from lockstep.strategies.sparse_gradients import sparse_parameters
+
+_BLOCK_BYTES = 1 << 24  #: of a table that are sent at once when its rows are handed out
 
 
 def find_tables(model: nn.Module, names: Collection[str]) -> dict[str, EmbeddingTable]:
@@ -42,8 +46,34 @@ def restore_unserved(model: nn.Module, served: dict[str, EmbeddingTable], group:
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if name not in served and isinstance(module, EmbeddingTable) and isinstance(weight, TablePart):
-            weight.values(name)
+            weight.initialised(name)
             module.weight = nn.Parameter(whole_table(weight, group).to(group.device), weight.requires_grad)
+
+
+def own_rows(
+    name: str, number: int, table: ServedTable, endpoint: RpcEndpoint, device: torch.device
+) -> torch.Tensor | None:
+    """What this rank is to hold of ``table``, on ``device``; None: nothing. Rank 0 must still have what it has made.
+
+    A server reads its rows from rank 0, block by block, and lets go of its own table before; not so where each rank
+    has made its own rows alone.
+
+    Raises:
+        UsageError: if nobody has given them values.
+    """
+    weight = table.module.weight
+    if isinstance(weight, TablePart):
+        part = weight.initialised(name)
+        return part.to(device) if table.is_here else None
+    table.keep(None)
+    if not table.is_here:
+        return None
+    own = torch.empty(len(table.rows), table.shape[1], dtype=table.dtype, device=device)
+    step = max(1, _BLOCK_BYTES // max(1, table.shape[1] * own.element_size()))
+    for block in torch.arange(table.rows.start, table.rows.stop).split(step):
+        answer = endpoint.read(0, LookupRequest(number, block, endpoint.rank, None))
+        own[block - table.rows.start] = endpoint.wait(0, answer, "the first values of a model").to(device)
+    return own
 
 
 def _check(model: nn.Module, name: str, table: EmbeddingTable) -> None:

@@ -284,14 +284,14 @@ def fold_passes(computed: PipelineStage, stage: Stage) -> None:
     """Let ``stage`` know of each backward pass of ``computed``, its form in torch's schedules, that is a last one."""
     backward, backward_of_weights = computed.backward_one_chunk, computed.backward_weight_one_chunk
 
-    def one_chunk(chunk: int, *args: Any, full_backward: bool = True, **named: Any) -> None:
-        backward(chunk, *args, full_backward=full_backward, **named)
+    def one_chunk(chunk: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False) -> None:
+        backward(chunk, loss, full_backward, last_backward)
         if full_backward:
             stage.backward_done(chunk)
 
-    def weights_of_one_chunk(chunk: int, *args: Any, **named: Any) -> None:
+    def weights_of_one_chunk(chunk: int, last_backward: Any = False) -> None:
         try:
-            backward_of_weights(chunk, *args, **named)
+            backward_of_weights(chunk, last_backward)
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
                 raise
@@ -301,8 +301,7 @@ def fold_passes(computed: PipelineStage, stage: Stage) -> None:
             ) from None
         stage.backward_done(chunk)
 
-    computed.backward_one_chunk = one_chunk  # type: ignore[method-assign]
-    computed.backward_weight_one_chunk = weights_of_one_chunk  # type: ignore[method-assign]
+    vars(computed).update(backward_one_chunk=one_chunk, backward_weight_one_chunk=weights_of_one_chunk)
 
 
 def _leaves_behind(tensors: Sequence[torch.Tensor]) -> set[int]:
