@@ -54,8 +54,13 @@ class Heartbeat:
         """
         try:
             values = json.loads(text)
-            memory = MemoryUse.from_values(values.get("memory", {}))
-            beat = cls(**{**values, "place": SourceLine(**values["place"]), "memory": memory})
+            beat = cls(
+                **{
+                    **values,
+                    "place": SourceLine(**values["place"]),
+                    "memory": MemoryUse.from_values(values.get("memory", {})),
+                }
+            )
         except (TypeError, KeyError) as error:
             raise ValueError(f"no heartbeat: {text!r:.80}") from error
         if beat.phase not in PHASES:

@@ -98,7 +98,7 @@ def test_a_rank_in_a_group_of_its_own_is_told_with_that_groups_limit():
     groups["0::/job/rank-1\n"] = ControlGroup(GIB, 3, 0, "job/rank-1")
     assert tracker.reason(1).splitlines()[0] == (
         "the kernel killed 1 process of this job: host memory ran out, of which this rank may use 1.00 GiB (control "
-        "group job/rank-1), and used 1024 MiB when last looked at"
+        "group job/rank-1), and used 1.00 GiB when last looked at"
     )
     assert tracker.reason(0) == ""
 
