@@ -277,12 +277,13 @@ class Given(nn.Module):
         nn.init.normal_(self.normal.weight, std=0.1)
         self.truncated = nn.EmbeddingBag(LARGE, 8)
         nn.init.trunc_normal_(self.truncated.weight, std=0.02)
-        self.uniform = nn.Embedding(LARGE, 7)
+        self.uniform, self.copied = nn.Embedding(LARGE, 7), nn.Embedding(LARGE, 8)
         nn.init.xavier_uniform_(self.uniform.weight)
         with torch.no_grad():
             self.uniform.weight.mul_(3.0).add_(0.5)
             self.uniform.weight[7].zero_()
             self.uniform.weight.data.clamp_(max=0.51)
+            self.copied.weight.copy_(torch.randn(LARGE, 8))
         self.small = nn.Embedding(7, 2)
         self.ready = nn.Embedding.from_pretrained(torch.randn(LARGE, 8), freeze=False)
         self.out = nn.Linear(8, 3)
@@ -295,13 +296,11 @@ def constructed(word, block_bytes):
     """What each rank has of a model after it was made, and the whole."""
     table_construction._BLOCK_BYTES = block_bytes
     with Run(seed=5, strategy=word) as run:
-        strategy = run._context.strategy
-        made = Given() if run.world_size == 1 else strategy.construct(Given)
-        model = run.model(made, find_unused_parameters=True)
+        model = run.model(Given, find_unused_parameters=True)
         run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
         for (x,) in run.train(run.loader((torch.arange(8),), global_batch=8, micro_batch=2)):
             run.step(model(x).mean())
-        held = {n: 0 if p.is_meta else len(p) for n, p in made.named_parameters() if n != "out.bias"}
+        held = {n: 0 if p.is_meta else len(p) for n, p in model.named_parameters() if n != "out.bias"}
         whole = run.state_dict(model)
         return held, whole and {name: state_hash(tensor) for name, tensor in whole.items()}
 
@@ -318,7 +317,7 @@ def test_tables_are_made_where_they_lie_with_the_values_of_one_rank():
 
 def partly_served():
     with Run(seed=5, strategy="hybrid:servers=2,served=normal") as run:
-        model = run.model(run._context.strategy.construct(Given), find_unused_parameters=True)
+        model = run.model(Given, find_unused_parameters=True)
         run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
         for (x,) in run.train(run.loader((torch.arange(8),), global_batch=8, micro_batch=2)):
             run.step(model(x).mean())
@@ -342,11 +341,11 @@ class Indexed(nn.Module):
 
 def made_by_index():
     with Run(strategy="hybrid") as run, pytest.raises(UsageError, match="may be initialised by normal_, uniform_"):
-        run._context.strategy.construct(Indexed)
+        run.model(Indexed)
 
 
 def test_what_cannot_be_done_to_rows_alone_is_refused():
-    on_world(2, [(made_by_index,)])
+    assert on_world(2, [(made_by_index,)]) == [[None, None]]
 
 
 class Tied(nn.Module):

@@ -21,14 +21,16 @@ from lockstep.strategies import (
     ComputesLoss,
     StageSequence,
     check_can_step,
+    construct,
+    divides_construction,
     make_stages,
     parameters_of,
     spans_gpus,
     synchronize_batchnorm,
 )
 
-GivenModel = nn.Module | Sequence[nn.Module | Callable[[], nn.Module]]
-"""What `Run.model` takes: a model, or the stages of one."""
+GivenModel = nn.Module | Callable[[], nn.Module] | Sequence[nn.Module | Callable[[], nn.Module]]
+"""What `Run.model` takes: a model, the function that makes it, or the stages of one."""
 
 
 class Registration:
@@ -42,11 +44,12 @@ class Registration:
     def model(self, model: GivenModel, *, find_unused_parameters: bool, static_graph: bool) -> nn.Module:
         """See `Run.model`."""
         self._start.refuse_late("model")
+        context, is_new = self._context, not isinstance(model, nn.Module)
         if not isinstance(model, nn.Module):
-            model = self._sequence(model)
+            model = construct(context.strategy, model) if callable(model) else self._sequence(model)
         check_model(model, self._state)
-        context = self._context
-        if not (spans_gpus(model) or isinstance(context.strategy, ComputesLoss)):
+        moves_itself = isinstance(context.strategy, ComputesLoss) or (is_new and divides_construction(context.strategy))
+        if not (moves_itself or spans_gpus(model)):
             model = model.to(context.device)
         if context.settings.sync_batchnorm and context.group.size > 1:
             model = synchronize_batchnorm(model, context.group)
@@ -66,7 +69,8 @@ class Registration:
                 f"run.model([{', '.join(type(stage).__name__ for stage in stages)}]): give stages that are modules, or "
                 "one function for each, which makes it"
             )
-        return make_stages(self._context.strategy, [stage for stage in stages if not isinstance(stage, nn.Module)])
+        makers = [stage for stage in stages if not isinstance(stage, nn.Module)]
+        return construct(self._context.strategy, lambda: make_stages(self._context.strategy, makers))
 
     def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None) -> None:
         """See `Run.optimizer`."""

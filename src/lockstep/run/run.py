@@ -267,7 +267,9 @@ class Run:
 
         Args:
             model: with its parameters; their device is changed in place, but for a model that lies on several GPUs,
-                the rank's own among them: its forward pass moves what it needs. A list is a model's stages, each
+                the rank's own among them: its forward pass moves what it needs. Or a function that makes
+                the model, the same one on every rank: under ``hybrid`` embeddings are then never whole on any rank. A
+                list is a model's stages, each
                 called with what the one before returns (a tuple becomes several arguments): modules, or functions
                 that make one each. What comes back is then one module with the submodules ``0``, ``1`` and so on.
                 ``pipeline`` puts them on its ranks, each of which makes every stage but keeps only its own.

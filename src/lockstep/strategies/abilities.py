@@ -38,6 +38,34 @@ def _delegation_chain(strategy: Strategy) -> Iterator[Strategy]:
 
 
 @runtime_checkable
+class DividesConstruction(Protocol):
+    """A strategy under which no rank need hold the whole of a model while it is made.
+
+    It also moves such models to the device itself.
+    """
+
+    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """What ``make`` gives, with the values that one rank would give it. Collective.
+
+        Of its parameters each rank may hold a part only, until `Strategy.setup_model`.
+        """
+        ...
+
+
+def divides_construction(strategy: Strategy) -> bool:
+    """Whether `construct` may give models that are not on the device, and of which each rank has a part."""
+    return any(isinstance(each, DividesConstruction) for each in _delegation_chain(strategy))
+
+
+def construct(strategy: Strategy, make: Callable[[], nn.Module]) -> nn.Module:
+    """What ``make`` gives, divided where ``strategy`` can divide it while it is made. Collective."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, DividesConstruction):
+            return each.construct(make)
+    return make()
+
+
+@runtime_checkable
 class PreparesForward(Protocol):
     """A strategy with something to do before a forward pass."""
 

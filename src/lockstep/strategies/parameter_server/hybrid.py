@@ -45,6 +45,7 @@ from lockstep.collectives import open_all_reduce, translating_peer_errors
 from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.strategies.abilities import (
     ChecksOptimizers,
+    DividesConstruction,
     ExplainsErrors,
     HasServerRanks,
     PreparesEvaluation,
@@ -74,7 +75,7 @@ from lockstep.strategies.parameter_server.flat_buckets import (
 from lockstep.strategies.parameter_server.parameter_store import LayoutWithHooks, ParameterStore
 from lockstep.strategies.parameter_server.row_division import RowDivision
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles, SyncRound
-from lockstep.strategies.parameter_server.served_tables import find_tables, own_rows, restore_unserved
+from lockstep.strategies.parameter_server.served_tables import find_tables, own_rows, place_rest, restore_unserved
 from lockstep.strategies.parameter_server.server_context import WITHOUT_GRADIENTS
 from lockstep.strategies.parameter_server.table_construction import TablePart, construct
 from lockstep.strategies.partial_models import mark_absent, outside_forward, refuse_copies
@@ -124,6 +125,7 @@ class Hybrid(
     PreparesForward,
     PreparesOptimizerStep,
     PreparesEvaluation,
+    DividesConstruction,
     ChecksOptimizers,
     ExplainsErrors,
 ):
@@ -162,6 +164,8 @@ class Hybrid(
     def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
         """What ``make`` gives; of its embeddings each server has its rows alone, and workers none. Collective.
 
+        The rest is where ``make`` has made it.
+
         Raises:
             MismatchError: if ranks would draw different random numbers.
         """
@@ -178,6 +182,7 @@ class Hybrid(
         if not modules:
             self._say(f"{type(model).__name__} has no embedding to serve; ddp would use the servers better")
         restore_unserved(model, modules, self._group)
+        place_rest(model, self._group.device)
         tables = {name: self._table(module) for name, module in modules.items()}
         numbers = {name: self._tables.add(table) for name, table in tables.items()}
         self._store.setup_model(model, lambda _: 0, [module.weight for module in modules.values()])

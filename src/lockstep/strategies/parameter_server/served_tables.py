@@ -50,6 +50,16 @@ def restore_unserved(model: nn.Module, served: dict[str, EmbeddingTable], group:
             module.weight = nn.Parameter(whole_table(weight, group).to(group.device), weight.requires_grad)
 
 
+def place_rest(model: nn.Module, device: torch.device) -> None:
+    """Move all of ``model`` to ``device`` but for tables that were divided while it was made."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if not isinstance(parameter, TablePart):
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+
+
 def own_rows(
     name: str, number: int, table: ServedTable, endpoint: RpcEndpoint, device: torch.device
 ) -> torch.Tensor | None:

@@ -80,6 +80,9 @@ class TablePart(torch.Tensor):
             return table.held.part[row - here.start] if row in here else table.held.part.new_empty(table.shape[1])
         if func is _ATEN.any.default:
             return table.held.group.sum_tensor(table.held.part.any().float(), "the initial values of a table") != 0
+        if func is _ATEN.copy_.default and not isinstance(args[1], TablePart) and args[1].shape == table.shape:
+            here = table.held.here
+            args = (first, TablePart(tuple(table.shape), replace(table.held, part=args[1][here.start : here.stop])))
         plain = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and v.dim()]
         alike = all(isinstance(v, TablePart) and v.shape == table.shape for v in plain)
         if alike and (func in _ELEMENT_BY_ELEMENT or torch.Tag.pointwise in func.tags):
