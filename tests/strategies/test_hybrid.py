@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.launch_contract import RESUME
+from lockstep.memory_use import host_memory
 from lockstep.run import Run
 from lockstep.strategies.parameter_server import table_construction
 from lockstep.strategies.parameter_server.embedding_tables import EmbeddingTables, LookupRequest
@@ -26,7 +27,7 @@ WORDS, LARGE = 40, 2500
 
 
 class Net(nn.Module):
-    """Its tables are looked up once, twice, three times and never; two are so large that servers divide their rows."""
+    """Its tables are looked up once, twice, three times and never; servers divide the rows of the large ones."""
 
     def __init__(self, *, sparse=False):
         super().__init__()
@@ -36,6 +37,7 @@ class Net(nn.Module):
         nn.init.normal_(self.three.weight, std=0.01)  # so small that the last bit of a gradient shows in the sum
         self.never = nn.Embedding(5, 2)
         self.large = nn.Embedding(LARGE, 8, padding_idx=LARGE - 2, scale_grad_by_freq=not sparse, sparse=sparse)
+        self.low = nn.Embedding(LARGE, 8)  # of which only rows of the first server are looked up
         self.bags = nn.EmbeddingBag(LARGE, 8, mode="sum", padding_idx=1)
         self.norm = nn.BatchNorm1d(40)
         self.noise = nn.Dropout(0.2)
@@ -47,7 +49,7 @@ class Net(nn.Module):
         three = self.three(few[:, 2]) + self.three(few[:, 3]).tanh() * self.three(few[:, 4])
         # Neighbours of where the rows of two servers meet, and rows of both; in some micro-batches those of one only.
         wide = (x * 37 + LARGE // 2 - 700) % LARGE
-        large = self.large(wide[:, :2].flip(1)).sum(1) * self.large(x[:, 3])
+        large = self.large(wide[:, :2].flip(1)).sum(1) * self.low(x[:, 3])
         bags = self.bags(
             wide.flatten(), torch.arange(0, wide.numel(), 5), per_sample_weights=(wide % 3).flatten() + 0.5
         )
@@ -91,7 +93,7 @@ def trained(word, optimizer, case):
     return learn(word, optimizer, **case)
 
 
-DIVIDED = {"large.weight", "bags.weight"}
+DIVIDED = {"large.weight", "low.weight", "bags.weight"}
 
 
 @pytest.mark.parametrize(("ranks", "servers"), [(2, 1), (4, 2), (4, 3)])
@@ -329,6 +331,20 @@ def test_a_table_that_is_not_served_is_whole_again():
     found = on_world(3, [(partly_served,)])[0]
     assert [rows for rows, _ in found] == [LARGE] * 3
     assert found[0][1] == constructed("none", 1 << 24)[1]
+
+
+def grown():
+    """By how much the memory of this rank has grown at most while a model with a table of 192 MB was made."""
+    with Run(strategy="hybrid:servers=2") as run:
+        before = host_memory().host
+        run.model(lambda: nn.Sequential(nn.Embedding(2_000_000, 24), nn.Linear(24, 2)))
+        return host_memory().host_peak - before
+
+
+def test_no_rank_holds_a_table_whole():
+    worker, *servers = on_world(3, [(grown,)])[0]
+    assert worker < 70e6, "a block of 17 MB, and what libraries take"
+    assert max(servers) < 160e6, "half of the table beside that"
 
 
 class Indexed(nn.Module):

@@ -118,8 +118,9 @@ class TablePart(torch.Tensor):
         starts = list(range(0, count, rows))
         if len(starts) > 1 and (count - starts[-1]) * width < _DRAWN_AT_ONCE:
             starts.pop()  # torch draws for so few elements in another way
+        memory = held.part.new_empty(min(count, rows + _DRAWN_AT_ONCE), self.shape[1])
         for first, end in itertools.pairwise([*starts, count]):
-            block = held.part.new_empty(end - first, self.shape[1])
+            block = memory[: end - first]
             draw(block)
             low, high = max(first, held.here.start), min(end, held.here.stop)
             if low < high:
