@@ -13,6 +13,7 @@ import pytest
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.host_memory import MemoryTracker, RankMemory, memory_by_rank
 from lockstep.memory_use import ControlGroup
+from lockstep.report import RanksFile
 from waiting import wait_until
 
 GIB = 1 << 30
@@ -197,6 +198,10 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_told_with_limit_and_holders(
     assert "host memory ran out, of which this job may use 512 MiB" in ended.err
     assert re.search(r"^    rank 1 held \d", ended.err, re.MULTILINE), ended.err
     assert re.search(r"^    beside it: rank 0 \d", ended.err, re.MULTILINE)
+    last = {one.rank: one.memory for one in RanksFile.read_all(workshop.here / "r")}
+    assert last[0].host_peak > 30 << 20
+    assert last[1].host_peak > last[0].host_peak
+    assert 0 <= last[1].host_free < GIB // 2, "what the group allows"
     assert "most often" not in ended.err
 
 
