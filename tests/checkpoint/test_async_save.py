@@ -26,7 +26,7 @@ from lockstep.checkpoint import (
 )
 from lockstep.checkpoint.layout import lay_out
 from lockstep.checkpoint.tensors import CpuStager, flatten
-from lockstep.collectives import single_rank_group
+from lockstep.collectives import in_memory, single_rank_group
 from lockstep.errors import CheckpointError, DamagedCheckpoint
 
 STATE = {
@@ -58,7 +58,7 @@ def test_any_tree_comes_back_as_it_was(tmp_path_factory, trees):
     saves.close()
     newest = saves.newest()
     assert (newest.step, newest.about) == (len(trees) - 1, {"lr": 0.1, "betas": (0.9, 1)})
-    assert same(saves.load(newest), trees[-1])
+    assert same(in_memory(saves.load(newest)), trees[-1])
     assert said == []
     manifest = verify(newest.path)
     opened = {name: tensor for file in manifest.files for name, tensor in load_file(newest.path / file).items()}
@@ -114,7 +114,7 @@ def test_a_model_with_its_optimizer_and_schedulers_goes_on_as_if_never_stopped(t
     train(parts, range(3, 6))  # changes the tensors that are being saved
     saves.close()
     again = begin()
-    for part, loaded in zip(again, saves.load(saves.newest()), strict=True):
+    for part, loaded in zip(again, in_memory(saves.load(saves.newest())), strict=True):
         part.load_state_dict(loaded)
     train(again, range(3, 6))
     assert same(states(again), states(parts))
@@ -128,7 +128,7 @@ def test_what_changes_after_save_returned_is_not_saved(tmp_path):
         saves.save({"w": weights}, step, {})
         weights += 1
     saves.close()
-    assert torch.equal(saves.load(saves.newest())["w"], torch.full((1000,), 4.0))
+    assert torch.equal(in_memory(saves.load(saves.newest()))["w"], torch.full((1000,), 4.0))
 
 
 def test_tensors_that_share_their_storage_come_back_equal_and_apart(tmp_path):
@@ -136,7 +136,7 @@ def test_tensors_that_share_their_storage_come_back_equal_and_apart(tmp_path):
     saves, _ = checkpoints(tmp_path)
     saves.save({"a": tied, "b": tied.view(2, 3).t()}, 1, {})
     saves.close()
-    loaded = saves.load(saves.newest())
+    loaded = in_memory(saves.load(saves.newest()))
     assert same(loaded, {"a": tied, "b": tied.view(2, 3).t()})
     loaded["a"].zero_()
     assert loaded["b"].sum() == tied.sum()
@@ -169,7 +169,7 @@ def test_a_tensor_may_lie_in_several_pieces(tmp_path):
     )
     (tmp_path / "step-00000001" / MANIFEST).write_bytes(manifest.dump())
     saves, _ = checkpoints(tmp_path)
-    assert same(saves.load(saves.newest()), whole)
+    assert same(in_memory(saves.load(saves.newest())), whole)
 
 
 # Damage
@@ -196,7 +196,7 @@ def test_a_flipped_byte_anywhere_is_noticed_by_verify_and_by_load(one, data):
         with pytest.raises(DamagedCheckpoint, match=name):
             verify(one)
         with pytest.raises(DamagedCheckpoint, match=name):
-            saves.load(found)
+            in_memory(saves.load(found))
     finally:
         (one / name).write_bytes(whole)
     verify(one)
@@ -258,7 +258,7 @@ def test_a_damaged_step_that_is_reached_again_is_saved_again(tmp_path):
     save(tmp_path, 2)
     assert [one.path.name for one in list_checkpoints(tmp_path)] == ["step-00000002.1", "step-00000001"]
     saves, said = checkpoints(tmp_path)
-    assert same(saves.load(saves.newest()), STATE)
+    assert same(in_memory(saves.load(saves.newest())), STATE)
     assert said == []
 
 
@@ -486,7 +486,7 @@ def test_no_open_file_and_no_thread_is_left(tmp_path):
     files = len(os.listdir("/proc/self/fd"))
     save(tmp_path, 2, 3)
     saves, _ = checkpoints(tmp_path)
-    saves.load(saves.newest())
+    in_memory(saves.load(saves.newest()))
     assert len(os.listdir("/proc/self/fd")) == files
     assert not [thread for thread in threading.enumerate() if thread.name == "lockstep-checkpoint"]
 

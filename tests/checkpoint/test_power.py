@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint import Checkpoints, list_checkpoints, verify
-from lockstep.collectives import single_rank_group
+from lockstep.collectives import in_memory, single_rank_group
 from power import CONTENT, EVERYTHING, NAMES, NOTHING, PowerDisk, Survival
 
 ROOT = Path("/shared/run/checkpoints")
@@ -56,7 +56,7 @@ def check(disk, survival, allowed, told):
         verify(there.path, found)
     newest = saves.newest()
     assert said == []
-    state_found = saves.load(newest) if newest else None
+    state_found = in_memory(saves.load(newest)) if newest else None
     assert any(state_found is a or (a and state_found and equal(a, state_found)) for a in allowed), (newest, survival)
     if told is not None:
         assert equal(state_found, told), f"told that it was committed, but it is gone: {survival.title}"
@@ -128,7 +128,7 @@ def test_when_any_one_call_fails_the_training_goes_on_and_nothing_is_left_behind
         else:
             assert "cannot remove older checkpoints" in said[0]
         saves = Checkpoints(ROOT, single_rank_group(), keep=1, say=said.append, disk=disk)
-        assert equal(saves.load(saves.newest()), state(4))
+        assert equal(in_memory(saves.load(saves.newest())), state(4))
         assert [name for name in disk.names(ROOT) if not name.startswith("step-")] == []
 
 

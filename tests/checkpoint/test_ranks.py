@@ -9,7 +9,7 @@ import torch
 from trees import same
 
 from lockstep.checkpoint import Checkpoints, LocalFileSystem, list_checkpoints, verify
-from lockstep.collectives import open_group, single_rank_group
+from lockstep.collectives import in_memory, open_group, single_rank_group
 from lockstep.errors import PeerLost
 from lockstep.testing import run_each, run_ranks
 from lockstep.world import World
@@ -39,11 +39,11 @@ def on_a_rank(scenario, root):
 def save_and_load_each_others(group, root, said, told):
     saves = Checkpoints(root, group, keep=9, say=said.append)
     told["found"] = saves.newest().step
-    told["first"] = same(saves.load(saves.newest()), state(1))
+    told["first"] = same(in_memory(saves.load(saves.newest())), state(1))
     saves.save(state(2), 2, {})
     saves.wait()
     told["committed"] = saves.last_committed_step
-    told["second"] = same(saves.load(saves.newest()), state(2))
+    told["second"] = same(in_memory(saves.load(saves.newest())), state(2))
 
     other = state(3) | ({"extra": torch.ones(1)} if group.rank else {})
     saves.save(other, 3, {})
@@ -86,7 +86,7 @@ def test_two_ranks_write_one_checkpoint_and_what_fails_on_one_fails_on_both(tmp_
     assert set(verify(tmp_path / "step-00000002").files) == {"part-00000.safetensors", "part-00001.safetensors"}
     assert set(verify(tmp_path / "step-00000001").files) == {"part-00000.safetensors"}
     newest = one.newest()
-    assert same(one.load(newest), state(4) | {"clock": 0})
+    assert same(in_memory(one.load(newest)), state(4) | {"clock": 0})
 
 
 class WaitsForASign(LocalFileSystem):

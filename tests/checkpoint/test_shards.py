@@ -23,7 +23,7 @@ from lockstep.checkpoint import (
     verify,
 )
 from lockstep.checkpoint.layout import Box, coverage_error
-from lockstep.collectives import TensorShard, open_group, single_rank_group
+from lockstep.collectives import TensorShard, in_memory, open_group, single_rank_group
 from lockstep.errors import CheckpointError
 from lockstep.testing import run_ranks
 from lockstep.world import World
@@ -145,12 +145,12 @@ def hand_on(root, first_step):
     group, said = meet(), []
     saves = Checkpoints(root, group, keep=99, say=said.append)
     found = saves.newest()
-    loaded = found is None or same(saves.load(found), {"nested": [whole_state(max(SEEDS)), 1.5]})
+    loaded = found is None or same(in_memory(saves.load(found)), {"nested": [whole_state(max(SEEDS)), 1.5]})
     back = []
     for seed in SEEDS:
         held = held_by(group.rank, group.size, whole_state(seed), seed)
         saves.save({"nested": [held, 1.5]}, first_step + seed, {})
-        back.append(same(saves.load(saves.newest()), {"nested": [whole_state(seed), 1.5]}))
+        back.append(same(in_memory(saves.load(saves.newest())), {"nested": [whole_state(seed), 1.5]}))
     saves.close()
     group.close()
     return loaded, back, said

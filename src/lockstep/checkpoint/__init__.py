@@ -24,7 +24,16 @@ from lockstep.checkpoint.safetensors_file import FileTensor
 if TYPE_CHECKING:
     from lockstep.checkpoint.async_save import Checkpoints, Saved
     from lockstep.checkpoint.save_thread import Outcome
-    from lockstep.checkpoint.tensors import Tensors, content_of, in_file, load_tree, tensor_of, write_torch_file
+    from lockstep.checkpoint.tensors import (
+        Tensors,
+        content_of,
+        in_file,
+        load_tree,
+        stored_tree,
+        tensor_of,
+        write_torch_file,
+    )
+    from lockstep.checkpoint.weights_file import read_weights
     from lockstep.checkpoint.whole_save import FlatTree, checksums_in, save_whole
 else:
     # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
@@ -32,8 +41,9 @@ else:
 
     def __getattr__(name):  # noqa: ANN001, ANN202 - no type checker looks here
         homes = {"Checkpoints": "async_save", "Saved": "async_save", "Outcome": "save_thread"} | dict.fromkeys(
-            ("Tensors", "content_of", "in_file", "load_tree", "tensor_of", "write_torch_file"), "tensors"
+            ("Tensors", "content_of", "in_file", "load_tree", "stored_tree", "tensor_of", "write_torch_file"), "tensors"
         )
+        homes["read_weights"] = "weights_file"
         homes |= dict.fromkeys(("FlatTree", "checksums_in", "save_whole"), "whole_save")
         if name not in homes:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -75,8 +85,10 @@ __all__ = [
     "load_tree",
     "lock_root",
     "read_manifest",
+    "read_weights",
     "remove",
     "save_whole",
+    "stored_tree",
     "tensor_of",
     "tensors_file",
     "verify",

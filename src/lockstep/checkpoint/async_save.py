@@ -33,12 +33,13 @@ from lockstep.checkpoint.commit import (
     verify,
 )
 from lockstep.checkpoint.filesystem import LOCAL, FileSystem
-from lockstep.checkpoint.json_state import Tree, encode
+from lockstep.checkpoint.json_state import StateTree, Tree, encode
 from lockstep.checkpoint.layout import File, lay_out
 from lockstep.checkpoint.lock import Holder, lock_root
 from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.save_thread import Outcome, SaveMessages, SaveRequest, SaveThread, SaveWriter
-from lockstep.checkpoint.tensors import CpuStager, TensorEntry, flatten, load_tree
+from lockstep.checkpoint.tensors import CpuStager, TensorEntry, flatten, stored_tree
 from lockstep.collectives import Group
 from lockstep.errors import CheckpointError, DamagedCheckpoint, SettingError
 from lockstep.formatting import plural
@@ -241,13 +242,14 @@ class Checkpoints:
         steps = (self._last_committed_step, self._thread.step if self._thread else None)
         self._protected |= {step for step in steps if step is not None}
 
-    def load(self, saved: Saved) -> Tree:
-        """The tree that was saved, all tensors whole and contiguous on the CPU, with memory of their own.
+    def load(self, saved: Saved) -> StateTree:
+        """The tree that was saved, with a `StoredTensor` for each tensor: none is read before it is used.
 
-        Not collective.
+        Each rank reads the boxes that it needs, also of tensors that other numbers of ranks have divided otherwise, and
+        compares what it reads with its sums. Not collective. Read it before anything else is saved.
 
         Raises:
-            DamagedCheckpoint: if what this rank reads is not what was committed.
+            DamagedCheckpoint: if the manifest that this rank reads is not what was committed.
             CheckpointError: if this rank does not see the directory.
         """
         if not self._disk.is_directory(saved.path):
@@ -255,7 +257,8 @@ class Checkpoints:
                 f"rank {self._group.rank} does not see {saved.path}, which the leader does: checkpoints must be in a "
                 "directory that all nodes share"
             )
-        return load_tree(saved.path, self._disk)
+        tree: StateTree = stored_tree(CheckpointReader(saved.path, self._disk))
+        return tree
 
     def save(self, tree: Tree, step: int, about: Mapping[str, Any], *, protect: int | None = None) -> None:
         """Begin to save ``tree`` as the state after ``step``. Call it on all ranks, with equal trees.
@@ -351,6 +354,7 @@ class Checkpoints:
                 "save less often, or on a faster disk"
             )
         self._thread, self._last = None, outcome
+        self._stager.free()
         if outcome.committed:
             self._last_committed_step = outcome.step
         self._unreported.append(outcome)

@@ -169,7 +169,7 @@ def verify(path: Path, disk: FileSystem = LOCAL) -> Manifest:
         with disk.reader(path / name) as file:
             skip_head(file, name, path, manifest)
             for read in (read for read in plan if read.piece.file == name):
-                compare_sums(_sum_of_next(file, read.piece.length), read.piece, path, manifest)
+                compare_sums(_sum_of_next(file, read.piece.length), read.piece.crc32, read.piece, path, manifest)
     return manifest
 
 
@@ -187,17 +187,17 @@ def skip_head(file: io.BufferedIOBase, name: str, path: Path, manifest: Manifest
         )
 
 
-def compare_sums(found: int, piece: Piece, path: Path, manifest: Manifest) -> None:
-    """Check that the bytes read for ``piece`` are those that were committed.
+def compare_sums(found: int, committed: int, piece: Piece, path: Path, manifest: Manifest) -> None:
+    """Check that the bytes read for ``piece``, or for a block of it, are those that were committed.
 
     Raises:
         DamagedCheckpoint: if they are not.
     """
-    if found != piece.crc32:
+    if found != committed:
         whose = next(tensor.path for tensor in manifest.tensors if piece in tensor.pieces)
         raise DamagedCheckpoint(
             f"{path / piece.file}, bytes {piece.offset} to {piece.offset + piece.length} ({whose}), are not what was "
-            f"committed: sum {found:08x} instead of {piece.crc32:08x}"
+            f"committed: sum {found:08x} instead of {committed:08x}"
         )
 
 

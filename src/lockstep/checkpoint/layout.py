@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lockstep.checkpoint.manifest import Manifest, Piece
@@ -62,6 +62,51 @@ class File:
     name: str
     tensors: tuple[Placed, ...]
     length: int  #: in bytes, without its head
+
+
+def common_box(one: Box, other: Box) -> Box | None:
+    """What two boxes of a tensor have in common; None if that is nothing."""
+    start = tuple(map(max, one.start, other.start))
+    end = tuple(map(min, one.end, other.end))
+    if any(first >= last for first, last in zip(start, end, strict=True)):
+        return None
+    return Box(start, tuple(last - first for first, last in zip(start, end, strict=True)))
+
+
+def runs_within(stored: Box, wanted: Box, element: int) -> Iterator[tuple[int, int, int]]:
+    """The stretches of bytes that two boxes of a tensor have in common, in the order of both.
+
+    Each box's elements lie row by row, without gaps.
+
+    Args:
+        stored: the box whose bytes are there.
+        wanted: the box whose bytes are to be.
+        element: bytes of one element.
+
+    Yields:
+        First byte and one past the last in ``stored``, and the first one in ``wanted``.
+    """
+    common = common_box(stored, wanted)
+    if common is None or not common.elements:
+        return
+    split = len(common.shape)  # both boxes have all of the dimensions behind it
+    while split and common.shape[split - 1] == stored.shape[split - 1] == wanted.shape[split - 1]:
+        split -= 1
+    split = max(0, split - 1)
+    length = math.prod(common.shape[split:]) * element
+    outer = (range(first, end) for first, end in zip(common.start[:split], common.end[:split], strict=True))
+    for index in itertools.product(*outer):
+        at = (*index, *common.start[split:])
+        first = _offset(at, stored) * element
+        yield first, first + length, _offset(at, wanted) * element
+
+
+def _offset(at: Sequence[int], box: Box) -> int:
+    """The number of elements of ``box`` before ``at``."""
+    offset = 0
+    for place, first, size in zip(at, box.start, box.shape, strict=True):
+        offset = offset * size + place - first
+    return offset
 
 
 def lay_out(rank: int, tensors: Iterable[tuple[int, Extent]]) -> File:

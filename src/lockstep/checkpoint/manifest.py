@@ -25,6 +25,8 @@ from lockstep.errors import CheckpointError, DamagedCheckpoint
 MANIFEST = "manifest.json"
 #: The newest format that this version reads, and the one that it writes.
 FORMAT = 1
+#: After so many bytes of a piece its sum is noted.
+BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,34 @@ class Piece:
     crc32: int
     start: tuple[int, ...]  #: the box's first element in the tensor
     shape: tuple[int, ...]  #: of the box
+    #: the sum as far as each multiple of `BLOCK_BYTES` before the end, so that a reader can check a part by itself
+    sums: tuple[int, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """What can be checked by itself: blocks in the order of their bytes; one, if it was saved without sums."""
+        inner = [BLOCK_BYTES * (number + 1) for number in range(len(self.sums))]
+        sums = (*self.sums, self.crc32)
+        return tuple(map(Block, (0, *inner), (*inner, self.length), (0, *self.sums), sums))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Consecutive bytes of a piece."""
+
+    first: int  #: in bytes, from the beginning of the piece
+    end: int
+    sum_before: int  #: of all bytes of the piece before it
+    sum_behind: int  #: the same with its own
+
+
+def checksums(content: memoryview) -> tuple[int, tuple[int, ...]]:
+    """The CRC-32 of ``content``, and what it is at each multiple of `BLOCK_BYTES` before the end."""
+    found, total = [], 0
+    for first in range(0, len(content), BLOCK_BYTES):
+        total = zlib.crc32(content[first : first + BLOCK_BYTES], total)
+        found.append(total)
+    return total, tuple(found[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +122,8 @@ class Manifest:
         for tensor in values["tensors"]:
             for piece in tensor["pieces"]:
                 piece["crc32"] = f"{piece['crc32']:08x}"
+                if sums := piece.pop("sums"):
+                    piece["sums"] = [f"{one:08x}" for one in sums]
         for head in values["heads"].values():
             head["crc32"] = f"{head['crc32']:08x}"
         body = json.dumps(values, separators=(",", ":"), allow_nan=False).encode()
@@ -146,6 +178,8 @@ class Manifest:
             raise ValueError("a head of a file that does not exist")
         ends = {name: self.heads[name].length if name in self.heads else 0 for name in self.files}
         pieces = [piece for tensor in self.tensors for piece in tensor.pieces]
+        if any(piece.sums and len(piece.sums) != (piece.length - 1) // BLOCK_BYTES for piece in pieces):
+            raise ValueError("a piece has another number of sums than of blocks")
         for piece in sorted(pieces, key=lambda p: (p.file, p.offset, p.length)):
             if ends.get(piece.file) != piece.offset:
                 raise ValueError(f"a gap or an overlap at byte {piece.offset} of {piece.file}")
@@ -171,6 +205,7 @@ def _stored(entry: Mapping[str, Any]) -> TensorRecord:
                 crc32=int(piece["crc32"], 16),
                 start=tuple(piece["start"]),
                 shape=tuple(piece["shape"]),
+                sums=tuple(int(one, 16) for one in piece.get("sums", ())),
             )
             for piece in entry["pieces"]
         ),

@@ -1,20 +1,23 @@
-"""Single tensors of a checkpoint, as bytes: without torch, and without the rest of it in memory."""
+"""Single tensors of a checkpoint, or boxes of them, as bytes: without torch, and without the rest of it in memory."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from lockstep.checkpoint.commit import compare_sums, read_manifest
+from lockstep.checkpoint.commit import compare_sums, read_manifest, skip_head
 from lockstep.checkpoint.filesystem import LOCAL, FileSystem
 from lockstep.checkpoint.json_state import Tree, decode
-from lockstep.checkpoint.layout import Box, coverage_error
+from lockstep.checkpoint.layout import Box, coverage_error, runs_within
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorRecord
 from lockstep.errors import DamagedCheckpoint
+
+_CHUNK_BYTES: Final = 4 << 20
 
 
 class CheckpointReader:
@@ -36,48 +39,81 @@ class CheckpointReader:
         self.tree: Final[Tree] = decode(self.manifest.tree, self.manifest.tensors)
         self._disk: Final = disk
 
+    def check_heads(self) -> None:
+        """Compare the heads of all files with their sums.
+
+        Raises:
+            DamagedCheckpoint: if one is not what was committed.
+        """
+        for name in self.manifest.files:
+            with self._disk.reader(self.path / name) as file:
+                skip_head(file, name, self.path, self.manifest)
+
     def content(self, tensor: TensorRecord) -> bytearray:
         """The bytes of a whole tensor, row-major and little-endian, compared with their sums.
 
         Raises:
             DamagedCheckpoint: if they are not what was committed.
         """
-        boxes = [(piece.file, Box(piece.start, piece.shape)) for piece in tensor.pieces]
-        elements = math.prod(tensor.shape)
-        length = sum(piece.length for piece in tensor.pieces)
-        if coverage_error(boxes, tensor.shape) or (elements and length % elements):
-            raise DamagedCheckpoint(f"{self.path}: the manifest contradicts itself about {tensor.path}")
-        whole = bytearray(length)
-        element = length // max(1, elements)
-        for piece in tensor.pieces:
-            if piece.shape == tensor.shape:
-                self._read(piece, whole)
-                continue
-            content = bytearray(piece.length)
-            self._read(piece, content)
-            for start, end, place in _runs(piece, tensor.shape, element):
-                whole[place : place + end - start] = content[start:end]
+        whole = bytearray(sum(piece.length for piece in tensor.pieces))
+        self.read(tensor, Box((0,) * len(tensor.shape), tensor.shape), memoryview(whole))
         return whole
 
-    def _read(self, piece: Piece, into: bytearray) -> None:
+    def read(self, tensor: TensorRecord, box: Box, into: memoryview) -> None:
+        """Read the bytes of ``box``, row-major and little-endian; all that is read is compared with its sums.
+
+        Beside ``into``, takes `_CHUNK_BYTES` of memory, and reads no more than the blocks that the box has a part in.
+
+        Raises:
+            DamagedCheckpoint: if they are not what was committed.
+        """
+        boxes = [(piece.file, Box(piece.start, piece.shape)) for piece in tensor.pieces]
+        elements, length = math.prod(tensor.shape), sum(piece.length for piece in tensor.pieces)
+        element = length // max(1, elements)
+        if coverage_error(boxes, tensor.shape) or element * elements != length or box.elements * element != len(into):
+            raise DamagedCheckpoint(f"{self.path}: the manifest contradicts itself about {tensor.path}")
+        for piece in tensor.pieces:
+            runs = list(runs_within(Box(piece.start, piece.shape), box, element))
+            if runs:
+                self._read(piece, runs, into)
+
+    def _read(self, piece: Piece, runs: Sequence[tuple[int, int, int]], into: memoryview) -> None:
+        """Read those blocks of ``piece`` that the runs have a part in; the runs are in the order of its bytes."""
+        scratch = memoryview(bytearray(min(piece.length, _CHUNK_BYTES)))
+        number = 0  # of the first run that is not over
         with self._disk.reader(self.path / piece.file) as file:
-            file.seek(piece.offset)
-            place, taken = memoryview(into), 0
-            while taken < len(place) and (more := file.readinto(place[taken:])):
-                taken += more
-        compare_sums(zlib.crc32(place[:taken]), piece, self.path, self.manifest)
+            for block in piece.blocks:
+                while number < len(runs) and runs[number][1] <= block.first:
+                    number += 1
+                if number == len(runs) or runs[number][0] >= block.end:
+                    continue
+                file.seek(piece.offset + block.first)
+                found, at = block.sum_before, block.first
+                while at < block.end:
+                    while number < len(runs) - 1 and runs[number][1] <= at:
+                        number += 1
+                    end = min(at + len(scratch), block.end)
+                    first, last, place = runs[number]
+                    if first <= at and end <= last:
+                        chunk = into[place + at - first : place + end - first]
+                        taken = _fill(file, chunk)
+                    else:
+                        chunk = scratch[: end - at]
+                        taken = _fill(file, chunk)
+                        for first, last, place in itertools.takewhile(lambda run: run[0] < end, runs[number:]):
+                            a, b = max(first, at), min(last, end)
+                            if a < b:
+                                into[place + a - first : place + b - first] = chunk[a - at : b - at]
+                    found = zlib.crc32(chunk[:taken], found)
+                    if taken < len(chunk):
+                        break
+                    at = end
+                compare_sums(found, block.sum_behind, piece, self.path, self.manifest)
 
 
-def _runs(piece: Piece, shape: Sequence[int], element: int) -> Iterator[tuple[int, int, int]]:
-    """The stretches of a piece's bytes that are neighbours in the tensor: first, one past the last, place there."""
-    split = len(shape)  # the piece has all of the dimensions behind it
-    while split and piece.shape[split - 1] == shape[split - 1]:
-        split -= 1
-    split = max(0, split - 1)
-    strides = [math.prod(shape[dim + 1 :]) * element for dim in range(len(shape))]
-    length = math.prod(piece.shape[split:]) * element
-    outer = (range(first, first + size) for first, size in zip(piece.start[:split], piece.shape[:split], strict=True))
-    inner = sum(first * stride for first, stride in zip(piece.start[split:], strides[split:], strict=True))
-    for number, index in enumerate(itertools.product(*outer)):
-        place = inner + sum(i * stride for i, stride in zip(index, strides, strict=False))
-        yield number * length, (number + 1) * length, place
+def _fill(file: io.BufferedIOBase, chunk: memoryview) -> int:
+    """Read the next bytes of ``file``; how many there were."""
+    taken = 0
+    while taken < len(chunk) and (more := file.readinto(chunk[taken:])):
+        taken += more
+    return taken

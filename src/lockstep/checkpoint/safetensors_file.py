@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 _DTYPES = {
@@ -33,6 +33,8 @@ _DTYPES = {
 _METADATA = "__metadata__"
 #: The head's length is a multiple of it, so that tensors behind it can be mapped into memory as they are.
 _ALIGNMENT = 16
+#: As the format's own library allows.
+_GREATEST_HEAD = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +78,31 @@ def head_of(tensors: Iterable[FileTensor], metadata: Mapping[str, str] | None = 
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
+
+
+def read_head(read: Callable[[int], bytes]) -> tuple[int, list[tuple[int, FileTensor]]]:
+    """What a file says of its tensors.
+
+    Args:
+        read: reads so many next bytes of the file, from its beginning on.
+
+    Returns:
+        The length of the head in bytes; and of each tensor how many bytes behind that it begins, and what it is.
+
+    Raises:
+        ValueError: if it is no safetensors file, or holds a type that PyTorch has not.
+    """
+    length = int.from_bytes(read(8), "little")
+    if not 2 <= length <= _GREATEST_HEAD:
+        raise ValueError(f"a head of {length} bytes: this is no safetensors file")
+    entries = json.loads(read(length))
+    types = {word: name for name, word in _DTYPES.items()}
+    found = []
+    for name, entry in entries.items():
+        if name == _METADATA:
+            continue
+        if entry["dtype"] not in types:
+            raise ValueError(f"{name} has the type {entry['dtype']}, which is none of PyTorch's")
+        first, end = entry["data_offsets"]
+        found.append((first, FileTensor(name, types[entry["dtype"]], tuple(entry["shape"]), end - first)))
+    return 8 + length, found

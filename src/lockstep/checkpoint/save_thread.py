@@ -30,7 +30,7 @@ from lockstep.checkpoint.commit import (
 )
 from lockstep.checkpoint.filesystem import FileSystem
 from lockstep.checkpoint.layout import Box, File, Placed, coverage_error
-from lockstep.checkpoint.manifest import Head, Manifest, Piece
+from lockstep.checkpoint.manifest import BLOCK_BYTES, Head, Manifest, Piece, checksums
 from lockstep.checkpoint.safetensors_file import head_of
 from lockstep.checkpoint.tensors import TensorEntry
 from lockstep.collectives import KeyValueStore
@@ -81,6 +81,7 @@ class SaveRequest:
         pieces = {n: min(self.ranks, n.whole.length // n.whole.element) if n.divided else 1 for n in self.names}
         heads = sum((160 + 2 * len(named.path)) * count for named, count in pieces.items())
         manifest = 512 * len(self.names) + 256 * sum(pieces.values()) + 2 * len(self.manifest.dump()) + heads
+        manifest += 11 * (self.size_bytes // BLOCK_BYTES)
         return self.size_bytes + manifest + 4096 * (self.ranks + 2)
 
     def outcome(self, why_not: str = "", remarks: tuple[str, ...] = ()) -> Outcome:
@@ -291,16 +292,17 @@ class SaveThread:
 
 def _piece_report(box: Box, placed: Placed, content: memoryview, head: int) -> list[Any]:
     """What a rank tells the leader about one piece, behind a head of so many bytes."""
-    crc32 = zlib.crc32(content[placed.offset : placed.offset + placed.length])
-    return [placed.tensor, head + placed.offset, placed.length, crc32, box.start, box.shape]
+    crc32, sums = checksums(content[placed.offset : placed.offset + placed.length])
+    return [placed.tensor, head + placed.offset, placed.length, crc32, box.start, box.shape, sums]
 
 
 def _pieces_by_tensor(reports: Sequence[Mapping[str, Any]]) -> dict[int, list[tuple[int, Piece]]]:
     """The pieces in the reports, each with its rank, by the number of its tensor."""
     found: dict[int, list[tuple[int, Piece]]] = defaultdict(list)
     for rank, report in enumerate(reports):
-        for number, offset, length, crc32, start, shape in report["pieces"]:
-            found[number].append((rank, Piece(report["file"], offset, length, crc32, tuple(start), tuple(shape))))
+        for number, offset, length, crc32, start, shape, sums in report["pieces"]:
+            piece = Piece(report["file"], offset, length, crc32, tuple(start), tuple(shape), tuple(sums))
+            found[number].append((rank, piece))
     return found
 
 

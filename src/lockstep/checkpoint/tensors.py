@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +10,14 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.commit import compare_sums, read_manifest, skip_head
 from lockstep.checkpoint.filesystem import FileSystem
 from lockstep.checkpoint.json_state import Tree, decode, encode
-from lockstep.checkpoint.layout import Box, Extent, File, reads
+from lockstep.checkpoint.layout import Box, Extent, File
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorRecord
 from lockstep.checkpoint.model_files import Replacement
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.safetensors_file import FileTensor
-from lockstep.collectives import TensorShard
+from lockstep.collectives import StoredTensor, TensorShard, in_memory
 from lockstep.errors import CheckpointError, DamagedCheckpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -105,7 +102,10 @@ def _check_dense(value: torch.Tensor, path: str) -> None:
 
 
 class CpuStager:
-    """Takes private copies of tensors in one block of the CPU's memory, which it keeps for the next time."""
+    """Takes private copies of tensors in one block of the CPU's memory.
+
+    Pinned memory, for tensors on GPUs, is kept for the next time, since to pin it takes longer than to copy.
+    """
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
@@ -126,6 +126,25 @@ class CpuStager:
             torch.cuda.current_stream(device).synchronize()
         return self._block.numpy().data[: file.length]
 
+    def free(self) -> None:
+        """The bytes of the last copy are not needed any more."""
+        if not self._block.is_pinned():
+            self._block = torch.empty(0, dtype=torch.uint8)
+
+
+def stored_tree(checkpoint: CheckpointReader) -> Tree:
+    """The tree in a checkpoint, each tensor a `StoredTensor`: read when it is needed, as far as it is needed.
+
+    What is read is compared with its sums, and raises `DamagedCheckpoint` if it is not what was committed.
+
+    Raises:
+        DamagedCheckpoint: if the head of a file is not what was committed, or the manifest contradicts itself.
+        CheckpointError: if torch does not know the type of a tensor.
+    """
+    checkpoint.check_heads()
+    manifest = checkpoint.manifest
+    return decode(manifest.tree, [_stored(record, checkpoint) for record in manifest.tensors])
+
 
 def load_tree(path: Path, disk: FileSystem) -> Tree:
     """The tree in the checkpoint at ``path``, each tensor contiguous on the CPU, with memory of its own.
@@ -135,19 +154,7 @@ def load_tree(path: Path, disk: FileSystem) -> Tree:
         CheckpointError: if a newer version of Lockstep or of torch wrote it.
         OSError: if it cannot be read.
     """
-    manifest = read_manifest(path, disk)
-    for entry in manifest.tensors:
-        element = _dtype(entry, path, manifest).itemsize
-        if any(math.prod(piece.shape) * element != piece.length for piece in entry.pieces):
-            raise DamagedCheckpoint(f"{path}: the manifest contradicts itself about {entry.path}")
-    tensors = [torch.empty(entry.shape, dtype=_dtype(entry, path, manifest)) for entry in manifest.tensors]
-    plan = reads(manifest)
-    for name in manifest.files:
-        with disk.reader(path / name) as file:
-            skip_head(file, name, path, manifest)
-            for read in (read for read in plan if read.piece.file == name):
-                compare_sums(_fill(tensors[read.tensor], read.piece, file), read.piece, path, manifest)
-    return decode(manifest.tree, tensors)
+    return in_memory(stored_tree(CheckpointReader(path, disk)))
 
 
 def tensor_of(record: TensorRecord, checkpoint: CheckpointReader) -> torch.Tensor:
@@ -157,10 +164,21 @@ def tensor_of(record: TensorRecord, checkpoint: CheckpointReader) -> torch.Tenso
         DamagedCheckpoint: if it is not what was committed.
         CheckpointError: if torch does not know its type.
     """
+    return _stored(record, checkpoint).whole()
+
+
+def _stored(record: TensorRecord, checkpoint: CheckpointReader) -> StoredTensor:
     dtype = _dtype(record, checkpoint.path, checkpoint.manifest)
-    content = checkpoint.content(record)
-    flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-    return flat.reshape(record.shape)
+    if any(math.prod(piece.shape) * dtype.itemsize != piece.length for piece in record.pieces):
+        raise DamagedCheckpoint(f"{checkpoint.path}: the manifest contradicts itself about {record.path}")
+
+    def read(start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        box = torch.empty(shape, dtype=dtype)
+        if box.numel():
+            checkpoint.read(record, Box(start, shape), box.reshape(-1).view(torch.uint8).numpy().data)
+        return box
+
+    return StoredTensor(record.shape, dtype, read)
 
 
 def write_torch_file(path: Path, state: Tensors) -> None:
@@ -185,25 +203,8 @@ def in_file(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> FileTensor
     return FileTensor(name, _name_of(dtype), shape, math.prod(shape) * dtype.itemsize)
 
 
-def _fill(tensor: torch.Tensor, piece: Piece, file: io.BufferedIOBase) -> int:
-    """Read the next piece of ``file`` into its place in ``tensor``; the sum of what was read."""
-    whole = piece.shape == tuple(tensor.shape)
-    box = tensor if whole else torch.empty(piece.shape, dtype=tensor.dtype)
-    content = box.reshape(-1).view(torch.uint8).numpy().data
-    taken = 0
-    while taken < len(content) and (more := file.readinto(content[taken:])):
-        taken += more
-    if not whole:
-        tensor[_box(piece)] = box
-    return zlib.crc32(content[:taken])
-
-
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _box(piece: Piece) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(piece.start, piece.shape, strict=True))
 
 
 def _dtype(entry: TensorRecord, path: Path, manifest: Manifest) -> torch.dtype:

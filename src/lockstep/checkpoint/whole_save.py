@@ -28,7 +28,7 @@ from lockstep.checkpoint.commit import (
 from lockstep.checkpoint.filesystem import LOCAL, FileSystem
 from lockstep.checkpoint.json_state import Tree, decode
 from lockstep.checkpoint.layout import lay_out
-from lockstep.checkpoint.manifest import Head, Manifest, Piece
+from lockstep.checkpoint.manifest import Head, Manifest, Piece, checksums
 from lockstep.checkpoint.safetensors_file import head_of
 from lockstep.checkpoint.tensors import TensorEntry, content_of, flatten
 from lockstep.errors import CheckpointError
@@ -94,13 +94,13 @@ def save_whole(root: Path, flat: FlatTree, step: int, about: Mapping[str, Any], 
     file = lay_out(0, ((number, entry.whole) for number, entry in enumerate(flat.entries)))
     placed = [each for each in file.tensors if each.length]
     head = head_of(flat.entries[each.tensor].in_file for each in placed) if placed else b""
-    sums: dict[int, int] = {}
+    sums: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def content() -> Iterator[memoryview]:
         yield memoryview(head)
         for each in placed:
             data = content_of(flat.tensors[each.tensor])
-            sums[each.tensor] = zlib.crc32(data)
+            sums[each.tensor] = checksums(data)
             yield data
 
     try:
@@ -109,10 +109,8 @@ def save_whole(root: Path, flat: FlatTree, step: int, about: Mapping[str, Any], 
         pieces: dict[int, Piece] = {}
         for each in placed:
             shape = flat.entries[each.tensor].shape
-            start = (0,) * len(shape)
-            pieces[each.tensor] = Piece(
-                file.name, len(head) + each.offset, each.length, sums[each.tensor], start, shape
-            )
+            start, (crc32, inner) = (0,) * len(shape), sums[each.tensor]
+            pieces[each.tensor] = Piece(file.name, len(head) + each.offset, each.length, crc32, start, shape, inner)
         manifest = Manifest(
             step,
             flat.encoded,

@@ -23,6 +23,7 @@ from lockstep.collectives.reduce_scatter import (
 )
 from lockstep.collectives.reduction_plan import Runs
 from lockstep.collectives.reduction_tree import Node, TreeAccumulator, fold, nodes_of
+from lockstep.collectives.stored_tensor import ReadBox, StoredTensor, in_memory
 from lockstep.collectives.sum_timing import time_sums
 from lockstep.collectives.tensor_shard import TensorShard, as_absent_shards, as_owned_shards
 from lockstep.collectives.wait_clock import WaitClock, wait_clock
@@ -38,9 +39,11 @@ __all__ = [
     "ObjectChannel",
     "OwnerBroadcast",
     "RankOrderAllReduce",
+    "ReadBox",
     "ReduceScatter",
     "Runs",
     "ShardGroups",
+    "StoredTensor",
     "TensorShard",
     "TreeAccumulator",
     "TreeReduceScatter",
@@ -50,6 +53,7 @@ __all__ = [
     "broadcast_from_rank0",
     "fold",
     "gather_on_leader",
+    "in_memory",
     "keeping_connections",
     "nodes_of",
     "open_all_reduce",

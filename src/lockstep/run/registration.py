@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from lockstep.checkpoint import read_weights
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
 from lockstep.run.closures import check_closures, needs_closure, refuse_beside
 from lockstep.run.early_stopping import EarlyStopping
+from lockstep.run.model_values import is_on_meta, made
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.state import State
@@ -41,12 +45,21 @@ class Registration:
         self._state: Final = context.state
         self._start: Final = start
 
-    def model(self, model: GivenModel, *, find_unused_parameters: bool, static_graph: bool) -> nn.Module:
+    def model(
+        self,
+        given: GivenModel,
+        *,
+        weights: str | os.PathLike[str] | None,
+        find_unused_parameters: bool,
+        static_graph: bool,
+    ) -> nn.Module:
         """See `Run.model`."""
         self._start.refuse_late("model")
-        context, is_new = self._context, not isinstance(model, nn.Module)
-        if not isinstance(model, nn.Module):
-            model = construct(context.strategy, model) if callable(model) else self._sequence(model)
+        context = self._context
+        if isinstance(given, list | tuple):
+            model, is_new = self._of_stages(given, weights)
+        else:
+            model, is_new = self._with_values(given, weights)
         check_model(model, self._state)
         moves_itself = isinstance(context.strategy, ComputesLoss) or (is_new and divides_construction(context.strategy))
         if not (moves_itself or spans_gpus(model)):
@@ -59,18 +72,40 @@ class Registration:
             model.compile()
         return model
 
-    def _sequence(self, stages: Sequence[nn.Module | Callable[[], nn.Module]]) -> nn.Module:
-        """The model of ``stages``. Collective."""
+    def _of_stages(
+        self, stages: Sequence[nn.Module | Callable[[], nn.Module]], weights: str | os.PathLike[str] | None
+    ) -> tuple[nn.Module, bool]:
+        """As `_with_values`, of the model that has these stages. Collective."""
         modules = [stage for stage in stages if isinstance(stage, nn.Module)]
         if modules and len(modules) == len(stages):
-            return StageSequence(modules)
+            return self._with_values(StageSequence(modules), weights)
         if modules or not stages or not all(map(callable, stages)):
             raise UsageError(
                 f"run.model([{', '.join(type(stage).__name__ for stage in stages)}]): give stages that are modules, or "
                 "one function for each, which makes it"
             )
         makers = [stage for stage in stages if not isinstance(stage, nn.Module)]
-        return construct(self._context.strategy, lambda: make_stages(self._context.strategy, makers))
+        if weights is None and (model := make_stages(self._context.strategy, makers)) is not None:
+            return model, True
+        return self._with_values(lambda: StageSequence([make() for make in makers]), weights)
+
+    def _with_values(self, given: GivenModel, weights: str | os.PathLike[str] | None) -> tuple[nn.Module, bool]:
+        """The model, and whether it was made just now, or got its values just now. Collective."""
+        if isinstance(given, nn.Module):
+            check_model(given, self._state)
+            if weights is None and not is_on_meta(given):
+                return given, False
+            known = given
+            make: Callable[[], nn.Module] = lambda: known  # noqa: E731 - a function would need a name that says this
+        elif callable(given):
+            make = given
+        else:
+            raise UsageError(
+                f"run.model({type(given).__name__}): give a torch.nn.Module, or a function that makes one, as in "
+                "run.model(lambda: Net())"
+            )
+        stored = None if weights is None else read_weights(Path(weights))
+        return construct(self._context.strategy, lambda: made(make, stored)), True
 
     def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None) -> None:
         """See `Run.optimizer`."""

@@ -257,9 +257,19 @@ class Run:
     # ---- what is trained ----------------------------------------------------------------------------------------
 
     def model(
-        self, model: GivenModel, *, find_unused_parameters: bool = False, static_graph: bool = False
+        self,
+        model: GivenModel,
+        *,
+        weights: str | os.PathLike[str] | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
     ) -> nn.Module:
         """``model`` itself, on this rank's device, equal on all ranks and kept so. Collective.
+
+        For a model that is larger than a rank, give the function that makes it, as in ``run.model(lambda: Net())``:
+        under ``fsdp`` and ``hsdp`` each rank then holds its rows alone from the beginning, with the values of
+        ``run.model(Net())``. So it does for a model that was made under ``torch.device("meta")``, with the values that
+        ``reset_parameters`` of each module draws, inner modules first, and ``_init_weights`` where a model has it.
 
         It keeps its class, methods, attributes and the keys of its ``state_dict()``, on any number of ranks. Where a
         rank holds only a part of it (``fsdp``, ``hsdp``, ``pipeline``, ``hybrid``), deep copies of it and files of its
@@ -267,21 +277,27 @@ class Run:
 
         Args:
             model: with its parameters; their device is changed in place, but for a model that lies on several GPUs,
-                the rank's own among them: its forward pass moves what it needs. Or a function that makes
-                the model, the same one on every rank: under ``hybrid`` embeddings are then never whole on any rank. A
-                list is a model's stages, each
-                called with what the one before returns (a tuple becomes several arguments): modules, or functions
-                that make one each. What comes back is then one module with the submodules ``0``, ``1`` and so on.
-                ``pipeline`` puts them on its ranks, each of which makes every stage but keeps only its own.
+                the rank's own among them: its forward pass moves what it needs. Or a function that makes the model,
+                the same one on every rank; under ``hybrid`` embeddings are then never whole on any rank. A list is a
+                model's stages, each called with what the one before returns (a tuple becomes several arguments):
+                modules, or functions that make one each. What comes back is then one module with the submodules ``0``,
+                ``1`` and so on. ``pipeline`` puts them on its ranks, each of which makes every stage and keeps its own.
+            weights: to begin with, by the names of ``model.state_dict()``: a ``.safetensors`` file, the index of one in
+                several files (``.safetensors.index.json``), or a directory with either. Each rank sees it, and reads
+                what it holds.
             find_unused_parameters: as DDP's: for models of which a forward pass may leave out parameters.
             static_graph: as DDP's: every forward pass uses the same parameters equally often. Those that are never
                 used are found once, and what is checkpointed with ``use_reentrant=True`` may be called several times.
 
         Raises:
             MismatchError: if ranks made different models.
-            UsageError: for a model that cannot be trained, by the name of what is in the way.
+            SettingError: if ``weights`` cannot be read.
+            UsageError: for a model that cannot be trained, by the name of what is in the way; for ``weights`` that are
+                not its own; and for what is on the device ``meta`` and initialised by nobody.
         """
-        return self._registration.model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
+        return self._registration.model(
+            model, weights=weights, find_unused_parameters=find_unused_parameters, static_graph=static_graph
+        )
 
     def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None = None) -> torch.optim.Optimizer:
         """``optimizer`` itself, from now on stepped by `step` and saved.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from lockstep.checkpoint import SavedTree, StateTree
-from lockstep.collectives import as_absent_shards, as_owned_shards
+from lockstep.collectives import as_absent_shards, as_owned_shards, in_memory
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.progress import Progress
 from lockstep.run.divergence import DivergenceCheck
@@ -84,7 +84,10 @@ class RunSnapshot:
         context = self._context
         changed = self._state.load(tree, context.strategy)
         saved_by, saved_state = tree.get("strategy", ("", {}))
-        load_strategy_state(context.strategy, saved_state if saved_by == self._strategy_name else {})
+        load_strategy_state(context.strategy, in_memory(saved_state) if saved_by == self._strategy_name else {})
+        tree = in_memory(
+            {name: value for name, value in tree.items() if name not in ("models", "optimizers", "strategy")}
+        )
         context.precision.load_state_dict(tree["scaler"])
         self._metrics.train.load(tree["measures"], context.group)
         self._metrics.recent.load(tree["recent"] if context.settings.log_every else {}, context.group)

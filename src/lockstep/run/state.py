@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint import SavedModel, SavedTree, StateTree
+from lockstep.collectives import in_memory
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.run.divergence import checksum
 from lockstep.run.early_stopping import EarlyStopping
@@ -105,6 +106,8 @@ class State:
         """
         self.load_models(tree, strategy)
         _load_all("optimizers", self.optimizers, tree["optimizers"], strategy.state_layout.load_optimizer)
+        # Of models and optimizers, a strategy reads what this rank needs; the rest is small.
+        tree = in_memory({name: value for name, value in tree.items() if name not in ("models", "optimizers")})
         _load_all("schedulers", self.schedulers, tree["schedulers"], _load)
         kept = tree["kept"] | tree["kept_values"]
         if set(kept) != set(self.kept):

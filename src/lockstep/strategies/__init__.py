@@ -34,6 +34,7 @@ from lockstep.strategies.abilities import (
 )
 from lockstep.strategies.batchnorm import synchronize_batchnorm
 from lockstep.strategies.buffers import same
+from lockstep.strategies.divided_construction import allocates, without_values, written_by
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
     ParameterSet,
@@ -60,6 +61,7 @@ __all__ = [
     "StateLayout",
     "Strategy",
     "StrategyContext",
+    "allocates",
     "before_optimizer_step",
     "before_update",
     "begin_micro_batch",
@@ -87,6 +89,8 @@ __all__ = [
     "strategy_state",
     "synchronize_batchnorm",
     "update_trainable",
+    "without_values",
+    "written_by",
 ]
 
 #: The words of `strategy_words`, each with its file. Loaded when asked for: some bring much of torch with them.

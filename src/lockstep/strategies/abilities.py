@@ -327,12 +327,12 @@ class MakesStages(Protocol):
         ...
 
 
-def make_stages(strategy: Strategy, makers: Sequence[Callable[[], nn.Module]]) -> StageSequence:
-    """The model of the stages that ``makers`` make; under most strategies each rank makes them all. Collective."""
+def make_stages(strategy: Strategy, makers: Sequence[Callable[[], nn.Module]]) -> StageSequence | None:
+    """See `MakesStages`; None: a rank holds all stages, or ``strategy`` divides them otherwise. Collective."""
     for each in _delegation_chain(strategy):
         if isinstance(each, MakesStages):
             return each.make_stages(makers)
-    return StageSequence([make() for make in makers])
+    return None
 
 
 @runtime_checkable

@@ -78,7 +78,10 @@ class StateLayout(Protocol):
         ...
 
     def load_model(self, model: nn.Module, state: StateDict) -> None:
-        """Load what `model_state` gave, in which every tensor is whole. Collective."""
+        """Load what `model_state` gave, in which every tensor is whole, or a `StoredTensor` in a file. Collective.
+
+        Of those in a file, a rank reads what it holds, and has no more than one tensor in memory beside that.
+        """
         ...
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
@@ -86,7 +89,7 @@ class StateLayout(Protocol):
         ...
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
-        """Load what `optimizer_state` gave, in which every tensor is whole. Collective."""
+        """Load what `optimizer_state` gave, in which every tensor is whole, or in a file likewise. Collective."""
         ...
 
 

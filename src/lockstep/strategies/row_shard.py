@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from lockstep.collectives import TensorShard
+from lockstep.collectives import StoredTensor, TensorShard
 from lockstep.errors import UsageError
 
 
@@ -31,12 +31,13 @@ class RowShard:
         return pytree.tree_map_only(torch.Tensor, self._shard, values)
 
     def own(self, values: Any) -> Any:
-        """Of ``values``, nested, in which every tensor is whole: what belongs here, in memory of its own."""
-        return pytree.tree_map_only(
-            torch.Tensor,
-            lambda t: t[self.rows.start : self.rows.stop].clone() if tuple(t.shape) == self.shape else t,
-            values,
-        )
+        """Of ``values``, nested, in which tensors are whole, or in a file: what belongs here, with memory of its own."""
+        return pytree.tree_map_only(torch.Tensor, self._own, values)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tuple(tensor.shape) != self.shape:
+            return tensor
+        return rows_of(tensor, self.rows)
 
     def _shard(self, tensor: torch.Tensor) -> TensorShard:
         tensor = tensor.detach()
@@ -52,3 +53,10 @@ class RowShard:
                 "optimizer, one server, or ddp"
             )
         return TensorShard.whole(tensor) if self.leads else TensorShard.absent(tuple(tensor.shape), tensor.dtype)
+
+
+def rows_of(tensor: torch.Tensor, rows: range) -> torch.Tensor:
+    """These rows of ``tensor``, in memory of their own; of one in a file only they are read."""
+    if isinstance(tensor, StoredTensor):
+        return tensor.box((rows.start, *(0 for _ in tensor.shape[1:])), (len(rows), *tensor.shape[1:]))
+    return tensor[rows.start : rows.stop].clone()

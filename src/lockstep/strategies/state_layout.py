@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lockstep.collectives import Group, TensorShard, as_owned_shards
+from lockstep.collectives import Group, StoredTensor, TensorShard, as_owned_shards, in_memory
 from lockstep.errors import UsageError
 from lockstep.strategies.grad_norm import norm_of_rows, squared_row_norms
 from lockstep.strategies.gradient_accumulation import parameters_of
@@ -51,7 +51,7 @@ class ReplicatedLayout(StateLayout):
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
         """Load the whole state."""
-        optimizer.load_state_dict(dict(state))
+        load_states(optimizer, state)
 
 
 class ShardedOptimizerLayout(StateLayout):
@@ -281,13 +281,17 @@ class States:
     def load(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
         """Load what `gather` gave, in which every tensor is whole; states that other ranks hold are left out."""
         parameters = parameters_of(optimizer)
-        kept = {}
-        for key, values in state["state"].items():
-            parameter = parameters[key] if isinstance(key, int) and key < len(parameters) else None
-            if parameter is None or self._group.rank in self._ranks_of(parameter):
-                rows = None if parameter is None else self._rows_of(parameter)
-                kept[key] = values if rows is None else rows.own(values)
-        optimizer.load_state_dict({**state, "state": kept})
+        kept = {
+            key: values
+            for key, values in state["state"].items()
+            if not isinstance(key, int) or key >= len(parameters) or self._group.rank in self._ranks_of(parameters[key])
+        }
+
+        def part_of(value: Any, parameter: nn.Parameter) -> Any:
+            rows = self._rows_of(parameter)
+            return value if rows is None else rows.own(value)
+
+        load_states(optimizer, {**state, "state": kept}, part_of)
 
     def _writes(self, parameter: nn.Parameter) -> bool:
         """Whether this rank writes the states of ``parameter``, or of some of its rows."""
@@ -317,3 +321,36 @@ class States:
 def _as_absent(values: Any) -> Any:
     """``values``, nested, with each `TensorShard` as one of which this rank holds nothing."""
     return pytree.tree_map_only(TensorShard, lambda shard: TensorShard.absent(shard.shape, shard.dtype), values)
+
+
+def load_states(
+    optimizer: torch.optim.Optimizer,
+    state: StateDict,
+    part_of: Callable[[Any, nn.Parameter], Any] = lambda value, _parameter: value,
+) -> None:
+    """``optimizer.load_state_dict(state)``, with no more in memory than what is loaded, and one tensor.
+
+    Args:
+        optimizer: its states of before are dropped first.
+        state: of the whole optimizer; tensors may be in a file.
+        part_of: what of a value is this rank's, for the parameter that it belongs to.
+    """
+    parameters = dict(enumerate(parameters_of(optimizer)))
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        optimizer.state.clear()  # it would be replaced; another one may copy into what is there
+    found = {}
+    for key, values in state["state"].items():
+        parameter = parameters.get(key)
+        if parameter is None or not isinstance(values, dict):
+            found[key] = in_memory(values)
+        else:
+            found[key] = {name: _read(name, part_of(v, parameter), parameter) for name, v in values.items()}
+    rest = {name: in_memory(value) for name, value in state.items() if name != "state"}
+    optimizer.load_state_dict({**rest, "state": found})
+
+
+def _read(name: str, value: Any, parameter: nn.Parameter) -> Any:
+    """``value`` in memory; on the device of its parameter where `torch.optim.Optimizer` would put it."""
+    if not isinstance(value, StoredTensor):
+        return in_memory(value)
+    return value.whole() if name == "step" else value.whole().to(parameter.device)

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
 from lockstep.strategies.parameter_server.row_division import RowDivision
+from lockstep.strategies.row_shard import rows_of
 
 _ATEN = torch.ops.aten
 _CPU: Final = torch.device("cpu")
@@ -81,8 +82,8 @@ class TablePart(torch.Tensor):
         if func is _ATEN.any.default:
             return table.held.group.sum_tensor(table.held.part.any().float(), "the initial values of a table") != 0
         if func is _ATEN.copy_.default and not isinstance(args[1], TablePart) and args[1].shape == table.shape:
-            here = table.held.here
-            args = (first, TablePart(tuple(table.shape), replace(table.held, part=args[1][here.start : here.stop])))
+            rows = rows_of(args[1], table.held.here)
+            args = (first, TablePart(tuple(table.shape), replace(table.held, part=rows)))
         plain = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and v.dim()]
         alike = all(isinstance(v, TablePart) and v.shape == table.shape for v in plain)
         if alike and (func in _ELEMENT_BY_ELEMENT or torch.Tag.pointwise in func.tags):

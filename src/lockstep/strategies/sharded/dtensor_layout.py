@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.collectives import Group, ShardGroups, TensorShard
+from lockstep.collectives import Group, ShardGroups, StoredTensor, TensorShard
 from lockstep.strategies.grad_norm import norm_of_rows, squared_row_norms
-from lockstep.strategies.gradient_accumulation import parameters_of
 from lockstep.strategies.protocol import StateDict, StateLayout
+from lockstep.strategies.state_layout import load_states
 
 
 class DTensorLayout(StateLayout):
@@ -50,9 +50,10 @@ class DTensorLayout(StateLayout):
         return {name: self._to_shard(value) for name, value in model.state_dict().items()}
 
     def load_model(self, model: nn.Module, state: StateDict) -> None:
-        """Load this rank's rows of each tensor."""
+        """Load this rank's rows of each tensor, one tensor after the other."""
         own = model.state_dict()
-        model.load_state_dict({name: self._to_dtensor(value, own.get(name)) for name, value in state.items()})
+        # What is divided is there already when `load_state_dict` copies it into itself; it checks names and shapes.
+        model.load_state_dict({name: self._copied(value, own.get(name)) for name, value in state.items()})
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
         """This rank's rows of each state, as `TensorShard`."""
@@ -65,12 +66,7 @@ class DTensorLayout(StateLayout):
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
         """Load this rank's rows: a state of its parameter's shape is divided like the parameter."""
-        numbered = dict(enumerate(parameters_of(optimizer)))
-        divided = {
-            number: {name: self._to_dtensor(value, numbered.get(number)) for name, value in of_one.items()}
-            for number, of_one in state["state"].items()
-        }
-        optimizer.load_state_dict({**state, "state": divided})
+        load_states(optimizer, state, self._to_dtensor)
 
     def _to_shard(self, value: Any) -> Any:
         if not isinstance(value, DTensor):
@@ -81,17 +77,36 @@ class DTensorLayout(StateLayout):
         first = self._shard_groups.within.rank * -(-shape[0] // self._shard_groups.within.size)
         return TensorShard(local, (first, *(0 for _ in shape[1:])), shape, value.dtype)
 
+    def _copied(self, value: Any, like: Any) -> Any:
+        """``like`` with this rank's rows of ``value``, if that lies divided as ``like`` does; else ``value``."""
+        if not _is_divided_as(like, value):
+            return value
+        with torch.no_grad():
+            like.to_local().copy_(self._rows_of(value))
+        return like
+
     def _to_dtensor(self, value: Any, like: Any) -> Any:
         """This rank's rows of ``value``, if it is a whole tensor that lies divided as ``like`` does; else itself."""
-        if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+        if not _is_divided_as(like, value):
             return value
+        # New memory, also on the CPU: the optimizer goes on in it, and the whole is to be freed.
+        own = self._rows_of(value).to(like.to_local().device, copy=not isinstance(value, StoredTensor))
+        return DTensor.from_local(
+            own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def _rows_of(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole tensor; of one in a file, no others are read."""
         high = -(-len(value) // self._shard_groups.within.size)
         first = min(self._shard_groups.within.rank * high, len(value))
-        # New memory, also on the CPU: the optimizer goes on in it, and the whole is to be freed.
-        own = value[first : first + high].to(like.to_local().device, copy=True)
-        return DTensor.from_local(
-            own, like.device_mesh, like.placements, run_check=False, shape=value.shape, stride=value.stride()
-        )
+        if isinstance(value, StoredTensor):
+            rest = tuple(value.shape[1:])
+            return value.box((first, *(0 for _ in rest)), (min(high, len(value) - first), *rest))
+        return value[first : first + high]
+
+
+def _is_divided_as(like: Any, value: Any) -> bool:
+    return isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.shape == like.shape
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,7 @@ from lockstep.collectives import (
     ShardGroups,
     TreeAccumulator,
     TreeReduceScatter,
+    broadcast_from_rank0,
     open_all_reduce,
     translating_peer_errors,
 )
@@ -52,13 +53,15 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.abilities import (
     ChecksOptimizers,
     CommunicatesInForward,
+    DividesConstruction,
     ExplainsErrors,
     FinishesTraining,
     PreparesEvaluation,
 )
 from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.divided_construction import DividedConstruction
 from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
-from lockstep.strategies.module_states import sync_module_states
+from lockstep.strategies.module_states import sync_module_states, verify_module_states
 from lockstep.strategies.partial_models import PickleGuard, half_a_model, outside_forward, refuse_copies
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.sharded.dtensor_layout import DTensorLayout
@@ -109,7 +112,13 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
 
 
 class FullySharded(
-    Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEvaluation, FinishesTraining, ExplainsErrors
+    Strategy,
+    ChecksOptimizers,
+    CommunicatesInForward,
+    DividesConstruction,
+    PreparesEvaluation,
+    FinishesTraining,
+    ExplainsErrors,
 ):
     """The strategies ``fsdp`` and ``hsdp``.
 
@@ -146,6 +155,8 @@ class FullySharded(
         self._mesh: Final = (
             DeviceMesh.from_group(self._shard_groups.new_process_group(), group.device.type) if divides else None
         )
+        self._construction: Final = DividedConstruction(self._shard_groups.within, group)
+        self._constructed: nn.Module | None = None  # the model that it has made last
         self._blocks: Final[list[FSDPModule]] = []
         self._guard: PickleGuard | None = None
         self._call_checksum = 0  # a checksum of which blocks were called, in their order
@@ -153,6 +164,17 @@ class FullySharded(
         self.assignment = ReplicaAssignment(group.rank, group.size)
         self.state_layout = DTensorLayout(group, self._shard_groups)
         self.forward_is_collective = group.size > 1
+
+    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """What ``make`` gives, of which this rank holds rows. Collective.
+
+        Raises:
+            MismatchError: if ranks made different models.
+        """
+        if self._shard_groups.within.size == 1:
+            return make().to(self._group.device)
+        self._constructed = self._construction.construct(make)
+        return self._constructed
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself, its parameters divided, as rank 0 made it. Collective.
@@ -164,7 +186,11 @@ class FullySharded(
             UsageError: for a parameter that cannot be divided.
         """
         refuse_sparse(model, self._name)
-        sync_module_states(self._group, model)
+        if model is self._constructed:
+            verify_module_states(self._group, model)  # its parameters were compared when they were made
+            broadcast_from_rank0(self._group, model.buffers())
+        else:
+            sync_module_states(self._group, model)
         blocks = blocks_of(model, self._options.wrap)
         if self._options.checkpoint_activations:
             for block in blocks:
@@ -177,6 +203,8 @@ class FullySharded(
         if self._mesh is not None and any(True for _ in model.parameters()):
             # Where it depends on the micro-batch which blocks are called, ranks would wait for each other's blocks.
             self._shard_model(model, [] if find_unused_parameters else blocks, find_unused_parameters, self._mesh)
+        self._construction.restore(p for p in model.parameters() if not isinstance(p, DTensor))
+        self._constructed = None
         self._buffers.setup_model(model)
         return model
 
@@ -197,6 +225,7 @@ class FullySharded(
                 output_dtype=torch.float32 if lower and whole else None,
             )
             _check_one_type(module, model, divided)
+            self._construction.restore_rows(p for p in module.parameters() if not isinstance(p, DTensor))
             block: FSDPModule = fully_shard(
                 module,
                 mesh=mesh,

@@ -1,0 +1,72 @@
+"""The tensors of a trained model in safetensors files, read one by one, or box by box.
+
+model.safetensors                one file
+model.safetensors.index.json     {"weight_map": {"layer.weight": "model-00001-of-00002.safetensors", ...}}
+directory/                       with one of the two, as transformers writes it
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from lockstep.checkpoint.layout import Box, runs_within
+from lockstep.checkpoint.safetensors_file import FileTensor, read_head
+from lockstep.collectives import StoredTensor
+from lockstep.errors import SettingError
+
+_NAMES = ("model.safetensors", "model.safetensors.index.json")
+
+
+def read_weights(path: Path) -> dict[str, StoredTensor]:
+    """The tensors at ``path``, by name, of which nothing is in memory yet.
+
+    Raises:
+        SettingError: if there are none, or they cannot be read.
+    """
+    if path.is_dir():
+        path = next((path / name for name in _NAMES if (path / name).is_file()), path)
+    try:
+        if path.name.endswith(".json"):
+            names: dict[str, str] = json.loads(path.read_text())["weight_map"]
+            files = {name: _tensors_of(path.with_name(name)) for name in sorted(set(names.values()))}
+            return {name: files[file][name] for name, file in names.items()}
+        if path.suffix.lower() == ".safetensors":
+            return _tensors_of(path)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SettingError(f"weights={str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
+    raise SettingError(
+        f"weights={str(path)!r}: give a .safetensors file, a .safetensors.index.json, or a directory with {_NAMES[0]} "
+        f"or {_NAMES[1]}; of another file: model.load_state_dict(torch.load(...)) before run.model(model)"
+    )
+
+
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    with path.open("rb") as file:
+        length, tensors = read_head(file.read)
+    return {tensor.name: _stored(path, length + offset, tensor) for offset, tensor in tensors}
+
+
+def _stored(path: Path, offset: int, tensor: FileTensor) -> StoredTensor:
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+
+    def read(start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        box = torch.empty(shape, dtype=dtype)
+        if not box.numel():
+            return box
+        content = box.reshape(-1).view(torch.uint8).numpy().data
+        with path.open("rb", buffering=0) as file:
+            whole = Box((0,) * len(tensor.shape), tensor.shape)
+            for first, end, place in runs_within(whole, Box(start, shape), dtype.itemsize):
+                file.seek(offset + first)
+                taken = 0
+                while taken < end - first:
+                    more = file.readinto(content[place + taken : place + end - first])
+                    if not more:
+                        raise SettingError(f"weights={str(path)!r} ends within {tensor.name}")
+                    taken += more
+        return box
+
+    return StoredTensor(tensor.shape, dtype, read)

@@ -1,0 +1,63 @@
+"""A tensor that lies in a file: what is read of it, and when, is up to whoever needs it.
+
+state["weight"]                      a StoredTensor of shape (5, 3): nothing is in memory
+state["weight"].box((3, 0), (2, 3))  its last two rows, on the rank that holds these
+parameter.copy_(state["weight"])     read as a whole, copied, and forgotten again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch.utils import _pytree as pytree
+
+ReadBox = Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]
+"""The box at a first element, of a shape: contiguous on the CPU, with memory of its own."""
+
+
+class StoredTensor(torch.Tensor):
+    """A tensor on the CPU whose values are in a file; each operation reads it whole, and gives plain tensors.
+
+    So ``load_state_dict`` of modules and optimizers takes it, and holds one tensor more at a time. What `read` raises
+    comes out of the operation.
+    """
+
+    _read: ReadBox
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, read: ReadBox) -> Self:
+        """A tensor of ``shape`` and ``dtype``, of which ``read`` gives boxes."""
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+        made._read = read
+        return made
+
+    def box(self, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Read only the elements from ``start`` on, ``shape`` of them; with memory of its own."""
+        return self._read(tuple(start), tuple(shape))
+
+    def whole(self) -> torch.Tensor:
+        """Read all of it; with memory of its own."""
+        return self._read((0,) * self.dim(), tuple(self.shape))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = in_memory((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, _memo: object) -> torch.Tensor:
+        return self.whole()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def in_memory(value: Any) -> Any:
+    """``value``, nested dicts, lists and tuples, with each `StoredTensor` read whole."""
+    return pytree.tree_map_only(StoredTensor, lambda stored: stored.whole(), value)

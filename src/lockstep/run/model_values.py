@@ -1,0 +1,152 @@
+"""The values that a new model begins with: what its modules draw for themselves, or what a file holds.
+
+run.model(lambda: Net())                 what the constructor draws
+run.model(net), made on the device meta  what `reset_parameters` of each module draws, inner modules first, as
+                                         constructors do; then what `_init_weights(module)` of a model with one does
+run.model(..., weights="model.safetensors")    what the file says, by the names of ``state_dict()``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.collectives import StoredTensor
+from lockstep.errors import UsageError
+from lockstep.strategies import allocates, without_values, written_by
+
+_RESETS: Final = ("reset_parameters", "_reset_parameters")
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether some parameter or buffer of ``model`` is on the device ``meta``, without memory."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def made(make: Callable[[], nn.Module], weights: Mapping[str, StoredTensor] | None) -> nn.Module:
+    """What ``make`` gives, with all its values, on the CPU where it was on the device ``meta``.
+
+    Args:
+        make: makes the model.
+        weights: by the names of ``state_dict()``; None: as initialised.
+
+    Raises:
+        UsageError: if ``make`` gives no module, if nothing gives a value to something on ``meta``, or if the names or
+            shapes of ``weights`` are not those of the model.
+    """
+    model = make()
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"run.model(...) was given a function that returns a {type(model).__name__}: let it return the model"
+        )
+    was_on_meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    with _Written() as written:
+        if was_on_meta:
+            _leave_meta(model)
+        if weights is not None:
+            _read(model, weights)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name in was_on_meta:
+        if tensors[name].numel() and not written.has(tensors[name]):
+            raise UsageError(without_values(name, model))
+    return model
+
+
+def _leave_meta(model: nn.Module) -> None:
+    """Give what is on ``meta`` memory on the CPU, module by module, and let each module initialise it."""
+    instead: dict[int, torch.Tensor] = {}
+    for _, module in _inner_first(model):
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise UsageError(
+                    f"{type(module).__name__}.{name} is a tensor on the device meta, and neither a parameter nor a "
+                    "buffer: nobody can give it values. Use run.model(lambda: Net()), without torch.device('meta')"
+                )
+        is_new = False
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    is_new = is_new or id(tensor) not in instead
+                    tensors[name] = instead.setdefault(id(tensor), _on_cpu(tensor))  # type: ignore[assignment]
+        reset = next((method for name in _RESETS if callable(method := getattr(module, name, None))), None)
+        if reset is not None and (is_new or not module._parameters):
+            reset()
+    for owner in [module for _, module in _inner_first(model) if callable(getattr(module, "_init_weights", None))]:
+        for _, module in _inner_first(owner):
+            owner._init_weights(module)
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for ``tensor``, which is on ``meta``; what the script has noted on it stays."""
+    empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    parameter = nn.Parameter(empty, tensor.requires_grad)
+    vars(parameter).update(vars(tensor))
+    return parameter
+
+
+def _inner_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules, each once, in the order in which constructors end: those inside before those around them."""
+    seen: set[nn.Module] = set()
+
+    def visit(name: str, one: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if one in seen:
+            return
+        seen.add(one)
+        for inner_name, inner in one.named_children():
+            yield from visit(f"{name}.{inner_name}" if name else inner_name, inner)
+        yield name, one
+
+    yield from visit("", module)
+
+
+def _read(model: nn.Module, weights: Mapping[str, StoredTensor]) -> None:
+    """Copy ``weights`` into ``model``, one after another."""
+    tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    there = {id(tensors[name]) for name in weights if name in tensors}
+    missing = [name for name, tensor in tensors.items() if id(tensor) not in there]
+    unknown = [name for name in weights if name not in tensors]
+    if missing or unknown:
+        raise UsageError(
+            f"weights of another model than {type(model).__name__}: "
+            + "; ".join(
+                f"{len(names)} {what}, such as {', '.join(names[:3])}"
+                for names, what in ((missing, "of its tensors are not there"), (unknown, "are not its own"))
+                if names
+            )
+            + ". The names must be those of model.state_dict()"
+        )
+    with torch.no_grad():
+        for name, stored in weights.items():
+            if tensors[name].shape != stored.shape:
+                raise UsageError(
+                    f"weights: {name} has shape {tuple(stored.shape)} there, and {tuple(tensors[name].shape)} in "
+                    f"{type(model).__name__}"
+                )
+            tensors[name].copy_(stored)
+
+
+class _Written(TorchDispatchMode):
+    """Sees which tensors are given values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: Final[set[int]] = set()
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether some element of ``tensor`` has been given a value, while both were there."""
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            self._storages.update(t.untyped_storage()._cdata for t in written_by(func, args, kwargs))
+            if allocates(func):  # where another storage may have been before
+                self._storages.discard(out.untyped_storage()._cdata)
+        return out
