@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Self
 
+from lockstep.memory_use import UNKNOWN, MemoryUse
+
 #: What a rank may be doing. ``script`` is all that `Run` does not know about; in a script without `Run`, everything. In
 #: ``input`` it waits for its user, in a debugger or for a line.
 PHASES = (
@@ -37,6 +39,7 @@ class Heartbeat:
     collectives: int  #: how many this rank has begun, over groups of all ranks
     cpu_s: float  #: CPU time of the main thread
     at: float  #: on the clock of its host, seconds since 1970
+    memory: MemoryUse = UNKNOWN
 
     def to_text(self) -> str:
         """One line, which `from_text` reads; at most a few hundred characters."""
@@ -51,7 +54,13 @@ class Heartbeat:
         """
         try:
             values = json.loads(text)
-            beat = cls(**{**values, "place": SourceLine(**values["place"])})
+            beat = cls(
+                **{
+                    **values,
+                    "place": SourceLine(**values["place"]),
+                    "memory": MemoryUse.from_values(values.get("memory", {})),
+                }
+            )
         except (TypeError, KeyError) as error:
             raise ValueError(f"no heartbeat: {text!r:.80}") from error
         if beat.phase not in PHASES:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.host_memory import ControlGroup, MemoryTracker, RankMemory, memory_by_rank
+from lockstep.launch.diagnosis.host_memory import MemoryTracker, RankMemory, memory_by_rank
+from lockstep.memory_use import ControlGroup
+from lockstep.report import RanksFile
 from waiting import wait_until
 
 GIB = 1 << 30
@@ -30,12 +32,14 @@ def test_version_2_the_least_limit_counts_and_the_own_kills(tmp_path):
         {
             "cgroup": "0::/job/step\n",
             "sys/job/memory.max": f"{8 * GIB}\n",
+            "sys/job/memory.current": f"{7 * GIB}\n",
+            "sys/job/memory.stat": f"anon 1\ninactive_file {2 * GIB}\n",
             "sys/job/step/memory.max": "max\n",
             "sys/job/step/memory.events": "low 0\noom 5\noom_kill 2\noom_group_kill 0\n",
             "sys/job/memory.events": "oom_kill 7\n",
         },
     )
-    assert found == ControlGroup(8 * GIB, 2)
+    assert found == ControlGroup(8 * GIB, 2, 5 * GIB, "job")
 
 
 def test_version_1(tmp_path):
@@ -44,11 +48,13 @@ def test_version_1(tmp_path):
         {
             "cgroup": "5:cpu,cpuacct:/x\n4:memory:/job\n",
             "sys/memory/job/memory.limit_in_bytes": f"{GIB}\n",
+            "sys/memory/job/memory.usage_in_bytes": f"{GIB // 2}\n",
+            "sys/memory/job/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB // 4}\n",
             "sys/memory/memory.limit_in_bytes": "9223372036854771712\n",
             "sys/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
         },
     )
-    assert found == ControlGroup(GIB, 3)
+    assert found == ControlGroup(GIB, 3, GIB // 4, "job")
 
 
 def test_in_a_container_the_own_group_is_the_root(tmp_path):
@@ -64,9 +70,9 @@ def test_what_cannot_be_read_is_no_limit(tmp_path):
 
 
 def test_the_reason_says_the_limit_and_who_held_what():
-    now, group = [0.0], [ControlGroup(4 * GIB, 5)]
+    now, group = [0.0], [ControlGroup(4 * GIB, 5, 3 * GIB)]
     held = [{0: RankMemory(GIB), 1: RankMemory(GIB, 2 * GIB, 2)}]
-    tracker = MemoryTracker(1, lambda: group[0], lambda fork_server: held[0], lambda: now[0])
+    tracker = MemoryTracker(1, lambda names: group[0], lambda fork_server: held[0], lambda: now[0])
     tracker.poll()
     held[0] = {0: RankMemory(GIB)}  # rank 1 is gone
     now[0] += 2.0
@@ -74,7 +80,8 @@ def test_the_reason_says_the_limit_and_who_held_what():
     assert tracker.reason(1) == "", "kills before the generation are not its own"
     group[0] = ControlGroup(4 * GIB, 6)
     assert tracker.reason(1).splitlines() == [
-        "the kernel killed 1 process of this job: host memory ran out, of which this job may use 4.00 GiB",
+        "the kernel killed 1 process of this job: host memory ran out, of which this job may use 4.00 GiB, "
+        "and used 3.00 GiB when last looked at",
         "rank 1 held 1.00 GiB and its 2 workers 2.00 GiB",
         "beside it: rank 0 1.00 GiB",
         "use fewer loader workers (--set workers=1), smaller batches or fewer ranks on this node, "
@@ -82,6 +89,19 @@ def test_the_reason_says_the_limit_and_who_held_what():
     ]
     tracker.begin()
     assert tracker.reason(1) == ""
+
+
+def test_a_rank_in_a_group_of_its_own_is_told_with_that_groups_limit():
+    groups = {"": ControlGroup(64 * GIB, 5), "0::/job/rank-1\n": ControlGroup(GIB, 2, GIB - 1, "job/rank-1")}
+    held = {0: RankMemory(GIB), 1: RankMemory(GIB, groups="0::/job/rank-1\n")}
+    tracker = MemoryTracker(1, groups.__getitem__, lambda fork_server: held, lambda: 0.0)
+    tracker.poll()
+    groups["0::/job/rank-1\n"] = ControlGroup(GIB, 3, 0, "job/rank-1")
+    assert tracker.reason(1).splitlines()[0] == (
+        "the kernel killed 1 process of this job: host memory ran out, of which this rank may use 1.00 GiB (control "
+        "group job/rank-1), and used 1.00 GiB when last looked at"
+    )
+    assert tracker.reason(0) == ""
 
 
 def test_what_ranks_hold_is_seen_in_real_processes():
@@ -134,6 +154,9 @@ GREEDY = """
     while not all(Path(f"up-{rank}").exists() for rank in range(2)):
         time.sleep(0.01)
     time.sleep(2.5)  # so that it was looked at
+    if (own := os.environ.get("OWN_GROUP")) and os.environ["RANK"] == "1":
+        Path(own).write_text(str(os.getpid()))
+        time.sleep(2.5)
     while os.environ["RANK"] == "1":
         held.append(bytearray(os.urandom(1)) * (10 << 20))
     time.sleep(60)
@@ -175,4 +198,19 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_told_with_limit_and_holders(
     assert "host memory ran out, of which this job may use 512 MiB" in ended.err
     assert re.search(r"^    rank 1 held \d", ended.err, re.MULTILINE), ended.err
     assert re.search(r"^    beside it: rank 0 \d", ended.err, re.MULTILINE)
+    last = {one.rank: one.memory for one in RanksFile.read_all(workshop.here / "r")}
+    assert last[0].host_peak > 30 << 20
+    assert last[1].host_peak > last[0].host_peak
+    assert 0 <= last[1].host_free < GIB // 2, "what the group allows"
     assert "most often" not in ended.err
+
+
+def test_so_is_one_in_a_group_of_its_own(workshop, small_group):
+    own = f"OWN_GROUP={small_group / 'cgroup.procs'}"
+    script = workshop.script(
+        f"import os\nname, _, value = {own!r}.partition('=')\nos.environ[name] = value\n" + textwrap.dedent(GREEDY)
+    )
+    ended = workshop.end_of(workshop.start("--nproc-per-node", 2, "--run-dir", "r", script))
+    assert ended.code == 137, ended.err
+    assert "host memory ran out, of which this rank may use 512 MiB (control group" in ended.err
+    assert re.search(r"rank 1 held \d", ended.err), ended.err

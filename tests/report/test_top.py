@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import SettingError
+from lockstep.memory_use import MemoryUse
 from lockstep.report import RanksFile, RankStatus, Status, StatusFile, lateness, top
 from lockstep.report.top import ended, table
 
@@ -23,6 +24,7 @@ ranks = st.lists(
         place=st.text(max_size=10),
         waits=st.none() | st.floats(0, 1),
         silent_s=st.floats(0, 1000),
+        memory=st.builds(MemoryUse, st.none() | st.integers(0, 1 << 50), st.none() | st.integers(0, 1 << 50)),
     ),
     unique_by=lambda one: one.rank,
     max_size=12,
@@ -78,6 +80,16 @@ def test_many_ranks_are_cut_to_those_that_are_waited_for():
     assert lines[-1] == "... and 48 ranks more, which wait longer"
     assert any(line.split()[0] == "70" for line in lines)
     assert table([]) == []
+
+
+def test_memory_has_columns_where_it_is_known():
+    held = [MemoryUse(3 << 29, 2 << 30, 5 << 30), MemoryUse(1 << 20, None, 5 << 30, 1 << 30, 3 << 30, 9 << 30)]
+    head, *lines = table([row(rank, 0.5, memory=memory) for rank, memory in enumerate(held)])
+    assert head.split()[-9:] == ["memory", "peak", "free", "GPU", "GPU", "peak", "GPU", "free", "place"]
+    assert "1.50 GiB" in lines[0]
+    assert lines[0].split().count("-") == 3
+    assert "9.00 GiB" in lines[1]
+    assert "memory" not in table([row(0, 0.5)])[0]
     head, line = table([row(3, None, silent_s=61.0)])
     assert head.split() == ["rank", "step", "phase", "waits", "heard", "place"]
     assert line.split() == ["3", "7", "forward", "-", "1", "m", "01", "s", "ago", "train.py:3"]

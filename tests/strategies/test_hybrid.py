@@ -6,23 +6,28 @@ import threading
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from parameter_server_loops import classify
 from torch import nn
 from torch.nn import functional as F
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.launch_contract import RESUME
+from lockstep.memory_use import host_memory
 from lockstep.run import Run
+from lockstep.strategies.parameter_server import table_construction
 from lockstep.strategies.parameter_server.embedding_tables import EmbeddingTables, LookupRequest
+from lockstep.strategies.parameter_server.row_division import WHOLE_BYTES, RowDivision
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint
 from lockstep.testing import run_ranks, state_hash
 from worlds import on_world
 
-WORDS = 40
+WORDS, LARGE = 40, 2500
 
 
 class Net(nn.Module):
-    """Its tables are looked up once, twice, three times and never."""
+    """Its tables are looked up once, twice, three times and never; servers divide the rows of the large ones."""
 
     def __init__(self, *, sparse=False):
         super().__init__()
@@ -31,15 +36,25 @@ class Net(nn.Module):
         self.three = nn.Embedding(4, 8, padding_idx=1)  # so few rows that one gets gradients from all three
         nn.init.normal_(self.three.weight, std=0.01)  # so small that the last bit of a gradient shows in the sum
         self.never = nn.Embedding(5, 2)
-        self.norm = nn.BatchNorm1d(24)
+        self.large = nn.Embedding(LARGE, 8, padding_idx=LARGE - 2, scale_grad_by_freq=not sparse, sparse=sparse)
+        self.low = nn.Embedding(LARGE, 8)  # of which only rows of the first server are looked up
+        self.bags = nn.EmbeddingBag(LARGE, 8, mode="sum", padding_idx=1)
+        self.norm = nn.BatchNorm1d(40)
         self.noise = nn.Dropout(0.2)
-        self.out = nn.Linear(24, 4)
+        self.out = nn.Linear(40, 4)
 
     def forward(self, x):
         pair = self.pair(x[:, 0]) - self.pair(x[:, 1])
         few = x % 4
         three = self.three(few[:, 2]) + self.three(few[:, 3]).tanh() * self.three(few[:, 4])
-        return self.out(self.noise(torch.relu(self.norm(torch.cat([self.bag(x), pair, three], 1)))))
+        # Neighbours of where the rows of two servers meet, and rows of both; in some micro-batches those of one only.
+        wide = (x * 37 + LARGE // 2 - 700) % LARGE
+        large = self.large(wide[:, :2].flip(1)).sum(1) * self.low(x[:, 3])
+        bags = self.bags(
+            wide.flatten(), torch.arange(0, wide.numel(), 5), per_sample_weights=(wide % 3).flatten() + 0.5
+        )
+        found = [self.bag(x), pair, three, large, bags]
+        return self.out(self.noise(torch.relu(self.norm(torch.cat(found, 1)))))
 
 
 def held(net):
@@ -63,7 +78,8 @@ def learn(word, optimizer="sgd", epochs=2, *, sparse=False, counted=False, **set
         }
         run.optimizer(make[optimizer](model.parameters()))
         told = classify(run, model, x, y, epochs, counted=counted)
-        return held(net), told
+        whole = run.state_dict(model)
+        return held(net), told, whole and {name: state_hash(tensor) for name, tensor in whole.items()}
 
 
 CASES = [
@@ -77,21 +93,20 @@ def trained(word, optimizer, case):
     return learn(word, optimizer, **case)
 
 
-@pytest.mark.parametrize(("ranks", "servers"), [(2, 1), (4, 2)])
+DIVIDED = {"large.weight", "low.weight", "bags.weight"}
+
+
+@pytest.mark.parametrize(("ranks", "servers"), [(2, 1), (4, 2), (4, 3)])
 def test_the_bits_are_those_of_one_rank(ranks, servers):
     found = on_world(ranks, [(trained, f"hybrid:servers={servers}", optimizer, case) for optimizer, case in CASES])
     for results, (optimizer, case) in zip(found, CASES, strict=True):
-        alone, told = learn("none", optimizer, **case)
-        assert [metrics for _, metrics in results] == [told] * ranks, (optimizer, case)
+        alone, told, whole = learn("none", optimizer, **case)
+        assert [metrics for _, metrics, _ in results] == [told] * ranks, (optimizer, case)
+        assert results[0][2] == whole, (optimizer, case)
         dense = {name: value for name, value in alone.items() if name.startswith(("norm", "out"))}
-        assert [one for one, _ in results[:-servers]] == [dense] * (ranks - servers)
-        tables = [{name for name in one if name not in dense} for one, _ in results[-servers:]]
-        assert sorted(name for one in tables for name in one) == ["bag.weight", "never.weight", *sorted(SERVED)]
-        for one, _ in results[-servers:]:
-            assert all(one[name] == alone[name] for name in one if name not in dense)
-
-
-SERVED = {"pair.weight", "three.weight"}
+        assert [one for one, *_ in results[:-servers]] == [dense] * (ranks - servers)
+        tables = [name for one, *_ in results[-servers:] for name in one if name not in dense]
+        assert sorted(tables) == sorted(alone.keys() - dense.keys() - (DIVIDED if servers > 1 else set()))
 
 
 def late_server(word):
@@ -112,7 +127,7 @@ def late_server(word):
         batches = run.loader((x, x.sum(1) % 4), global_batch=8, micro_batch=4)
 
         def shrink():
-            if not torch.isnan(net[0].weight).any():
+            if not net[0].weight.is_meta:
                 looked_up.clear()
                 if run.world_size > 1:
                     looked_up.wait(0.5)  # the time in which a worker that does not wait would look up
@@ -154,7 +169,7 @@ def some_served():
     read = RpcEndpoint.read
 
     def reading(self, rank, what):
-        asked.extend([what.inputs[0].numel()] if isinstance(what, LookupRequest) else [])
+        asked.extend([what.rows.tolist()] if isinstance(what, LookupRequest) and what.context is not None else [])
         return read(self, rank, what)
 
     RpcEndpoint.read = reading
@@ -170,16 +185,19 @@ def some_served():
         with pytest.raises(UsageError, match="looked up after the run was closed") as caught:
             net.pair(torch.tensor([1]))
         message = str(caught.value)
-    return net.pair.weight.untyped_storage().nbytes(), net.never.weight.untyped_storage().nbytes(), asked, message
+    held = [0 if table.weight.is_meta else table.weight.untyped_storage().nbytes() for table in (net.pair, net.never)]
+    return *held, asked, message
 
 
 def test_workers_hold_no_row_of_a_served_table_and_ask_only_for_those_they_need():
     whole, never = WORDS * 8 * 4, 5 * 2 * 4
     *workers, server = on_world(3, [(some_served,)])[0]
     assert server == (whole, never, [], None)
-    for stub, own, asked, message in workers:
-        assert (stub, own) == (4, never)
-        assert asked == [2, 2, 2 * 5] * 2  # for two micro-batches each: a pair, and a bag of five words
+    for served, own, asked, message in workers:
+        assert (served, own) == (0, never)
+        # In each of two micro-batches of two samples of five words: the pair, and what is in the bags.
+        assert [len(rows) for rows in asked] == [2, 2, 10] * 2
+        assert all(rows == sorted(set(rows)) for rows in asked)
         assert message is not None
 
 
@@ -200,7 +218,8 @@ def leave(word, at):
                 run.step(F.cross_entropy(model(a), b))
                 if epoch == at[1] == 0 and run.progress.step == at[0]:
                     break
-        return held(net), run.metrics, run.progress
+        whole = run.state_dict(model)
+        return held(net), run.metrics, run.progress, whole and state_hash(whole)
 
 
 #: After how many steps, and how many micro-batches of the next one; the third step is the epoch's last.
@@ -210,8 +229,9 @@ LEFT = [(2, 0), (2, 1), (1, 3), (3, 0)]
 def test_servers_leave_the_loop_with_the_workers():
     found = on_world(3, [(leave, "hybrid", at) for at in LEFT])
     for at, results in zip(LEFT, found, strict=True):
-        alone, *rest = leave("none", at)
-        assert [one[1:] for one in results] == [tuple(rest)] * 3, at
+        alone, *rest, whole = leave("none", at)
+        assert [one[1:3] for one in results] == [tuple(rest)] * 3, at
+        assert results[0][3] == whole
         dense = {name for name in alone if name.startswith(("norm", "out"))}
         server = results[-1][0]
         assert all(server[name] == alone[name] for name in alone.keys() - dense), at
@@ -226,9 +246,122 @@ def test_it_goes_on_from_any_strategy_and_any_from_it(tmp_path):
     place, whole = str(tmp_path), learn("none", "adagrad", 4)
     run_ranks(resumed, 1, "none", place, 1)
     run_ranks(resumed, 3, "hybrid:servers=2", place, 2, env={RESUME: "1"})
-    run_ranks(resumed, 2, "hybrid", place, 3, env={RESUME: "1"})
+    run_ranks(resumed, 4, "hybrid:servers=3", place, 3, env={RESUME: "1"})
     (end,) = run_ranks(resumed, 1, "none", place, 4, env={RESUME: "1"})
-    assert end == (whole[0], whole[1][3:])
+    assert end[1:] == (whole[1][3:], whole[2])
+
+
+# ---- where rows lie --------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.sampled_from([1, 64, 4000])), min_size=1, max_size=6), st.integers(1, 5)
+)
+def test_each_row_lies_on_one_server_and_servers_hold_about_as_much(tables, servers):
+    division, held = RowDivision(range(3, 3 + servers)), dict.fromkeys(range(3, 3 + servers), 0)
+    for rows, row_bytes in tables:
+        parts = division.place(rows, row_bytes)
+        assert list(parts) == sorted(parts)
+        assert [row for part in parts.values() for row in part] == list(range(rows))
+        assert len(parts) == 1 or rows * row_bytes >= WHOLE_BYTES
+        for server, part in parts.items():
+            held[server] += len(part) * row_bytes
+    assert max(held.values()) - min(held.values()) <= max(WHOLE_BYTES, *(row_bytes for _, row_bytes in tables))
+
+
+class Given(nn.Module):
+    """Tables that are initialised in several ways, and what is drawn behind them."""
+
+    def __init__(self, dtype=None):
+        super().__init__()
+        self.plain = nn.Embedding(LARGE + 1, 9, padding_idx=LARGE - 3, dtype=dtype)
+        self.normal = nn.Embedding(LARGE, 8)
+        nn.init.normal_(self.normal.weight, std=0.1)
+        self.truncated = nn.EmbeddingBag(LARGE, 8)
+        nn.init.trunc_normal_(self.truncated.weight, std=0.02)
+        self.uniform, self.copied = nn.Embedding(LARGE, 7), nn.Embedding(LARGE, 8)
+        nn.init.xavier_uniform_(self.uniform.weight)
+        with torch.no_grad():
+            self.uniform.weight.mul_(3.0).add_(0.5)
+            self.uniform.weight[7].zero_()
+            self.uniform.weight.data.clamp_(max=0.51)
+            self.copied.weight.copy_(torch.randn(LARGE, 8))
+        self.small = nn.Embedding(7, 2)
+        self.ready = nn.Embedding.from_pretrained(torch.randn(LARGE, 8), freeze=False)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(self.normal(x) + self.truncated(x[:, None]) + self.ready(x))
+
+
+def constructed(word, block_bytes):
+    """What each rank has of a model after it was made, and the whole."""
+    table_construction._BLOCK_BYTES = block_bytes
+    with Run(seed=5, strategy=word) as run:
+        model = run.model(Given, find_unused_parameters=True)
+        run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+        for (x,) in run.train(run.loader((torch.arange(8),), global_batch=8, micro_batch=2)):
+            run.step(model(x).mean())
+        held = {n: 0 if p.is_meta else len(p) for n, p in model.named_parameters() if n != "out.bias"}
+        whole = run.state_dict(model)
+        return held, whole and {name: state_hash(tensor) for name, tensor in whole.items()}
+
+
+def test_tables_are_made_where_they_lie_with_the_values_of_one_rank():
+    calls = [(constructed, "hybrid:servers=3", block_bytes) for block_bytes in (1 << 10, 1 << 24)]
+    for worker, *servers in on_world(4, calls):
+        assert worker[1] == constructed("none", 1 << 24)[1]
+        assert all(rows == 0 for name, rows in worker[0].items() if name != "out.weight")
+        assert sorted(held["plain.weight"] for held, _ in servers) == [833, 834, 834]
+        assert sorted(held["small.weight"] for held, _ in servers) == [0, 0, 7]
+        assert sum(held["ready.weight"] for held, _ in servers) == LARGE
+
+
+def partly_served():
+    with Run(seed=5, strategy="hybrid:servers=2,served=normal") as run:
+        model = run.model(Given, find_unused_parameters=True)
+        run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+        for (x,) in run.train(run.loader((torch.arange(8),), global_batch=8, micro_batch=2)):
+            run.step(model(x).mean())
+        whole = run.state_dict(model)
+        return len(model.truncated.weight), whole and {name: state_hash(tensor) for name, tensor in whole.items()}
+
+
+def test_a_table_that_is_not_served_is_whole_again():
+    found = on_world(3, [(partly_served,)])[0]
+    assert [rows for rows, _ in found] == [LARGE] * 3
+    assert found[0][1] == constructed("none", 1 << 24)[1]
+
+
+def grown():
+    """By how much the memory of this rank has grown at most while a model with a table of 192 MB was made."""
+    with Run(strategy="hybrid:servers=2") as run:
+        before = host_memory().host
+        run.model(lambda: nn.Sequential(nn.Embedding(2_000_000, 24), nn.Linear(24, 2)))
+        return host_memory().host_peak - before
+
+
+def test_no_rank_holds_a_table_whole():
+    worker, *servers = on_world(3, [(grown,)])[0]
+    assert worker < 70e6, "a block of 17 MB, and what libraries take"
+    assert max(servers) < 160e6, "half of the table beside that"
+
+
+class Indexed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(LARGE, 8)
+        with torch.no_grad():
+            self.table.weight[torch.tensor([1, 2])] = 0.0
+
+
+def made_by_index():
+    with Run(strategy="hybrid") as run, pytest.raises(UsageError, match="may be initialised by normal_, uniform_"):
+        run.model(Indexed)
+
+
+def test_what_cannot_be_done_to_rows_alone_is_refused():
+    assert on_world(2, [(made_by_index,)]) == [[None, None]]
 
 
 class Tied(nn.Module):

@@ -38,6 +38,8 @@ OPTIONS = {
     # Two workers make twice the updates, and momentum adds them up: 2.8 to 3.0 times as far.
     "parameter-server:servers=1,mode=async": near(2.5, repeats=False),
     "pipeline:stages=2,schedule=interleaved": {"worlds": (2, 4)},
+    "pipeline:stages=2,schedule=zero-bubble": {"worlds": (2, 4)},
+    "hybrid:servers=2": {"worlds": (3, 4)},
 }
 #: The laws that an option could break by itself.
 TOUCHED = ("equals_the_reference", "survives_a_killed_rank", "moves_between_strategies")

@@ -13,13 +13,22 @@ from torch.nn import functional as F
 from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import open_all_reduce, single_rank_group
 from lockstep.errors import SettingError
+from lockstep.launch_contract import RESUME
 from lockstep.run import Run
 from lockstep.strategies import LossCall
 from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.pipelined.division import neighbours
 from lockstep.strategies.pipelined.pipeline import Options
 from lockstep.strategies.pipelined.schedule_run import schedule_runs
-from lockstep.strategies.pipelined.stage import AutocastContext, Stage, StageInterface, StageMicroBatch, random_state
-from lockstep.testing import run_each, state_hash
+from lockstep.strategies.pipelined.stage import (
+    AutocastContext,
+    Stage,
+    StageInterface,
+    StageMicroBatch,
+    StageModules,
+    random_state,
+)
+from lockstep.testing import run_each, run_ranks, state_hash
 from worlds import on_world
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
@@ -27,7 +36,7 @@ from worlds import on_world
 
 @given(
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 9)), min_size=1, max_size=4),
-    st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]),
     st.integers(2, 5),
 )
 def test_every_micro_batch_goes_through_one_schedule_that_takes_it(shapes, schedule, ranks):
@@ -38,7 +47,7 @@ def test_every_micro_batch_goes_through_one_schedule_that_takes_it(shapes, sched
         assert len(set(likes[part.first : part.first + part.length])) == 1
         if part.schedule == "1f1b":
             assert part.length >= ranks
-        if part.schedule == "interleaved":
+        if part.schedule in ("interleaved", "zero-bubble"):
             assert part.length % max(1, part.length // ranks) == 0
         assert part.schedule in (schedule, "gpipe")
 
@@ -46,10 +55,11 @@ def test_every_micro_batch_goes_through_one_schedule_that_takes_it(shapes, sched
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"schedule": "zigzag"}, "schedule='zigzag'; give one of gpipe, 1f1b, interleaved"),
+        ({"schedule": "zigzag"}, "schedule='zigzag'; give one of gpipe, 1f1b, interleaved, zero-bubble, zbv"),
         ({"stages": -1}, "stages=-1, chunks=0; give numbers from 1"),
         ({"schedule": "gpipe", "chunks": 2}, "interleaved is for two chunks or more"),
         ({"schedule": "interleaved", "chunks": 1}, "interleaved is for two chunks or more"),
+        ({"schedule": "zbv", "chunks": 3}, "zbv for two"),
         ({"sample": "32 by 8"}, "sample='32 by 8'; give a shape"),
         ({"sample": "32x8:complex"}, "give a shape"),
     ],
@@ -57,6 +67,18 @@ def test_every_micro_batch_goes_through_one_schedule_that_takes_it(shapes, sched
 def test_options_that_make_no_sense_are_refused(told, words):
     with pytest.raises(SettingError, match=words):
         Options(**told)
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_neighbouring_stages_are_put_together_evenly(given, wanted):
+    if given < wanted:
+        with pytest.raises(SettingError, match="too few"):
+            neighbours(given, wanted)
+        return
+    runs = neighbours(given, wanted)
+    assert [place for run in runs for place in run] == list(range(given))
+    assert len(runs) == wanted
+    assert max(map(len, runs)) == -(-given // wanted)
 
 
 # ---- a stage ---------------------------------------------------------------------------------------------------------
@@ -74,7 +96,7 @@ def test_what_only_passes_through_gathers_no_hooks():
     stage = Stage(
         1,
         3,
-        (module, module),
+        StageModules(module, module, takes_inputs=True),
         lambda: True,
         buffers,
         list(layer.parameters()),
@@ -199,6 +221,54 @@ def double_rows():
     return tuple(tensor.double() for tensor in rows())
 
 
+class Lift(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 16), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.layer(x).view(-1, 8, 2))), x[:, :1]
+
+
+class Mix(nn.Module):
+    """What it does depends on a value, which torch.fx cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop, self.scale = nn.Linear(16, 16), nn.Dropout(0.3), nn.Parameter(torch.randn(16))
+
+    def forward(self, x, skip):
+        x = x.flatten(1)
+        x = x + self.layer(x) * self.scale if x.mean() > 0.4 else self.layer(x) - x * self.scale
+        return self.drop(x), skip
+
+
+class Turn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x, skip):
+        return self.norm(x.view(-1, 2, 8)).view(-1, 16), skip
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(16, 2)
+
+    def forward(self, x, skip):
+        return self.out(x) + skip
+
+
+def given_stages():
+    return [Lift(), Mix(), Turn(), Head()]
+
+
+def makers():
+    return [Lift, Mix, Turn, Head]
+
+
 TEXT = {"make": Decoder, "data": texts, "loss": loss_of_text}
 ROWS = {"make": Partial, "data": rows, "loss": F.mse_loss}
 REFERENCES = {
@@ -212,6 +282,8 @@ REFERENCES = {
     "idle": ROWS | {"make": idle_behind, "counted": True, "told": {"precision": "fp16", "clip_norm": 0.1}},
     "doubles": {"make": doubles, "data": double_rows, "loss": F.mse_loss},
     "shifted": {"data": other_images},
+    "given": ROWS | {"make": given_stages},
+    "made": ROWS | {"make": makers, "told": {"clip_norm": 0.1}},
 }
 #: By the size of the world: the strategy, and what is trained.
 SAME = {
@@ -225,6 +297,13 @@ SAME = {
         ("pipeline:cut=body.1", "compiled"),
         ("pipeline:cut=1", "idle"),
         ("pipeline:cut=2", "doubles"),
+        ("pipeline:schedule=zero-bubble,cut=norm", "images"),
+        ("pipeline:schedule=zbv,cut=body.1+norm+head", "bf16"),
+        ("pipeline", "given"),
+        ("pipeline:schedule=interleaved", "made"),
+        ("pipeline:schedule=zero-bubble,chunks=2", "given"),
+        ("pipeline:schedule=zbv", "made"),
+        ("ddp", "made"),
     ],
     3: [
         ("pipeline:cut=body.1+head", "images"),
@@ -238,6 +317,8 @@ SAME = {
         ("pipeline:schedule=gpipe,cut=body.1+norm+head", "bf16"),
         ("pipeline:stages=2,cut=drop", "text"),
         ("pipeline:stages=2", "unused"),
+        ("pipeline:stages=2,schedule=zbv", "given"),
+        ("pipeline:schedule=zero-bubble", "made"),
     ],
 }
 
@@ -338,6 +419,33 @@ def test_in_evaluation_every_rank_of_a_replica_sees_the_model():
     assert 0 < shares[0] < 1
 
 
+def resumed(spec, place, epochs):
+    """As if it had gone on: the hash of the model, and the loss of the last epoch."""
+    with Run(seed=4, strategy=spec, checkpoint=place) as run:
+        model = run.model(makers())
+        run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        batches = run.loader(rows(), global_batch=16, micro_batch=3)
+        for _ in run.epochs(epochs):
+            for x, y in run.train(batches):
+                run.step(F.mse_loss, x, y)
+            for x, y in run.evaluate(batches):
+                run.measure(away=F.mse_loss(model(x), y))
+        run.save(model, f"{place}/model.pt")
+        return state_hash(whole(run, model)), run.metrics["loss"], run.metrics["away"]
+
+
+def test_given_stages_move_between_strategies(tmp_path):
+    place, other = str(tmp_path / "moved"), str(tmp_path / "stayed")
+    (reference,) = run_ranks(resumed, 1, "none", other, 2)
+    run_ranks(resumed, 2, "pipeline:schedule=zbv", place, 1)
+    found = run_ranks(resumed, 2, "pipeline", place, 2, env={RESUME: "1"})
+    assert [each[:2] for each in found] == [reference[:2]] * 2
+    assert found[0][2] == pytest.approx(reference[2])
+    saved, expected = (torch.load(f"{directory}/model.pt") for directory in (place, other))
+    assert list(saved) == list(expected)
+    assert state_hash(saved) == state_hash(expected)
+
+
 # ---- guards ----------------------------------------------------------------------------------------------------------
 
 
@@ -419,6 +527,34 @@ def listing():
     return nn.Sequential(nn.Linear(4, 2), Listing(), First(), nn.Linear(2, 2))
 
 
+def frozen_before():
+    return [nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)]
+
+
+class Repeated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        for _ in range(2):
+            x = x + self.layer(x) * self.scale
+        return x
+
+
+def repeated():
+    return [nn.Linear(4, 2), Repeated()]
+
+
+def tied():
+    layer = nn.Linear(4, 4)
+    return [layer, nn.Sequential(layer, nn.Linear(4, 2))]
+
+
+def mixed():
+    return [nn.Linear(4, 4), linears]
+
+
 def without_mean(outputs, targets):
     return F.mse_loss(outputs, targets, reduction="none")
 
@@ -441,18 +577,31 @@ GUARDS = [
     ("pipeline", synchronised, {}, "SettingError: strategy=pipeline: SyncBatchNorm would wait"),
     ("pipeline", linears, {"twice": True}, "UsageError: strategy=pipeline: run.model(...) was called twice"),
     ("pipeline", linears, {"hand_over": False}, "UsageError: strategy=pipeline computes the loss itself"),
+    ("pipeline:schedule=interleaved", frozen_before, {}, "2 stages in run.model([...]), too few for 4"),
+    ("pipeline", tied, {}, "are one tensor in stages 1 and 0, and each lies on one rank"),
+    ("pipeline:cut=1", frozen_before, {}, "this one was given as stages; leave them out"),
+    ("pipeline", mixed, {}, "UsageError: run.model([Linear, function]): give stages that are modules, or one function"),
+    ("pipeline:schedule=zero-bubble", linears, {"told": {"compile": True}}, "cannot split the backward pass"),
 ]
 #: Met by one rank, on which its peers then wait in vain.
 FAULTS = [
     ("pipeline:cut=1", growing, {}, 0, "UsageError: strategy=pipeline: what stage 0 hands on has shapes [(4, 8)]"),
     ("pipeline:cut=2", listing, {}, 0, "UsageError: strategy=pipeline: behind stage 0 a list would go"),
     ("pipeline:cut=1", failing, {}, 1, "ZeroDivisionError: in the user's module"),
+    ("pipeline:schedule=zero-bubble", repeated, {}, 1, "stage 1 uses some parameters several times in a forward pass"),
     (
         "pipeline:cut=1",
         linears,
         {"loss": without_mean},
         1,
         "UsageError: step(loss function, ...): it gave a tensor of ",
+    ),
+    (
+        "pipeline:schedule=zero-bubble",
+        frozen_before,
+        {},
+        1,
+        "UsageError: strategy=pipeline: 2 parameters of stage 1 have a part in the loss that does not go through",
     ),
 ]
 

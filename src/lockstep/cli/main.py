@@ -6,14 +6,13 @@ Torch-free, and each command loads its room only when it is called, so that help
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from datetime import datetime, time, timedelta
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from typing import Any
 import lockstep
 from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
 from lockstep.cli.command import Command, Parser
+from lockstep.cli.fit import fitting_micro_batch
+from lockstep.cli.moment import moment
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
 from lockstep.cli.top import COMMANDS as TOP_COMMANDS
@@ -47,7 +48,7 @@ _NOT_OURS = {
 #: Options of `run` that a job script does not take: the job says it.
 _PLACES = {
     *("--help", "--nnodes", "--standalone", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--rdzv-backend"),
-    *("--node-rank", "--master-addr", "--master-port", "--attach"),
+    *("--node-rank", "--master-addr", "--master-port", "--attach", "--fit"),
 }
 #: Short forms of commands.
 _SHORT = {"ckpt": "checkpoints"}
@@ -158,6 +159,9 @@ def run_options() -> Parser:
     )
     settings.add_argument("--reduction", metavar="NAME", help="exact or fast")
     settings.add_argument("--precision", metavar="NAME", help="fp32, bf16 or fp16")
+    settings.add_argument(
+        "--fit", action="store_true", help="with the largest micro_batch that fits, found by short runs"
+    )
     settings.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting")
     what = parser.add_argument_group("what to run")
     what.add_argument("-m", "--module", action="store_true", help="script.py is the name of a module, as in python -m")
@@ -196,6 +200,9 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if asks_for_help(program):
         check_program(program)
         return show_help(program)
+    if parsed.fit:
+        settings["micro_batch"] = fitting_micro_batch(parsed, program, settings)
+        own = [*(word for word in own if word != "--fit"), "--set", f"micro_batch={settings['micro_batch']}"]
     return start(
         Request(
             program,
@@ -223,7 +230,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             attach=parsed.attach,
             pass_local_rank=parsed.pass_local_rank,
             faults="; ".join(parsed.fault),
-            ends_at_s=None if parsed.ends_at is None else _moment(parsed.ends_at, datetime.now()),
+            ends_at_s=None if parsed.ends_at is None else moment(parsed.ends_at, datetime.now()),
             requeue=parsed.requeue,
             everywhere=not parsed.standalone,
             options=_repeatable(own),
@@ -334,18 +341,6 @@ def _given(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> list[
         for each in value if isinstance(value, list) else [value]:
             words += [option] if action.nargs == 0 else [option, str(each)]
     return words
-
-
-def _moment(text: str, now: datetime) -> float:
-    """The next time that ``text`` tells, in seconds since 1970."""
-    if text.isdigit():
-        return float(text)
-    with contextlib.suppress(ValueError):
-        return datetime.fromisoformat(text).timestamp()
-    with contextlib.suppress(ValueError):
-        today = datetime.combine(now.date(), time.fromisoformat(text))
-        return (today if today > now else today + timedelta(days=1)).timestamp()
-    raise SettingError(f"--ends-at {text}: give a time as 18:30, a date and time as 2030-12-31T18:30, or date +%s")
 
 
 def _settings(parsed: argparse.Namespace) -> dict[str, str]:

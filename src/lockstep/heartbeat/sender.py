@@ -21,6 +21,7 @@ from typing import Final
 
 from lockstep.heartbeat.frames import NOWHERE, collectives_begun, find_user_frame, in_debugger
 from lockstep.heartbeat_message import Heartbeat
+from lockstep.memory_use import MemoryUse, host_memory
 
 BEAT_EVERY_S: Final = 0.5
 _SEND_S = 0.4
@@ -29,7 +30,7 @@ _SEND_S = 0.4
 class ProgressMarker:
     """What the main thread is doing. An update costs some ten nanoseconds, so that every step can afford several."""
 
-    __slots__ = ("listeners", "phase", "phase_changes", "step")
+    __slots__ = ("listeners", "memory", "phase", "phase_changes", "step")
 
     def __init__(self) -> None:
         self.step = -1  #: optimizer steps done; -1 while nobody counts them
@@ -38,6 +39,7 @@ class ProgressMarker:
         self.listeners: tuple[
             Callable[[ProgressMarker], None], ...
         ] = ()  #: called in the main thread after each update
+        self.memory: Callable[[], MemoryUse] = host_memory  #: measures it; called from the sender's thread
 
     def set_phase(self, phase: str) -> str:
         """Say that the rank is in ``phase`` from now on, one of `PHASES`; returns the phase before."""
@@ -107,6 +109,7 @@ class HeartbeatSender:
             collectives=collectives_begun(),
             cpu_s=_cpu_s(self._main),
             at=time.time(),
+            memory=said.memory(),
         )
 
     def _go_on(self) -> None:

@@ -17,7 +17,7 @@ from lockstep.launch.host import Machine
 from lockstep.launch.launcher import launch, start, watch
 from lockstep.launch.program import asks_for_help, check_program, show_help
 from lockstep.launch.request import Executable, Function, Module, Nodes, Request, Script, kind_options
-from lockstep.launch.run_directory import is_in_use, next_generation, versions
+from lockstep.launch.run_directory import is_in_use, next_generation, ranks_of, versions
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, job_script
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
 from lockstep.launch.schedulers.script_text import SITE_FILE
@@ -52,6 +52,7 @@ __all__ = [
     "launch",
     "name_process",
     "next_generation",
+    "ranks_of",
     "show_help",
     "start",
     "versions",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from lockstep.cpu_affinity import allotted_cpus
-from lockstep.launch.procfs import text_of
+from lockstep.memory_use import text_of
 
 #: Variables that name the network interface of torch's CPU backends.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from lockstep.memory_use import text_of
+
 
 def children(process: int) -> list[int]:
     """The processes that ``process`` has started and that still exist; none where the kernel does not list them.
@@ -43,11 +45,3 @@ def begun(process: int) -> str:
 def _stat(process: int) -> str:
     # The name of the program, in brackets, may hold anything.
     return text_of(Path(f"/proc/{process}/stat")).rpartition(") ")[2]
-
-
-def text_of(path: Path) -> str:
-    """The text of a file of the kernel's, "" if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

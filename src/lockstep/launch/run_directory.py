@@ -124,7 +124,7 @@ def prepare(
         raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never asks")
     check_variables(env)
     check_program(request.program)
-    ranks, notes = _ranks(request, machine, env)
+    ranks, notes = ranks_of(request, machine, env)
     if request.attach is not None:
         _check_attached(request.attach, ranks)
     if request.faults and isinstance(request.program, Executable):
@@ -256,8 +256,12 @@ def shown(path: Path) -> str:
     return str(path)
 
 
-def _ranks(request: Request, machine: Machine, env: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
-    """How many ranks there will be, never fewer than asked for; and notes for the user."""
+def ranks_of(request: Request, machine: Machine, env: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
+    """How many ranks there will be on this machine, never fewer than asked for; and notes for the user.
+
+    Raises:
+        SettingError: if it is no number of ranks, or there are too few GPUs for it.
+    """
     asked = request.nproc_per_node
     spelt, two = request.spelt("--nproc-per-node", asked), request.spelt("--nproc-per-node", 2)
     if asked is None:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lockstep.memory_use import UNKNOWN, MemoryUse
+
 #: Less waiting than this is not reported: all ranks wait a little for each other.
 _NOTEWORTHY = 0.1
 
@@ -26,6 +28,7 @@ class RankStatus:
     place: str  #: the user's line, such as ``train.py:17``, and what it has called
     waits: float | None = None  #: the part of its last seconds in which it waited for other ranks
     silent_s: float = 0.0  #: since it was last heard
+    memory: MemoryUse = UNKNOWN  #: of the host's and its device's
 
 
 def lateness(ranks: Sequence[RankStatus]) -> str:
@@ -71,5 +74,8 @@ class RanksFile:
         found: dict[int, RankStatus] = {}
         for path in sorted(run_dir.glob("ranks-*.json")):
             with contextlib.suppress(OSError, ValueError, TypeError):
-                found |= {one["rank"]: RankStatus(**one) for one in json.loads(path.read_text(encoding="utf-8"))}
+                found |= {
+                    one["rank"]: RankStatus(**{**one, "memory": MemoryUse.from_values(one.get("memory", {}))})
+                    for one in json.loads(path.read_text(encoding="utf-8"))
+                }
         return [found[rank] for rank in sorted(found)]

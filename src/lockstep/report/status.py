@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, Self, TypeVar
 
 from lockstep.formatting import count, duration, plural
+from lockstep.memory_use import UNKNOWN, MemoryUse
 
 T = TypeVar("T")
 State = Literal["training", "evaluating", "saving", "done", "unsaved", "stopped", "failed"]
@@ -31,6 +32,7 @@ class Status:
     state: State = "training"
     job_left_s: float | None = None  #: seconds until the run must begin to stop for the end of its job
     late: str = ""  #: who keeps the others waiting, in words
+    memory: MemoryUse = UNKNOWN  #: of the leader; every rank's is in the files of `RanksFile`
 
     @property
     def ended(self) -> bool:
@@ -79,7 +81,7 @@ class Status:
             values = json.loads(text)
             for name in ("samples_per_s", "loss", "eta_s", "job_left_s"):
                 values[name] = number(values[name])
-            return cls(**values)
+            return cls(**{**values, "memory": MemoryUse.from_values(values.get("memory", {}))})
         except (TypeError, KeyError) as error:
             raise ValueError(f"no status of a run: {text[:80]!r}") from error
 

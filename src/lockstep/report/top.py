@@ -3,8 +3,8 @@
 training   epoch 3/10  ━━━━━━━━━━━━━━━━╸━━━━━━━━━  step 1 240/2 000
 4 ranks | 2 140 samples/s | loss 0.4321 | 12 m 05 s left | saved at step 1 200
 
-rank   step   phase       waits  place
-0   1 240  reduction    38 %  train.py:17
+rank   step      phase  waits     memory      peak      free  place
+0   1 240  reduction   38 %  1.21 GiB  1.80 GiB  14.0 GiB  train.py:17
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lockstep.errors import SettingError
-from lockstep.formatting import count, duration, plural
+from lockstep.formatting import count, duration, plural, size
 from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
 from lockstep.report.status import Status, StatusFile
 from lockstep.report.views import LinesView, can_draw
@@ -25,7 +25,16 @@ from lockstep.report.views import LinesView, can_draw
 _LOOK_EVERY_S = 0.5
 _SHOWN = 32  # ranks
 _LATE_S = 2.0  # a rank that was heard before that is heard
-_COLUMNS = ("rank", "step", "phase", "waits", "heard", "place")
+_COLUMNS = ("rank", "step", "phase", "waits", "heard")
+#: What is known of the memory of some rank has a column: of the host's, and of its device's.
+_MEMORY = {
+    "host": "memory",
+    "host_peak": "peak",
+    "host_free": "free",
+    "device": "GPU",
+    "device_peak": "GPU peak",
+    "device_free": "GPU free",
+}
 
 
 def top(
@@ -97,8 +106,10 @@ def table(ranks: Sequence[RankStatus]) -> list[str]:
     if not ranks:
         return []
     shown = sorted(ranks, key=lambda one: (one.waits is None, one.waits))[:_SHOWN]
-    rows = [_COLUMNS, *map(_row, sorted(shown, key=lambda one: one.rank))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
+    known = [name for name in _MEMORY if any(getattr(one.memory, name) is not None for one in shown)]
+    head = (*_COLUMNS, *(_MEMORY[name] for name in known), "place")
+    rows = [head, *(_row(one, known) for one in sorted(shown, key=lambda one: one.rank))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
     lines = [
         "  ".join([*(f"{word:>{width}}" for word, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
     ]
@@ -106,13 +117,15 @@ def table(ranks: Sequence[RankStatus]) -> list[str]:
     return [*lines, *([f"... and {plural(left_out, 'rank')} more, which wait longer"] if left_out else [])]
 
 
-def _row(one: RankStatus) -> tuple[str, ...]:
+def _row(one: RankStatus, memory: Sequence[str]) -> tuple[str, ...]:
+    held = [getattr(one.memory, name) for name in memory]
     return (
         str(one.rank),
         count(one.step) if one.step >= 0 else "-",
         one.phase,
         "-" if one.waits is None else f"{100 * one.waits:.0f} %",
         "now" if one.silent_s < _LATE_S else f"{duration(one.silent_s)} ago",
+        *("-" if bytes_held is None else size(bytes_held) for bytes_held in held),
         one.place,
     )
 

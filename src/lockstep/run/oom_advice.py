@@ -8,10 +8,11 @@ Nothing of it is done automatically.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
+
+from lockstep.memory_use import MemoryUse, host_memory
 
 _GIB = 1 << 30
 # Of the device's memory, what fragments and libraries leave to use.
@@ -66,13 +67,26 @@ def advice(peak: MemoryPeak) -> list[str]:
 
 
 def free_bytes(device: torch.device, ranks: int) -> int:
-    """Memory of ``device`` that this rank may still use, where ``ranks`` share this machine's."""
+    """Memory of ``device`` that this rank may still use, where ``ranks`` share this machine's; 0 if nobody says."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(line for line in lines if line.startswith("MemAvailable:"))
-    return int(available.split()[1]) * 1024 // ranks
+    return (host_memory().host_free or 0) // ranks
+
+
+def gpu_memory(device: torch.device) -> MemoryUse:
+    """What this process takes of the host's memory, and its tensors of that of the GPU ``device``. Waits for nothing.
+
+    Free is also what torch has reserved and no tensor takes.
+    """
+    host = host_memory()
+    try:
+        free, _ = torch.cuda.mem_get_info(device)
+        taken, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        peak = torch.cuda.max_memory_allocated(device)
+    except RuntimeError:  # an error of the GPU, which the main thread will meet
+        return host
+    return replace(host, device=taken, device_peak=peak, device_free=int(free) + reserved - taken)
 
 
 def wanted_bytes(error: BaseException) -> int:

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 
 from lockstep.launch_contract import STATUS
+from lockstep.memory_use import MemoryUse, host_memory
 from lockstep.progress import Progress
 from lockstep.report import SilentView, State, Status, StatusFile, Throughput, choose_view
 from lockstep.run.stop_requests import JobDeadline
@@ -57,12 +58,14 @@ class ProgressReporter:
         world: World,
         env: Mapping[str, str],
         end: JobDeadline,
+        memory: Callable[[], MemoryUse] = host_memory,
         now: Callable[[], float] = time.monotonic,
         *,
         is_trial: bool = False,
     ) -> None:
         self._world: Final = world
         self._end: Final = end
+        self._memory: Final = memory
         self._now: Final = now
         self._pace: Final = Throughput(now=now)
         self._next_at = now()
@@ -114,6 +117,7 @@ class ProgressReporter:
             generation=self._world.generation,
             state=state,
             job_left_s=self._end.left_s,
+            memory=self._memory(),
         )
         if self._file is not None:
             self._file.write(self._status)

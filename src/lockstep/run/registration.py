@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -23,13 +23,18 @@ from lockstep.run.start import TrainingStart
 from lockstep.run.state import State
 from lockstep.strategies import (
     ComputesLoss,
+    StageSequence,
     check_can_step,
     construct,
     divides_construction,
+    make_stages,
     parameters_of,
     spans_gpus,
     synchronize_batchnorm,
 )
+
+GivenModel = nn.Module | Callable[[], nn.Module] | Sequence[nn.Module | Callable[[], nn.Module]]
+"""What `Run.model` takes: a model, the function that makes it, or the stages of one."""
 
 
 class Registration:
@@ -42,7 +47,7 @@ class Registration:
 
     def model(
         self,
-        given: nn.Module | Callable[[], nn.Module],
+        given: GivenModel,
         *,
         weights: str | os.PathLike[str] | None,
         find_unused_parameters: bool,
@@ -51,7 +56,10 @@ class Registration:
         """See `Run.model`."""
         self._start.refuse_late("model")
         context = self._context
-        model, is_new = self._with_values(given, weights)
+        if isinstance(given, list | tuple):
+            model, is_new = self._of_stages(given, weights)
+        else:
+            model, is_new = self._with_values(given, weights)
         check_model(model, self._state)
         moves_itself = isinstance(context.strategy, ComputesLoss) or (is_new and divides_construction(context.strategy))
         if not (moves_itself or spans_gpus(model)):
@@ -64,9 +72,24 @@ class Registration:
             model.compile()
         return model
 
-    def _with_values(
-        self, given: nn.Module | Callable[[], nn.Module], weights: str | os.PathLike[str] | None
+    def _of_stages(
+        self, stages: Sequence[nn.Module | Callable[[], nn.Module]], weights: str | os.PathLike[str] | None
     ) -> tuple[nn.Module, bool]:
+        """As `_with_values`, of the model that has these stages. Collective."""
+        modules = [stage for stage in stages if isinstance(stage, nn.Module)]
+        if modules and len(modules) == len(stages):
+            return self._with_values(StageSequence(modules), weights)
+        if modules or not stages or not all(map(callable, stages)):
+            raise UsageError(
+                f"run.model([{', '.join(type(stage).__name__ for stage in stages)}]): give stages that are modules, or "
+                "one function for each, which makes it"
+            )
+        makers = [stage for stage in stages if not isinstance(stage, nn.Module)]
+        if weights is None and (model := make_stages(self._context.strategy, makers)) is not None:
+            return model, True
+        return self._with_values(lambda: StageSequence([make() for make in makers]), weights)
+
+    def _with_values(self, given: GivenModel, weights: str | os.PathLike[str] | None) -> tuple[nn.Module, bool]:
         """The model, and whether it was made just now, or got its values just now. Collective."""
         if isinstance(given, nn.Module):
             check_model(given, self._state)

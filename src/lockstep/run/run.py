@@ -43,7 +43,7 @@ from lockstep.run.parameter_sets import Optimizers
 from lockstep.run.passes import call_site
 from lockstep.run.point_marks import point_marks
 from lockstep.run.rank_operations import RankOperations
-from lockstep.run.registration import Registration
+from lockstep.run.registration import GivenModel, Registration
 from lockstep.run.resume_point import ResumePoint
 from lockstep.run.run_log import RunLog
 from lockstep.run.setup import set_up
@@ -258,7 +258,7 @@ class Run:
 
     def model(
         self,
-        model: nn.Module | Callable[[], nn.Module],
+        model: GivenModel,
         *,
         weights: str | os.PathLike[str] | None = None,
         find_unused_parameters: bool = False,
@@ -278,7 +278,10 @@ class Run:
         Args:
             model: with its parameters; their device is changed in place, but for a model that lies on several GPUs,
                 the rank's own among them: its forward pass moves what it needs. Or a function that makes the model,
-                the same one on every rank.
+                the same one on every rank; under ``hybrid`` embeddings are then never whole on any rank. A list is a
+                model's stages, each called with what the one before returns (a tuple becomes several arguments):
+                modules, or functions that make one each. What comes back is then one module with the submodules ``0``,
+                ``1`` and so on. ``pipeline`` puts them on its ranks, each of which makes every stage and keeps its own.
             weights: to begin with, by the names of ``model.state_dict()``: a ``.safetensors`` file, the index of one in
                 several files (``.safetensors.index.json``), or a directory with either. Each rank sees it, and reads
                 what it holds.

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from lockstep.run.carried_state import CarriedState
 from lockstep.run.emergency import Emergency, NoEmergency, open_emergency, writes_emergency
 from lockstep.run.identity import RunIdentity
 from lockstep.run.metrics import PassMetrics
-from lockstep.run.oom_advice import free_bytes
+from lockstep.run.oom_advice import free_bytes, gpu_memory
 from lockstep.run.position import RunPosition
 from lockstep.run.precision import Precision
 from lockstep.run.profile import StepProfiler
@@ -107,10 +108,12 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     device = _choose_device(world, settings.rehearse)
     threads = _choose_threads(settings, device)
     torch.set_num_threads(threads)
-    if device.type == "cuda" and settings.reduction == "exact":
-        _pin_kernels()
+    if device.type == "cuda":
+        marker.memory = partial(gpu_memory, device)
+        if settings.reduction == "exact":
+            _pin_kernels()
     deadline = JobDeadline.from_env(env)
-    reporter = ProgressReporter(world, env, deadline, is_trial=current_trial() is not None)
+    reporter = ProgressReporter(world, env, deadline, marker.memory, is_trial=current_trial() is not None)
     env.update(world.rank_variables())
     shares_gpu = _share_gpus(world, settings.rehearse)
     group = open_group(world, device, settings.peer_timeout_s, shares_gpu=shares_gpu)

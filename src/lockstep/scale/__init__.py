@@ -7,6 +7,7 @@ from lockstep.scale.bench_table import table
 from lockstep.scale.catalogue import open_catalogue
 from lockstep.scale.find_setting import find
 from lockstep.scale.find_setting import report as found_report
+from lockstep.scale.fit import fit_micro_batch
 from lockstep.scale.links import Link
 from lockstep.scale.measured_run import FailedRun
 from lockstep.scale.memory_need import memory_table
@@ -62,6 +63,7 @@ __all__ = [
     "estimates_table",
     "fastest_within",
     "find",
+    "fit_micro_batch",
     "found_report",
     "largest",
     "look",

@@ -28,6 +28,7 @@ from lockstep.strategies.abilities import (
     forward_is_collective,
     holds_whole_state,
     load_strategy_state,
+    make_stages,
     strategy_state,
     update_trainable,
 )
@@ -46,6 +47,7 @@ from lockstep.strategies.multi_gpu import spans_gpus
 from lockstep.strategies.protocol import ReplicaAssignment, StateLayout, Strategy, StrategyContext
 from lockstep.strategies.sparse_gradients import sparse_parameters
 from lockstep.strategies.spec import options_of
+from lockstep.strategies.stage_sequence import StageSequence
 from lockstep.strategy_words import split
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "LossCall",
     "ParameterSet",
     "ReplicaAssignment",
+    "StageSequence",
     "StateLayout",
     "Strategy",
     "StrategyContext",
@@ -76,6 +79,7 @@ __all__ = [
     "holds_whole_state",
     "is_loss",
     "load_strategy_state",
+    "make_stages",
     "open_strategy",
     "parameters_of",
     "same",

@@ -18,6 +18,7 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.errors import UsageError
 from lockstep.strategies.gradient_accumulation import LossCall, ParameterSet
 from lockstep.strategies.protocol import StateDict, Strategy
+from lockstep.strategies.stage_sequence import StageSequence
 
 
 @runtime_checkable
@@ -327,6 +328,26 @@ class ComputesLoss(Protocol):
             The losses that have become known here, each with the index of its micro-batch; none on most ranks.
         """
         ...
+
+
+@runtime_checkable
+class MakesStages(Protocol):
+    """A strategy under which a rank makes only those stages of a model that it will hold."""
+
+    def make_stages(self, makers: Sequence[Callable[[], nn.Module]]) -> StageSequence:
+        """The model of the stages that ``makers`` make; those of other ranks take no memory here. Collective.
+
+        All values are those that rank 0 draws as it makes one stage after the other.
+        """
+        ...
+
+
+def make_stages(strategy: Strategy, makers: Sequence[Callable[[], nn.Module]]) -> StageSequence | None:
+    """See `MakesStages`; None: a rank holds all stages, or ``strategy`` divides them otherwise. Collective."""
+    for each in _delegation_chain(strategy):
+        if isinstance(each, MakesStages):
+            return each.make_stages(makers)
+    return None
 
 
 @runtime_checkable

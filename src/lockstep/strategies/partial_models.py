@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
@@ -41,10 +41,12 @@ def refuse_copies(model: nn.Module, strategy: str) -> None:
     vars(model).update(__deepcopy__=refuse_copy, __reduce_ex__=refuse_pickle)
 
 
-def mark_absent(module: nn.Module, names: Collection[str], strategy: str) -> None:
+def mark_absent(
+    module: nn.Module, names: Collection[str], strategy: str, *, shape: Sequence[int] | None = None
+) -> None:
     """The tensors of these ``names``, which are ``module``'s own and not here, are in no file from now on.
 
-    In a ``state_dict()`` each is an `AbsentTensor`.
+    In a ``state_dict()`` each is an `AbsentTensor`, of ``shape`` if some rows of a larger tensor are here.
     """
     for name in names:
         what = half_a_model(name, strategy)
@@ -59,7 +61,7 @@ def mark_absent(module: nn.Module, names: Collection[str], strategy: str) -> Non
             value = state.get(prefix + name)
             # With keep_vars=True, the tensors themselves were asked for.
             if isinstance(value, torch.Tensor) and value is not getattr(module, name):
-                state[prefix + name] = AbsentTensor.like(value, prefix + name, strategy)
+                state[prefix + name] = AbsentTensor.like(value, prefix + name, strategy, shape)
 
     module.register_state_dict_post_hook(replace)
 
@@ -70,9 +72,10 @@ class AbsentTensor(torch.Tensor):
     _what: str = f"this rank holds nothing of a tensor, or of what was computed from it: {_SAVE}"
 
     @classmethod
-    def like(cls, tensor: torch.Tensor, name: str, strategy: str) -> AbsentTensor:
-        """In place of ``tensor``, which has no values here."""
-        absent = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(cls)
+    def like(cls, tensor: torch.Tensor, name: str, strategy: str, shape: Sequence[int] | None = None) -> AbsentTensor:
+        """In place of ``tensor``, which has no values here, or only some of those of a tensor of ``shape``."""
+        absent = torch.empty(tensor.shape if shape is None else shape, dtype=tensor.dtype, device="meta")
+        absent = absent.as_subclass(cls)
         absent._what = half_a_model(name, strategy)
         return absent
 

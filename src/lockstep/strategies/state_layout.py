@@ -3,24 +3,26 @@
                       parameters, buffers     gradients       states of optimizers
 replicated            every rank              every rank      every rank
 sharded optimizer     every rank              every rank      the owner of the parameter
-owner                 some ranks              some ranks      the same ranks
+owner                 some ranks              some ranks      the same ranks; or some rows of it on each of them
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from lockstep.collectives import Group, StoredTensor, TensorShard, as_absent_shards, as_owned_shards, in_memory
+from lockstep.collectives import Group, StoredTensor, TensorShard, as_owned_shards, in_memory
 from lockstep.errors import UsageError
 from lockstep.strategies.grad_norm import norm_of_rows, squared_row_norms
 from lockstep.strategies.gradient_accumulation import parameters_of
 from lockstep.strategies.protocol import StateDict, StateLayout
+from lockstep.strategies.row_shard import RowShard
 
 
 class ReplicatedLayout(StateLayout):
@@ -94,19 +96,28 @@ class OwnerLayout(StateLayout):
         self._group: Final = group
         self._models: Final[dict[nn.Module, dict[str, _TensorRanks]]] = {}  # of each model's tensors, by their names
         self._locations: Final[dict[int, _TensorRanks]] = {}  # of parameters, by their ids
-        self._states: Final = States(group, self._ranks_of)
+        self._states: Final = States(group, self._ranks_of, self._rows_of)
 
-    def setup_model(self, model: nn.Module, ranks_of: Callable[[str], Sequence[int]]) -> None:
-        """Remember ``model``, of which every tensor still has its shape here. Collective, with the same answers.
+    def setup_model(
+        self,
+        model: nn.Module,
+        ranks_of: Callable[[str], Sequence[int]],
+        divided: Mapping[str, RowShard] | None = None,
+    ) -> None:
+        """Remember ``model``, of which every tensor has its shape here. Collective, with the same answers.
 
         Args:
             model: its parameters remain the same objects, whatever memory they give up.
             ranks_of: which ranks will hold the tensor of this name in ``model.state_dict()``, at least one.
+            divided: parameters of which each of these ranks holds some rows, by name: those of this rank.
         """
         locations: dict[str, _TensorRanks] = {}
+        rows_of = divided or {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor):
-                location = locations[name] = _TensorRanks(tuple(tensor.shape), tensor.dtype, tuple(ranks_of(name)))
+                rows = rows_of.get(name)
+                shape = tuple(tensor.shape) if rows is None else rows.shape
+                location = locations[name] = _TensorRanks(shape, tensor.dtype, tuple(ranks_of(name)), rows)
                 before = self._locations.get(id(tensor), location)  # has several names, if modules share it
                 self._locations[id(tensor)] = replace(
                     location, ranks=tuple(dict.fromkeys(before.ranks + location.ranks))
@@ -122,9 +133,10 @@ class OwnerLayout(StateLayout):
         flat = torch.zeros(sum(lengths), dtype=kind, device=self._group.device)
         flags, *slots = flat.split(lengths)
         for number, (parameter, location) in enumerate(zip(parameters, locations, strict=True)):
-            if location.ranks[0] == self._group.rank and parameter.grad is not None:
+            rows = location.rows_written_by(self._group.rank)
+            if len(rows) and parameter.grad is not None:
                 flags[number] = 1
-                slots[number].copy_(squared_row_norms(parameter.grad))
+                slots[number][rows.start : rows.stop].copy_(squared_row_norms(parameter.grad))
         flags, *slots = self._group.sum_tensor(flat, "the norm of the gradients").split(lengths)
         found = zip(slots, locations, flags.tolist(), strict=True)
         return norm_of_rows([slot.to(location.squares) for slot, location, has in found if has], self._group.device)
@@ -136,8 +148,10 @@ class OwnerLayout(StateLayout):
     def model_state(self, model: nn.Module) -> StateDict:
         """The tensors that this rank writes, and absent `TensorShard` for those that others write."""
         local = model.state_dict()
+        divided = {n: model.get_parameter(n) for n, location in self._models[model].items() if location.divided}
         state = OrderedDict(
-            (n, location.part_of(local.get(n), self._group)) for n, location in self._models[model].items()
+            (n, location.part_of(divided.get(n, local.get(n)), self._group))
+            for n, location in self._models[model].items()
         )
         return state | {name: value for name, value in local.items() if name not in state}
 
@@ -153,7 +167,13 @@ class OwnerLayout(StateLayout):
         if odd:
             more = f", and {len(odd) - 1} more do not fit" if len(odd) > 1 else ""
             raise ValueError(f"{odd[0]} has the shape {flags.get(odd[0])} there and {local.get(odd[0])} here{more}")
-        away = {name for name, location in self._models[model].items() if self._group.rank not in location.ranks}
+        away = set()
+        for name, location in self._models[model].items():
+            if location.divided is not None and self._group.rank in location.ranks:
+                with torch.no_grad():
+                    model.get_parameter(name).copy_(location.divided.own(state[name]))
+            if location.divided is not None or self._group.rank not in location.ranks:
+                away.add(name)
         model.load_state_dict({name: value for name, value in state.items() if name not in away}, strict=False)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
@@ -167,6 +187,9 @@ class OwnerLayout(StateLayout):
     def _ranks_of(self, parameter: nn.Parameter) -> Sequence[int]:
         return self._locations[id(parameter)].ranks
 
+    def _rows_of(self, parameter: nn.Parameter) -> RowShard | None:
+        return self._locations[id(parameter)].divided
+
 
 @dataclass(frozen=True, slots=True)
 class _TensorRanks:
@@ -175,6 +198,13 @@ class _TensorRanks:
     shape: tuple[int, ...]
     dtype: torch.dtype
     ranks: tuple[int, ...]  #: that hold it; the first one writes it
+    divided: RowShard | None = None  #: the rows on this rank, if each of them holds and writes some
+
+    def rows_written_by(self, rank: int) -> range:
+        """The rows of `squared_row_norms` that ``rank``, this one, knows and no other one writes."""
+        if self.divided is not None:
+            return self.divided.rows
+        return range(self.rows if self.ranks[0] == rank else 0)
 
     @property
     def rows(self) -> int:
@@ -187,7 +217,10 @@ class _TensorRanks:
         return torch.promote_types(self.dtype.to_real(), torch.float32)
 
     def part_of(self, tensor: torch.Tensor | None, group: Group) -> torch.Tensor | TensorShard:
-        """What this rank saves of it, if it holds ``tensor``."""
+        """What this rank saves of it, if it holds ``tensor``, or rows of it."""
+        if self.divided is not None:
+            here = tensor is not None and len(self.divided.rows)
+            return self.divided.shards(tensor) if here else TensorShard.absent(self.shape, self.dtype)
         if tensor is not None and len(self.ranks) == group.size:
             return tensor
         if tensor is not None and self.ranks[0] == group.rank:
@@ -201,11 +234,18 @@ class States:
     Args:
         group: all ranks.
         ranks_of: which of them step a parameter, the same answer on all of them; the first one writes its state.
+        rows_of: this rank's rows of a parameter of which each of these ranks steps some; None: each steps all of it.
     """
 
-    def __init__(self, group: Group, ranks_of: Callable[[nn.Parameter], Sequence[int]]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        ranks_of: Callable[[nn.Parameter], Sequence[int]],
+        rows_of: Callable[[nn.Parameter], RowShard | None] = lambda _parameter: None,
+    ) -> None:
         self._group: Final = group
         self._ranks_of: Final = ranks_of
+        self._rows_of: Final = rows_of
         self._last_description: Final[dict[torch.optim.Optimizer, str]] = {}  # of this rank's states, as last gathered
         self._gathered_states: Final[dict[torch.optim.Optimizer, dict[int, Any]]] = {}  # of all ranks
 
@@ -219,11 +259,11 @@ class States:
         """
         state, parameters = optimizer.state_dict(), parameters_of(optimizer)
         own = {
-            index: values
+            index: self._own(parameters[index], values)
             for index, values in state["state"].items()
-            if isinstance(index, int) and self._ranks_of(parameters[index])[0] == self._group.rank
+            if isinstance(index, int) and self._writes(parameters[index])
         }
-        absent = {index: as_absent_shards(values) for index, values in own.items()}
+        absent = {index: _as_absent(values) for index, values in own.items()}
         description = repr(absent)
         if self._changed(
             optimizer, state["param_groups"], changed=description != self._last_description.get(optimizer)
@@ -234,7 +274,7 @@ class States:
             }
             self._last_description[optimizer] = description
         states = {index: self._gathered_states[optimizer][index] for index in sorted(self._gathered_states[optimizer])}
-        states |= {index: as_owned_shards(values) for index, values in own.items()}
+        states |= own
         states |= {key: value for key, value in state["state"].items() if not isinstance(key, int)}
         return state | {"state": states}
 
@@ -246,7 +286,22 @@ class States:
             for key, values in state["state"].items()
             if not isinstance(key, int) or key >= len(parameters) or self._group.rank in self._ranks_of(parameters[key])
         }
-        load_states(optimizer, {**state, "state": kept})
+
+        def part_of(value: Any, parameter: nn.Parameter) -> Any:
+            rows = self._rows_of(parameter)
+            return value if rows is None else rows.own(value)
+
+        load_states(optimizer, {**state, "state": kept}, part_of)
+
+    def _writes(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank writes the states of ``parameter``, or of some of its rows."""
+        rows = self._rows_of(parameter)
+        return self._ranks_of(parameter)[0] == self._group.rank if rows is None else len(rows.rows) > 0
+
+    def _own(self, parameter: nn.Parameter, values: Any) -> Any:
+        """What this rank writes of ``values``, the states of ``parameter``."""
+        rows = self._rows_of(parameter)
+        return as_owned_shards(values) if rows is None else rows.shards(values)
 
     def _changed(self, optimizer: torch.optim.Optimizer, groups: list[StateDict], *, changed: bool) -> bool:
         """Whether some rank has ``changed``; checks also that parameter groups are equal. Collective."""
@@ -261,6 +316,11 @@ class States:
                     "--strategy ddp; else set them alike on all ranks"
                 )
         return any(one for one, _ in gathered)
+
+
+def _as_absent(values: Any) -> Any:
+    """``values``, nested, with each `TensorShard` as one of which this rank holds nothing."""
+    return pytree.tree_map_only(TensorShard, lambda shard: TensorShard.absent(shard.shape, shard.dtype), values)
 
 
 def load_states(

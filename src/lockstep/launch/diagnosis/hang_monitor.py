@@ -42,6 +42,7 @@ from lockstep.launch.diagnosis.hang_report import Recovered, Worker, report, sen
 from lockstep.launch.diagnosis.wait_share import WaitShare
 from lockstep.launch.request import OnHang
 from lockstep.launch_contract import PRIVATE, RANK_FILES, STACKS_SIGNAL, STOP_REASON
+from lockstep.memory_use import text_of
 
 #: How long all ranks together may take to write their stacks.
 _STACKS_S = 1.5
@@ -261,11 +262,11 @@ class HangMonitor:
     def _ask(self, processes: Mapping[int, int]) -> dict[int, Stacks]:
         """The stacks of the ranks with these process ids, as far as they answer."""
         files = {rank: self._stacks(rank) for rank in processes}
-        before = {rank: procfs.text_of(file) for rank, file in files.items()}
+        before = {rank: text_of(file) for rank, file in files.items()}
         sizes = {file: _size(file) for file in files.values()}
         asked = [rank for rank, process in processes.items() if _ask_process(process)]
         _settle({files[rank]: sizes[files[rank]] for rank in asked})
-        return {rank: read_stacks(before[rank], procfs.text_of(files[rank])[len(before[rank]) :]) for rank in asked}
+        return {rank: read_stacks(before[rank], text_of(files[rank])[len(before[rank]) :]) for rank in asked}
 
     def _ask_worker(self, rank: int, process: int) -> Worker:
         state = _process_state(process)
@@ -273,11 +274,11 @@ class HangMonitor:
         path = self._stacks(rank)
 
         def stacks() -> Stacks:
-            before, size = procfs.text_of(path), _size(path)
+            before, size = text_of(path), _size(path)
             if not _ask_process(process):
                 return NOTHING
             _settle({path: size})
-            return read_stacks(before, procfs.text_of(path)[len(before) :])
+            return read_stacks(before, text_of(path)[len(before) :])
 
         return Worker(process, state, self._files.ask(stacks, NOTHING, of=path, within_s=2 * _STACKS_S))
 

@@ -105,6 +105,7 @@ def become_rank(env: Mapping[str, str], log: str, parent: int, program: Program)
             register_stacks(Path(env[STACKS]))
     sender = HeartbeatSender(int(env["RANK"]), open_channel(env.get(CHANNEL, "")), progress_marker())
     sender.start()
+    atexit.register(sender.beat)  # what it took at most, also of a program that ends soon
     if terminal:
         announce_input(sender)
     refuse_nested_ranks()

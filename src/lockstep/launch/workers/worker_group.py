@@ -165,11 +165,7 @@ class WorkerGroup:
         self._say_what_is_waited_for()
         self._memory.poll()
         if (now_s := time.monotonic()) >= self._next_ranks_s:
-            self._next_ranks_s = now_s + _RANKS_EVERY_S
-            ranks = [_row(rank) for rank in self._hang_monitor.waits.ranks(now_s)]
-            self._output.late = lateness(ranks)
-            ranks_file = self._ranks_file
-            self._files.ask(lambda: ranks_file.write(ranks), None, of=ranks_file.path)
+            self._write_ranks(now_s)
         suspects = self._parts.suspects
         if self.running and not self.failed and not suspects and (hang := self._hang_monitor.poll()) is not None:
             self.hangs, self.final = True, not hang.restart
@@ -312,7 +308,16 @@ class WorkerGroup:
             variables[TERMINAL] = self._terminal.begin(self._job.log(rank))
         return variables
 
+    def _write_ranks(self, now_s: float) -> None:
+        """Where ranks are, or were last, and what memory they take, for other terminals and for later."""
+        self._next_ranks_s = now_s + _RANKS_EVERY_S
+        ranks = [_row(rank) for rank in self._hang_monitor.waits.ranks(now_s)]
+        self._output.late = lateness(ranks)
+        ranks_file = self._ranks_file
+        self._files.ask(lambda: ranks_file.write(ranks), None, of=ranks_file.path)
+
     def _collect_endings(self) -> None:
+        self._write_ranks(self._hang_monitor.hear())
         self._output.close()
         generation, exited = self._generation, sorted(self._exited.values(), key=lambda ending: ending.rank)
         if self._lost_part and not all(ending.well for ending in exited):
@@ -375,7 +380,8 @@ class WorkerGroup:
 def _row(rank: Waiting) -> RankStatus:
     beat = rank.beat
     source = f"{Path(beat.place.file).name}:{beat.place.line}" if beat.place.file else ""
-    return RankStatus(beat.rank, beat.step, beat.phase, f"{source} {beat.call}".strip(), rank.waits, rank.silent_s)
+    place = f"{source} {beat.call}".strip()
+    return RankStatus(beat.rank, beat.step, beat.phase, place, rank.waits, rank.silent_s, beat.memory)
 
 
 def _prepare_files(files: Sequence[tuple[Path, Path]], generation: int) -> list[int]:

@@ -1,29 +1,34 @@
-"""Embeddings on servers: which server holds each one, its look-ups, and the gradients of a step."""
+"""Embeddings on servers: the rows of each server, their look-ups, and the gradients of a step.
+
+    worker    ids 7 2 7  ──►  distinct: 2 7  ──►  the servers of 2 and 7  ──►  a table of two rows, looked up as 1 0 1
+    server    rows 2 ..., a leaf of distributed autograd of its own for each look-up
+              its gradient: (rows 2 ..., values), added row by row along the tree
+
+So a server never has a gradient of all its rows but once in a step, and a worker never a row that it has not asked for.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch._C._distributed_autograd import get_gradients  # what torch.distributed exports, with types
-from torch.utils import _pytree as pytree
 
 from lockstep.collectives import TreeAccumulator, fold
+from lockstep.strategies.row_shard import RowShard
 
 EmbeddingTable = nn.Embedding | nn.EmbeddingBag
 
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """A worker's request for rows of a table."""
+    """A worker's request for rows of a table, of one server."""
 
     table: int  #: its number
-    inputs: tuple[Any, ...]  #: of its forward pass, in the memory of the CPU
-    named: Mapping[str, Any]  #: likewise
+    rows: torch.Tensor  #: their numbers in the table, each once and in order, int64, of shape (rows,)
     worker: int
     context: int | None  #: of distributed autograd; None: no backward pass follows
 
@@ -36,101 +41,204 @@ class GradientRequest:
     context: int  #: of distributed autograd
     index: int  #: of the micro-batch
     of: int  #: micro-batches of the step
+    used: tuple[int, ...]  #: the numbers of the tables that had a part in the loss, also without a row of this server
 
 
-Gradients = list[torch.Tensor | None]
-"""Of the tables of one server, by one worker; None for one that was not looked up."""
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGradient:
+    """The gradient of some rows of a table; that of all others is zero."""
+
+    rows: torch.Tensor  #: their numbers, each once and in order, of shape (rows,)
+    values: torch.Tensor  #: of shape (rows, elements of a row)
+
+    def plus(self, other: RowGradient) -> RowGradient:
+        """The sum, with the bits that two gradients of the whole table would have."""
+        rows, places = torch.unique(torch.cat([self.rows, other.rows]), return_inverse=True)
+        mine, theirs = places.split([len(self.rows), len(other.rows)])
+        values = self.values.new_zeros(len(rows), self.values.shape[1])
+        values[mine] = self.values
+        values[theirs] += other.values
+        return RowGradient(rows, values)
+
+    def of_table(self, rows: range, dtype: torch.dtype, device: torch.device, *, sparse: bool) -> torch.Tensor:
+        """As the gradient of the ``rows`` of a table, dense or sparse."""
+        places, values = (self.rows - rows.start).to(device), self.values.to(device, dtype)
+        shape = (len(rows), values.shape[1])
+        if sparse:
+            return torch.sparse_coo_tensor(places[None], values, shape, is_coalesced=True, check_invariants=False)
+        return torch.zeros(shape, dtype=dtype, device=device).index_copy_(0, places, values)
+
+
+Gradients = dict[int, RowGradient]
+"""Of tables, by their numbers; none for one that had no part in the loss."""
+
+
+class ServedTable:
+    """A table whose rows are divided between servers.
+
+    Args:
+        module: the model's; its parameter becomes what of it lies on this rank.
+        rows: of each server that holds some, by its rank, in order.
+        rank: this rank.
+    """
+
+    def __init__(self, module: EmbeddingTable, rows: Mapping[int, range], rank: int) -> None:
+        self.module: Final = module
+        self.shape: Final = (module.num_embeddings, module.embedding_dim)
+        self.dtype: Final = module.weight.dtype
+        self.trained: Final = module.weight.requires_grad
+        self.rows_of: Final = rows
+        self.is_here: Final = rank in rows  #: whether this rank holds some of them
+        self.rows: Final = rows.get(rank, range(0))  #: on this rank
+
+    @property
+    def whole_here(self) -> bool:
+        """Whether all rows lie on this rank."""
+        return self.is_here and not self.is_divided
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether several servers hold rows."""
+        return len(self.rows_of) > 1
+
+    def shard(self) -> RowShard:
+        """What of it is on this rank."""
+        return RowShard(self.rows, self.shape, leads=self.rows == next(iter(self.rows_of.values())))
+
+    def keep(self, values: torch.Tensor | None) -> None:
+        """Let ``values`` be the rows on this rank, and the module's parameter; None: nothing of the table lies here."""
+        if values is None:
+            # Its shape is kept, for optimizers; reading it without a look-up is an error.
+            values = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        self.module.weight = nn.Parameter(values, requires_grad=self.trained)
+
+    def parts(self, rows: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """The servers of ``rows``, numbers in order, each with those that it holds."""
+        ends = torch.searchsorted(rows, torch.tensor([part.stop for part in self.rows_of.values()]))
+        pieces = rows.tensor_split(ends.tolist()[:-1])
+        return [(server, piece) for server, piece in zip(self.rows_of, pieces, strict=True) if len(piece)]
+
+    def look_up(
+        self, fetch: Callable[[torch.Tensor], torch.Tensor], inputs: Sequence[Any], named: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """What the module's forward pass returns.
+
+        Args:
+            fetch: gives the rows of these numbers, each of which it is asked for once, in order.
+            inputs: of the forward pass.
+            named: likewise.
+
+        Raises:
+            IndexError: for a number that is no row of the table, as torch does.
+        """
+        numbers: torch.Tensor = inputs[0] if inputs else named["input"]
+        padding = self.module.padding_idx
+        # The padding's row always comes along, so that the same kernels compute what they would with the whole table.
+        asked = numbers.detach().reshape(-1).to("cpu", torch.int64)
+        asked = asked if padding is None else torch.cat([asked, torch.tensor([padding])])
+        rows, places = torch.unique(asked, return_inverse=True)
+        if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < self.shape[0]:
+            raise IndexError(f"index out of range: row {int(rows[-1] if rows[0] >= 0 else rows[0])} of {self.shape[0]}")
+        small = object.__new__(type(self.module))
+        vars(small).update(
+            vars(self.module),
+            _parameters={"weight": fetch(rows)},
+            num_embeddings=len(rows),
+            sparse=False,
+            padding_idx=None if padding is None else int(places[-1]),
+        )
+        own = places[: numbers.numel()].to(numbers.device, numbers.dtype).view(numbers.shape)
+        forward: Callable[..., torch.Tensor] = type(self.module).forward
+        result: torch.Tensor = (
+            forward(small, own, *inputs[1:], **named) if inputs else forward(small, **{**named, "input": own})
+        )
+        return result
 
 
 class EmbeddingTables:
-    """The embeddings on servers: which server holds each one, and there, the gradients of the step."""
+    """The embeddings on servers; on a server also the gradients of the step."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank: Final = rank
-        self._tables: Final[list[EmbeddingTable]] = []
-        self._servers: Final[list[int]] = []
-        self._looked_up: Final[dict[int, tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]]] = {}
+    def __init__(self) -> None:
+        self.tables: Final[list[ServedTable]] = []
+        self._looked_up: Final[dict[int, tuple[int, list[tuple[int, torch.Tensor, torch.Tensor]]]]] = {}
         self._folds: Final[dict[int, TreeAccumulator[Gradients]]] = {}  # of this step, by worker
 
-    def add(self, table: EmbeddingTable, server: int) -> int:
-        """Keep ``table`` on ``server``, and free its memory on other ranks; its number, the same on all ranks."""
-        self._tables.append(table)
-        self._servers.append(server)
-        if server != self._rank:
-            weight = table.weight
-            # Its shape is kept, for optimizers and checkpoints; code that reads it without a look-up sees NaN.
-            weight.data = weight.new_full([1] * weight.dim(), torch.nan).expand(weight.shape)
-        return len(self._tables) - 1
-
-    def server_of(self, number: int) -> int:
-        """The server of the table of this number."""
-        return self._servers[number]
-
-    @property
-    def weights(self) -> list[torch.Tensor]:
-        """Of the tables on this server."""
-        held = zip(self._tables, self._servers, strict=True)
-        return list(dict.fromkeys(table.weight for table, server in held if server == self._rank))
+    def add(self, table: ServedTable) -> int:
+        """Serve ``table``; its number, the same on all ranks."""
+        self.tables.append(table)
+        return len(self.tables) - 1
 
     def look_up(self, lookup: LookupRequest) -> torch.Tensor:
-        """Look up rows, on a server; distributed autograd will bring their gradients back here."""
-        table = self._tables[lookup.table]
-        inputs, named = to_device((lookup.inputs, dict(lookup.named)), table.weight.device)
-        if lookup.context is None:
-            with torch.no_grad():
-                rows: torch.Tensor = table(*inputs, **named)
-                return rows.cpu()
-        leaf = table.weight.detach().requires_grad_(table.weight.requires_grad)
-        self._leaves(lookup.worker, lookup.context).append((table.weight, leaf))
-        # Other workers may look up at the same time, so it is a copy of the table, not the table, that has the leaf.
-        twin = copy.copy(table)
-        twin._parameters = {"weight": leaf}  # type: ignore[dict-item]
-        rows = twin(*inputs, **named)
-        return rows.cpu()
+        """Give rows that lie on this server; distributed autograd will bring their gradients back here."""
+        table = self.tables[lookup.table]
+        weight = table.module.weight.detach()
+        rows = weight[(lookup.rows - table.rows.start).to(weight.device)].cpu()
+        if lookup.context is None or not table.trained:
+            return rows
+        leaf = rows.requires_grad_()
+        self._leaves(lookup.worker, lookup.context).append((lookup.table, lookup.rows, leaf))
+        return leaf.view_as(leaf)
 
-    def accumulate(self, lookup: GradientRequest) -> None:
+    def accumulate(self, request: GradientRequest) -> None:
         """Fold the gradients that a micro-batch's backward pass has left on this server."""
-        leaves = self._leaves(lookup.worker, lookup.context)
-        found = get_gradients(lookup.context) if leaves else {}
-        sums: dict[torch.Tensor, torch.Tensor] = {}
-        for weight, leaf in reversed(leaves):
-            gradient = found.get(leaf)
-            if gradient is not None:
-                sums[weight] = gradient + sums[weight] if weight in sums else gradient
+        leaves = self._leaves(request.worker, request.context)
+        found = get_gradients(request.context) if leaves else {}
+        sums = {number: self._no_gradient(number) for number in request.used if self.tables[number].is_here}
+        # From the last look-up of the forward pass to the first, as autograd adds them on one rank.
+        for number, rows, leaf in reversed(leaves):
+            if (gradient := found.get(leaf)) is not None:
+                own = self._without_padding(number, RowGradient(rows, gradient))
+                sums[number] = own.plus(sums[number]) if number in sums else own
         leaves.clear()
-        if lookup.worker not in self._folds:
-            self._folds[lookup.worker] = TreeAccumulator(lookup.of, _merge)
-        self._folds[lookup.worker].push((lookup.index, lookup.index + 1), [sums.get(weight) for weight in self.weights])
+        if request.worker not in self._folds:
+            self._folds[request.worker] = TreeAccumulator(request.of, _merge)
+        self._folds[request.worker].push((request.index, request.index + 1), sums)
 
     def write_gradients(self, micro_batches: int) -> None:
-        """Set ``.grad`` of this server's tables to the sum over the step; None for tables that were not looked up."""
+        """Set ``.grad`` of this server's rows to the sum over the step; None for tables that had no part in a loss."""
         folds = [self._folds[worker] for worker in sorted(self._folds)]
         self._folds.clear()
         sums = [gradients for one in folds for gradients in one.sums]
         total = fold(micro_batches, [node for one in folds for node in one.nodes], sums, _merge)
-        for weight, gradient in zip(self.weights, total, strict=True):
-            weight.grad = gradient
+        for number, table in enumerate(self.tables):
+            if table.is_here:
+                weight, gradient = table.module.weight, total.get(number)
+                weight.grad = (
+                    None
+                    if gradient is None
+                    else gradient.of_table(table.rows, weight.dtype, weight.device, sparse=table.module.sparse)
+                )
 
     def discard_step(self) -> None:
         """Drop the gradients of the step; while no worker computes."""
         self._folds.clear()
         self._looked_up.clear()
 
-    def _leaves(self, worker: int, context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The leaves of a worker's look-ups in a context, in their order; those of its earlier contexts are dropped."""
+    def _leaves(self, worker: int, context: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """The look-ups of a worker in a context, in their order: the table, the rows, the leaf that has them.
+
+        Those of its earlier contexts are dropped.
+        """
         known, leaves = self._looked_up.get(worker, (context, []))
         if known != context:
             leaves = []
         self._looked_up[worker] = (context, leaves)
         return leaves
 
+    def _no_gradient(self, number: int) -> RowGradient:
+        table = self.tables[number]
+        return RowGradient(torch.empty(0, dtype=torch.int64), torch.empty(0, table.shape[1], dtype=table.dtype))
+
+    def _without_padding(self, number: int, gradient: RowGradient) -> RowGradient:
+        """``gradient`` without the padding's row, which has none: it came along with every look-up."""
+        padding = self.tables[number].module.padding_idx
+        if padding is None:
+            return gradient
+        kept = gradient.rows != padding
+        return RowGradient(gradient.rows[kept], gradient.values[kept])
+
 
 def _merge(left: Gradients, right: Gradients) -> Gradients:
-    """Add gradients, dense or sparse; where one is missing, the other one is the sum."""
-    pairs = zip(left, right, strict=True)
-    return [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
-
-
-def to_device(values: Any, device: torch.device) -> Any:
-    """Copy ``values``, nested, with all tensors on ``device``."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values)
+    """Add gradients; where one is missing, the other one is the sum."""
+    both = {number: left[number].plus(right[number]) for number in left.keys() & right.keys()}
+    return {**left, **right, **both}

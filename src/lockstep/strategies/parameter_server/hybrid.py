@@ -1,37 +1,37 @@
 """Embeddings on servers, the dense part replicated on workers, and distributed autograd across both.
 
-             worker 0                    worker 1                    server
-    ids ──────────────────── look-up ──────────────────────────►  rows of the table
+             worker 0                    worker 1                    servers, each with some rows of the tables
+    ids ──────────────────── look-up ──────────────────────────►  rows
     rows ◄───────────────────────────────────────────────────────
     dense part, loss
-    backward ─────────────── gradients of the rows ────────────►  the table's gradient,
-                                                                  folded along the tree by micro-batch
+    backward ─────────────── gradients of the rows ────────────►  added row by row,
+                                                                  along the tree by micro-batch
     ◄── the tree's sum of dense gradients ──►                     the tree's sum
     step                        step                              step
 
-A table that no worker could hold lies on a server, and only the rows that a micro-batch asks for travel, and their
-gradients. `torch.distributed.rpc` carries both: each micro-batch is one context of `torch.distributed.autograd`, whose
-backward pass goes through workers and servers, and leaves gradients in the context on either side instead of in
-``.grad``. From there they are folded along the tree, so that the bits are those of ``none``.
+Tables that no rank could hold lie on servers, divided by rows, and only the rows that a micro-batch asks for travel,
+each once, and their gradients. `torch.distributed.rpc` carries both: each micro-batch is one context of
+`torch.distributed.autograd`, whose backward pass goes through workers and servers, and leaves gradients in the context
+on either side instead of in ``.grad``. From there they are folded along the tree, so that the bits are those of
+``none``: a worker computes the look-up itself, in a small table of the rows that it has been sent.
 
-Distributed autograd adds up the gradients of several look-ups of one table as they arrive. So each look-up has a leaf
-of its own there, which shares the table's memory, and the leaves' gradients are added from the last look-up of a
-forward pass to the first, as autograd does on one rank. With ``sparse=True`` the result is the same for any number of
-ranks, but that of ``none`` only up to rounding: in which order torch adds sparse tensors depends on how their memory is
-laid out.
+Distributed autograd adds up the gradients of several look-ups of one row as they arrive. So each look-up has a leaf
+of its own there, and the leaves' gradients are added from the last look-up of a forward pass to the first, as autograd
+does on one rank. With ``sparse=True`` the result is the same for any number of ranks, but that of ``none`` only up to
+rounding: in which order torch adds sparse tensors depends on how their memory is laid out.
 
 The user's optimizer object runs everywhere: on workers it steps the dense part, on servers the tables. Torch's
 ``DistributedOptimizer`` would make another one on each server, with a state that fits no checkpoint of one rank alone.
 
-Traffic of a step, with r rows of d numbers looked up on a worker: r*d*4 bytes from servers and as many to them, and an
-all-reduce of the dense part. ``ddp`` would all-reduce the whole table.
+Traffic of a micro-batch, with r different rows of d numbers in a look-up: r*d*4 bytes from servers and as many to them;
+of a step, an all-reduce of the dense part. ``ddp`` would all-reduce the whole table.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -43,16 +43,28 @@ from torch.distributed import autograd as dist_autograd
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import open_all_reduce, translating_peer_errors
 from lockstep.errors import MismatchError, SettingError, UsageError
-from lockstep.size_balancing import owners_of
-from lockstep.strategies.abilities import HasServerRanks, PreparesEvaluation, PreparesForward, PreparesOptimizerStep
+from lockstep.strategies.abilities import (
+    ChecksOptimizers,
+    DividesConstruction,
+    ExplainsErrors,
+    HasServerRanks,
+    PreparesEvaluation,
+    PreparesForward,
+    PreparesOptimizerStep,
+)
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
+from lockstep.strategies.gradient_accumulation import (
+    ParameterSet,
+    divide_by_counts,
+    parameters_of,
+    total_count,
+)
 from lockstep.strategies.parameter_server.embedding_tables import (
     EmbeddingTable,
     EmbeddingTables,
     GradientRequest,
     LookupRequest,
-    to_device,
+    ServedTable,
 )
 from lockstep.strategies.parameter_server.flat_buckets import (
     BucketGradients,
@@ -61,15 +73,19 @@ from lockstep.strategies.parameter_server.flat_buckets import (
     set_gradients,
 )
 from lockstep.strategies.parameter_server.parameter_store import LayoutWithHooks, ParameterStore
+from lockstep.strategies.parameter_server.row_division import RowDivision
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles, SyncRound
+from lockstep.strategies.parameter_server.served_tables import find_tables, own_rows, place_rest, restore_unserved
 from lockstep.strategies.parameter_server.server_context import WITHOUT_GRADIENTS
-from lockstep.strategies.partial_models import mark_absent, refuse_copies
+from lockstep.strategies.parameter_server.table_construction import TablePart, construct
+from lockstep.strategies.partial_models import mark_absent, outside_forward, refuse_copies
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.single_process import SingleProcess
-from lockstep.strategies.sparse_gradients import sparse_parameters
 from lockstep.strategies.state_layout import OwnerLayout
 
 _LOOK_UP, _BACKWARD = "a look-up of embeddings", "the backward pass"
+#: Optimizers of torch whose step of one row depends on the others.
+_ACROSS_ROWS = ("Adafactor", "LBFGS", "Muon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +119,16 @@ class StepDone:
     counted: int | None = None  #: items of the step over all workers, where they are counted
 
 
-class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep, PreparesEvaluation):
+class Hybrid(
+    Strategy,
+    HasServerRanks,
+    PreparesForward,
+    PreparesOptimizerStep,
+    PreparesEvaluation,
+    DividesConstruction,
+    ChecksOptimizers,
+    ExplainsErrors,
+):
     """The strategy ``hybrid``."""
 
     def __init__(self, context: StrategyContext, roles: ServerRoles, served: Sequence[str]) -> None:
@@ -115,9 +140,10 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep, P
         self.assignment = ReplicaAssignment(None if self._serves else group.rank, len(roles.workers))
         self._names: Final = served
         self._missing: Final = set(served)
-        self._tables: Final = EmbeddingTables(group.rank)
-        self._server_of_weight: Final[dict[torch.Tensor, int]] = {}  # the server of each table's weight
-        self._loads: list[int] = [0] * len(roles.servers)  # bytes of the tables on each server
+        self._division: Final = RowDivision(roles.servers)
+        self._tables: Final = EmbeddingTables()
+        self._table_of: Final[dict[torch.Tensor, ServedTable]] = {}  # by its parameter, on every rank
+        self._used: Final[set[int]] = set()  # tables that had a part in the loss of the micro-batch, by number
         self._endpoint: Final = RpcEndpoint(group, self._read)
         self._round: Final = SyncRound(self._endpoint, roles)
         self._store: Final = ParameterStore(group, self._endpoint)
@@ -135,43 +161,79 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep, P
         if self._serves:
             self._endpoint.watch(roles.workers)
 
+    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """What ``make`` gives; of its embeddings each server has its rows alone, and workers none. Collective.
+
+        The rest is where ``make`` has made it.
+
+        Raises:
+            MismatchError: if ranks would draw different random numbers.
+        """
+        return construct(make, self._division, self._group)
+
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself, as it is on rank 0; its tables are looked up where they lie. Collective.
 
         Raises:
             UsageError: if a table cannot lie elsewhere.
         """
-        tables = self._find_tables(model)
-        if not tables:
+        modules = find_tables(model, self._names)
+        self._missing.difference_update(modules)
+        if not modules:
             self._say(f"{type(model).__name__} has no embedding to serve; ddp would use the servers better")
-        new = [table for table in tables.values() if table.weight not in self._server_of_weight]
-        owners, self._loads = owners_of([t.weight.numel() * t.weight.element_size() for t in new], self._loads)
-        self._server_of_weight.update((t.weight, self._roles.servers[o]) for t, o in zip(new, owners, strict=True))
-        for parameter, name in sparse_parameters(model).items():
-            if parameter not in self._server_of_weight:
-                raise UsageError(
-                    f"{name} has sparse=True and is not served, and workers sum dense gradients among themselves; "
-                    "leave sparse=True out, or let served=... name it, too"
-                )
-        self._store.setup_model(model, lambda tensor: self._server_of_weight.get(tensor, 0))
-        tensors = model.state_dict(keep_vars=True)
-        self._owner_layout.setup_model(model, lambda name: self._holders_of(tensors[name]))
-        self._buffers.setup_model(model)
+        restore_unserved(model, modules, self._group)
+        place_rest(model, self._group.device)
+        tables = {name: self._table(module) for name, module in modules.items()}
+        numbers = {name: self._tables.add(table) for name, table in tables.items()}
+        self._store.setup_model(model, lambda _: 0, [module.weight for module in modules.values()])
         for name, table in tables.items():
-            server = self._server_of_weight[table.weight]
-            number = self._tables.add(table, server)
-            if server != self._group.rank:
-                mark_absent(table, ["weight"], "hybrid")
-            self._say(f"{name} {tuple(table.weight.shape)} is served by rank {server}")
+            if self._serves or isinstance(table.module.weight, TablePart):
+                table.keep(own_rows(name, numbers[name], table, self._endpoint, self._group.device))
+            self._say(f"{name} {table.shape} is served by {_words(table.rows_of)}")
+        self._group.barrier("the rows of tables")
+        for name, table in tables.items():
             if not self._serves:
-                table.forward = functools.partial(self._look_up, number)  # type: ignore[method-assign]
+                table.keep(None)
+                table.module.forward = functools.partial(self._look_up, numbers[name])  # type: ignore[method-assign]
+            if not table.whole_here:
+                mark_absent(table.module, ["weight"], "hybrid", shape=table.shape)
+            self._table_of[table.module.weight] = table
+        tensors = model.state_dict(keep_vars=True)
+        divided = {f"{name}.weight".lstrip("."): table.shard() for name, table in tables.items() if table.is_divided}
+        self._owner_layout.setup_model(model, lambda name: self._holders_of(tensors[name]), divided)
+        self._buffers.setup_model(model)
         if tables:
             refuse_copies(model, "hybrid")
         return model
 
+    def _table(self, module: EmbeddingTable) -> ServedTable:
+        weight = module.weight
+        if isinstance(weight, TablePart):
+            return ServedTable(module, weight.held.of, self._group.rank)
+        rows_of = self._division.place(module.num_embeddings, module.embedding_dim * weight.element_size())
+        return ServedTable(module, rows_of, self._group.rank)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that ``optimizer`` steps each row of a divided table by itself.
+
+        Raises:
+            UsageError: if it is one of torch's that do not.
+        """
+        known = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _ACROSS_ROWS]
+        if known and any(p in self._table_of and self._table_of[p].is_divided for p in parameters_of(optimizer)):
+            raise UsageError(
+                f"{known[0]} steps a row by what is in the others, and an embedding's rows are divided between "
+                "servers; use another optimizer for it, servers=1, or ddp"
+            )
+
+    def explain(self, error: Exception, method: str) -> str:
+        """Where torch speaks of a table whose rows are on servers."""
+        return outside_forward("hybrid", method) if method and "meta" in str(error) else ""
+
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """Open a context of distributed autograd, for what this rank computes until `end_micro_batch`."""
         if not self._serves:
+            self._used.clear()
             self._context_id = self._autograd_context.enter_context(dist_autograd.context())
 
     def backward(
@@ -189,7 +251,8 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep, P
                 parameter.grad = gradients.get(parameter)
         self._sums.accumulate(position)
         if not position.is_padding:
-            take = GradientRequest(self._group.rank, self._context_id, position.index, position.of)
+            used = tuple(sorted(self._used))
+            take = GradientRequest(self._group.rank, self._context_id, position.index, position.of, used)
             for server, answer in [(server, self._endpoint.read(server, take)) for server in self._roles.servers]:
                 self._endpoint.wait(server, answer, _BACKWARD)
         if position.last:
@@ -289,35 +352,9 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep, P
         self._context_id = None
         self._autograd_context.close()
 
-    def _find_tables(self, model: nn.Module) -> dict[str, EmbeddingTable]:
-        """The embeddings of ``model`` that servers are to hold, by name."""
-        modules = {name: module for name, module in model.named_modules() if not self._names or name in self._names}
-        self._missing.difference_update(modules)
-        tables = {}
-        for name, module in modules.items():
-            if isinstance(module, EmbeddingTable):
-                tables[name] = module
-                self._check_table(model, name, module)
-            elif self._names:
-                raise UsageError(f"strategy hybrid: served={name} is a {type(module).__name__}; give an embedding")
-        return tables
-
-    def _check_table(self, model: nn.Module, name: str, table: EmbeddingTable) -> None:
-        if table.max_norm is not None:
-            raise UsageError(
-                f"{name} has max_norm={table.max_norm}, so look-ups change it, and workers would do so at the same "
-                "time; leave max_norm out, or name the embeddings to serve: --strategy hybrid:served=..."
-            )
-        sharing = [n for n, p in model.named_parameters(remove_duplicate=False) if p is table.weight]
-        if len(sharing) > 1:
-            raise UsageError(
-                f"{' and '.join(sharing)} are one tensor, of which only look-ups can be served; name the embeddings to "
-                "serve, without this one: --strategy hybrid:served=..."
-            )
-
     def _holders_of(self, tensor: torch.Tensor) -> Sequence[int]:
-        """The ranks that hold ``tensor``: a table's server, or all workers."""
-        return (self._server_of_weight[tensor],) if tensor in self._server_of_weight else self._roles.workers
+        """The ranks that hold ``tensor``: a table's servers, or all workers."""
+        return tuple(self._table_of[tensor].rows_of) if tensor in self._table_of else self._roles.workers
 
     def _dense(self, target: ParameterSet) -> list[FlatBucket]:
         """The buckets of the dense part, which workers sum among themselves."""
@@ -327,7 +364,7 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep, P
                     "servers make one update in each step, and this loss is for some of the parameters only; give "
                     "run.step(loss, optimizer=[first, second]) all optimizers at once"
                 )
-            dense = [p for p in target.parameters if p not in self._server_of_weight]
+            dense = [p for p in target.parameters if p not in self._table_of]
             self._buckets[target] = flat_buckets_of(dense, [0] * len(dense))
         return self._buckets[target]
 
@@ -352,13 +389,22 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep, P
         """Look up rows on the server; called in place of the forward pass of a table."""
         if self._closed:
             raise UsageError("an embedding that servers held was looked up after the run was closed; do so within")
-        server = self._tables.server_of(number)
-        inputs, named = to_device((inputs, named), torch.device("cpu"))
-        lookup = LookupRequest(
-            number, inputs, named, self._group.rank, self._context_id if torch.is_grad_enabled() else None
-        )
-        rows: torch.Tensor = self._endpoint.wait(server, self._endpoint.read(server, lookup), _LOOK_UP)
-        return rows.to(self._group.device)
+        table, context = self._tables.tables[number], self._context_id if torch.is_grad_enabled() else None
+
+        def fetch(rows: torch.Tensor) -> torch.Tensor:
+            asked = [
+                (server, self._endpoint.read(server, LookupRequest(number, part, self._group.rank, context)))
+                for server, part in table.parts(rows)
+            ]
+            found = [self._endpoint.wait(server, answer, _LOOK_UP) for server, answer in asked]
+            if not found:
+                found = [torch.empty(0, table.shape[1], dtype=table.dtype, requires_grad=context is not None)]
+            values = torch.cat(found).to(self._group.device)
+            if values.requires_grad:
+                values.register_hook(lambda _: self._used.add(number))
+            return values
+
+        return table.look_up(fetch, inputs, named)
 
     def _read(self, what: Any) -> Any:
         """Answer other ranks, beside the main thread."""
@@ -371,3 +417,10 @@ class Hybrid(Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep, P
     def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         self._round.send()
         return self._owner_layout.norm(parameters)
+
+
+def _words(rows_of: Mapping[int, range]) -> str:
+    """Such as ``rank 2``, or ``rank 2 (rows 0 to 4) and rank 3 (rows 5 to 8)``."""
+    if len(rows_of) == 1:
+        return f"rank {next(iter(rows_of))}"
+    return " and ".join(f"rank {server} (rows {rows.start} to {rows.stop - 1})" for server, rows in rows_of.items())

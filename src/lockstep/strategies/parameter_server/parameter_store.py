@@ -10,7 +10,7 @@ Whole parameters are divided, not their rows, so that an optimizer finds on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 import torch
@@ -43,13 +43,21 @@ class ParameterStore:
         self._owners: Final[dict[torch.Tensor, int]] = {}
         self._buckets: list[FlatBucket] = []
 
-    def setup_model(self, model: nn.Module, owner_of: Callable[[torch.Tensor], int]) -> None:
+    def setup_model(
+        self, model: nn.Module, owner_of: Callable[[torch.Tensor], int], elsewhere: Collection[torch.Tensor] = ()
+    ) -> None:
         """Copy rank 0's values of ``model`` to all ranks, and give each of its tensors an owner. Collective.
+
+        Args:
+            model: the same on all ranks, by names, shapes and types.
+            owner_of: the rank that owns a tensor.
+            elsewhere: tensors that are none of this store's.
 
         Raises:
             MismatchError: if ranks made different models.
         """
-        tensors = list(dict.fromkeys((*model.parameters(), *model.buffers())))
+        skipped = {id(tensor) for tensor in elsewhere}
+        tensors = [t for t in dict.fromkeys((*model.parameters(), *model.buffers())) if id(t) not in skipped]
         self._models.append(tensors)
         self._owners.update((tensor, owner_of(tensor)) for tensor in tensors if tensor not in self._owners)
         self._buckets = flat_buckets_of(self._owners, self._owners.values())

@@ -7,6 +7,11 @@
     1f1b    rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3       as few in flight as can be
             rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3
 
+    zero-bubble splits a backward pass in two, I: of inputs, which the stage before waits for, W: of weights, later
+
+            rank 0   F0 F1 .. I0 W0 F2 I1 W1 F3 I2 W2 .. I3 W3
+            rank 1   .. F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3
+
 Ranks [0, stages) hold the first replica of the model, the next ones the second, and so on; each keeps only its stage's
 parameters. All ranks of a replica are given the same micro-batches, so a model's inputs and a loss's targets need not
 be sent; activations and their gradients are, by torch.distributed.pipelining, which also orders the work.
@@ -17,19 +22,26 @@ numbers are those of one device, too: the state of the generators goes from stag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import fx, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import ObjectChannel, ShardGroups, open_all_reduce, translating_peer_errors
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
-from lockstep.strategies.abilities import CommunicatesInForward, ComputesLoss, ExplainsErrors
+from lockstep.strategies.abilities import CommunicatesInForward, ComputesLoss, ExplainsErrors, MakesStages
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import (
@@ -40,8 +52,15 @@ from lockstep.strategies.gradient_accumulation import (
 )
 from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.partial_models import outside_forward
-from lockstep.strategies.pipelined import partition
-from lockstep.strategies.pipelined.pipelined_model import USE_RUN_STEP, in_mode, keep_own_tensors, prepare_in_place
+from lockstep.strategies.pipelined.division import (
+    Division,
+    balanced_cuts,
+    neighbours,
+    of_given_stages,
+    of_traced,
+    stage_ranks,
+)
+from lockstep.strategies.pipelined.pipelined_model import USE_RUN_STEP, keep_own_tensors, prepare_in_place
 from lockstep.strategies.pipelined.schedule_run import ScheduleRun, schedule_runs
 from lockstep.strategies.pipelined.stage import (
     AutocastContext,
@@ -49,6 +68,7 @@ from lockstep.strategies.pipelined.stage import (
     Stage,
     StageInterface,
     StageMicroBatch,
+    fold_passes,
     random_state,
     set_random_state,
     shapes_in,
@@ -57,9 +77,18 @@ from lockstep.strategies.pipelined.stage_reduction import StageReduction
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
+from lockstep.strategies.stage_sequence import StageSequence
 from lockstep.strategies.state_layout import OwnerLayout
 
-_SCHEDULES = ("gpipe", "1f1b", "interleaved")
+#: Torch's schedule of each name, and how many stages a rank may have under it: at least, and at most.
+_SCHEDULES: dict[str, tuple[Any, int, int]] = {
+    "gpipe": (ScheduleGPipe, 1, 1),
+    "1f1b": (Schedule1F1B, 1, 1),
+    "interleaved": (ScheduleInterleaved1F1B, 2, 1 << 20),
+    "zero-bubble": (ScheduleInterleavedZeroBubble, 1, 1 << 20),
+    "zbv": (ScheduleZBVZeroBubble, 2, 2),
+}
+_SPLITTING = ("zero-bubble", "zbv")  #: compute the gradients of inputs and of weights in passes of their own
 _SAMPLES = {"float32": torch.float32, "int64": torch.int64}
 _KEPT = 8  #: schedules; each has memory for what its micro-batches receive
 
@@ -69,8 +98,8 @@ class Options:
     """The options of ``pipeline``."""
 
     stages: int = 0  #: ranks that hold one replica of the model; 0: all ranks
-    schedule: str = "1f1b"  #: gpipe, 1f1b or interleaved
-    chunks: int = 0  #: stages on each rank; 0: two for interleaved, else one
+    schedule: str = "1f1b"  #: gpipe, 1f1b, interleaved, zero-bubble or zbv
+    chunks: int = 0  #: stages on each rank; 0: two for interleaved and zbv, else one
     cut: str = ""  #: the first module of each stage but the first, as in layer2+layer3+head; empty: balanced
     sample: str = ""  #: shape of a micro-batch by whose times to balance, as in 32x3x224x224 or 8x128:int64
 
@@ -79,17 +108,18 @@ class Options:
             raise SettingError(f"strategy pipeline: schedule={self.schedule!r}; give one of {', '.join(_SCHEDULES)}")
         if self.stages < 0 or self.chunks < 0:
             raise SettingError(f"strategy pipeline: stages={self.stages}, chunks={self.chunks}; give numbers from 1")
-        if (self.schedule == "interleaved") != (self.chunks_per_rank > 1):
+        _, least, most = _SCHEDULES[self.schedule]
+        if not least <= self.chunks_per_rank <= most:
             raise SettingError(
                 f"strategy pipeline: schedule={self.schedule}, chunks={self.chunks}; interleaved is for two chunks or "
-                "more, the others are for one"
+                "more, zbv for two, zero-bubble for any number, gpipe and 1f1b for one"
             )
         self.sample_like()
 
     @property
     def chunks_per_rank(self) -> int:
         """Stages on each rank."""
-        return self.chunks or (2 if self.schedule == "interleaved" else 1)
+        return self.chunks or _SCHEDULES[self.schedule][1]
 
     def sample_like(self) -> tuple[tuple[int, ...], torch.dtype] | None:
         """Shape and type of the sample; None without one."""
@@ -122,7 +152,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return Pipeline(context, options, stages)
 
 
-class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors):
+class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors, MakesStages):
     """The strategy ``pipeline``."""
 
     forward_is_collective = True
@@ -131,8 +161,9 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors):
         group = context.group
         shard_groups = ShardGroups(group, ranks)
         replica, index = divmod(group.rank, ranks)
+        self._rank_of: Final = stage_ranks(options.schedule, ranks, ranks * options.chunks_per_rank)  # of each stage
         # The rank of the last stage alone learns the losses, so what is measured counts there.
-        self.assignment = ReplicaAssignment(replica, shard_groups.copies, counts=index == ranks - 1)
+        self.assignment = ReplicaAssignment(replica, shard_groups.copies, counts=index == self._rank_of[-1])
         self._context: Final = context
         self._options: Final = options
         transport_device = torch.device("cpu") if group.over_cpu else group.device
@@ -146,6 +177,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors):
         self.state_layout = self._layout
         self._names: dict[nn.Parameter, str] = {}
         self._stages: list[Stage] = []
+        self._made: nn.Module | None = None  # a model of which this rank has made its stages only
         self._find_unused = False
         self._queued: list[StageMicroBatch] = []
         self._schedules: dict[tuple[str, int, object], Any] = {}
@@ -168,65 +200,75 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors):
             raise SettingError("strategy=pipeline: SyncBatchNorm would wait for ranks of other stages; leave it out")
         refuse_sparse(model, "pipeline")
         self._find_unused = find_unused_parameters
-        sync_module_states(self._context.group, model)
-        cuts, ranks, rank = self._cuts(model), self._replica_group.size, self._replica_group.rank
-        modes = tuple(in_mode(model, training, lambda: _split_stages(model, cuts)) for training in (True, False))
-        stage_of = partition.stage_of_tensors(model, modes)
-        rank_of = {name: stage % ranks for name, stage in stage_of.items()}
+        if model is not self._made:
+            sync_module_states(self._context.group, model)
+        division, ranks, rank = self._divide(model), self._replica_group.size, self._replica_group.rank
+        rank_of = {name: self._rank_of[stage] for name, stage in division.stage_of.items()}
         keep_own_tensors(model, {name for name, owner in rank_of.items() if owner == rank}, self._context.group.device)
-        for number in range(rank, len(cuts) + 1, ranks):
-            training, evaluation = (fx.GraphModule(model, mode[number].graph) for mode in modes)
+        splits = self._options.schedule in _SPLITTING
+        for number in (number for number, owner in enumerate(self._rank_of) if owner == rank):
+            modules = division.modules(number)
             buffers = Buffers(self._all_reduce, self._stage_group)
-            buffers.setup_model(training)
+            buffers.setup_model(modules.training)
             self._stages.append(
                 Stage(
                     number,
-                    len(cuts) + 1,
-                    (training, evaluation),
+                    len(self._rank_of),
+                    modules,
                     lambda: model.training,
                     buffers,
-                    [p for n, p in model.named_parameters() if stage_of[n] == number and p.requires_grad],
+                    [p for n, p in model.named_parameters() if division.stage_of[n] == number and p.requires_grad],
                     self._autocast,
                     exact=self._context.exact,
+                    splits_backward=splits,
                 )
             )
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         # The ranks of the same stages in each replica are as far apart as a replica has ranks.
         self._layout.setup_model(model, lambda name: range(rank_of.get(name, 0), self._context.group.size, ranks))
-        self._context.say(f"pipeline: {len(cuts) + 1} stages; cut before {', '.join(cuts)}")
+        self._context.say(f"pipeline: {division.words}")
         absent = [name for name, owner in rank_of.items() if owner != rank]
         prepare_in_place(model, self._evaluate, self._stages, absent)
         return model
 
-    def _cuts(self, model: nn.Module) -> list[str]:
-        """The first module of each stage but the first; the same on all ranks."""
-        wanted = self._replica_group.size * self._options.chunks_per_rank
-        if self._options.cut:
-            cuts = self._options.cut.split("+")
-            if len(cuts) != wanted - 1:
+    def make_stages(self, makers: Sequence[Callable[[], nn.Module]]) -> StageSequence:
+        """A model of the stages that ``makers`` make one after the other; this rank keeps its own. Collective.
+
+        Its values are those that rank 0 draws. At most one stage that is another rank's is in memory at a time.
+        """
+        group, own = self._context.group, set[int]()
+        for number, run in enumerate(neighbours(len(makers), len(self._rank_of))):
+            own |= set(run) if self._rank_of[number] == self._replica_group.rank else set()
+        stages = []
+        for place, make in enumerate(makers):
+            stage = make()
+            sync_module_states(group, stage)
+            if place not in own:
+                keep_own_tensors(stage, set(), group.device)
+            stages.append(stage)
+        self._made = model = StageSequence(stages)
+        return model
+
+    def _divide(self, model: nn.Module) -> Division:
+        """The stages of ``model``; the same on all ranks."""
+        wanted, cut = len(self._rank_of), self._options.cut
+        if isinstance(model, StageSequence):
+            if cut or self._options.sample:
                 raise SettingError(
-                    f"strategy pipeline: cut={self._options.cut} makes {plural(len(cuts) + 1, 'stage')} of {wanted}; "
-                    f"name {plural(wanted - 1, 'module')}"
+                    "strategy pipeline: cut=... and sample=... are for a model that is cut by torch.fx, and this one "
+                    "was given as stages; leave them out"
                 )
-            return cuts
-        graph = in_mode(model, True, lambda: partition.trace(model))
-        names = partition.called_modules(graph)
-        if len(set(names)) < wanted:
+            return of_given_stages(model, wanted)
+        if not cut:
+            sample = self._options.sample_like()
+            return of_traced(model, balanced_cuts(model, wanted, self._context.group, sample, self._autocast))
+        cuts = cut.split("+")
+        if len(cuts) != wanted - 1:
             raise SettingError(
-                f"strategy pipeline: {type(model).__name__} calls {len(set(names))} modules, too few for {wanted} "
-                "stages; start fewer ranks, or name modules further inside with cut=..."
+                f"strategy pipeline: cut={cut} makes {plural(len(cuts) + 1, 'stage')} of {wanted}; "
+                f"name {plural(wanted - 1, 'module')}"
             )
-        like = self._options.sample_like()
-        if like is None:
-            costs = partition.parameter_counts(model, graph)
-        else:
-            sample = torch.zeros(like[0], dtype=like[1], device=self._context.group.device)
-            with self._autocast.forward():
-                costs = in_mode(model, True, lambda: partition.measured_times_s(model, graph, [sample]))
-        names, costs = partition.merge_repeated_calls(names, costs)
-        indices = partition.balance(costs, wanted)
-        # Ranks have measured different times.
-        return self._context.group.broadcast_object([names[index] for index in indices], "the cut of the model")
+        return of_traced(model, cuts)
 
     def _evaluate(self, inputs: tuple[Any, ...]) -> Any:
         """The model's output, on every rank of the replica. Collective for its ranks, with the same inputs."""
@@ -235,7 +277,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors):
         with torch.no_grad():
             output = self._forward_through_stages(inputs, before, {})
         set_random_state(before, device)  # the same on all of them
-        return self._channel.broadcast(output, self._replica_group.size - 1)
+        return self._channel.broadcast(output, self._rank_of[-1])
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -322,12 +364,14 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors):
                         group=self._replica_group.process_group,
                     )
                 )
-            options: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
-            if part.schedule == "interleaved":
-                self._schedules[key] = ScheduleInterleaved1F1B(list(stages), part.length, **options)
-            else:
-                schedule_type = ScheduleGPipe if part.schedule == "gpipe" else Schedule1F1B
-                self._schedules[key] = schedule_type(stages[0], part.length, **options)
+                fold_passes(stages[-1], stage)
+            schedule_type, _, most = _SCHEDULES[part.schedule]
+            self._schedules[key] = schedule_type(
+                stages[0] if most == 1 else stages,
+                part.length,
+                loss_fn=lambda output, _: output,
+                scale_grads=False,
+            )
         return self._schedules[key]
 
     def _find_interfaces(self, micro: StageMicroBatch) -> list[StageInterface]:
@@ -349,12 +393,14 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors):
 
         The interfaces behind this rank's stages are put into ``interfaces``.
         """
-        rank, ranks = self._replica_group.rank, self._replica_group.size
-        into: Sequence[torch.Tensor] = ()
+        rank = self._replica_group.rank
         draws_random, output = False, None
+        handed_over: Any = None  # from a stage to one on the same rank
         for stage in self._stages:
+            into: Sequence[torch.Tensor] = ()
             if stage.number:
-                tensors, interface, random = self._channel.receive((rank - 1) % ranks)
+                source = self._rank_of[stage.number - 1]
+                tensors, interface, random = handed_over if source == rank else self._channel.receive(source)
                 into = [t.requires_grad_(learns) for t, (*_, learns) in zip(tensors, interface.specs, strict=True)]
                 draws_random = interface.draws_random
             output, after = stage.forward_once(inputs, into, random)
@@ -362,8 +408,12 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors):
                 interface = interfaces[stage.number] = StageInterface.of(
                     output, draws_random or not torch.equal(after, random.cpu())
                 )
-                self._channel.send((output, interface, after), (rank + 1) % ranks)
-        return output
+                target = self._rank_of[stage.number + 1]
+                if target == rank:
+                    handed_over = (tuple(tensor.detach() for tensor in output), interface, after)
+                else:
+                    self._channel.send((output, interface, after), target)
+        return output if self._stages[-1].is_last else None
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """Divide by the number of items of the step. Collective."""
@@ -397,7 +447,3 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors):
 
 
 _LOSS = torch.empty((), device="meta", requires_grad=True)
-
-
-def _split_stages(model: nn.Module, cuts: Sequence[str]) -> list[partition.Stage]:
-    return partition.split_stages(partition.trace(model, cuts), cuts)

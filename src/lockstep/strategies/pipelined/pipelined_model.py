@@ -55,6 +55,11 @@ def prepare_in_place(
 
     def compile_stages(*args: Any, **kwargs: Any) -> None:
         """Compile each stage of this rank, as `torch.compile` does; what is sent between them is not compiled."""
+        if any(stage.splits_backward for stage in stages):
+            raise UsageError(
+                "strategy=pipeline: torch's zero-bubble schedules cannot split the backward pass of what is compiled; "
+                "leave compile out, or use schedule=1f1b or interleaved"
+            )
         for stage in stages:
             stage.in_training.compile(*args, **kwargs)
             stage.in_evaluation.compile(*args, **kwargs)

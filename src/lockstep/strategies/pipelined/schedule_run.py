@@ -19,12 +19,12 @@ def schedule_runs(specs: Sequence[object], schedule: str, ranks: int) -> list[Sc
     """How a rank's micro-batches of a step go through a replica of ``ranks`` ranks.
 
     A schedule takes micro-batches of one shape, so a short last one goes by itself. 1F1B needs as many micro-batches
-    as ranks; with fewer it would be no other than GPipe. Interleaving goes in rounds of as many as ranks, or in one of
-    fewer.
+    as ranks; with fewer it would be no other than GPipe. Interleaving and zero-bubble go in rounds of as many as ranks,
+    or in one of fewer.
 
     Args:
         specs: one for each micro-batch; equal for equal shapes.
-        schedule: gpipe, 1f1b or interleaved.
+        schedule: gpipe, 1f1b, interleaved, zero-bubble or zbv.
         ranks: of one replica.
     """
     made: list[ScheduleRun] = []
@@ -33,11 +33,11 @@ def schedule_runs(specs: Sequence[object], schedule: str, ranks: int) -> list[Sc
         length = 1
         while first + length < len(specs) and specs[first + length] == specs[first]:
             length += 1
-        if schedule == "interleaved":
+        if schedule in ("interleaved", "zero-bubble"):
             rest = length % ranks
             runs = ((first, length - rest), (first + length - rest, rest))
             made += [ScheduleRun(schedule, start, count) for start, count in runs if count]
         else:
-            made.append(ScheduleRun("gpipe" if length < ranks else schedule, first, length))
+            made.append(ScheduleRun("gpipe" if schedule == "1f1b" and length < ranks else schedule, first, length))
         first += length
     return made

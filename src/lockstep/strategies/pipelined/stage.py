@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import fx, nn
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import TreeAccumulator
 from lockstep.errors import UsageError
+from lockstep.formatting import plural
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
@@ -73,10 +75,20 @@ class AutocastContext:
         return torch.autocast(self.device.type, enabled=False) if self.dtype else nullcontext()
 
 
+@dataclass(frozen=True, slots=True)
+class StageModules:
+    """What one stage computes: in training, and in evaluation."""
+
+    training: nn.Module
+    evaluation: nn.Module
+    takes_inputs: bool  #: whether it is called with the model's inputs, before what the stage before it has sent
+
+
 class StageSums:
     """The gradients of a stage's parameters, micro-batch by micro-batch, folded along the tree.
 
-    A backward pass leaves its gradients in ``.grad``; they are taken out when the next one begins.
+    The backward passes of a micro-batch leave its gradients in ``.grad``; they are taken out before those of another
+    one come there.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -109,25 +121,27 @@ class Stage(nn.Module):
     Args:
         number: of the stage, from 0.
         of: how many there are.
-        graphs: of what it computes: in training, and in evaluation.
+        modules: what it computes.
         training: whether the model is in training mode.
         buffers: those of its modules.
-        learning: the parameters that are trained.
-        formats: of its passes.
+        trained: the parameters that are trained.
+        autocast: of its passes.
         exact: whether each micro-batch's gradient is taken by itself.
+        splits_backward: whether gradients of inputs are computed in one pass, and those of weights in another.
     """
 
     def __init__(
         self,
         number: int,
         of: int,
-        graphs: tuple[fx.GraphModule, fx.GraphModule],
+        modules: StageModules,
         training: Callable[[], bool],
         buffers: Buffers,
         trained: Sequence[nn.Parameter],
         autocast: AutocastContext,
         *,
         exact: bool,
+        splits_backward: bool = False,
     ) -> None:
         super().__init__()
         self.number: Final = number
@@ -135,10 +149,14 @@ class Stage(nn.Module):
         self.trained: Final = trained
         self.sums: Final = StageSums(trained)
         self.running_buffers: Final = buffers  #: such as running statistics
-        self.in_training, self.in_evaluation = graphs
+        self.in_training, self.in_evaluation = modules.training, modules.evaluation
+        self._takes_inputs: Final = modules.takes_inputs
         self._training: Final = training
         self._autocast: Final = autocast
         self._exact: Final = exact
+        self.splits_backward: Final = splits_backward
+        self._reached: set[int] | None = None  # in a split pass of this kind: the places of the parameters behind it
+        self._checked: set[object] = set()  # the interfaces around, and modes, of which that is compared
         # Modules that overwrite their inputs must not be given leaves of autograd.
         self._overwrites: Final = any(getattr(m, "inplace", False) for m in self.in_training.modules())
         self._micro_batches: Sequence[StageMicroBatch] = ()
@@ -175,12 +193,12 @@ class Stage(nn.Module):
         """
         if self._overwrites:
             into = [t.clone() if t.requires_grad else t for t in into]
-        graph = self.in_training if self._training() else self.in_evaluation
+        module = self.in_training if self._training() else self.in_evaluation
         set_random_state(random, self._autocast.device)
         with self._autocast.forward():
-            out = graph(*inputs, *into)
+            out = module(*(inputs if self._takes_inputs else ()), *into)
         if not self.is_last:
-            out = tuple(self._checked_output(value) for value in out)
+            out = tuple(self._checked_output(value) for value in (out if isinstance(out, tuple) else (out,)))
         return out, random_state(self._autocast.device)
 
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
@@ -206,11 +224,34 @@ class Stage(nn.Module):
             )
         if not micro.position.last:
             self.running_buffers.end_micro_batch(micro.position)
-        if self._exact:
-            for tensor in sent:
-                if tensor.requires_grad:  # its gradient is the first one of this micro-batch's backward pass
-                    tensor.register_hook(lambda _, index=micro.position.index: self.sums.accumulate_before(index))
+        if self.splits_backward:
+            self._note_reached(sent)
         return sent if behind else out
+
+    def backward_done(self, chunk: int) -> None:
+        """All gradients of the parameters by micro-batch number ``chunk`` of the schedule are in ``.grad``.
+
+        Raises:
+            UsageError: if some are not, since the pass for weights has not found them.
+        """
+        reached, self._reached = self._reached, None
+        missing = [place for place in reached or () if self.trained[place].grad is None]
+        if missing:
+            raise UsageError(
+                f"strategy=pipeline: {plural(len(missing), 'parameter')} of stage {self.number} have a part in the "
+                "loss that does not go through what this stage is sent, and torch's zero-bubble schedules find no "
+                "gradient for them; use schedule=1f1b, or let the stage before make that value"
+            )
+        if self._exact:
+            self.sums.accumulate_before(self._micro_batches[chunk].position.index + 1)
+
+    def _note_reached(self, sent: Sequence[torch.Tensor]) -> None:
+        """Note which parameters a whole backward pass would find, in the first pass of each kind."""
+        kind = (self._interfaces, self._training())
+        if self._reached is None and kind not in self._checked:
+            self._checked.add(kind)
+            found = _leaves_behind(sent)
+            self._reached = {place for place, parameter in enumerate(self.trained) if id(parameter) in found}
 
     def _loss(self, micro: StageMicroBatch, output: Any) -> torch.Tensor:
         task = micro.task
@@ -223,16 +264,59 @@ class Stage(nn.Module):
             )
         self._losses.append((micro.position.index, loss.detach().clone()))
         loss = task.scale(loss)
-        return loss if micro.weight is None else loss * micro.weight.to(loss)
+        return self._detachable(loss if micro.weight is None else loss * micro.weight.to(loss))
 
     def _checked_output(self, value: object) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
             raise UsageError(
                 f"strategy=pipeline: behind stage {self.number} a {type(value).__name__} would go to the next one, and "
-                "only tensors can; name another module with cut=..."
+                "only tensors can, one or a tuple of them; hand on something else, or name another module with cut=..."
             )
-        # A tensor that only passes through is a leaf, whose memory torch uses again: it must not collect our hooks.
-        return value.view_as(value) if value.is_leaf and value.requires_grad else value.contiguous()
+        # A tensor that only passes through is a leaf, into which torch receives again: it is not what is sent.
+        return self._detachable(value.view_as(value) if value.is_leaf and value.requires_grad else value.contiguous())
+
+    def _detachable(self, value: torch.Tensor) -> torch.Tensor:
+        """``value``, from which torch can detach its history in place, as split passes do: a view does not allow it."""
+        return value.clone() if self.splits_backward and value._is_view() and value.requires_grad else value
+
+
+def fold_passes(computed: PipelineStage, stage: Stage) -> None:
+    """Let ``stage`` know of each backward pass of ``computed``, its form in torch's schedules, that is a last one."""
+    backward, backward_of_weights = computed.backward_one_chunk, computed.backward_weight_one_chunk
+
+    def one_chunk(chunk: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False) -> None:
+        backward(chunk, loss, full_backward, last_backward)
+        if full_backward:
+            stage.backward_done(chunk)
+
+    def weights_of_one_chunk(chunk: int, last_backward: Any = False) -> None:
+        try:
+            backward_of_weights(chunk, last_backward)
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            raise UsageError(
+                f"strategy=pipeline: stage {stage.number} uses some parameters several times in a forward pass, and "
+                "torch's zero-bubble schedules cannot compute their gradients apart; use schedule=1f1b or interleaved"
+            ) from None
+        stage.backward_done(chunk)
+
+    vars(computed).update(backward_one_chunk=one_chunk, backward_weight_one_chunk=weights_of_one_chunk)
+
+
+def _leaves_behind(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of the leaves that a backward pass from ``tensors`` gives gradients."""
+    todo: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen, leaves = set[Any](), set[int]()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            leaves.add(id(variable))
+        todo += [behind for behind, _ in node.next_functions]
+    return leaves
 
 
 def random_state(device: torch.device) -> torch.Tensor:

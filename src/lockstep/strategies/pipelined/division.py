@@ -1,0 +1,139 @@
+"""A model as the stages that a pipeline computes: cut by `partition`, or given as a list of stages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from lockstep.collectives import Group
+from lockstep.errors import SettingError
+from lockstep.formatting import plural
+from lockstep.strategies.pipelined import partition
+from lockstep.strategies.pipelined.pipelined_model import in_mode
+from lockstep.strategies.pipelined.stage import AutocastContext, StageModules
+from lockstep.strategies.stage_sequence import StageSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The stages of a model."""
+
+    stage_of: Mapping[str, int]  #: of each parameter and buffer, by name
+    #: what a stage computes, by its number; to be asked once the rank holds its own tensors only
+    modules: Callable[[int], StageModules]
+    words: str  #: where it is cut, for the user
+
+
+def stage_ranks(schedule: str, ranks: int, stages: int) -> list[int]:
+    """The rank of each stage: round and round, but there and back for ``zbv``.
+
+    two ranks, four stages      interleaved 0 1 0 1      zbv 0 1 1 0
+    """
+    if schedule == "zbv":
+        return [min(number, stages - 1 - number) for number in range(stages)]
+    return [number % ranks for number in range(stages)]
+
+
+def neighbours(given: int, wanted: int) -> list[range]:
+    """Which of ``given`` stages make each of ``wanted``: neighbours, as equally many as can be.
+
+    Raises:
+        SettingError: if there are too few.
+    """
+    if given < wanted:
+        raise SettingError(
+            f"strategy pipeline: {plural(given, 'stage')} in run.model([...]), too few for {wanted}; start fewer "
+            "ranks, or give more stages: neighbours are put together where there are fewer ranks"
+        )
+    starts = [0, *partition.balance([1.0] * given, wanted), given]
+    return [range(first, end) for first, end in itertools.pairwise(starts)]
+
+
+def of_given_stages(model: StageSequence, wanted: int) -> Division:
+    """The division of a model that was given as stages, into ``wanted`` of them.
+
+    Raises:
+        SettingError: if there are too few, or two stages share a tensor.
+    """
+    runs = neighbours(len(model.stages), wanted)
+    stage_of_given = {str(place): number for number, run in enumerate(runs) for place in run}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    stage_of = {name: stage_of_given[name.partition(".")[0]] for name, _ in tensors}
+    first: dict[int, str] = {}
+    for name, tensor in tensors:
+        other = first.setdefault(id(tensor), name)
+        if stage_of[other] != stage_of[name]:
+            raise SettingError(
+                f"strategy pipeline: {name} and {other} are one tensor in stages {stage_of[name]} and "
+                f"{stage_of[other]}, and each lies on one rank: do not share weights, or put both into one stage"
+            )
+
+    def modules(number: int) -> StageModules:
+        computed = StageSequence(model.stages[runs[number].start : runs[number].stop])
+        return StageModules(computed, computed, takes_inputs=number == 0)
+
+    counts = ", ".join(str(len(run)) for run in runs)
+    together = "" if len(model.stages) == wanted else f"; of the {len(model.stages)} given ones they have {counts}"
+    return Division(stage_of, modules, f"{plural(wanted, 'stage')}, as given{together}")
+
+
+def of_traced(model: nn.Module, cuts: Sequence[str]) -> Division:
+    """The division of ``model`` before the first call of each module of ``cuts``, as torch.fx traces it.
+
+    Raises:
+        SettingError: if it cannot be cut so.
+    """
+
+    def stages() -> list[partition.Stage]:
+        return partition.split_stages(partition.trace(model, cuts), cuts)
+
+    modes = tuple(in_mode(model, training, stages) for training in (True, False))
+
+    def modules(number: int) -> StageModules:
+        training, evaluation = (fx.GraphModule(model, mode[number].graph) for mode in modes)
+        return StageModules(training, evaluation, takes_inputs=True)
+
+    words = f"{len(cuts) + 1} stages; cut before {', '.join(cuts)}"
+    return Division(partition.stage_of_tensors(model, modes), modules, words)
+
+
+def balanced_cuts(
+    model: nn.Module,
+    wanted: int,
+    group: Group,
+    sample: tuple[tuple[int, ...], torch.dtype] | None,
+    autocast: AutocastContext,
+) -> list[str]:
+    """The first module of each of ``wanted`` stages but the first; the same on all ranks. Collective.
+
+    Args:
+        model: is traced.
+        wanted: stages.
+        group: all ranks.
+        sample: shape and type of a micro-batch by whose times to balance; None: by parameters.
+        autocast: in which it is measured.
+
+    Raises:
+        SettingError: for a model of too few modules.
+    """
+    graph = in_mode(model, True, lambda: partition.trace(model))
+    names = partition.called_modules(graph)
+    if len(set(names)) < wanted:
+        raise SettingError(
+            f"strategy pipeline: {type(model).__name__} calls {len(set(names))} modules, too few for {wanted} "
+            "stages; start fewer ranks, or name modules further inside with cut=..."
+        )
+    if sample is None:
+        costs = partition.parameter_counts(model, graph)
+    else:
+        inputs = torch.zeros(sample[0], dtype=sample[1], device=group.device)
+        with autocast.forward():
+            costs = in_mode(model, True, lambda: partition.measured_times_s(model, graph, [inputs]))
+    names, costs = partition.merge_repeated_calls(names, costs)
+    indices = partition.balance(costs, wanted)
+    # Ranks have measured different times.
+    return group.broadcast_object([names[index] for index in indices], "the cut of the model")

@@ -1,0 +1,62 @@
+"""A tensor that is divided by rows, seen from one rank: its rows here, and what optimizers remember of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lockstep.collectives import StoredTensor, TensorShard
+from lockstep.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class RowShard:
+    """This rank's rows of a tensor; the ranks together hold each row once."""
+
+    rows: range  #: may be empty
+    shape: tuple[int, ...]  #: of the whole
+    leads: bool  #: whether this rank writes what belongs to the tensor and is not divided, such as a count of steps
+
+    def shards(self, values: Any) -> Any:
+        """Of ``values``, nested, that belong to the rows here: each tensor of their shape as those rows of a whole one.
+
+        Any other tensor is whole on the rank that `leads`, and absent elsewhere.
+
+        Raises:
+            UsageError: for a tensor of another shape with several elements: it does not treat each row by itself.
+        """
+        return pytree.tree_map_only(torch.Tensor, self._shard, values)
+
+    def own(self, values: Any) -> Any:
+        """Of ``values``, nested, of whole tensors or those of a file: what belongs here, with memory of its own."""
+        return pytree.tree_map_only(torch.Tensor, self._own, values)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tuple(tensor.shape) != self.shape:
+            return tensor
+        return rows_of(tensor, self.rows)
+
+    def _shard(self, tensor: torch.Tensor) -> TensorShard:
+        tensor = tensor.detach()
+        if tuple(tensor.shape) == (len(self.rows), *self.shape[1:]):
+            if not tensor.numel():
+                return TensorShard.absent(self.shape, tensor.dtype)
+            start = (self.rows.start, *(0 for _ in self.shape[1:]))
+            return TensorShard(tensor, start, self.shape, tensor.dtype)
+        if tensor.numel() > 1:
+            raise UsageError(
+                f"the optimizer remembers a tensor of shape {tuple(tensor.shape)} of an embedding of shape "
+                f"{self.shape} that servers divide by rows: it does not treat each element alike; use another "
+                "optimizer, one server, or ddp"
+            )
+        return TensorShard.whole(tensor) if self.leads else TensorShard.absent(tuple(tensor.shape), tensor.dtype)
+
+
+def rows_of(tensor: torch.Tensor, rows: range) -> torch.Tensor:
+    """These rows of ``tensor``, in memory of their own; of one in a file only they are read."""
+    if isinstance(tensor, StoredTensor):
+        return tensor.box((rows.start, *(0 for _ in tensor.shape[1:])), (len(rows), *tensor.shape[1:]))
+    return tensor[rows.start : rows.stop].clone()

@@ -1,0 +1,37 @@
+"""A model that is given as its stages: what `Run.model` makes of a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+
+class StageSequence(nn.Module):
+    """Stages one behind the other: each is called with what the one before has returned.
+
+        stage 0 (inputs of the model) ──► x ──► stage 1 (x) ──► (x, mask) ──► stage 2 (x, mask) ──► output
+
+    A tuple becomes several arguments, anything else is one. The stages are the submodules ``0``, ``1`` and so on.
+
+    Args:
+        stages: at least one.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for number, stage in enumerate(stages):
+            self.add_module(str(number), stage)
+
+    @property
+    def stages(self) -> list[nn.Module]:
+        """In their order."""
+        return [module for module in self._modules.values() if module is not None]
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the last stage returns."""
+        output: Any = inputs
+        for stage in self.stages:
+            output = stage(*output) if isinstance(output, tuple) else stage(output)
+        return output

@@ -1,0 +1,55 @@
+"""What the kernel says of memory, as values."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.memory_use import MemoryUse, host_memory
+
+uses = st.builds(MemoryUse, *[st.none() | st.integers(0, 1 << 50)] * 6)
+
+
+@given(uses)
+def test_values_come_back(use):
+    assert MemoryUse.from_values(use.values()) == use
+    assert MemoryUse.from_values({**use.values(), "of a later version": 1}) == use
+
+
+def test_what_is_something_else_is_refused():
+    with pytest.raises(TypeError, match="no use of memory"):
+        MemoryUse.from_values([1])
+
+
+def written(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_free_is_what_both_the_host_and_the_group_leave(tmp_path):
+    written(
+        tmp_path,
+        {
+            "proc/self/status": "Name:\tpython\nVmHWM:\t    3000 kB\nVmRSS:\t    2000 kB\n",
+            "proc/meminfo": "MemTotal: 90 kB\nMemAvailable:    7000 kB\n",
+            "proc/self/cgroup": "0::/job\n",
+            "sys/job/memory.max": f"{9 << 20}\n",
+            "sys/job/memory.current": f"{6 << 20}\n",
+            "sys/job/memory.stat": f"inactive_file {1 << 20}\n",
+        },
+    )
+    assert host_memory(tmp_path / "proc", tmp_path / "sys") == MemoryUse(2000 << 10, 3000 << 10, 4 << 20)
+    (tmp_path / "sys/job/memory.max").write_text("max\n")
+    assert host_memory(tmp_path / "proc", tmp_path / "sys").host_free == 7000 << 10
+
+
+def test_nothing_is_known_where_the_kernel_says_nothing(tmp_path):
+    assert host_memory(tmp_path, tmp_path) == MemoryUse()
+
+
+def test_of_this_process_the_kernel_says_all():
+    used = host_memory()
+    assert 1 << 20 < used.host <= used.host_peak
+    assert used.host_free > 0
