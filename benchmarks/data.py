@@ -48,7 +48,6 @@ from ranks import start, told
 PARTS = ("images", "tar", "parquet", "resume", "order", "stream")
 BATCH = 64  # samples of a batch, and of a micro-batch
 SHARDS = 16
-ROWS = 20_000  # of the parquet files, all together
 STEPS = 200  # of an epoch of the part `stream`
 
 Way = Callable[[int], Iterator[Any]]
@@ -75,14 +74,14 @@ def write_images(place: Path, images: int) -> None:
                 tar.add(file, file.name)
 
 
-def write_rows(place: Path) -> None:
+def write_rows(place: Path, count: int) -> None:
     """Parquet files of 32 numbers a row, in groups of a hundred rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     draw = np.random.default_rng(0)
     for shard in range(SHARDS):
-        rows = draw.random((ROWS // SHARDS, 32), dtype=np.float32)
+        rows = draw.random((count // SHARDS, 32), dtype=np.float32)
         table = pa.table({"x": pa.array(list(rows)), "y": pa.array(rows[:, 0] > 0.5)})
         pq.write_table(table, place / f"{shard:02}.parquet", row_group_size=100)
 
@@ -455,6 +454,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--images", type=int, default=4096)
+    parser.add_argument("--rows", type=int, default=20_000, help="of the parquet files, all together")
     parser.add_argument("--samples", type=int, nargs="+", default=[10**7, 10**8], help="of the part `order`")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
@@ -472,7 +472,7 @@ def main() -> None:
                 print("datasets is not installed: no part `parquet`", file=sys.stderr)
                 options.parts = [part for part in options.parts if part != "parquet"]
             else:
-                write_rows(place)
+                write_rows(place, options.rows)
         for part in options.parts:
             found[part] = figures(part, place, options)
             print("\n".join(lines_of(part, found[part])), flush=True)
