@@ -46,7 +46,7 @@ _NOT_OURS = {
 #: Options of `run` that a job script does not take: the job says it.
 _PLACES = {
     *("--help", "--nnodes", "--standalone", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--rdzv-backend"),
-    *("--node-rank", "--master-addr", "--master-port", "--attach"),
+    *("--node-rank", "--master-addr", "--master-port", "--attach", "--max-changes", "--spares", "--rdzv-takeover"),
 }
 #: Short forms of commands.
 _SHORT = {"ckpt": "checkpoints"}
@@ -105,6 +105,13 @@ def run_options() -> Parser:
     )
     ranks.add_argument("--max-restarts", type=int, default=0, metavar="N", help="starts after a failure (default: 0)")
     ranks.add_argument(
+        "--refill-after",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="of new steps, until restarts and changes count from 0 again (default: 600)",
+    )
+    ranks.add_argument(
         "--nnodes", default="1", metavar="N|MIN:MAX", help="machines, each with a lockstep run of its own (default: 1)"
     )
     ranks.add_argument("--standalone", action="store_true", help="this machine alone, also in an allocation of several")
@@ -136,7 +143,18 @@ def run_options() -> Parser:
     meet.add_argument("--rdzv-endpoint", metavar="HOST[:PORT]", help="where they meet, on one of them (port: 29400)")
     meet.add_argument("--rdzv-id", metavar="ID", help="a word that must be the same on all of them")
     meet.add_argument(
-        "--rdzv-conf", metavar="NAME=SECONDS", help="join_timeout=600,last_call_timeout=3,lost_after=5 unless given"
+        "--rdzv-conf",
+        metavar="NAME=SECONDS",
+        help="join_timeout=600,last_call_timeout=3,suspect_after=5,lost_after=30 unless given",
+    )
+    meet.add_argument(
+        "--max-changes", type=int, metavar="N", help="starts after machines were lost, came or left (default: 10)"
+    )
+    meet.add_argument(
+        "--spares", type=int, default=0, metavar="N", help="of MAX machines, those that wait to replace another one"
+    )
+    meet.add_argument(
+        "--rdzv-takeover", action="store_true", help="if the endpoint's host is lost, another one takes its place"
     )
     # Torchrun's other words for it.
     meet.add_argument("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)  # there is one way only
@@ -203,6 +221,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             resume_from=parsed.resume_from,
             fresh=parsed.fresh,
             max_restarts=parsed.max_restarts,
+            refill_after_s=parsed.refill_after,
             settings=settings,
             bind=parsed.bind,
             grace_s=parsed.grace,
@@ -217,6 +236,9 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
                 node_rank=parsed.node_rank,
                 master_addr=parsed.master_addr,
                 master_port=parsed.master_port,
+                max_changes=parsed.max_changes,
+                spares=parsed.spares,
+                takeover=parsed.rdzv_takeover,
             ),
             attach=parsed.attach,
             pass_local_rank=parsed.pass_local_rank,

@@ -15,14 +15,13 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from lockstep.errors import LaunchError, SettingError
 from lockstep.faults import Fault, FaultPlan
-from lockstep.formatting import plural
 from lockstep.launch.agent import AfterFailure, Agent, Stops
 from lockstep.launch.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.console import Screen
@@ -31,10 +30,19 @@ from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch.host import Machine
-from lockstep.launch.rendezvous.endpoint import Endpoint
-from lockstep.launch.rendezvous.join import Joined, host_job, join_alone, join_job
+from lockstep.launch.node_start import announce, running_elsewhere, take_part
+from lockstep.launch.rendezvous.join import Joined, join_alone
+from lockstep.launch.rendezvous.takeover import Moved
 from lockstep.launch.request import Function, Nodes, OnHang, Request
-from lockstep.launch.run_directory import MARK, Job, begin_options, note_refused, prepare, settle, shown
+from lockstep.launch.run_directory import (
+    MARK,
+    Job,
+    begin_options,
+    note_refused,
+    prepare,
+    settle,
+    shown,
+)
 from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.remote_start import run_start_commands
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, text_of
@@ -78,9 +86,9 @@ def start(request: Request) -> int:
         )
     # On a login node nothing says what the allocated nodes have.
     machine = Machine.detect(os.environ) if given.inside else Machine(given.gpus_per_node or 0, given.nodes[0].slots)
-    resumed = False
+    resumed = goes_on = False
     if request.nodes is not None:
-        code = _run_among_others(request, request.nodes, machine, given)
+        code, goes_on = _run_among_others(request, request.nodes, machine, given)
     else:
         job = prepare(request, machine=machine, env=os.environ, now=datetime.now(), given=given)
         _check_attach(request)
@@ -88,8 +96,8 @@ def start(request: Request) -> int:
         resumed = job.begins == "resume"
     # A run that went on from a checkpoint and was warned before its first step has lost nothing.
     stopped = code == EXIT_STOPPED or (resumed and code in WARNED)
-    # Where each node has its launcher, one of them asks for all.
-    if not stopped or not request.requeue or (given.has_launcher_per_node and given.node_rank):
+    # Where each node has its launcher, one of them asks for all; a node that the others go on without asks for none.
+    if not stopped or goes_on or not request.requeue or (given.has_launcher_per_node and given.node_rank):
         return code
     again = given.scheduler.requeue(given, code, run_command)
     Screen(sys.stdout, sys.stderr, os.environ).say(again.message)
@@ -226,52 +234,40 @@ def _run_here(job: Job, after_failure: AfterFailure = lambda exits, generation: 
     """Carry out ``job`` on this machine; returns its exit code and the failure that was shown last."""
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
     with settle(job, now=datetime.now()), stops.listening():
-        _announce(job, screen)
-        return _run_agent(join_alone(job), ScreenThread(screen), stops, after_failure)
+        announce(job, screen)
+        ended = _run_agent(join_alone(job), ScreenThread(screen), stops, after_failure)
+        return ended.code, ended.failure
 
 
-def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: Allocation) -> int:
-    """Carry out this machine's part of a job on several machines; returns its exit code."""
-    screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
-    thread = ScreenThread(screen)
-    endpoint = Endpoint(nodes.host, nodes.port)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(stops.listening())
-        # Where the user numbers the nodes, the first one is where they meet, in whatever order they come.
-        listening = None if nodes.node_rank else endpoint.claim()
-        if listening is None and nodes.node_rank == 0:
-            raise SettingError(
-                f"--node-rank 0, but this machine cannot listen at {endpoint}: --master-addr names the machine that "
-                "has --node-rank 0, and no other job may use its port"
-            )
-        follows = listening is None
-        job = prepare(request, machine=machine, env=os.environ, now=datetime.now(), given=given, follows=follows)
-        if listening is not None:
-            stack.enter_context(listening)
-            stack.enter_context(settle(job, now=datetime.now()))
-            _announce(job, screen)
-            joined: Joined | None = host_job(job, nodes, endpoint, listening, stack, thread.say)
-        else:
-            joined = join_job(job, nodes, endpoint, say=screen.say, stopped=lambda: stops.times > 0)
-        if joined is None:
-            return 128 + (stops.first or 0)
-        return _run_agent(joined, thread, stops)[0]
+def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: Allocation) -> tuple[int, bool]:
+    """Carry out this machine's part of a job on several machines; its exit code, and whether others go on with it."""
+    stops, moved = Stops(), running_elsewhere(request, nodes)
+    with stops.listening():
+        while True:
+            with contextlib.ExitStack() as stack:
+                joined, screen = take_part(request, nodes, machine, given, stops, moved, stack)
+                if joined is None:
+                    return 128 + (stops.first or 0), False
+                ended = _run_agent(joined, screen, stops)
+            if ended.moved is None:
+                return ended.code, ended.job_goes_on
+            moved = ended.moved
 
 
-def _announce(job: Job, screen: Screen) -> None:
-    for note in job.notes:
-        screen.say(note)
-    where = "" if job.request.nodes is None else " on this node"
-    each = "" if job.ranks == 1 else " each"
-    # Torch uses all CPUs under `python`; here ranks would slow each other down.
-    threads = int(os.environ.get("OMP_NUM_THREADS") or "1")
-    screen.say(f"{plural(job.ranks, 'rank')}{where}, {plural(threads, 'CPU thread')}{each}; logs: {shown(job.logs)}")
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """How this node's part of a job ended."""
+
+    code: int  #: for the shell
+    failure: str  #: that was shown last, "" if there was none
+    job_goes_on: bool  #: on other nodes
+    moved: Moved | None  #: this node is to take part in the job again, with this coordinator
 
 
 def _run_agent(
     joined: Joined, screen: ScreenThread, stops: Stops, after_failure: AfterFailure = lambda exits, generation: True
-) -> tuple[int, str]:
-    """Start the fork server and carry out this node's part of the job; returns as `_run_here` does."""
+) -> _Ended:
+    """Start the fork server and carry out this node's part of the job."""
     job, request = joined.job, joined.job.request
     files = FileThread(screen.say, shown)
     hang_monitor = HangMonitor(
@@ -311,7 +307,7 @@ def _run_agent(
         if code not in (EXIT_OK, EXIT_STOPPED):
             state: State = "unsaved" if code == EXIT_NOT_SAVED else "failed"
             files.ask(lambda: _note_state(job.status, state), None, of=job.status)
-        return code, agent.last_failure
+        return _Ended(code, agent.last_failure, agent.released, agent.moved)
 
 
 def _note_state(path: Path, state: State) -> None:

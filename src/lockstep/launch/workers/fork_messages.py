@@ -49,6 +49,11 @@ class StoreExited:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseExpired:
+    """The launcher has not renewed the lease of its ranks, so they were killed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """A process of a generation has started."""
 
@@ -63,11 +68,12 @@ class OrderReceived:
     number: int
 
 
-Event = RankExited | ForkUnavailable | ForkServerDied | StoreExited
+Event = RankExited | ForkUnavailable | ForkServerDied | StoreExited | LeaseExpired
 _EVENTS: Mapping[str, type[Event | Started | OrderReceived]] = {
     "rank-exited": RankExited,
     "fork-unavailable": ForkUnavailable,
     "store-exited": StoreExited,
+    "lease-expired": LeaseExpired,
     "started": Started,
     "order-received": OrderReceived,
 }
