@@ -56,17 +56,20 @@ class Host:
     place: int  #: process number, as seen from here, of its first process
     keeper: subprocess.Popen[str]
     switch: int
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(
         self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], **more: object
     ) -> subprocess.Popen[str]:
         """Start ``command`` on this host; ``signal`` of it goes through `Host.signal`."""
-        return subprocess.Popen(
+        started: subprocess.Popen[str] = subprocess.Popen(
             [*self._enter(f"--wd={cwd}"), *command],
             env=dict(env),
             text=True,
             **{"stdin": subprocess.DEVNULL, **more},  # type: ignore[call-overload]
         )
+        self.started.append(started)
+        return started
 
     def run(self, *command: str) -> str:
         """Run a short ``command`` on this host; what it printed."""
@@ -95,6 +98,9 @@ class Host:
     def thaw(self) -> None:
         """Undo `freeze`."""
         self.run("sh", "-c", "kill -CONT -1")
+        for one in self.started:
+            # It entered the host, and was stopped with what it started there.
+            one.send_signal(signal.SIGCONT)
 
     def cut(self) -> None:
         """Nothing that this host sends arrives any more, or the other way round; nobody is told."""

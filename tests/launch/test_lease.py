@@ -93,7 +93,7 @@ events = st.tuples(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.lists(events, max_size=14))
 def test_never_do_ranks_of_two_worlds_live_at_once_and_one_coordinator_leads_in_the_end(happens):
     nodes = [Node("n0", held=Lease(1, "n0", "n0", "n0"), renewed_s=100.0, running=True), Node("n1"), Node("n2")]

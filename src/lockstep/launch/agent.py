@@ -123,6 +123,7 @@ class Agent:
         self._state: MembershipState = initial_state(self._job.generation, time.monotonic())
         self._listening: socket.socket | None = None  # for the store of the next generation
         self._shown: int | None = None  # how many notices were shown, or are older than this node's part
+        self._watched = -1  # the newest generation of which this node was seen to be no member
         self._cut_off_since_s: float | None = None
         self._waits_for_coordinator = False  # it is silent, and the ranks live on
         self._after_failure, self._failures_told = after_failure, -1  # the newest generation of which it was told
@@ -287,6 +288,10 @@ class Agent:
             self._workers.stop(StopMode.KILL)
         if plan.phase == "over":
             return plan.code
+        if plan.phase == "generation" and not member and plan.generation > self._watched:
+            self._watched = plan.generation
+            hosts = ", ".join(each.host for each in plan.members)
+            self._screen.say(f"generation {plan.generation} runs on {hosts}; this node waits until it is needed")
         self.released = self._report.node_id in plan.released
         return self._code_when_released() if self.released and not self._workers.running else None
 
