@@ -173,6 +173,25 @@ def test_the_cause_on_one_host_is_told_on_all_with_one_exit_code(cluster):
         assert last[:3] == ["rank 3 of 4 (host n2) raised ValueError", "    bad label 255", "    at fails.py:5"]
 
 
+def test_a_rank_that_hangs_on_another_host_is_named_on_all(cluster):
+    (cluster.here / "hangs.py").write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "while dist.get_rank() == 1:\n"
+        "    time.sleep(0.1)\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    for name in ("n1", "n2"):
+        cluster.launch(name, "2", "--hang-after", "5", script="hangs.py")
+    for name in ("n1", "n2"):
+        assert cluster.end_of(name) == 1
+        report, _, failure = cluster.said(name).partition("run failed: ")
+        assert re.search(r"rank 0 in all_reduce \(hangs.py:6\); rank 1 in <module> for \d+ s \(hangs.py:5\)", report)
+        assert "=> rank 1 keeps the others waiting" in report
+        assert failure.startswith("rank 1 of 2 (host n2) hung")
+
+
 def test_hosts_that_die_are_named_and_the_job_goes_on_when_they_are_back(cluster, expected):
     """First a network that is away for a while; then a host dies that is not the coordinator's, then that one."""
     options = ("--max-restarts", "1", "--save-every", "5 steps")
