@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes, Sight, follower_acts, holder_acts
+from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes, SeenLease, follower_acts, holder_acts
 
 TICK_S = 0.5
 TIMES = LeaseTimes(lost_after_s=6.0)
@@ -20,7 +20,7 @@ class Node:
     followed: int = 1
     renewed_s: float = 0.0
     heard_s: float = 0.0  # of the coordinator
-    sight: Sight = field(default_factory=Sight)
+    seen: SeenLease = field(default_factory=SeenLease)
     running: bool = False
     lease_end_s: float = 0.0  # of the ranks, which the fork server keeps
     sleeps: bool = False
@@ -68,8 +68,8 @@ class World:
             silent_s = self.now_s - node.heard_s
             node.running &= silent_s < TIMES.lost_after_s
             if newest is not None and silent_s >= TIMES.every_s:
-                node.sight = node.sight.look(newest, self.now_s)
-                match follower_acts(node.followed, node.sight, silent_s, node.running, TIMES, self.now_s):
+                node.seen = node.seen.look(newest, self.now_s)
+                match follower_acts(node.followed, node.seen, silent_s, node.running, TIMES, self.now_s):
                     case "claim":
                         assert newest.term == max(self.leases)
                         node.held = Lease(newest.term + 1, node.name, node.name, node.name)

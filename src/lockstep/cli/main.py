@@ -22,6 +22,7 @@ import lockstep
 from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
 from lockstep.cli.command import Command, Parser
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
+from lockstep.cli.rendezvous_options import add_rendezvous_options, rendezvous_of
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
 from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
 from lockstep.errors import LaunchError, LockstepError, SettingError
@@ -139,28 +140,7 @@ def run_options() -> Parser:
     ranks.add_argument(
         "--start", choices=("fork", "plain"), help="ranks as copies of one process, or each as its own Python"
     )
-    meet = parser.add_argument_group("several machines: the same on each")
-    meet.add_argument("--rdzv-endpoint", metavar="HOST[:PORT]", help="where they meet, on one of them (port: 29400)")
-    meet.add_argument("--rdzv-id", metavar="ID", help="a word that must be the same on all of them")
-    meet.add_argument(
-        "--rdzv-conf",
-        metavar="NAME=SECONDS",
-        help="join_timeout=600,last_call_timeout=3,suspect_after=5,lost_after=30 unless given",
-    )
-    meet.add_argument(
-        "--max-changes", type=int, metavar="N", help="starts after machines were lost, came or left (default: 10)"
-    )
-    meet.add_argument(
-        "--spares", type=int, default=0, metavar="N", help="of MAX machines, those that wait to replace another one"
-    )
-    meet.add_argument(
-        "--rdzv-takeover", action="store_true", help="if the endpoint's host is lost, another one takes its place"
-    )
-    # Torchrun's other words for it.
-    meet.add_argument("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)  # there is one way only
-    meet.add_argument("--master-addr", metavar="HOST", help=argparse.SUPPRESS)
-    meet.add_argument("--master-port", type=int, metavar="PORT", help=argparse.SUPPRESS)
-    meet.add_argument("--node-rank", type=int, metavar="N", help=argparse.SUPPRESS)
+    add_rendezvous_options(parser)
     files = parser.add_argument_group("files")
     files.add_argument("--run-dir", metavar="DIR", help="logs, record, checkpoints (default: a new one under runs/)")
     files.add_argument("--resume", action="store_true", help="from the newest whole checkpoint of the run directory")
@@ -228,18 +208,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             hang_after_s=parsed.hang_after,
             on_hang=parsed.on_hang,
             start_method=parsed.start,
-            nodes=Nodes.of(
-                parsed.nnodes,
-                parsed.rdzv_endpoint,
-                parsed.rdzv_id,
-                parsed.rdzv_conf,
-                node_rank=parsed.node_rank,
-                master_addr=parsed.master_addr,
-                master_port=parsed.master_port,
-                max_changes=parsed.max_changes,
-                spares=parsed.spares,
-                takeover=parsed.rdzv_takeover,
-            ),
+            nodes=Nodes.of(**rendezvous_of(parsed)),
             attach=parsed.attach,
             pass_local_rank=parsed.pass_local_rank,
             faults="; ".join(parsed.fault),

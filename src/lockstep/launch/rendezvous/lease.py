@@ -65,7 +65,7 @@ class LeaseTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class SeenLease:
     """A lease as one node has seen it last."""
 
     lease: Lease | None = None
@@ -98,13 +98,13 @@ def holder_acts(
 
 
 def follower_acts(
-    followed: int, sight: Sight, silent_s: float, running: bool, times: LeaseTimes, now_s: float
+    followed: int, seen: SeenLease, silent_s: float, running: bool, times: LeaseTimes, now_s: float
 ) -> Literal["wait", "claim", "follow"]:
     """What a node does that is not the coordinator: nothing, make the next term, or follow a newer holder.
 
     Args:
         followed: the term of the coordinator whose plans it follows.
-        sight: of the highest term.
+        seen: of the highest term.
         silent_s: for how long it has not heard that coordinator over the network.
         running: whether ranks of its own live.
         times: of the job.
@@ -112,9 +112,9 @@ def follower_acts(
     """
     if running or silent_s < times.lost_after_s:
         return "wait"
-    if sight.lease is not None and sight.lease.term > followed:
+    if seen.lease is not None and seen.lease.term > followed:
         return "follow"
-    return "claim" if sight.is_over(times, now_s) else "wait"
+    return "claim" if seen.is_over(times, now_s) else "wait"
 
 
 class LeaseFiles:

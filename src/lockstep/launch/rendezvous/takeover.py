@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from lockstep.launch.deadline_thread import FileThread
 from lockstep.launch.rendezvous.endpoint import Endpoint
-from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes, Sight, follower_acts, holder_acts
+from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes, SeenLease, follower_acts, holder_acts
 
 #: A lease that has not changed in so many looks is nobody's.
 _LOOKS = 4
@@ -123,7 +123,7 @@ class LeaseFollower(Takeover):
     ) -> None:
         self._term, self._node_id, self._host, self._listen = term, node_id, host, listen
         self._directory, self._times, self._files = directory, times, files
-        self._sight, self._next_s = Sight(), 0.0
+        self._seen, self._next_s = SeenLease(), 0.0
         self._listening: socket.socket | None = None
 
     def poll(self, silent_s: float, *, running: bool) -> Duty | Moved:
@@ -135,8 +135,8 @@ class LeaseFollower(Takeover):
         path = self._directory.path
         if (newest := self._files.ask(self._directory.newest, None, of=path)) is None:
             return "go on"
-        self._sight = self._sight.look(newest, time.monotonic())
-        match follower_acts(self._term(), self._sight, silent_s, running, self._times, now_s):
+        self._seen = self._seen.look(newest, time.monotonic())
+        match follower_acts(self._term(), self._seen, silent_s, running, self._times, now_s):
             case "claim":
                 if self._listening is None:
                     self._listening = self._listen()

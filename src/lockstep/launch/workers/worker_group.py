@@ -90,6 +90,8 @@ class WorkerGroup:
         self._memory = MemoryTracker(self._fork_server.pid)
         self._ranks_file = RanksFile(job.run_dir, 0)
         self._next_ranks_s = 0.0
+        # Nodes that hear nothing of this one go on without it after so long, and then its ranks must be gone.
+        self._lease_s = 0.0 if job.request.nodes is None else job.request.nodes.lost_after_s
         self._generation = -1
         self._ranks: range = range(0)
         self._host = ""
@@ -185,7 +187,8 @@ class WorkerGroup:
         self._memory.poll()
         if (now_s := time.monotonic()) >= self._next_ranks_s:
             self._next_ranks_s = now_s + _RANKS_EVERY_S
-            self._renew_lease()
+            if self._lease_s and self.running and self._fork_server is not None:
+                self._fork_server.renew_lease(self._lease_s)
             ranks = [_row(rank) for rank in self._hang_monitor.waits.ranks(now_s)]
             self._output.late = lateness(ranks)
             ranks_file = self._ranks_file
@@ -257,12 +260,6 @@ class WorkerGroup:
                     f"note: rank {rank} (process {process}) was killed, and the kernel does not let it end"
                 )
                 self._exited[rank] = RankExit(rank, -signal.SIGKILL, now_s, ended_by_us=True, host=self._host)
-
-    def _renew_lease(self) -> None:
-        """Nodes that hear nothing of this one go on without it after a while, and then its ranks must be gone."""
-        nodes = self._job.request.nodes
-        if nodes is not None and self._fork_server is not None and self.running:
-            self._fork_server.renew_lease(nodes.lost_after_s)
 
     def _look_at_parts(self) -> None:
         """See whether the fork server or the store is stopped, and does not go on."""
