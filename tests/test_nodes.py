@@ -295,8 +295,14 @@ def test_a_spare_and_another_host_take_over_from_a_coordinator_that_sleeps_and_i
         assert cluster.until_steps("*", ranks=2, steps=15) == {"n2", "n3"}
         machines["n1"].thaw()
         cluster.until_said("n1", " is the coordinator now (term 2)")
+        cluster.until_said("n1", waits)
+        first = "n2" if "this node is the coordinator now" in cluster.said("n2") else "n3"
+        machines[first].signal(cluster.launchers[first], signal.SIGTERM)  # the machine is wanted back
+        assert cluster.end_of(first) == 75, cluster.everything()
+        rest = {"n1", "n2", "n3"} - {first}
+        assert cluster.until_steps(2, ranks=2, steps=16) == rest
         cluster.go()
-        for name in machines.up:
+        for name in rest:
             assert cluster.end_of(name) == 0, cluster.everything()
         assert cluster.finals() == {expected}
     cluster.close()

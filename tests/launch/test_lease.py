@@ -135,3 +135,10 @@ def test_a_term_is_made_by_one_node_only_and_renewed_by_its_holder(tmp_path):
     files._file(3).write_text("{}")
     assert files.newest() is None, "not understood, so nobody acts on it"
     assert sorted(path.name for path in files.path.iterdir()) == ["term-000001", "term-000002", "term-000003"]
+
+
+def test_a_holder_that_leaves_is_not_waited_for():
+    seen = SeenLease().look(Lease(2, "n0", "n0", "n0:1", left=True), 50.0)
+    assert follower_acts(2, seen, 1.0, False, TIMES, 50.0) == "claim"
+    assert follower_acts(1, seen, 1.0, False, TIMES, 50.0) == "claim", "nobody answers where it was"
+    assert follower_acts(2, seen, 1.0, True, TIMES, 50.0) == "wait"

@@ -473,6 +473,22 @@ def test_the_whole_job_stops_where_the_others_cannot_go_on(least, asked, max_cha
     assert (some.plan.generation, some.plan.code) == (0, 75)
 
 
+def test_a_coordinator_that_has_not_read_its_own_report_yet_waits():
+    state = initial_state(0, 0.0)
+    assert decide(state, [], ElasticLimits(max_nodes=2), 0.0) == state
+
+
+def test_a_coordinator_from_which_others_take_over_may_leave_too():
+    some = world(3, 1, 3, max_changes=3, hands_over=True)
+    some.until(some.running)
+    some.nodes[0].ask()
+    some.until(lambda: some.plan.phase == "gather")
+    assert [node.endings[0].status for node in some.nodes] == [75, 75, 75]
+    for _ in range(100):
+        some.tick()
+    assert (some.plan.phase, some.plan.released) == ("gather", ("s0",)), "it begins nothing any more"
+
+
 def test_a_spare_that_is_told_to_stop_disturbs_nobody():
     some = world(3, 2, max_changes=3)
     some.until(some.running)

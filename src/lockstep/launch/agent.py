@@ -293,7 +293,9 @@ class Agent:
             hosts = ", ".join(each.host for each in plan.members)
             self._screen.say(f"generation {plan.generation} runs on {hosts}; this node waits until it is needed")
         self.released = self._report.node_id in plan.released
-        return self._code_when_released() if self.released and not self._workers.running else None
+        # A coordinator stays until all ranks of its generation have ended.
+        may_go = not self._workers.running and not (self._store.is_coordinator and plan.phase == "generation")
+        return self._code_when_released() if self.released and may_go else None
 
     def _code_when_released(self) -> int:
         """The exit code of a node that leaves a job which goes on."""
@@ -378,7 +380,10 @@ class Agent:
         self._report = replace(self._report, leaving=True, running=False)
         self._store.report(self._report, without_repeated_tracebacks(self._workers.endings))
         end_s = time.monotonic() + _FAREWELL_S
-        while self._store.is_coordinator and self.moved is None and time.monotonic() < end_s:
+        if self.released:
+            self._takeover.leave()
+        stays = self._store.is_coordinator and self.moved is None and not self.released
+        while stays and time.monotonic() < end_s:
             self._store.beat()
             others = [node for node in self._store.nodes() if node.report.node_id != self._report.node_id]
             if not any(node.present(self._limits) for node in others):

@@ -231,6 +231,7 @@ def _limits(request: Request, nodes: Nodes) -> ElasticLimits:
         lost_after_s=nodes.lost_after_s,
         suspect_after_s=nodes.suspect_after_s,
         refill_after_s=request.refill_after_s,
+        hands_over=nodes.takeover,
         last_call_s=nodes.last_call_s,
         expected=nodes.hosts,
     )

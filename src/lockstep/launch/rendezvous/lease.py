@@ -42,6 +42,7 @@ class Lease:
     host: str
     endpoint: str  #: where its store listens, ``host:port``
     beat: int = 0
+    left: bool = False  #: its holder has ended its ranks, and left the job to the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +111,13 @@ def follower_acts(
         times: of the job.
         now_s: on its own clock.
     """
-    if running or silent_s < times.lost_after_s:
+    if running or seen.lease is None:
         return "wait"
-    if seen.lease is not None and seen.lease.term > followed:
+    if seen.lease.left:
+        return "claim"
+    if silent_s < times.lost_after_s:
+        return "wait"
+    if seen.lease.term > followed:
         return "follow"
     return "claim" if seen.is_over(times, now_s) else "wait"
 

@@ -98,6 +98,8 @@ def _gather(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLi
     if stoppers := _stoppers(state, nodes, limits):
         stopped_by = stoppers[0].stopped_by
         return _end_job(state, 128 + stopped_by, f"stopped by {_signal_name(stopped_by)} while waiting for nodes")
+    if any(node.report.node_id in state.plan.released for node in nodes[:1]):
+        return state  # another node takes over
     ready = _ready(state, nodes, limits)
     if twice := _given_twice(ready):
         hosts = ", ".join(node.report.host for node in twice)
@@ -225,8 +227,10 @@ def _supervise(
 def _release(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits) -> MembershipState:
     """Let nodes go that were asked to stop by themselves, if enough others stay: a scheduler wants them back."""
     plan = state.plan
-    if any(node is nodes[0] or node.report.stops_job for node in nodes if node.report.stops and not node.gone(limits)):
-        return state  # the whole job stops, since the endpoint is on the first one's host
+    # Where nobody takes over from the first one, its host is where all meet.
+    tied = [] if limits.hands_over else nodes[:1]
+    if any(node in tied or node.report.stops_job for node in nodes if node.report.stops and not node.gone(limits)):
+        return state
     asked = [node.report for node in nodes if node.report.stops and not node.gone(limits)]
     leavers = [report for report in asked if report.node_id not in plan.released]
     stay = [node for node in nodes if node.present(limits) and not node.report.stops]

@@ -39,6 +39,7 @@ class ElasticLimits:
     refill_after_s: float = 600.0  #: of training at new steps, until restarts and changes count from 0 again
     last_call_s: float = 3.0  #: how long ``max_nodes`` are waited for once ``min_nodes`` are there
     listen_s: float = 0.5  #: how long other ranks may fail after the first, so that the cause is among them
+    hands_over: bool = False  #: another node takes over from a coordinator that leaves
     expected: tuple[str, ...] = ()  #: hosts of the allocation, where a scheduler names them
 
 

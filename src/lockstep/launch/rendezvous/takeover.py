@@ -44,6 +44,10 @@ class Takeover(Protocol):
         """
         ...
 
+    def leave(self) -> None:
+        """This node leaves a job that goes on; no rank of its last generation lives, on any node."""
+        ...
+
 
 class NoTakeover(Takeover):
     """The job waits for its coordinator."""
@@ -51,6 +55,9 @@ class NoTakeover(Takeover):
     def poll(self, silent_s: float, *, running: bool) -> Duty | Moved:
         """Go on."""
         return "go on"
+
+    def leave(self) -> None:
+        """Do nothing."""
 
 
 class LeaseHolder(Takeover):
@@ -96,6 +103,11 @@ class LeaseHolder(Takeover):
                 return "suspend"
             case "lead":
                 return "go on"
+
+    def leave(self) -> None:
+        """Let another node have the lease at once."""
+        renew = partial(self._directory.renew, replace(self._lease, beat=self._lease.beat + 1, left=True))
+        self._files.ask(renew, None, of=self._directory.path, urgent=True)
 
 
 class LeaseFollower(Takeover):
@@ -148,6 +160,9 @@ class LeaseFollower(Takeover):
             case "follow":
                 return Moved(newest, self._listening if newest.node_id == self._node_id else None)
         return "go on"
+
+    def leave(self) -> None:
+        """Do nothing: the coordinator knows it from the report."""
 
 
 def living_holder(directory: LeaseFiles, times: LeaseTimes, sleep: Callable[[float], None]) -> Lease | None:
