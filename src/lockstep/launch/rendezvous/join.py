@@ -189,7 +189,7 @@ def join_job(
             times,
             files,
         ),
-        without_coordinator="another node takes over",
+        without_coordinator="another node takes over unless it comes back",
     )
 
 
