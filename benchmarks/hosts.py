@@ -25,6 +25,7 @@ from pathlib import Path
 
 _DEADLINE_S = 30.0
 _NETWORK = "10.77.0"
+_NETWORK_6 = "fd77::"
 
 
 @functools.cache
@@ -55,17 +56,20 @@ class Host:
     place: int  #: process number, as seen from here, of its first process
     keeper: subprocess.Popen[str]
     switch: int
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(
         self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], **more: object
     ) -> subprocess.Popen[str]:
         """Start ``command`` on this host; ``signal`` of it goes through `Host.signal`."""
-        return subprocess.Popen(
+        started: subprocess.Popen[str] = subprocess.Popen(
             [*self._enter(f"--wd={cwd}"), *command],
             env=dict(env),
             text=True,
             **{"stdin": subprocess.DEVNULL, **more},  # type: ignore[call-overload]
         )
+        self.started.append(started)
+        return started
 
     def run(self, *command: str) -> str:
         """Run a short ``command`` on this host; what it printed."""
@@ -86,6 +90,17 @@ class Host:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.place, signal.SIGKILL)
         self.keeper.wait(_DEADLINE_S)
+
+    def freeze(self) -> None:
+        """Stop every process of this host, as when a virtual machine is paused; what it is sent is still received."""
+        self.run("sh", "-c", "kill -STOP -1")
+
+    def thaw(self) -> None:
+        """Undo `freeze`."""
+        self.run("sh", "-c", "kill -CONT -1")
+        for one in self.started:
+            # It entered the host, and was stopped with what it started there.
+            one.send_signal(signal.SIGCONT)
 
     def cut(self) -> None:
         """Nothing that this host sends arrives any more, or the other way round; nobody is told."""
@@ -112,6 +127,7 @@ class Hosts:
     switch: int
     directory: Path
     up: dict[str, Host] = field(default_factory=dict)
+    ipv6: bool = False  #: they have addresses of IPv6 only
 
     def __getitem__(self, name: str) -> Host:
         """The host of this name."""
@@ -120,7 +136,7 @@ class Hosts:
     def boot(self, name: str) -> Host:
         """Start the host ``name``, ``n1`` to ``n250``, also once more after `Host.kill`."""
         number = int(name.removeprefix("n"))
-        address = f"{_NETWORK}.{number}"
+        address = f"{_NETWORK_6}{number}" if self.ipv6 else f"{_NETWORK}.{number}"
         with contextlib.suppress(AssertionError):  # of one that was killed a moment ago
             _in(self.switch, "ip", "link", "delete", f"port-{name}")
         keeper = _keep(
@@ -141,16 +157,23 @@ class Hosts:
         _in(self.switch, "ip", "link", "add", port, "type", "veth", *card)
         _in(self.switch, "ip", "link", "set", port, "master", "bridge", "up")
         host = Host(name, address, place, keeper, self.switch)
-        host.run("sh", "-c", f"ip address add {address}/24 dev eth0 && ip link set eth0 up")
+        # Without nodad an address of IPv6 could not be used for a second or two.
+        added = f"{address}/64 dev eth0 nodad" if self.ipv6 else f"{address}/24 dev eth0"
+        host.run("sh", "-c", f"ip address add {added} && ip link set eth0 up")
         self.up[name] = host
         return host
 
 
 @contextlib.contextmanager
-def hosts(count: int, *, named: int = 8) -> Iterator[Hosts]:
-    """``count`` hosts ``n1``, ``n2``... on one switch; the names of ``named`` are known. All gone afterwards."""
+def hosts(count: int, *, named: int = 8, ipv6: bool = False) -> Iterator[Hosts]:
+    """``count`` hosts ``n1``, ``n2``... on one switch; the names of ``named`` are known. All gone afterwards.
+
+    With ``ipv6`` they have addresses of IPv6 only, and names that stand for these.
+    """
     with tempfile.TemporaryDirectory(prefix="hosts-") as directory, contextlib.ExitStack() as stack:
-        lines = ["127.0.0.1 localhost", *(f"{_NETWORK}.{number} n{number}" for number in range(1, named + 1))]
+        network = _NETWORK_6 if ipv6 else f"{_NETWORK}."
+        local = "::1 localhost" if ipv6 else "127.0.0.1 localhost"
+        lines = [local, *(f"{network}{number} n{number}" for number in range(1, named + 1))]
         Path(directory, "hosts").write_text("\n".join(lines) + "\n")
         # No name server: an unknown name is refused at once, as a good one would.
         Path(directory, "resolv.conf").write_text("options timeout:1 attempts:1\n")
@@ -160,7 +183,7 @@ def hosts(count: int, *, named: int = 8) -> Iterator[Hosts]:
             "&& echo up && exec sleep infinity",
         )
         stack.callback(_end, switch)
-        world = Hosts(_children(switch.pid)[0], Path(directory))
+        world = Hosts(_children(switch.pid)[0], Path(directory), ipv6=ipv6)
         stack.callback(lambda: [_end(host.keeper) for host in world.up.values()])
         for number in range(1, count + 1):
             world.boot(f"n{number}")

@@ -80,6 +80,7 @@ CAMPAIGN = re.compile(
     r"test_vision_transformer_learns_under_every_strategy|"
     r"test_a_run_begins_with_the_largest_micro_batch|test_a_profile_a_trace_and_the_largest_batch|test_a_script_that_fails_alone_is_told|"
     r"test_search_digits_finds_a_network|test_300_mb_of_parameters|"
+    r"test_nodes\.py::test_(a_spare_and_another_host_take_over|a_rank_that_hangs_on_another_host)|"
     r"test_kills\.py::test_many_kills|test_losses_do_not_depend_on_the_ranks\[1-3\]|"
     r"test_benchmarks\.py::test_(servers|links|data|compress|zero|strategies|start|memory|memory_phases|exact|failures|goodput|tune_speed)$"
 )

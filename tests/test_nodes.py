@@ -27,7 +27,7 @@ pytestmark = [
 
 DEADLINE_S = 100
 SOURCE = str(Path(lockstep.__file__).parents[1])
-CONF = "join_timeout=60,last_call_timeout=1,lost_after=3"
+CONF = "join_timeout=60,last_call_timeout=1,suspect_after=2,lost_after=4"
 
 #: Trains a little and says each step in a file. From step WAIT on its steps are slow, until there is a file "go".
 TRAIN = """
@@ -125,8 +125,8 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path):
-    with hosts(2) as machines:
+def cluster(tmp_path, request):
+    with hosts(2, **getattr(request, "param", {})) as machines:
         made = Cluster(machines, tmp_path)
         yield made
     made.close()
@@ -143,7 +143,8 @@ def expected(tmp_path_factory):
     return (here / "final-0").read_text()
 
 
-def test_two_hosts_train_the_bits_of_one_also_over_a_slow_link(cluster, expected):
+@pytest.mark.parametrize("cluster", [{"ipv6": True}], indirect=True)
+def test_two_hosts_train_the_bits_of_one_over_a_slow_link_with_addresses_of_ipv6_only(cluster, expected):
     cluster.machines["n2"].slow("20mbit")
     cluster.go()
     for name in ("n2", "n1"):
@@ -172,28 +173,57 @@ def test_the_cause_on_one_host_is_told_on_all_with_one_exit_code(cluster):
         assert last[:3] == ["rank 3 of 4 (host n2) raised ValueError", "    bad label 255", "    at fails.py:5"]
 
 
-def test_hosts_that_die_are_named_and_the_job_goes_on_when_they_are_back(cluster, expected):
-    """First another host than the coordinator's, then the coordinator's own."""
-    options = ("--max-restarts", "1", "--save-every", "5 steps")
+def test_a_rank_that_hangs_on_another_host_is_named_on_all(cluster):
+    (cluster.here / "hangs.py").write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "while dist.get_rank() == 1:\n"
+        "    time.sleep(0.1)\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
     for name in ("n1", "n2"):
-        cluster.launch(name, "2", *options, wait=12)
+        cluster.launch(name, "2", "--hang-after", "5", script="hangs.py")
+    for name in ("n1", "n2"):
+        assert cluster.end_of(name) == 1
+        report, _, failure = cluster.said(name).partition("run failed: ")
+        assert re.search(r"rank 0 in all_reduce \(hangs.py:6\); rank 1 in <module> for \d+ s \(hangs.py:5\)", report)
+        assert "=> rank 1 keeps the others waiting" in report
+        assert failure.startswith("rank 1 of 2 (host n2) hung")
+
+
+def test_hosts_that_die_are_named_and_the_job_goes_on_when_they_are_back(cluster, expected):
+    """First a network that is away for a while; then a host dies that is not the coordinator's, then that one."""
+    options = ("--max-restarts", "1", "--save-every", "5 steps")
+    conf = CONF.replace("lost_after=4", "lost_after=30")
+    for name in ("n1", "n2"):
+        cluster.launch(name, "2", *options, wait=12, conf=conf)
     assert cluster.until_steps(0, ranks=2, steps=12) == {"n1", "n2"}
+    cluster.machines["n2"].cut()
+    cluster.until_said("n1", "nothing heard of n2 for 2 s; waiting up to 30 s, while the ranks hold their connections")
+    cluster.machines["n2"].mend()
+    cluster.until_said("n1", "n2 is heard again")
+    cluster.until_steps(0, ranks=2, steps=15)
+    assert "lost node" not in cluster.said("n1")
+
     cluster.machines["n2"].kill()
     cluster.until_said(
         "n1", "lost node n2 (rank 1 of 2); going on as generation 1 with 2 nodes (change 1 of at most 10)"
     )
     cluster.until_said("n1", "waiting for 1 of 2 nodes: here n1")
     cluster.machines.boot("n2")
-    cluster.launch("n2", "2", *options, wait=12)
+    cluster.launch("n2", "2", *options, wait=12, conf=conf)
     assert cluster.until_steps(1, ranks=2, steps=13) == {"n1", "n2"}
     assert "resumed at step " in cluster.said("n1")
 
     cluster.machines["n1"].kill()
     cluster.until_said("n2", "cut off: nothing heard of the coordinator")
+    again = f"lockstep run --resume --run-dir r --nnodes 2 --rdzv-endpoint n1:29400 --rdzv-conf {conf}"
+    cluster.until_said("n2", f"to go on, on n1: {again}")
     cluster.until(lambda: "rank 1" not in cluster.machines["n2"].run("ps", "-eo", "comm"), "n2 kept its rank")
     cluster.machines.boot("n1")
     cluster.go()
-    cluster.launch("n1", "2", "--resume", *options, wait=12)
+    cluster.launch("n1", "2", "--resume", *options, wait=12, conf=conf)
     assert (cluster.end_of("n1"), cluster.end_of("n2")) == (0, 0), cluster.everything()
     assert "generation 2: 2 ranks on 2 nodes: n1 (1), n2 (1)" in cluster.said("n2")
     assert cluster.finals() == {expected}
@@ -221,7 +251,7 @@ def test_who_does_not_come_and_who_does_not_fit_is_told(cluster):
     assert re.search(r"gave up waiting for 1 of 2 nodes: here n1 \(1\d s\)", cluster.said("n1"))
 
 
-def test_one_to_three_hosts_shrink_when_one_is_cut_off_grow_again_and_train_the_same_bits(tmp_path, expected):
+def test_one_to_three_hosts_shrink_when_one_is_cut_off_grow_let_one_go_and_train_the_same_bits(tmp_path, expected):
     with hosts(3) as machines:
         cluster = Cluster(machines, tmp_path)
         options = {"wait": 12, "conf": CONF.replace("last_call_timeout=1", "last_call_timeout=4")}
@@ -238,9 +268,41 @@ def test_one_to_three_hosts_shrink_when_one_is_cut_off_grow_again_and_train_the_
         cluster.launch("n3", "1:3", "--save-every", "5 steps", **options)
         cluster.until_said("n1", " came: stopping at a checkpoint, to go on with more nodes")
         assert cluster.until_steps("*", ranks=3, steps=12) == {"n1", "n2", "n3"}
+        machines["n3"].signal(cluster.launchers["n3"], signal.SIGTERM)
+        assert cluster.end_of("n3") == 75, cluster.everything()
+        assert "left the job with a complete checkpoint; the other nodes go on" in cluster.said("n3")
         cluster.go()
-        for name in machines.up:
+        for name in ("n1", "n2"):
             assert cluster.end_of(name) == 0, cluster.everything()
+        assert "n3 was told to stop (SIGTERM) and leaves: stopping at a checkpoint" in cluster.said("n1")
         assert "the other nodes are heard again" in cluster.said("n2")
+        assert cluster.finals() == {expected}
+    cluster.close()
+
+
+def test_a_spare_and_another_host_take_over_from_a_coordinator_that_sleeps_and_it_follows_them(tmp_path, expected):
+    with hosts(3) as machines:
+        cluster = Cluster(machines, tmp_path)
+        options = ("--spares", "1", "--rdzv-takeover", "--save-every", "5 steps")
+        conf = "join_timeout=60,last_call_timeout=30,suspect_after=1,lost_after=3"
+        for name in ("n1", "n2", "n3"):
+            cluster.launch(name, "2:3", *options, wait=12, conf=conf)
+        assert "n1" in cluster.until_steps(0, ranks=2, steps=12)
+        waits = "; this node waits until it is needed"
+        cluster.until(lambda: waits in cluster.said("n2") + cluster.said("n3"), "no spare")
+        machines["n1"].freeze()
+        cluster.until(lambda: "this node is the coordinator now (term 2)" in cluster.said("n2") + cluster.said("n3"))
+        assert cluster.until_steps("*", ranks=2, steps=15) == {"n2", "n3"}
+        machines["n1"].thaw()
+        cluster.until_said("n1", " is the coordinator now (term 2)")
+        cluster.until_said("n1", waits)
+        first = "n2" if "this node is the coordinator now" in cluster.said("n2") else "n3"
+        machines[first].signal(cluster.launchers[first], signal.SIGTERM)  # the machine is wanted back
+        assert cluster.end_of(first) == 75, cluster.everything()
+        rest = {"n1", "n2", "n3"} - {first}
+        assert cluster.until_steps(2, ranks=2, steps=16) == rest
+        cluster.go()
+        for name in rest:
+            assert cluster.end_of(name) == 0, cluster.everything()
         assert cluster.finals() == {expected}
     cluster.close()

@@ -1,5 +1,6 @@
 """Saving and loading real files on one rank."""
 
+import json
 import os
 import subprocess
 import threading
@@ -25,6 +26,7 @@ from lockstep.checkpoint import (
     verify,
 )
 from lockstep.checkpoint.layout import lay_out
+from lockstep.checkpoint.lock import LOCK_FILE
 from lockstep.checkpoint.tensors import CpuStager, flatten
 from lockstep.collectives import in_memory, single_rank_group
 from lockstep.errors import CheckpointError, DamagedCheckpoint
@@ -47,6 +49,18 @@ def save(root, *steps, tree=STATE, **options):
     saves.close()
     assert said == []
     return [one.path for one in list_checkpoints(Path(root))]
+
+
+def test_a_run_that_slept_while_its_job_went_on_elsewhere_commits_nothing_any_more(tmp_path):
+    saves, said = checkpoints(tmp_path)
+    saves.claim("job", 2)
+    saves.save(STATE, 1, {})
+    saves.wait()
+    (tmp_path / LOCK_FILE).write_text(json.dumps({"host": "n2", "process": 7, "job": "job", "generation": 3}))
+    saves.save(STATE, 2, {})
+    saves.release()
+    assert [one.step for one in list_checkpoints(tmp_path)] == [1]
+    assert "was taken over by generation 3 of this job (process 7 on n2)" in "".join(said)
 
 
 @settings(max_examples=60)

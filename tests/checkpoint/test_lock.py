@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.checkpoint.lock import LOCK_FILE, Holder, lock_root
+from lockstep.checkpoint.lock import LOCK_FILE, Holder, lock_root, superseded_by
 from lockstep.errors import SettingError
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
@@ -172,7 +172,21 @@ def test_an_earlier_generation_whose_lock_stays_stops_nobody(tmp_path, other):
     assert round(time.now_s) == 10
     (line,) = said
     assert "still locked by generation 2 of this job" in line
+    assert superseded_by(tmp_path) == ""
     held.close()
+
+
+def test_a_holder_that_slept_while_its_job_went_on_without_it_knows_that_when_it_wakes_up(tmp_path):
+    held, _ = take(tmp_path, generation=2)
+    assert superseded_by(tmp_path) == ""
+    (tmp_path / LOCK_FILE).write_text("")  # the later generation is about to write its name
+    assert superseded_by(tmp_path) == "another run"
+    later = json.dumps({"host": "n2", "process": 7, "job": "job", "generation": 3})
+    (tmp_path / LOCK_FILE).write_text(later)
+    assert superseded_by(tmp_path) == "generation 3 of this job (process 7 on n2)"
+    held.close()
+    assert (tmp_path / LOCK_FILE).read_text() == later, "it is not this one's to remove"
+    assert superseded_by(tmp_path) == ""
 
 
 @pytest.mark.parametrize(("generation", "job"), [(3, "another job"), (2, "job"), (1, "job"), (3, "")])

@@ -35,6 +35,8 @@ def agent(err, *, is_coordinator):
         probe=None,
         listen=None,
         look_after=None,
+        takeover=lambda files: None,
+        without_coordinator="",
     )
     screen = Screen(io.StringIO(), err, {})
     return Agent(joined, SimpleNamespace(attached=None), screen, Stops(), FileThread(screen.say))

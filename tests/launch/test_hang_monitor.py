@@ -1,13 +1,97 @@
 """The launcher's watch over its ranks, with a clock of the test's: what it says of a hang stays said."""
 
+import contextlib
 import os
 import socket
 from pathlib import Path
 
 from lockstep.heartbeat_message import Heartbeat, SourceLine
 from lockstep.launch.deadline_thread import FileThread
-from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
+from lockstep.launch.diagnosis.hang_analysis import HangTimeouts, RankState
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
+from lockstep.launch.diagnosis.rank_places import RankPlaces
+
+
+def monitor(path, said, files, clock, **timeouts):
+    return HangMonitor(
+        HangTimeouts(**timeouts),
+        None,
+        stacks=lambda rank: path / f"stacks-{rank}",
+        hangs=path / "hangs",
+        files=files,
+        say=said.append,
+        shown=str,
+        now=clock,
+    )
+
+
+def test_a_rank_that_others_wait_for_on_another_node_is_named_and_its_node_ends_the_generation(tmp_path):
+    now, said = [100.0], {"n1": [], "n2": []}
+    files = FileThread(print)
+    hangs = {}
+    with contextlib.ExitStack() as stack:
+        watches = {
+            host: stack.enter_context(monitor(tmp_path / host, said[host], files, lambda: now[0], hang_after_s=4.0))
+            for host in said
+        }
+        line = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        for rank, host in enumerate(said):
+            watches[host].begin([rank], 2)
+        while "n2" not in hangs:  # rank 0 on n1 waits for rank 1 on n2
+            assert now[0] < 120
+            for rank, (host, call) in enumerate(zip(said, ("all_reduce", ""), strict=True)):
+                line.sendto(_beat(rank, call).to_text().encode(), watches[host].channel)
+                other = {"n1": "n2", "n2": "n1"}[host]
+                watches[host].elsewhere = RankPlaces.from_text(watches[other].places, other)
+            for host, watch in watches.items():
+                if (hang := watch.poll()) is not None:
+                    hangs[host] = hang
+            now[0] += 0.5
+        failures = {host: watch.hang_failures() for host, watch in watches.items()}
+    files.close()
+    assert list(hangs) == ["n2"], "the node whose rank it is can say why"
+    assert {host: list(found) for host, found in failures.items()} == {"n1": [], "n2": [1]}
+    for host in said:
+        (text,) = said[host]
+        assert "rank 0 in all_reduce" in text
+        assert "=> rank 1 keeps the others waiting" in text
+    assert "  rank 1 on n2, innermost first:\n      train.py:8 in train" in said["n1"][0]
+
+
+def test_where_no_other_node_ends_a_hang_this_one_does(tmp_path):
+    now, said, files = [100.0], [], FileThread(print)
+    elsewhere = RankPlaces.from_text(_places(1, ""), "n2")
+    with (
+        monitor(tmp_path, said, files, lambda: now[0], hang_after_s=4.0) as watch,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line,
+    ):
+        watch.begin([0], 2)
+        hang = None
+        while hang is None:
+            assert now[0] < 120
+            line.sendto(_beat(0, "all_reduce").to_text().encode(), watch.channel)
+            watch.elsewhere = elsewhere
+            hang = watch.poll()
+            now[0] += 0.5
+        assert list(watch.hang_failures()) == [0]
+    files.close()
+
+
+def _beat(rank, call):
+    place = SourceLine("train.py", 7 + rank, "train")
+    return Heartbeat(rank, os.getpid(), -1, 0, "script", place, call, bool(call), 3, 0.0, 100.0)
+
+
+def _places(rank, call):
+    return RankPlaces((RankState(rank, _beat(rank, call), 0.0, 9.0, 9.0, True),), {rank: "sleeping"}).to_text()
+
+
+def test_places_are_read_as_they_were_written_and_strange_ones_are_none():
+    assert RankPlaces.from_text(_places(1, "all_reduce"), "n2") == RankPlaces(
+        (RankState(1, _beat(1, "all_reduce"), 0.0, 9.0, 9.0, True),), {1: "sleeping"}, {}, {1: "n2"}
+    )
+    for text in ("", "[]", "{}", '{"states": [{"rank": 1}], "exited": {}}', '{"states": [], "exited": []}'):
+        assert RankPlaces.from_text(text, "n2") == RankPlaces()
 
 
 def test_ranks_that_are_ended_for_a_hang_are_not_blamed_for_falling_silent(tmp_path):

@@ -7,12 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.rendezvous.membership import MembershipState, decide, initial_state, missing_hosts
+from lockstep.launch.rendezvous.node_silence import lost_members
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message, notice_from_json, notice_to_json
-from lockstep.launch.rendezvous.plan import ElasticLimits, NodeReport, NodeView, Plan, StopMode
+from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeReport, NodeView, Plan, StopMode
 
 TICK_S = 0.25
+LOST_PEER = Failure(0, "n", "PeerLost", "gone", "", 0, "", "", True, 0.0, 0)
 
 
 def ready(*node_ranks, silent_s=0.0):
@@ -53,15 +56,20 @@ class Node:
     plan: Plan = field(default_factory=Plan)
     slow: int = 0  # ticks until it reacts
     asked_for: int = 0  # ticks since its ranks were asked to end
+    closed: int = -1  # the generation in which the connections of its ranks were closed, so that others notice
+    broken_for: int = 0  # ticks since another one's were
     endings: tuple = ()
     will: int | None = None  # how its ranks end by themselves
+    told: tuple = ()  # its report and its endings, as it wrote them last
 
-    def live(self, now_s, plan):
+    def live(self, now_s, plan, limits):
         """One tick of an agent; as the real one, it knows of the coordinator only what arrives."""
         if self.linked:
             self.plan, self.heard_s = plan, now_s
         # Some nodes are slower than others to see something and to end their ranks.
-        cut_off = now_s - self.heard_s >= 5.0 + self.slow * TICK_S
+        nothing_to_keep = self.report.failed or self.report.stops
+        patience_s = limits.suspect_after_s if nothing_to_keep else limits.lost_after_s
+        cut_off = now_s - self.heard_s >= patience_s + self.slow * TICK_S
         self.asked_for = self.asked_for + 1 if self.plan.stop_mode > StopMode.NONE else 0
         if self.report.running:
             if (
@@ -78,18 +86,56 @@ class Node:
                 self.end(75, now_s, by_us=True)
             elif self.plan.stop_mode > StopMode.NONE:
                 self.end(-signal.SIGTERM, now_s, by_us=True)
+        elif self.report.node_id in self.plan.released:
+            self.report = replace(self.report, leaving=True)
         elif (
             not cut_off
             and self.plan.phase == "generation"
             and self.plan.node_rank(self.report.node_id) is not None
             and self.report.generation != self.plan.generation
         ):
-            self.report = replace(self.report, generation=self.plan.generation, running=True, failed=False)
-            self.endings, self.will = (), None
+            self.report = replace(
+                self.report,
+                generation=self.plan.generation,
+                running=True,
+                failed=False,
+                lost_peer=False,
+                own_cause=False,
+            )
+            self.endings, self.will, self.broken_for = (), None, 0
 
-    def end(self, status, now_s, *, by_us):
-        self.endings = (RankExit(0, status, now_s, ended_by_us=by_us),)
-        self.report = replace(self.report, running=False, failed=not by_us and status not in (0, 74, 75))
+    def feel(self, others):
+        """Ranks whose connection to another one breaks fail, and say so; a network that is cut tells nobody."""
+        generation = self.report.generation
+        if self.linked and any(other.closed == generation and other.linked for other in others):
+            self.broken_for += 1
+        if self.broken_for > self.slow and self.report.running and self.will is None:
+            self.end(1, 0.0, by_us=False, lost_peer=True)
+
+    def end(self, status, now_s, *, by_us, lost_peer=False):
+        failure = LOST_PEER if lost_peer else None
+        self.endings = (RankExit(0, status, now_s, ended_by_us=by_us, failure=failure),)
+        failed = not by_us and status not in (0, 74, 75)
+        self.report = replace(
+            self.report, running=False, failed=failed, lost_peer=lost_peer, own_cause=failed and not lost_peer
+        )
+        self.close()
+
+    def close(self):
+        if self.linked:
+            self.closed = self.report.generation
+
+    def ask(self):
+        """A scheduler wants this node back."""
+        self.report = replace(self.report, stops=1, stopped_by=signal.SIGTERM)
+
+    def die(self):
+        self.close()
+        self.lose_power()
+
+    def lose_power(self):
+        self.alive = False
+        self.report = replace(self.report, running=False)
 
 
 @dataclass
@@ -113,13 +159,19 @@ class World:
         )
 
     def views(self):
-        return [NodeView(node.report, self.now_s - node.said_s, node.endings) for node in self.nodes]
+        for node in self.nodes:
+            if (node.alive and node.linked) or not node.told:
+                node.told = node.report, node.endings
+        return [NodeView(report, self.now_s - n.said_s, endings) for n in self.nodes for report, endings in [n.told]]
 
     def tick(self):
         self.now_s += TICK_S
         for node in self.nodes:
             if node.alive:
-                node.live(self.now_s, self.state.plan)
+                node.live(self.now_s, self.state.plan, self.limits)
+        for node in self.nodes:
+            if node.alive:
+                node.feel([other for other in self.nodes if other is not node])
             if node.alive and node.linked:
                 node.said_s = self.now_s
         views, before = self.views(), self.state
@@ -152,7 +204,8 @@ class World:
             assert not [node.name for node in self.nodes if node.alive and node.report.running], "two worlds at once"
             assert ids[0] == "s0", "the coordinator's ranks come first: only they commit"
             for node in self.nodes:
-                assert node.report.node_id not in ids or self.now_s - node.said_s < self.limits.lost_after_s
+                assert node.report.node_id not in ids or self.now_s - node.said_s < self.limits.suspect_after_s
+            assert not set(ids) & set(after.plan.released), "a node that was let go has left"
 
     def until(self, done, within_s=500.0):
         end_s = self.now_s + within_s
@@ -186,7 +239,8 @@ def world(nodes, min_nodes, max_nodes=None, **limits):
 
 
 events = st.one_of(
-    st.tuples(st.sampled_from(["die", "cut", "mend"]), st.integers(1, 5)),
+    st.tuples(st.sampled_from(["die", "lose power", "cut", "mend"]), st.integers(1, 5)),
+    st.tuples(st.just("ask"), st.integers(0, 5)),
     st.tuples(st.sampled_from(["fail", "finish", "unsaved", "usage"]), st.integers(0, 5)),
     st.tuples(st.just("come"), st.just(0)),
     st.tuples(st.just("stop"), st.integers(0, 5)),
@@ -194,9 +248,16 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=400)
-@given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 2), st.integers(0, 3), st.lists(events, max_size=12))
-def test_whatever_happens_the_laws_hold_and_it_ends_or_runs(least, more, max_restarts, max_changes, happens):
+@settings(max_examples=200)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.integers(0, 3),
+    st.lists(events, max_size=12),
+)
+def test_whatever_happens_the_laws_hold_and_it_ends_or_runs(here, least, more, max_restarts, max_changes, happens):
     job = World(
         ElasticLimits(
             min_nodes=least,
@@ -206,14 +267,18 @@ def test_whatever_happens_the_laws_hold_and_it_ends_or_runs(least, more, max_res
             join_timeout_s=60.0,
         )
     )
-    job.come()
+    for _ in range(here):
+        job.come()
+    for _ in range(16):  # the last call is over, and those that are enough run
+        job.tick()
     for what, which in happens:
         node = job.nodes[which % len(job.nodes)]
         coordinator = node is job.nodes[0]
         match what:
             case "die" if not coordinator:
-                node.alive = False
-                node.report = replace(node.report, running=False)
+                node.die()
+            case "lose power" if not coordinator:
+                node.lose_power()
             case "cut" if not coordinator:
                 node.linked = False
             case "mend":
@@ -226,7 +291,10 @@ def test_whatever_happens_the_laws_hold_and_it_ends_or_runs(least, more, max_res
             case "fail" | "usage":
                 node.will = {"fail": 1, "usage": 2}[what]
             case "stop" if node.alive:
-                node.report = replace(node.report, stops=node.report.stops + 1, stopped_by=signal.SIGTERM)
+                stops = node.report.stops + 1
+                node.report = replace(node.report, stops=stops, stopped_by=signal.SIGINT, stops_job=True)
+            case "ask" if node.alive:
+                node.ask()
             case "wait":
                 for _ in range(which * 4):
                     job.tick()
@@ -281,9 +349,9 @@ def test_a_run_that_could_not_save_its_end_is_told_and_not_restarted(comes):
 def test_a_lost_node_is_named_waited_for_and_replaced():
     pair = world(2, 2, max_changes=3)
     pair.until(pair.running)
-    pair.nodes[1].alive = False
+    pair.nodes[1].die()
     pair.until(lambda: pair.plan.phase == "gather", within_s=7)
-    assert "lost node n1 (ranks 2, 3 of 4): nothing heard for 5 s; ending all ranks" in pair.said
+    assert "lost node n1 (ranks 2, 3 of 4); going on as generation 1 with 2 nodes (change 1 of at most 3)" in pair.said
     pair.until(lambda: "waiting for 1 of 2 nodes: here n0 (" in pair.said, within_s=5)
     pair.come()
     pair.until(pair.running, within_s=2)
@@ -294,11 +362,179 @@ def test_a_lost_node_is_named_waited_for_and_replaced():
 def test_a_fixed_job_without_restarts_ends_with_its_first_loss():
     pair = world(2, 2)
     pair.until(pair.running)
-    pair.nodes[1].alive = False
+    pair.nodes[1].die()
     pair.until(lambda: pair.plan.phase == "over", within_s=7)
     assert pair.plan.code == 1
     assert "lost node n1" in pair.state.notices[-1].text
     assert pair.state.notices[-1].failure
+
+
+@pytest.mark.parametrize("cut_s", [4, 12, 25])
+def test_a_network_that_is_silent_for_less_than_tcp_bears_costs_nothing(cut_s):
+    pair = world(2, 1, 2, max_changes=3)
+    pair.until(pair.running)
+    pair.nodes[1].linked = False
+    for _ in range(int(cut_s / TICK_S)):
+        pair.tick()
+    pair.nodes[1].linked = True
+    for _ in range(40):
+        pair.tick()
+    assert (pair.plan.generation, pair.state.changes, pair.running()) == (0, 0, True)
+    waited = "nothing heard of n1 for 5 s; waiting up to 30 s, while the ranks hold their connections"
+    assert (waited in pair.said, "n1 is heard again" in pair.said) == (cut_s > 5, cut_s > 5)
+
+
+@pytest.mark.parametrize(("ends", "after_s"), [("die", 5), ("lose_power", 30)])
+def test_a_silent_node_is_lost_early_only_if_the_connections_to_it_broke(ends, after_s):
+    some = world(3, 1, 3, max_changes=3)
+    some.until(some.running)
+    getattr(some.nodes[2], ends)()
+    began_s = some.now_s
+    some.until(lambda: some.plan.generation == 1)
+    assert after_s <= some.now_s - began_s < after_s + 3
+    told = f"lost node n2 (ranks 4, 5 of 6): nothing heard for {after_s} s; ending all ranks" in some.said
+    assert told == (after_s == 30), "where connections broke they have ended"
+
+
+def member(number, silent_s=0.0, **report):
+    return NodeView(NodeReport(f"s{number}", f"n{number}", 1, generation=0, running=True, **report), silent_s)
+
+
+PEER = {"failed": True, "lost_peer": True}
+OTHERS_GONE = [member(0, **PEER), member(1, **PEER)]
+
+
+@pytest.mark.parametrize(
+    ("members", "failed_for_s", "lost"),
+    [
+        ([*OTHERS_GONE, member(2, 6.0)], 5.0, {"s2"}),
+        ([*OTHERS_GONE, member(2, 6.0)], 0.0, set()),
+        ([*OTHERS_GONE, member(2, 4.0)], 5.0, set()),
+        ([member(0), member(1), member(2, 6.0)], 0.0, set()),
+        ([member(0), member(1), member(2, 6.0, failed=True)], 0.0, {"s2"}),
+        ([member(0), member(1), member(2, 30.0)], 0.0, {"s2"}),
+        ([member(0), member(1), member(2, leaving=True)], 0.0, {"s2"}),
+        ([member(0, **PEER), member(1, failed=True, own_cause=True), member(2, 6.0)], 5.0, set()),
+        ([member(0, **PEER), member(1, 4.7), member(2, 6.0)], 5.0, set()),
+        ([member(0, **PEER), member(1, 6.0), member(2, 6.0)], 5.5, set()),
+        ([member(0, **PEER), member(1)], 0.0, {"s2"}),
+    ],
+    ids=[
+        "its connections broke",
+        "it has not been listened for long enough",
+        "it is not suspected yet",
+        "it is silent",
+        "it has said that one of its ranks failed",
+        "it is silent for long",
+        "it says that it leaves",
+        "another one has a cause of its own",
+        "another one may have a cause of its own, which has not arrived",
+        "another one is silent, too: its ranks may live and wait",
+        "the coordinator does not know it",
+    ],
+)
+def test_a_member_is_lost_only_if_its_ranks_must_be_dead_when_the_others_go_on(members, failed_for_s, lost):
+    plan = Plan(phase="generation", members=tuple(Member(f"s{n}", f"n{n}", 1) for n in range(3)))
+    limits = ElasticLimits(max_nodes=3)
+    found = lost_members(plan, members, set(), set(), limits, failed_for_s=failed_for_s, patience_s=limits.lost_after_s)
+    assert found == lost
+    if lost == {"s2"} and failed_for_s:
+        before = {"s1"}
+        again = lost_members(plan, members, set(), before, limits, failed_for_s=failed_for_s, patience_s=30.0)
+        assert again == set(), "what broke may have been the connections to the one that was lost before"
+
+
+def test_a_node_that_is_told_to_stop_leaves_with_a_checkpoint_and_the_others_go_on():
+    some = world(3, 1, 3, max_changes=3)
+    some.until(some.running)
+    some.nodes[2].ask()
+    some.tick()
+    assert (some.plan.stop_mode, some.plan.released) == (StopMode.GRACEFUL, ("s2",))
+    assert "n2, which leaves the job," in some.plan.stop_reason
+    some.until(lambda: some.plan.generation == 1 and some.running(), within_s=8)
+    assert [member.host for member in some.plan.members] == ["n0", "n1"]
+    assert [ending.status for ending in some.nodes[2].endings] == [75]
+    assert some.nodes[2].report.leaving
+    assert (some.state.changes, some.state.failures) == (1, 0)
+    assert "n2 was told to stop (SIGTERM) and leaves: stopping at a checkpoint" in some.said
+
+
+@pytest.mark.parametrize(
+    ("least", "asked", "max_changes"),
+    [(2, [2, 1], 5), (1, [2, 0], 5), (1, [0], 5), (3, [1], 5), (1, [2], 0)],
+    ids=["too few stay", "the coordinator, too", "the coordinator", "a fixed number", "no change is left"],
+)
+def test_the_whole_job_stops_where_the_others_cannot_go_on(least, asked, max_changes):
+    some = world(3, least, 3, max_changes=max_changes, max_restarts=5)
+    some.until(some.running)
+    for number in asked:
+        some.nodes[number].ask()
+    some.until(lambda: some.plan.phase == "over")
+    assert (some.plan.generation, some.plan.code) == (0, 75)
+
+
+def test_a_coordinator_that_has_not_read_its_own_report_yet_waits():
+    state = initial_state(0, 0.0)
+    assert decide(state, [], ElasticLimits(max_nodes=2), 0.0) == state
+
+
+def test_a_coordinator_from_which_others_take_over_may_leave_too():
+    some = world(3, 1, 3, max_changes=3, hands_over=True)
+    some.until(some.running)
+    some.nodes[0].ask()
+    some.until(lambda: some.plan.phase == "gather")
+    assert [node.endings[0].status for node in some.nodes] == [75, 75, 75]
+    for _ in range(100):
+        some.tick()
+    assert (some.plan.phase, some.plan.released) == ("gather", ("s0",)), "it begins nothing any more"
+
+
+def test_a_spare_that_is_told_to_stop_disturbs_nobody():
+    some = world(3, 2, max_changes=3)
+    some.until(some.running)
+    some.nodes[2].ask()
+    for _ in range(40):
+        some.tick()
+    assert (some.plan.generation, some.plan.stop_mode, some.plan.released) == (0, StopMode.NONE, ("s2",))
+    assert some.nodes[2].report.leaving
+
+
+def test_training_at_new_steps_fills_the_limits_up_again_and_repeating_old_ones_does_not():
+    pair = world(2, 1, 2, max_changes=2, refill_after_s=60.0)
+
+    def train(step, for_s):
+        pair.until(pair.running)
+        for _ in range(int(for_s / TICK_S)):
+            for node in pair.nodes:
+                node.report = replace(node.report, step=step)
+            pair.tick()
+
+    def lose():
+        pair.nodes[-1].die()
+        generation = pair.plan.generation
+        pair.until(lambda: pair.plan.generation > generation)
+        pair.come()
+
+    train(100, 61)
+    lose()
+    assert pair.state.changes == 1
+    train(100, 120)
+    assert pair.state.changes == 1, "the same steps once more"
+    train(101, 61)
+    assert (pair.state.changes, pair.state.failures) == (0, 0)
+    assert "60 s of training at new steps: restarts and changes of nodes count from 0 again" in pair.said
+
+
+def test_spares_take_the_place_of_a_lost_node_at_once():
+    some = world(4, 2, 2, max_changes=9)
+    some.until(some.running)
+    assert "generation 0: 4 ranks on 2 nodes: n0 (2), n1 (2); spare: n2, n3" in some.said
+    for number in (1, 2):
+        began_s = some.now_s
+        some.nodes[number].die()
+        some.until(lambda number=number: some.plan.generation == number and some.running())
+        assert some.now_s - began_s < 5 + 3, "after the silence a moment, not longer with each change"
+    assert [member.host for member in some.plan.members] == ["n0", "n3"]
 
 
 def test_a_node_that_is_cut_off_ends_its_ranks_before_the_others_go_on():
@@ -354,7 +590,7 @@ def test_more_nodes_than_asked_for_wait_as_spares():
     for _ in range(400):
         many.tick()
     assert many.plan.stop_mode is StopMode.NONE, "a spare stops nobody"
-    many.nodes[1].alive = False
+    many.nodes[1].die()
     many.until(lambda: many.plan.generation == 1 and many.running())
     assert [member.host for member in many.plan.members] == ["n0", "n2", "n3"]
 
@@ -396,7 +632,7 @@ def test_a_cause_of_its_own_outweighs_a_loss():
     pair.until(pair.running)
     pair.nodes[0].will = 1
     pair.tick()
-    pair.nodes[1].alive = False
+    pair.nodes[1].die()
     pair.until(lambda: pair.plan.phase != "generation")
     assert pair.state.failures == 1
     assert pair.state.changes == 0

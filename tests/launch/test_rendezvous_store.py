@@ -59,11 +59,13 @@ def contract(coordinator="c", generation=4):
 
 
 @contextlib.contextmanager
-def clients(endpoint, *ids, lost_after_s=30.0):
+def clients(endpoint, *ids, suspect_after_s=30.0):
     """The coordinator's client and those of others."""
     job = contract(ids[0])
-    made = [create_store(endpoint, job, NodeReport(ids[0], "n1", 2), SIGNED, lost_after_s=lost_after_s)]
-    made += [TcpStoreClient(endpoint, job, NodeReport(n, n, 2), SIGNED, lost_after_s=lost_after_s) for n in ids[1:]]
+    made = [create_store(endpoint, job, NodeReport(ids[0], "n1", 2), SIGNED, suspect_after_s=suspect_after_s)]
+    made += [
+        TcpStoreClient(endpoint, job, NodeReport(n, n, 2), SIGNED, suspect_after_s=suspect_after_s) for n in ids[1:]
+    ]
     with beating(made):
         yield made
     for client in made:
@@ -126,7 +128,7 @@ def test_notices_are_written_once_and_read_by_all_also_by_nodes_that_join_late(s
         wait_until(lambda: other.plan().notices == 2)
         assert other.notices() == (Message("waiting, é"), failed)
         with contextlib.closing(
-            TcpStoreClient(endpoint, contract(), NodeReport("late", "n3", 2), SIGNED, lost_after_s=30.0)
+            TcpStoreClient(endpoint, contract(), NodeReport("late", "n3", 2), SIGNED, suspect_after_s=30.0)
         ) as late:
             wait_until(lambda: late.plan().number == 2)
             assert late.notices() == (Message("waiting, é"), failed)
@@ -155,7 +157,7 @@ def test_a_node_that_says_nothing_grows_silent_and_one_that_left_says_so(store):
 
 def test_a_store_that_does_not_answer_is_noticed_and_asked_again(store):
     endpoint, process = store
-    with clients(endpoint, "c", "other", lost_after_s=0.5) as (_, other):
+    with clients(endpoint, "c", "other", suspect_after_s=0.5) as (_, other):
         wait_until(lambda: other.silent_s() < 0.4)
         process._process.send_signal(signal.SIGSTOP)
         try:
@@ -167,12 +169,12 @@ def test_a_store_that_does_not_answer_is_noticed_and_asked_again(store):
 
 def test_a_new_agent_may_become_the_coordinator_and_the_others_follow_it(store):
     endpoint, _ = store
-    with clients(endpoint, "c", "other", lost_after_s=0.5) as (old, other):
+    with clients(endpoint, "c", "other", suspect_after_s=0.5) as (old, other):
         wait_until(lambda: len(old.nodes()) == 2)
         old.publish(Plan(1, notices=1), [Message("the old one's")])
         wait_until(lambda: other.notices() == (Message("the old one's"),))
         old.close()
-        new = create_store(endpoint, contract("new", 9), NodeReport("new", "n1", 2), SIGNED, lost_after_s=0.5)
+        new = create_store(endpoint, contract("new", 9), NodeReport("new", "n1", 2), SIGNED, suspect_after_s=0.5)
         # A store that was restarted would have closed the connections.
         other._start_thread()
         wait_until(lambda: other.coordinator == "new" and len(new.nodes()) == 2)
@@ -185,7 +187,7 @@ def test_a_new_agent_may_become_the_coordinator_and_the_others_follow_it(store):
 
 def test_a_store_that_dies_is_started_anew_and_filled_again(new_store):
     endpoint, process = new_store
-    with clients(endpoint, "c", "other", lost_after_s=5.0) as (coordinator, other):
+    with clients(endpoint, "c", "other", suspect_after_s=5.0) as (coordinator, other):
         coordinator.publish(Plan(7, notices=1), [Message("before")])
         wait_until(lambda: other.plan().number == 7 and len(coordinator.nodes()) == 2)
         process._process.kill()
@@ -210,7 +212,7 @@ def test_a_store_that_dies_is_started_anew_and_filled_again(new_store):
 )
 def test_what_a_stranger_writes_to_the_store_counts_for_nothing(store, value):
     endpoint, _ = store
-    with clients(endpoint, "c", "other", lost_after_s=30.0) as (coordinator, other):
+    with clients(endpoint, "c", "other", suspect_after_s=30.0) as (coordinator, other):
         coordinator.publish(Plan(1), ())
         wait_until(lambda: other.plan().number == 1 and len(coordinator.nodes()) == 2)
         raw = open_store(endpoint)

@@ -30,9 +30,11 @@ LOCK_FILE = ".run-lock"
 #: How long a holder that is on its way out may take.
 _PATIENCE_S = 10.0
 _LOOK_EVERY_S = 0.05
+_MOST_BYTES = 4096
 
 _table = threading.Lock()
-_held_here: dict[tuple[int, int], int] = {}  #: device and inode of locked files: the process that holds them
+#: Device and inode of locked files: the process that holds them, its descriptor, and its name as it wrote it there.
+_held_here: dict[tuple[int, int], tuple[int, int, bytes]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,16 @@ class Holder:
     def read(cls, path: Path) -> Self | None:
         """What ``path`` says; None while its holder has not said it, or where that could not be written."""
         try:
-            return cls(**json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError):
+            return cls.parse(path.read_bytes())
+        except OSError:
+            return None
+
+    @classmethod
+    def parse(cls, text: bytes) -> Self | None:
+        """What ``text`` says; None if it names nobody."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
             return None
 
     def __str__(self) -> str:
@@ -112,10 +122,28 @@ def lock_root(
         return _hold(file, me)
 
 
+def superseded_by(root: Path) -> str:
+    """Who has taken ``root`` over from this process, which was given up and must not change anything there.
+
+    Such as a process that slept with its host, for so long that its job went on elsewhere. "" if nobody has, or
+    nothing is held here. Asked without opening the file.
+    """
+    with _table:
+        try:
+            process, file, name = _held_here.get(_key(os.stat(root / LOCK_FILE)), (0, 0, b""))
+            found = os.pread(file, _MOST_BYTES, 0) if process == os.getpid() else name
+        except OSError:
+            return ""
+    if found == name or not name:
+        return ""
+    holder = Holder.parse(found)
+    return "another run" if holder is None else f"generation {holder.generation} of this job ({holder})"
+
+
 def _holds(path: Path) -> bool:
     """Whether this process holds the lock on ``path``; asked without opening it."""
     try:
-        return _held_here.get(_key(os.stat(path))) == os.getpid()
+        return _held_here.get(_key(os.stat(path)), (0, 0, b""))[0] == os.getpid()
     except OSError:
         return False
 
@@ -128,7 +156,7 @@ def _lock(
     clock: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> bool:
-    """Lock ``file``; False where it has to be done without."""
+    """Lock ``file``, or know that its holder was given up; False where locks cannot be had."""
     deadline_s = clock() + _PATIENCE_S
     while True:
         try:
@@ -144,9 +172,10 @@ def _lock(
             break
         sleep(_LOOK_EVERY_S)
     if holder is not None and holder.is_before(me):
-        # Its node may have died with the lock on a file server. The launcher knows that generation to be over.
+        # Its node may have died with the lock on a file server. The launcher knows that generation to be over, and our
+        # name in the file tells it so, should it only have slept: see `superseded_by`.
         say(f"{path} is still locked by generation {holder.generation} of this job ({holder}): going on without a lock")
-        return False
+        return True
     who = holder or "a process that does not say its name"
     raise SettingError(
         f"checkpoint={str(path.parent)!r} is in use by another run, {who}: two runs in one directory would remove "
@@ -156,22 +185,25 @@ def _lock(
 
 
 def _hold(file: int, me: Holder) -> contextlib.ExitStack:
-    key = _key(os.fstat(file))
-    _held_here[key] = me.process
-    with contextlib.suppress(OSError):  # on a full disk the lock is without a name
+    key, name = _key(os.fstat(file)), json.dumps(asdict(me)).encode()
+    try:
         os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(asdict(me)).encode(), 0)
+        os.pwrite(file, name, 0)
+    except OSError:
+        name = b""  # on a full disk the lock is without a name
+    _held_here[key] = me.process, file, name
     held = contextlib.ExitStack()
-    held.callback(_let_go, file, key, me.process)
+    held.callback(_let_go, file, key, me.process, name)
     return held
 
 
-def _let_go(file: int, key: tuple[int, int], process: int) -> None:
+def _let_go(file: int, key: tuple[int, int], process: int, name: bytes) -> None:
     if os.getpid() != process:
         return  # a copy of the holder, which goes on
     with _table:
         with contextlib.suppress(OSError):
-            os.ftruncate(file, 0)
+            if os.pread(file, _MOST_BYTES, 0) == name:
+                os.ftruncate(file, 0)
         os.close(file)
         del _held_here[key]
 

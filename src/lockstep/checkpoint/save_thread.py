@@ -30,6 +30,7 @@ from lockstep.checkpoint.commit import (
 )
 from lockstep.checkpoint.filesystem import FileSystem
 from lockstep.checkpoint.layout import Box, File, Placed, coverage_error
+from lockstep.checkpoint.lock import superseded_by
 from lockstep.checkpoint.manifest import BLOCK_BYTES, Head, Manifest, Piece, checksums
 from lockstep.checkpoint.safetensors_file import head_of
 from lockstep.checkpoint.tensors import TensorEntry
@@ -145,6 +146,8 @@ class SaveWriter:
 
     def _open(self, save: SaveRequest) -> str:
         """Make the scratch; why not, if it cannot be, or if the disk has no room."""
+        if taken := _taken_over(self.root):
+            return taken
         try:
             make_directories(self.root, self._disk)
             free = self._disk.free_bytes(self.root)
@@ -199,6 +202,8 @@ class SaveWriter:
                 return f"{named.path}: {fault}", ()
         stored = tuple(named.stored(p for _, p in pieces[number]) for number, named in enumerate(save.names))
         whole = replace(save.manifest, tensors=stored, files=files, heads=heads, ranks=self._ranks)
+        if taken := _taken_over(self.root):
+            return taken, ()
         commit(save.scratch, whole, self.root, self._disk)
         return "", remarks
 
@@ -304,6 +309,11 @@ def _pieces_by_tensor(reports: Sequence[Mapping[str, Any]]) -> dict[int, list[tu
             piece = Piece(report["file"], offset, length, crc32, tuple(start), tuple(shape), tuple(sums))
             found[number].append((rank, piece))
     return found
+
+
+def _taken_over(root: Path) -> str:
+    by = superseded_by(root)
+    return f"{root} was taken over by {by}: this process was given up, such as with a host that slept" if by else ""
 
 
 def _full(root: Path, free: int, needed: int) -> str:

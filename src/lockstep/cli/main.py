@@ -23,6 +23,7 @@ from lockstep.cli.command import Command, Parser
 from lockstep.cli.fit import fitting_micro_batch
 from lockstep.cli.moment import moment
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
+from lockstep.cli.rendezvous_options import add_rendezvous_options, rendezvous_of
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
 from lockstep.cli.top import COMMANDS as TOP_COMMANDS
 from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
@@ -49,6 +50,7 @@ _NOT_OURS = {
 _PLACES = {
     *("--help", "--nnodes", "--standalone", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--rdzv-backend"),
     *("--node-rank", "--master-addr", "--master-port", "--attach", "--fit"),
+    *("--max-changes", "--spares", "--rdzv-takeover"),
 }
 #: Short forms of commands.
 _SHORT = {"ckpt": "checkpoints"}
@@ -107,6 +109,13 @@ def run_options() -> Parser:
     )
     ranks.add_argument("--max-restarts", type=int, default=0, metavar="N", help="starts after a failure (default: 0)")
     ranks.add_argument(
+        "--refill-after",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="of new steps, until restarts and changes count from 0 again (default: 600)",
+    )
+    ranks.add_argument(
         "--nnodes", default="1", metavar="N|MIN:MAX", help="machines, each with a lockstep run of its own (default: 1)"
     )
     ranks.add_argument("--standalone", action="store_true", help="this machine alone, also in an allocation of several")
@@ -134,17 +143,7 @@ def run_options() -> Parser:
     ranks.add_argument(
         "--start", choices=("fork", "plain"), help="ranks as copies of one process, or each as its own Python"
     )
-    meet = parser.add_argument_group("several machines: the same on each")
-    meet.add_argument("--rdzv-endpoint", metavar="HOST[:PORT]", help="where they meet, on one of them (port: 29400)")
-    meet.add_argument("--rdzv-id", metavar="ID", help="a word that must be the same on all of them")
-    meet.add_argument(
-        "--rdzv-conf", metavar="NAME=SECONDS", help="join_timeout=600,last_call_timeout=3,lost_after=5 unless given"
-    )
-    # Torchrun's other words for it.
-    meet.add_argument("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)  # there is one way only
-    meet.add_argument("--master-addr", metavar="HOST", help=argparse.SUPPRESS)
-    meet.add_argument("--master-port", type=int, metavar="PORT", help=argparse.SUPPRESS)
-    meet.add_argument("--node-rank", type=int, metavar="N", help=argparse.SUPPRESS)
+    add_rendezvous_options(parser)
     files = parser.add_argument_group("files")
     files.add_argument("--run-dir", metavar="DIR", help="logs, record, checkpoints (default: a new one under runs/)")
     files.add_argument("--resume", action="store_true", help="from the newest whole checkpoint of the run directory")
@@ -212,21 +211,14 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             resume_from=parsed.resume_from,
             fresh=parsed.fresh,
             max_restarts=parsed.max_restarts,
+            refill_after_s=parsed.refill_after,
             settings=settings,
             bind=parsed.bind,
             grace_s=parsed.grace,
             hang_after_s=parsed.hang_after,
             on_hang=parsed.on_hang,
             start_method=parsed.start,
-            nodes=Nodes.of(
-                parsed.nnodes,
-                parsed.rdzv_endpoint,
-                parsed.rdzv_id,
-                parsed.rdzv_conf,
-                node_rank=parsed.node_rank,
-                master_addr=parsed.master_addr,
-                master_port=parsed.master_port,
-            ),
+            nodes=Nodes.of(**rendezvous_of(parsed)),
             attach=parsed.attach,
             pass_local_rank=parsed.pass_local_rank,
             faults="; ".join(parsed.fault),

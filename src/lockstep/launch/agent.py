@@ -26,6 +26,7 @@ from lockstep.launch.child_process import STOP_SIGNALS
 from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.root_cause import (
     RankExit,
+    exit_code,
     find_root_cause,
     format_failure,
     format_not_saved,
@@ -43,6 +44,7 @@ from lockstep.launch.rendezvous.membership import (
 )
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message, Notice
 from lockstep.launch.rendezvous.plan import Plan, StopMode
+from lockstep.launch.rendezvous.takeover import Moved
 from lockstep.launch.run_directory import MARK, note_generation, shown
 from lockstep.launch.workers.worker_group import WorkerGroup, without_repeated_tracebacks
 from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE
@@ -62,12 +64,16 @@ class Stops:
     def __init__(self) -> None:
         self.times = 0  #: 1: save and stop, 2: stop now, 3: kill
         self.first: int | None = None
+        #: All nodes are meant: by a user at a terminal, or by a file in the run directory. Others mean this node only.
+        self.of_job = False
 
-    def ask(self, signum: int) -> None:
+    def ask(self, signum: int, *, of_job: bool = False) -> None:
         """Ask once more. Only a user at a terminal insists: a scheduler that warns and then asks wants the save."""
-        if self.first is None or signum in (signal.SIGINT, signal.SIGQUIT):
+        insists = signum in (signal.SIGINT, signal.SIGQUIT)
+        if self.first is None or insists:
             self.times += 1
         self.first = self.first or signum
+        self.of_job |= insists or of_job
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -117,10 +123,18 @@ class Agent:
         self._state: MembershipState = initial_state(self._job.generation, time.monotonic())
         self._listening: socket.socket | None = None  # for the store of the next generation
         self._shown: int | None = None  # how many notices were shown, or are older than this node's part
+        self._watched = -1  # the newest generation of which this node was seen to be no member
         self._cut_off_since_s: float | None = None
+        self._waits_for_coordinator = False  # it is silent, and the ranks live on
         self._after_failure, self._failures_told = after_failure, -1  # the newest generation of which it was told
         #: The failure that was shown last, "" if there was none.
         self.last_failure = ""
+        self._takeover, self._suspended = joined.takeover(files), False
+        self._without_coordinator = joined.without_coordinator
+        #: Whether this node leaves a job that goes on without it.
+        self.released = False
+        #: The coordinator that the job has now, if it is another one; `run` has then returned to be called anew.
+        self.moved: Moved | None = None
 
     def run(self) -> int:
         """Do what the plans say until the job is over; returns the launcher's exit code.
@@ -137,7 +151,8 @@ class Agent:
             raise
         finally:
             self._leave()
-        self._say_farewell(code)
+        if self.moved is None:
+            self._say_farewell(code)
         return code
 
     def _until_over(self) -> int:
@@ -148,18 +163,44 @@ class Agent:
             self._check_stop_file()
             self._tell_failure()
             self._send_report()
-            if self._store.is_coordinator:
-                self._decide()
-            code = self._follow(self._store.plan())
+            code = self._look_at_lease()
+            if code is None and not self._suspended:
+                if self._store.is_coordinator:
+                    self._decide()
+                code = self._follow(self._store.plan())
             if code is not None and not self._workers.running:
                 return code
+
+    def _look_at_lease(self) -> int | None:
+        """See whether this node may go on as what it is; returns an exit code when it may not, once its ranks ended."""
+        match self._takeover.poll(self._store.silent_s(), running=self._workers.running):
+            case Moved() as moved:
+                if self.moved is None:
+                    who = "this node" if moved.listening else moved.lease.host
+                    self._screen.say(f"{who} is the coordinator now (term {moved.lease.term})")
+                self.moved, self._suspended = moved, True
+            case "suspend":
+                if not self._suspended:
+                    self._screen.say(
+                        "the run directory cannot be written; ending the ranks, since others may take over"
+                    )
+                self._suspended = True
+            case "go on":
+                self._suspended = self.moved is not None
+        if not self._suspended:
+            return None
+        self._workers.stop(StopMode.KILL)
+        if self._stops.first is not None:
+            self.moved = None
+            return 128 + self._stops.first
+        return EXIT_STOPPED if self.moved is not None else None
 
     def _check_stop_file(self) -> None:
         # Ranks that use `Run` see it themselves; others are to stop too.
         file = self._job.run_dir / STOP_FILE
         if not self._stops.times and self._files.ask(lambda: _is_in(file), False, of=file):
             self._screen.say(f"found {shown(file)}")
-            self._stops.ask(signal.SIGTERM)
+            self._stops.ask(signal.SIGTERM, of_job=True)
 
     def _tell_failure(self) -> None:
         workers = self._workers
@@ -171,18 +212,26 @@ class Agent:
 
     def _send_report(self) -> None:
         workers = self._workers
+        lost_peer, own_cause = workers.causes
         self._report = replace(
             self._report,
             generation=workers.generation,
             # Until it can be reported, too, how they ended.
             running=workers.running or (workers.generation >= 0 and not workers.endings),
             failed=workers.failed,
+            lost_peer=lost_peer,
+            own_cause=own_cause,
+            step=workers.step,
+            places=workers.places,
             hangs=workers.hangs,
             final=workers.final,
             stops=self._stops.times,
             stopped_by=self._stops.first or 0,
+            stops_job=self._stops.of_job,
         )
         self._store.report(self._report, without_repeated_tracebacks(workers.endings))
+        if workers.places:
+            workers.note_places(self._store.places())
 
     def _decide(self) -> None:
         """The coordinator's part: decide until the phase stays, since a restart has to wait for nothing else."""
@@ -237,7 +286,21 @@ class Agent:
         elif self._workers.running:
             # The others go on, or will do so, without this node.
             self._workers.stop(StopMode.KILL)
-        return plan.code if plan.phase == "over" else None
+        if plan.phase == "over":
+            return plan.code
+        if plan.phase == "generation" and not member and plan.generation > self._watched:
+            self._watched = plan.generation
+            hosts = ", ".join(each.host for each in plan.members)
+            self._screen.say(f"generation {plan.generation} runs on {hosts}; this node waits until it is needed")
+        self.released = self._report.node_id in plan.released
+        # A coordinator stays until all ranks of its generation have ended.
+        may_go = not self._workers.running and not (self._store.is_coordinator and plan.phase == "generation")
+        return self._code_when_released() if self.released and may_go else None
+
+    def _code_when_released(self) -> int:
+        """The exit code of a node that leaves a job which goes on."""
+        endings, stopped_by = self._workers.endings, self._stops.first
+        return exit_code(endings, stopped_by=stopped_by) if endings else EXIT_STOPPED
 
     def _start_ranks(self, plan: Plan) -> None:
         with contextlib.ExitStack() as stack:
@@ -248,17 +311,28 @@ class Agent:
 
     def _while_cut_off(self) -> int | None:
         """End the ranks of a node that does not hear the coordinator; returns an exit code when it gives up."""
-        silent_s = self._store.silent_s()
-        if silent_s < self._limits.lost_after_s:
-            if self._cut_off_since_s is not None:
+        silent_s, limits = self._store.silent_s(), self._limits
+        if silent_s < limits.suspect_after_s:
+            if self._cut_off_since_s is not None or self._waits_for_coordinator:
                 self._screen.say("the other nodes are heard again")
-                self._cut_off_since_s = None
+            self._cut_off_since_s, self._waits_for_coordinator = None, False
+            return None
+        # What the coordinator knows of this node lets it count on this: see `lost_members`.
+        nothing_to_keep = not self._workers.running or self._workers.failed or self._stops.times > 0
+        if silent_s < limits.lost_after_s and not nothing_to_keep and self._cut_off_since_s is None:
+            if not self._waits_for_coordinator:
+                self._waits_for_coordinator = True
+                self._screen.say(
+                    f"nothing heard of the coordinator for {silent_s:.0f} s; waiting up to {limits.lost_after_s:g} s, "
+                    "while the ranks hold their connections"
+                )
             return None
         if self._cut_off_since_s is None:
             self._cut_off_since_s = time.monotonic()
             self._screen.say(
                 f"cut off: nothing heard of the coordinator for {silent_s:.0f} s; "
                 f"ending the ranks of {self._report.host}, and trying to come back"
+                + (f"\n    {self._without_coordinator}" if self._without_coordinator else "")
             )
         self._workers.stop(StopMode.KILL)
         if self._stops.first is not None:
@@ -306,16 +380,23 @@ class Agent:
         self._report = replace(self._report, leaving=True, running=False)
         self._store.report(self._report, without_repeated_tracebacks(self._workers.endings))
         end_s = time.monotonic() + _FAREWELL_S
-        while self._store.is_coordinator and time.monotonic() < end_s:
+        if self.released:
+            self._takeover.leave()
+        stays = self._store.is_coordinator and self.moved is None and not self.released
+        while stays and time.monotonic() < end_s:
             self._store.beat()
             others = [node for node in self._store.nodes() if node.report.node_id != self._report.node_id]
-            if all(node.gone(self._limits) for node in others):
+            if not any(node.present(self._limits) for node in others):
                 break
             time.sleep(_TICK_S)
         self._store.close()
 
     def _say_farewell(self, code: int) -> None:
         self._screen.close()
+        if self.released:
+            saved = "with a complete checkpoint" if code == EXIT_STOPPED else "without a checkpoint of this moment"
+            self._screen.say(f"left the job {saved}; the other nodes go on")
+            return
         if self._stops.times:
             # The request was carried out, and must not stop the next run too.
             file = self._job.run_dir / STOP_FILE

@@ -15,27 +15,32 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from datetime import datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from lockstep.errors import LaunchError, SettingError
 from lockstep.faults import Fault, FaultPlan
-from lockstep.formatting import plural
 from lockstep.launch.agent import AfterFailure, Agent, Stops
 from lockstep.launch.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.console import Screen
-from lockstep.launch.deadline_thread import FileThread, ScreenThread, call_in_time
+from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch.host import Machine
-from lockstep.launch.rendezvous.endpoint import Endpoint
-from lockstep.launch.rendezvous.join import Joined, host_job, join_alone, join_job
+from lockstep.launch.node_start import announce, prepared, running_elsewhere, say, settled, take_part
+from lockstep.launch.rendezvous.join import Joined, join_alone
 from lockstep.launch.rendezvous.signature import SECRET
+from lockstep.launch.rendezvous.takeover import Moved
 from lockstep.launch.request import Function, Nodes, OnHang, Request
-from lockstep.launch.run_directory import MARK, Job, begin_options, note_refused, prepare, settle, shown
+from lockstep.launch.run_directory import (
+    MARK,
+    Job,
+    begin_options,
+    note_refused,
+    shown,
+)
 from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.remote_start import run_start_commands
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, text_of
@@ -80,22 +85,22 @@ def start(request: Request) -> int:
         )
     # On a login node nothing says what the allocated nodes have.
     machine = Machine.detect(os.environ) if given.inside else Machine(given.gpus_per_node or 0, given.nodes[0].slots)
-    resumed = False
+    resumed = goes_on = False
     try:
         if request.nodes is not None:
-            code = _run_among_others(request, request.nodes, machine, given)
+            code, goes_on = _run_among_others(request, request.nodes, machine, given)
         else:
-            job = _prepared(request, machine, given)
+            job = prepared(request, machine, given)
             _check_attach(request)
             code = _start_everywhere(job) if request.everywhere and given.starts_launchers else _run_here(job)[0]
             resumed = job.begins == "resume"
     except KeyboardInterrupt:  # before signals are listened to
-        Screen(sys.stdout, sys.stderr, os.environ).say("stopped by Ctrl-C, before any rank was started")
+        say("stopped by Ctrl-C, before any rank was started")
         return EXIT_INTERRUPTED
     # A run that went on from a checkpoint and was warned before its first step has lost nothing.
     stopped = code == EXIT_STOPPED or (resumed and code in WARNED)
-    # Where each node has its launcher, one of them asks for all.
-    if not stopped or not request.requeue or (given.has_launcher_per_node and given.node_rank):
+    # Where each node has its launcher, one of them asks for all; a node that the others go on without asks for none.
+    if not stopped or goes_on or not request.requeue or (given.has_launcher_per_node and given.node_rank):
         return code
     again = given.scheduler.requeue(given, code, run_command)
     Screen(sys.stdout, sys.stderr, os.environ).say(again.message)
@@ -160,7 +165,7 @@ def launch(
         on_hang=on_hang,
         start_method="fork",
     )
-    code, failure = _run_here(job := _prepared(request, Machine.detect(os.environ)))
+    code, failure = _run_here(job := prepared(request, Machine.detect(os.environ)))
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if code != EXIT_OK:
@@ -187,32 +192,7 @@ def watch(request: Request, after_failure: AfterFailure) -> tuple[int, str]:
     """
     # Several machines may each have a process that starts such runs; that it is one of them is nothing to the run.
     env = {**os.environ, LAUNCHER: "none"}
-    return _run_here(_prepared(request, Machine.detect(os.environ), env=env), after_failure)
-
-
-def _prepared(
-    request: Request,
-    machine: Machine,
-    given: Allocation | None = None,
-    env: Mapping[str, str] = os.environ,
-    follows: bool = False,
-) -> Job:
-    """As `prepare`, with a deadline."""
-    more = {} if given is None else {"given": given}
-    return call_in_time(
-        lambda: prepare(request, machine=machine, env=env, now=datetime.now(), follows=follows, **more),
-        f"the run directory {request.run_dir or 'runs'}",
-        _say,
-    )
-
-
-def _settled(job: Job) -> Any:
-    """As `settle`, with a deadline."""
-    return call_in_time(lambda: settle(job, now=datetime.now()), f"the run directory {shown(job.run_dir)}", _say)
-
-
-def _say(text: str) -> None:
-    Screen(sys.stdout, sys.stderr, os.environ).say(text)
+    return _run_here(prepared(request, Machine.detect(os.environ), env=env), after_failure)
 
 
 def _on_allocated_nodes(request: Request, given: Allocation) -> Request:
@@ -258,55 +238,41 @@ def _start_everywhere(job: Job) -> int:
 def _run_here(job: Job, after_failure: AfterFailure = lambda exits, generation: True) -> tuple[int, str]:
     """Carry out ``job`` on this machine; returns its exit code and the failure that was shown last."""
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
-    with _settled(job), stops.listening():
-        _announce(job, screen)
-        return _run_agent(join_alone(job), ScreenThread(screen), stops, after_failure)
+    with settled(job), stops.listening():
+        announce(job, screen)
+        ended = _run_agent(join_alone(job), ScreenThread(screen), stops, after_failure)
+        return ended.code, ended.failure
 
 
-def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: Allocation) -> int:
-    """Carry out this machine's part of a job on several machines; returns its exit code."""
-    screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
-    thread = ScreenThread(screen)
-    endpoint = Endpoint(nodes.host, nodes.port)
-    with contextlib.ExitStack() as stack:
-        # Where the user numbers the nodes, the first one is where they meet, in whatever order they come.
-        listening = None if nodes.node_rank else endpoint.claim()
-        if listening is None and nodes.node_rank == 0:
-            raise SettingError(
-                f"--node-rank 0, but this machine cannot listen at {endpoint}: --master-addr names the machine that "
-                "has --node-rank 0, and no other job may use its port"
-            )
-        follows = listening is None
-        job = _prepared(request, machine, given, follows=follows)
-        if listening is not None:
-            stack.enter_context(listening)
-            stack.enter_context(_settled(job))
-        # Until here Ctrl-C interrupts at once.
-        stack.enter_context(stops.listening())
-        if listening is not None:
-            _announce(job, screen)
-            joined: Joined | None = host_job(job, nodes, endpoint, listening, stack, thread.say)
-        else:
-            joined = join_job(job, nodes, endpoint, say=screen.say, stopped=lambda: stops.times > 0)
-        if joined is None:
-            return 128 + (stops.first or 0)
-        return _run_agent(joined, thread, stops)[0]
+def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: Allocation) -> tuple[int, bool]:
+    """Carry out this machine's part of a job on several machines; its exit code, and whether others go on with it."""
+    stops, moved = Stops(), running_elsewhere(request, nodes)
+    with contextlib.ExitStack() as signals:
+        while True:
+            with contextlib.ExitStack() as stack:
+                joined, screen = take_part(request, nodes, machine, given, stops, moved, stack, signals)
+                if joined is None:
+                    return 128 + (stops.first or 0), False
+                ended = _run_agent(joined, screen, stops)
+            if ended.moved is None:
+                return ended.code, ended.job_goes_on
+            moved = ended.moved
 
 
-def _announce(job: Job, screen: Screen) -> None:
-    for note in job.notes:
-        screen.say(note)
-    where = "" if job.request.nodes is None else " on this node"
-    each = "" if job.ranks == 1 else " each"
-    # Torch uses all CPUs under `python`; here ranks would slow each other down.
-    threads = int(os.environ.get("OMP_NUM_THREADS") or "1")
-    screen.say(f"{plural(job.ranks, 'rank')}{where}, {plural(threads, 'CPU thread')}{each}; logs: {shown(job.logs)}")
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """How this node's part of a job ended."""
+
+    code: int  #: for the shell
+    failure: str  #: that was shown last, "" if there was none
+    job_goes_on: bool  #: on other nodes
+    moved: Moved | None  #: this node is to take part in the job again, with this coordinator
 
 
 def _run_agent(
     joined: Joined, screen: ScreenThread, stops: Stops, after_failure: AfterFailure = lambda exits, generation: True
-) -> tuple[int, str]:
-    """Start the fork server and carry out this node's part of the job; returns as `_run_here` does."""
+) -> _Ended:
+    """Start the fork server and carry out this node's part of the job."""
     job, request = joined.job, joined.job.request
     files = FileThread(screen.say, shown)
     hang_monitor = HangMonitor(
@@ -346,7 +312,7 @@ def _run_agent(
         if code not in (EXIT_OK, EXIT_STOPPED):
             state: State = "unsaved" if code == EXIT_NOT_SAVED else "failed"
             files.ask(lambda: _note_state(job.status, state), None, of=job.status)
-        return code, agent.last_failure
+        return _Ended(code, agent.last_failure, agent.released, agent.moved)
 
 
 def _note_state(path: Path, state: State) -> None:

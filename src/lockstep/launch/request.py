@@ -20,9 +20,15 @@ OnHang = Literal["wait", "abort", "restart"]
 DEFAULT_PORT = 29400
 #: The same for ``--master-addr``.
 DEFAULT_MASTER_PORT = 29500
-#: Names in ``--rdzv-conf``: torchrun's, as far as they have a meaning here, and one of ours.
-_CONF = {"join_timeout": "join_timeout_s", "last_call_timeout": "last_call_s", "lost_after": "lost_after_s"}
-
+#: Names in ``--rdzv-conf``: torchrun's, as far as they have a meaning here, and two of ours.
+_CONF = {
+    "join_timeout": "join_timeout_s",
+    "last_call_timeout": "last_call_s",
+    "lost_after": "lost_after_s",
+    "suspect_after": "suspect_after_s",
+}
+#: How long a silent machine is waited for, and after how long it is suspected.
+_LOST_AFTER_S, _SUSPECT_AFTER_S = 30.0, 5.0
 
 #: Options whose keyword in `lockstep.launch` has another name.
 _KEYWORDS = {"--nproc-per-node": "ranks", "--grace": "grace_s", "--hang-after": "hang_after_s"}
@@ -102,8 +108,11 @@ class Nodes:
     run_id: str = ""  #: must be the same for all
     join_timeout_s: float = 600.0  #: how long ``min_nodes`` are waited for
     last_call_s: float = 3.0  #: how long ``max_nodes`` are waited for once ``min_nodes`` are there
-    lost_after_s: float = 5.0  #: a node that has reported nothing for so long is lost
-    max_changes: int = 10  #: restarts after nodes were lost or joined
+    lost_after_s: float = _LOST_AFTER_S  #: a node that has reported nothing for so long is lost
+    suspect_after_s: float = _SUSPECT_AFTER_S  #: at most that; after so long it is lost, too, if its ranks must be dead
+    max_changes: int = 10  #: restarts after nodes were lost, joined or left
+    spares: int = 0  #: of ``max_nodes``, those that wait until another one is lost or leaves
+    takeover: bool = False  #: another node may become the coordinator when its host is lost
     hosts: tuple[str, ...] = ()  #: of the allocation, where a scheduler names them
     node_rank: int | None = None  #: which of them this is; None: as they come
 
@@ -128,8 +137,11 @@ class Nodes:
         node_rank: int | None = None,
         master_addr: str | None = None,
         master_port: int | None = None,
+        max_changes: int | None = None,
+        spares: int = 0,
+        takeover: bool = False,
     ) -> Self | None:
-        """What torchrun's options say; None for one machine, where a free port is found for each start.
+        """What torchrun's options, and some of ours, say; None for one machine, where each start finds a free port.
 
         Raises:
             SettingError: if one of them has no meaning, or they contradict each other.
@@ -139,6 +151,13 @@ class Nodes:
             raise SettingError(
                 f"--node-rank {node_rank} with --nnodes {nnodes}: the first machine is 0, the last one {max_nodes - 1}"
             )
+        if spares and not 0 < min_nodes <= max_nodes - spares < max_nodes:
+            raise SettingError(
+                f"--spares {spares} with --nnodes {nnodes}: {spares} of {max_nodes} machines wait as spares, and the "
+                "others must be at least MIN, as in --nnodes 4:6 --spares 2"
+            )
+        if max_changes is not None and max_changes < 0:
+            raise SettingError(f"--max-changes {max_changes}: it must be at least 0")
         if max_nodes == 1:
             return None
         if node_rank is not None and min_nodes < max_nodes:
@@ -163,7 +182,30 @@ class Nodes:
         if not host or not 0 < int(port) < 65536:
             option = "--master-addr and --master-port" if master_addr else f"--rdzv-endpoint {endpoint}"
             raise SettingError(f"{option}: give HOST:PORT, with a port between 1 and 65535")
-        return cls(min_nodes, max_nodes, f"{host}:{port}", run_id or "", node_rank=node_rank, **_rdzv_conf(conf or ""))
+        more = _rdzv_conf(conf or "") | ({} if max_changes is None else {"max_changes": max_changes})
+        return cls(
+            min_nodes,
+            max_nodes,
+            f"{host}:{port}",
+            run_id or "",
+            node_rank=node_rank,
+            spares=spares,
+            takeover=takeover,
+            **more,
+        )
+
+
+def with_option(options: Sequence[str], name: str, value: str) -> tuple[str, ...]:
+    """The words of a command line with ``value`` for the option ``name``, whether it was given before or not."""
+    kept: list[str] = []
+    words = iter(options)
+    for word in words:
+        given, equals, _ = word.partition("=")
+        if given.replace("_", "-") != name:
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return (*kept, name, value)
 
 
 def _node_range(nnodes: str) -> tuple[int, int]:
@@ -186,6 +228,9 @@ def _rdzv_conf(conf: str) -> dict[str, Any]:
             raise SettingError(f"--rdzv-conf {entry}: give {name}=SECONDS") from None
         if not values[_CONF[name]] > 0:
             raise SettingError(f"--rdzv-conf {entry}: it must be more than 0 seconds")
+    lost_after_s = values.get("lost_after_s", _LOST_AFTER_S)
+    if values.setdefault("suspect_after_s", min(lost_after_s, _SUSPECT_AFTER_S)) > lost_after_s:
+        raise SettingError(f"--rdzv-conf suspect_after: it must be at most lost_after, which is {lost_after_s:g}")
     return values
 
 
@@ -200,6 +245,7 @@ class Request:
     resume_from: str | None = None  #: not the newest but the best, as "best", or the one of this step
     fresh: bool = False  #: move an earlier run in ``run_dir`` aside
     max_restarts: int = 0  #: generations beyond the first that may be started after failures
+    refill_after_s: float = 600.0  #: of training at new steps, until restarts and changes of nodes count from 0 again
     settings: Mapping[str, str] = field(default_factory=dict)  #: for `Run`, where they replace what the script says
     bind: bool = False  #: each rank runs on CPUs of its own only
     grace_s: float = 10.0  #: seconds from asking a rank to end until it is killed

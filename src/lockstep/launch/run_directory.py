@@ -12,7 +12,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from lockstep.errors import SettingError
 from lockstep.faults import FaultPlan
 from lockstep.launch.host import Machine
 from lockstep.launch.program import check_program
-from lockstep.launch.request import Executable, Request, StartMethod
+from lockstep.launch.request import Executable, Request, StartMethod, with_option
 from lockstep.launch.schedulers.requeue import directory, goes_on, noted
 from lockstep.launch.schedulers.scheduler import Allocation
 from lockstep.settings import check_variables
@@ -69,6 +69,11 @@ class Job:
     def to_resume(self) -> str:
         """The command that resumes this run."""
         return self.request.command("--resume", "--run-dir", shown(self.run_dir))
+
+    def to_resume_at(self, endpoint: str) -> str:
+        """The command that resumes this run with another endpoint."""
+        request = replace(self.request, options=with_option(self.request.options, "--rdzv-endpoint", endpoint))
+        return request.command("--resume", "--run-dir", shown(self.run_dir))
 
     def log(self, rank: int) -> Path:
         """Where all output of a rank is, of all generations."""
@@ -117,6 +122,9 @@ def prepare(
         )
     if request.max_restarts < 0:
         raise SettingError(f"{request.spelt('--max-restarts', request.max_restarts)}: it must be at least 0")
+    if not request.refill_after_s > 0:
+        given_s = request.spelt("--refill-after", request.refill_after_s)
+        raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never counts from 0 again")
     if not request.grace_s >= 0:
         raise SettingError(f"{request.spelt('--grace', request.grace_s)}: it must be at least 0 seconds")
     if not (request.hang_after_s is None or request.hang_after_s > 0):
@@ -386,6 +394,14 @@ def is_in_use(run_dir: Path) -> bool:
     except SettingError:
         return True
     return False
+
+
+def lock_if_free(run_dir: Path) -> Any:
+    """A lock on ``run_dir`` as `settle` gives; where a launcher on a lost host still holds it, one on nothing."""
+    try:
+        return _locked(run_dir)
+    except SettingError:
+        return contextlib.ExitStack()
 
 
 def _locked(run_dir: Path) -> Any:

@@ -159,6 +159,11 @@ class HeartbeatTracker:
         """Whether a heartbeat of any rank has come."""
         return any(track.beat is not None for track in self._tracks.values())
 
+    @property
+    def step(self) -> int:
+        """The newest step that a rank has done; -1 as long as none has said so."""
+        return max((track.beat.step for track in self._tracks.values() if track.beat is not None), default=-1)
+
     def waits_for_user(self, rank: int) -> bool:
         """Whether ``rank`` is in a debugger, or waits for a line from its terminal."""
         beat = self._tracks[rank].beat if rank in self._tracks and rank not in self._exited else None
@@ -233,6 +238,7 @@ class HangDiagnosis:
     rank_states: tuple[RankState, ...]
     for_s: float  #: how long there has been no progress
     exited: Mapping[int, int] = field(default_factory=dict)  #: ranks that had ended, with their exit status
+    hosts: Mapping[int, str] = field(default_factory=dict)  #: of ranks on other nodes, by rank
 
     @property
     def is_certain(self) -> bool:

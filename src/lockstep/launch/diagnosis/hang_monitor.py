@@ -21,7 +21,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self
 
@@ -34,11 +34,13 @@ from lockstep.launch.diagnosis.hang_analysis import (
     HangDiagnosis,
     HangTimeouts,
     HeartbeatTracker,
+    RankState,
     diagnose_hang,
     overdue_ranks,
     with_stacks,
 )
 from lockstep.launch.diagnosis.hang_report import Recovered, Worker, report, sentence
+from lockstep.launch.diagnosis.rank_places import RankPlaces, together
 from lockstep.launch.diagnosis.wait_share import WaitShare
 from lockstep.launch.request import OnHang
 from lockstep.launch_contract import PRIVATE, RANK_FILES, STACKS_SIGNAL, STOP_REASON
@@ -49,6 +51,10 @@ _STACKS_S = 1.5
 #: A file that has not grown for this long is whole.
 _QUIET_S = 0.06
 _LOOK_EVERY_S = 0.2
+#: Ranks that have stood still for so long may be about to hang, so that other nodes should know where they are.
+_STILL_S = 1.0
+#: How long the launchers of other nodes may take to say where their ranks are.
+_ELSEWHERE_S = 3.0
 _WORKERS = 4
 #: How long all these workers together may take, since the launcher's loop waits for them.
 _WORKERS_S = 2.0
@@ -107,18 +113,27 @@ class HangMonitor:
         self._ends = False  # for that hang; what ranks do while they are ended says nothing about it
         #: Why ranks of this generation said that they fail, by rank.
         self.failures: dict[int, Failure] = {}
+        self._world_size = 0
+        self._overdue_since: float | None = None
+        self._left_to_others = False  # to end the generation for the hang that was reported
+        #: Where ranks of other nodes are, as their launchers have told.
+        self.elsewhere = RankPlaces()
+        #: Where the ranks of this node are, once they make no progress; "" before.
+        self.places = ""
 
     @property
     def channel(self) -> str:
         """Where ranks are to send their heartbeats."""
         return str(self._home / "beats")
 
-    def begin(self, ranks: Sequence[int]) -> None:
-        """A new generation starts; all ranks of the one before are dead."""
+    def begin(self, ranks: Sequence[int], world_size: int | None = None) -> None:
+        """A new generation starts, of ``world_size`` ranks on all nodes; all ranks of the one before are dead."""
         for _ in self._heard():
             pass
         self._tracker, self.diagnosis, self.waits = HeartbeatTracker(ranks, self._now()), None, WaitShare()
         self._ends, self.failures = False, {}
+        self._world_size = len(ranks) if world_size is None else world_size
+        self._overdue_since, self._left_to_others, self.elsewhere, self.places = None, False, RankPlaces(), ""
         (self._home / STOP_REASON).unlink(missing_ok=True)
         for left in self._home.glob(f"{RANK_FILES}*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -136,6 +151,11 @@ class HangMonitor:
     def heard_any(self) -> bool:
         """Whether a heartbeat of this generation has come."""
         return self._tracker.heard_any
+
+    @property
+    def step(self) -> int:
+        """The newest step that a rank of this generation has done; -1 as long as none has said so."""
+        return self._tracker.step
 
     def waits_for_user(self, rank: int) -> bool:
         """Whether ``rank`` is in a debugger, or waits for a line from its terminal, by its last heartbeat."""
@@ -162,22 +182,51 @@ class HangMonitor:
         self._looked_at = now
         rank_states = self._tracker.rank_states(now)
         ranks = overdue_ranks(rank_states, self._timeouts, self._tracker.step_times)
+        own = self._own_places(rank_states, bool(ranks))
         if not ranks:
+            self._overdue_since = None
             if self.diagnosis is not None:
                 self._say(str(Recovered(self.diagnosis.culprits, self.diagnosis.for_s)))
                 self.diagnosis = None
             return None
-        states = {s.rank: _process_state(s.beat.process) for s in rank_states if s.beat is not None}
-        diagnosis = diagnose_hang(rank_states, states, self._tracker.exited)
-        is_news = self.diagnosis is None or (diagnosis.is_certain and not self.diagnosis.is_certain)
-        self.diagnosis = diagnosis
+        self._overdue_since = now if self._overdue_since is None else self._overdue_since
+        everywhere = together([own, self.elsewhere])
+        waited_s = now - self._overdue_since
+        if len(everywhere.ranks) < self._world_size and waited_s < _ELSEWHERE_S:
+            return None  # other nodes are about to say where their ranks are
+        # The node of a rank that keeps the others waiting ends the generation, for it can say why.
+        alone = self._left_to_others and waited_s >= 2 * _ELSEWHERE_S
+        places = own if alone else everywhere
+        found = diagnose_hang(places.rank_states, places.process_states, places.exited)
+        diagnosis = replace(found, hosts=places.hosts)
+        before, self.diagnosis = self.diagnosis, diagnosis
+        is_news = before is None or (diagnosis.is_certain and not before.is_certain)
+        is_news |= self._names_own_ranks(diagnosis) and not self._names_own_ranks(before)
         if not is_news:
             return None
         ends = self._on_hang != "wait" and (
             diagnosis.is_certain or self._on_hang is not None or self._timeouts.hang_after_s is not None
         )
-        self.diagnosis, self._ends = self._tell(diagnosis, ends), ends
-        return Hang(self.diagnosis, restart=self._on_hang != "abort") if ends else None
+        self._ends = ends and self._names_own_ranks(diagnosis)
+        self._left_to_others = ends and not self._ends
+        self.diagnosis = self._tell(diagnosis, ends)
+        return Hang(self.diagnosis, restart=self._on_hang != "abort") if self._ends else None
+
+    def _names_own_ranks(self, diagnosis: HangDiagnosis | None) -> bool:
+        return diagnosis is not None and any(rank not in diagnosis.hosts for rank in diagnosis.culprits)
+
+    def _own_places(self, rank_states: Sequence[RankState], overdue: bool) -> RankPlaces:
+        """Where the ranks of this node are; once they have stood still for a while, the other nodes are to know."""
+        exited = self._tracker.exited
+        shared = self._world_size > len(rank_states) + len(exited)
+        still_s = max((max(s.silent_s, s.same_phase_s) for s in rank_states), default=0.0)
+        self.places = ""
+        if not overdue and (not shared or still_s < _STILL_S):
+            return RankPlaces()
+        states = {s.rank: _process_state(s.beat.process) for s in rank_states if s.beat is not None}
+        own = RankPlaces(tuple(rank_states), states, exited)
+        self.places = own.to_text() if shared else ""
+        return own
 
     def hang_failures(self) -> dict[int, Failure]:
         """What stands for the failure record of each rank that hangs, by rank; empty if none does.
@@ -189,7 +238,7 @@ class HangMonitor:
         diagnosis, began_s = self.diagnosis, self._now() - self.diagnosis.for_s
         said, found = sentence(diagnosis, self._file), {}
         for rank_state in diagnosis.rank_states:
-            if rank_state.rank not in diagnosis.culprits:
+            if rank_state.rank not in diagnosis.culprits or rank_state.rank in diagnosis.hosts:
                 continue
             # Where several hang, the line of one of them is not the cause.
             place = rank_state.beat.place if rank_state.beat and len(diagnosis.culprits) == 1 else NOWHERE
@@ -237,13 +286,14 @@ class HangMonitor:
 
     def _tell(self, diagnosis: HangDiagnosis, ends: bool) -> HangDiagnosis:
         """Report and store all that can be known; returns the diagnosis with what the stacks have added."""
-        processes = {s.rank: s.beat.process for s in diagnosis.rank_states if s.beat is not None}
+        local = [s for s in diagnosis.rank_states if s.rank not in diagnosis.hosts]
+        processes = {s.rank: s.beat.process for s in local if s.beat is not None}
         home, none = self._stacks(0).parent, dict[int, Stacks]()
         stacks = self._files.ask(lambda: self._ask(processes), none, of=home, urgent=True, within_s=2 * _STACKS_S)
         diagnosis = with_stacks(diagnosis, stacks)
         children = {
             s.rank: procfs.children(processes[s.rank])[:_WORKERS]
-            for s in diagnosis.rank_states
+            for s in local
             if s.rank in diagnosis.culprits and s.beat is not None and s.beat.call == "next(loader)"
         }
         end_s = time.monotonic() + _WORKERS_S

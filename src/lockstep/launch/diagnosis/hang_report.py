@@ -100,7 +100,8 @@ def remedy(diagnosis: HangDiagnosis) -> str:
             pids = " ".join(
                 str(s.beat.process) for s in diagnosis.rank_states if s.rank in diagnosis.culprits and s.beat
             )
-            return f"to let it go on: kill -CONT {pids}"
+            hosts = ", ".join(sorted({diagnosis.hosts[rank] for rank in diagnosis.culprits if rank in diagnosis.hosts}))
+            return f"to let it go on{f' (on {hosts})' if hosts else ''}: kill -CONT {pids}"
         case "mismatched" | "exited":
             return (
                 "every rank must make the same calls in the same order: look for one inside `if rank == 0`, and for "
@@ -142,16 +143,14 @@ def report(
         f"  {headline(diagnosis, shown)}",
         f"  => {why(diagnosis)}",
     ]
-    folded: dict[tuple[SourceLine, ...], list[int]] = {}
+    folded: dict[tuple[str, tuple[SourceLine, ...]], list[int]] = {}
     for rank_state in sorted(diagnosis.rank_states, key=lambda s: (s.rank not in diagnosis.culprits, s.rank)):
-        folded.setdefault(_stack(stacks.get(rank_state.rank, NOTHING).main, rank_state), []).append(rank_state.rank)
-    for frames, ranks in folded.items():
+        stack = _stack(stacks.get(rank_state.rank, NOTHING).main, rank_state)
+        folded.setdefault((diagnosis.hosts.get(rank_state.rank, ""), stack), []).append(rank_state.rank)
+    for (host, frames), ranks in folded.items():
         told = _stack_lines(frames, shown, source, most)
-        lines += (
-            [f"  {format_ranks(ranks)}, innermost first:", *told]
-            if told
-            else [f"  {format_ranks(ranks)}: no stack came"]
-        )
+        who = f"  {format_ranks(ranks)}{f' on {host}' if host else ''}"
+        lines += [f"{who}, innermost first:", *told] if told else [f"{who}: no stack came"]
     for rank, children in workers.items():
         for child in children:
             state = _PROCESS_STATES.get(child.state, child.state)

@@ -7,7 +7,7 @@ import errno
 import ipaddress
 import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from lockstep.errors import SettingError
 from lockstep.launch.host import holder_of
@@ -22,6 +22,12 @@ class Endpoint:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The endpoint whose text is ``host:port``, or ``[host]:port``."""
+        host, _, port = text.rpartition(":")
+        return cls(host.strip("[]"), int(port))
 
     def addresses(self) -> list[tuple[Any, ...]]:
         """The addresses of its host, as `socket.getaddrinfo` gives them.

@@ -20,6 +20,7 @@ class JobContract:
     run_dir: str
     begins: Literal["new", "resume", "fresh"]
     generation: int  #: the first one
+    term: int = 0  #: of the coordinator's lease; 0: nobody takes over from it
     #: What may differ between nodes, but seldom does for a reason: variables of torch, NCCL and gloo.
     variables: Mapping[str, str] = field(default_factory=dict)
 

@@ -22,16 +22,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.errors import SettingError
-from lockstep.launch.deadline_thread import TaskThread
+from lockstep.launch.deadline_thread import FileThread, TaskThread
 from lockstep.launch.host import INTERFACES, interface_of
 from lockstep.launch.program_sources import source_hashes
 from lockstep.launch.rendezvous.endpoint import Endpoint, listen
 from lockstep.launch.rendezvous.job_contract import JobContract, differences
+from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes
 from lockstep.launch.rendezvous.plan import ElasticLimits, NodePlacement, NodeReport, Plan
 from lockstep.launch.rendezvous.signature import Signature, make_signature, read_signature
 from lockstep.launch.rendezvous.store import LocalStore, RendezvousStore
 from lockstep.launch.rendezvous.store_connection import read_contract
 from lockstep.launch.rendezvous.store_process import StoreProcess
+from lockstep.launch.rendezvous.takeover import LeaseFollower, LeaseHolder, NoTakeover, Takeover
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
 from lockstep.launch.request import Function, Nodes, Request
 from lockstep.launch.run_directory import Job, versions
@@ -65,11 +67,15 @@ class Joined:
     listen: Callable[[], socket.socket]
     #: Looks after what this node serves to the others; to be called often.
     look_after: Callable[[], None]
+    #: What this node does so that the job survives the loss of its coordinator.
+    takeover: Callable[[FileThread], Takeover] = lambda _: NoTakeover()
+    #: How the user continues the job without its coordinator, in words; "": there is nothing to say.
+    without_coordinator: str = ""
 
 
 def join_alone(job: Job) -> Joined:
     """Carry out a job on one machine only."""
-    limits = ElasticLimits(max_restarts=job.request.max_restarts)
+    limits = ElasticLimits(max_restarts=job.request.max_restarts, refill_after_s=job.request.refill_after_s)
     report = NodeReport(LocalStore.coordinator, socket.gethostname(), job.ranks)
     return Joined(
         job,
@@ -90,16 +96,23 @@ def host_job(
     listening: socket.socket,
     stack: contextlib.ExitStack,
     say: Callable[[str], None],
+    lease: Lease | None = None,
 ) -> Joined:
     """Become the coordinator of a job whose run directory is ready.
 
-    The store is served behind ``listening`` until ``stack`` is closed.
+    The store is served behind ``listening`` until ``stack`` is closed. ``lease`` is that with which this node has taken
+    over; None: it makes one, where nodes may take over.
 
     Raises:
-        SettingError: if the secret of the run is not its user's alone.
+        SettingError: if the secret of the run is not its user's alone, or another node has become the coordinator.
     """
     signature = make_signature(job.run_dir, os.environ)
     report = NodeReport(uuid.uuid4().hex, socket.gethostname(), job.ranks, node_rank=nodes.node_rank)
+    leases, claimed_s = LeaseFiles(job.run_dir), time.monotonic()
+    if nodes.takeover and lease is None:
+        lease = leases.claim(report.node_id, report.host, str(endpoint))
+        if lease is None:
+            raise SettingError(f"another node has become the coordinator in {job.run_dir}; start this one again")
     contract = JobContract(
         coordinator=report.node_id,
         host=report.host,
@@ -107,16 +120,22 @@ def host_job(
         run_dir=str(job.run_dir),
         begins=job.begins,
         generation=job.generation,
+        term=0 if lease is None else lease.term,
         variables=_variables(os.environ),
     )
     (job.run_dir / _COORDINATOR_FILE).write_text(report.node_id, encoding="ascii")
     process = stack.enter_context(contextlib.closing(StoreProcess(listening, say)))
-    store = create_store(endpoint, contract, report, signature, lost_after_s=nodes.lost_after_s)
+    store = create_store(endpoint, contract, report, signature, suspect_after_s=nodes.suspect_after_s)
+    times = LeaseTimes(nodes.lost_after_s)
     # The ranks meet where the launchers do: what reaches the one reaches the other, and nothing else listens.
     host, _, *more = listening.getsockname()
     family = listening.family
     joined = _joined(job, nodes, endpoint, store, report)
-    return replace(joined, listen=lambda: listen(family, (host, 0, *more)), look_after=process.look_after)
+    joined = replace(joined, listen=lambda: listen(family, (host, 0, *more)), look_after=process.look_after)
+    if lease is None:
+        return joined
+    held = lease
+    return replace(joined, takeover=lambda files: LeaseHolder(held, claimed_s, leases, times, files))
 
 
 def join_job(
@@ -152,8 +171,35 @@ def join_job(
     job = replace(job, run_dir=run_dir, begins=contract.begins, generation=contract.generation)
     address = endpoint.local_address()
     report = NodeReport(uuid.uuid4().hex, name, job.ranks, address, node_rank=nodes.node_rank)
-    store = TcpStoreClient(endpoint, contract, report, signature, lost_after_s=nodes.lost_after_s)
-    return _joined(job, nodes, endpoint, store, report)
+    store = TcpStoreClient(endpoint, contract, report, signature, suspect_after_s=nodes.suspect_after_s)
+    joined = _joined(job, nodes, endpoint, store, report)
+    if not contract.term:
+        there, here = job.to_resume, job.to_resume_at(str(Endpoint(address, endpoint.port)))
+        how = f"to go on, on {contract.host}: {there}\n    without {contract.host}, on each other machine: {here}"
+        return replace(joined, without_coordinator=how)
+    directory, times = LeaseFiles(run_dir), LeaseTimes(nodes.lost_after_s)
+    return replace(
+        joined,
+        takeover=lambda files: LeaseFollower(
+            lambda: store.term,
+            report.node_id,
+            host,
+            partial(_listen_here, address, endpoint.port),
+            directory,
+            times,
+            files,
+        ),
+        without_coordinator="another node takes over unless it comes back",
+    )
+
+
+def _listen_here(address: str, port: int) -> socket.socket:
+    """Listen on this host's ``address``, at ``port`` if that is free."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return listen(family, (address, port))
+    except OSError:
+        return listen(family, (address, 0))
 
 
 def _joined(job: Job, nodes: Nodes, endpoint: Endpoint, store: RendezvousStore, report: NodeReport) -> Joined:
@@ -178,11 +224,14 @@ def _limits(request: Request, nodes: Nodes) -> ElasticLimits:
     fixed = nodes.min_nodes == nodes.max_nodes and not request.max_restarts
     return ElasticLimits(
         min_nodes=nodes.min_nodes,
-        max_nodes=nodes.max_nodes,
+        max_nodes=nodes.max_nodes - nodes.spares,
         max_restarts=request.max_restarts,
         max_changes=0 if fixed else nodes.max_changes,
         join_timeout_s=nodes.join_timeout_s,
         lost_after_s=nodes.lost_after_s,
+        suspect_after_s=nodes.suspect_after_s,
+        refill_after_s=request.refill_after_s,
+        hands_over=nodes.takeover,
         last_call_s=nodes.last_call_s,
         expected=nodes.hosts,
     )
@@ -194,6 +243,7 @@ def _must_match(request: Request, nodes: Nodes) -> Mapping[str, str]:
     assert not isinstance(program, Function), "functions run on one machine"
     return {
         "the run's id": nodes.run_id or "not given",
+        "--rdzv-takeover": "given" if nodes.takeover else "not given",
         "the program": shlex.join([program.name, *program.args]),
         "the settings": " ".join(f"{name}={value}" for name, value in sorted(request.settings.items())) or "none",
         "python": ".".join(platform.python_version_tuple()[:2]),

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field, replace
 
 from lockstep.formatting import format_ranks, plural
 from lockstep.launch.diagnosis.root_cause import RankExit, exit_code, has_failed
+from lockstep.launch.rendezvous.node_silence import lost_members
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message, Notice
-from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeView, Plan, StopMode
+from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeReport, NodeView, Plan, StopMode
 from lockstep.launch_contract import EXIT_FAILED, EXIT_KILLED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT
 
 _FIRST_WAIT_NOTICE_S = 3.0  #: of waiting, until missing nodes are announced; then again after twice the time, and so on
@@ -41,10 +42,14 @@ class MembershipState:
     not_before_s: float = 0.0  #: the next generation does not start earlier: back-off
     wait_notices: int = 0  #: how often missing nodes were announced
     failed_since_s: float | None = None  #: when the first rank of the generation was seen to have failed
-    growing: bool = False  #: the generation is stopped for new nodes
+    stopped_by: int | None = None  #: the signal that stops the whole job
+    resizing: bool = False  #: the generation is stopped for nodes that come or leave
+    suspects: tuple[str, ...] = ()  #: ids of members that are silent, and not lost yet
     lost: tuple[str, ...] = ()  #: ids of members that were lost
     failures: int = 0  #: restarts that failures have cost
     changes: int = 0  #: restarts that changes of nodes have cost
+    furthest: int = -1  #: the newest step that was done before the last restart
+    beyond_since_s: float | None = None  #: since when there are newer ones
     gave_up: bool = False  #: the job is over because too few nodes joined
 
 
@@ -84,14 +89,18 @@ def abandon(state: MembershipState, why: str) -> MembershipState:
 
 def missing_hosts(nodes: Iterable[NodeView], limits: ElasticLimits) -> tuple[str, ...]:
     """Hosts that are expected and not there."""
-    present = {_short(node.report.host) for node in nodes if not node.gone(limits)}
+    present = {_short(node.report.host) for node in nodes if node.present(limits)}
     return tuple(host for host in limits.expected if _short(host) not in present)
 
 
 def _gather(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float) -> MembershipState:
-    if (stopped_by := _first_stop(nodes)) is not None:
+    state = _release(state, nodes, limits)
+    if stoppers := _stoppers(state, nodes, limits):
+        stopped_by = stoppers[0].stopped_by
         return _end_job(state, 128 + stopped_by, f"stopped by {_signal_name(stopped_by)} while waiting for nodes")
-    ready = [node for node in nodes if not node.gone(limits) and not node.report.running]
+    if any(node.report.node_id in state.plan.released for node in nodes[:1]):
+        return state  # another node takes over
+    ready = _ready(state, nodes, limits)
     if twice := _given_twice(ready):
         hosts = ", ".join(node.report.host for node in twice)
         return abandon(state, f"{hosts} all have --node-rank {twice[0].report.node_rank}; give each its own")
@@ -99,7 +108,7 @@ def _gather(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLi
         enough_s = now_s if state.enough_since_s is None else state.enough_since_s
         start_s = enough_s if len(ready) >= limits.max_nodes else enough_s + limits.last_call_s
         if now_s >= max(start_s, state.not_before_s):
-            return _start_generation(state, _in_order(ready[: limits.max_nodes]), limits, now_s)
+            return _start_generation(state, ready, limits, now_s)
         return replace(state, enough_since_s=enough_s)
     state = replace(state, enough_since_s=None)
     waited_s = now_s - state.since_s
@@ -111,6 +120,12 @@ def _gather(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLi
         state = replace(state, wait_notices=state.wait_notices + 1)
         return announce(state, Message(_waiting(ready, limits, waited_s, "waiting")))
     return state
+
+
+def _ready(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits) -> list[NodeView]:
+    """Nodes with which a generation may begin, in the order of their joining."""
+    free = [node for node in nodes if node.present(limits) and not node.report.running]
+    return [node for node in free if node.report.node_id not in state.plan.released]
 
 
 def _given_twice(ready: Sequence[NodeView]) -> list[NodeView]:
@@ -142,43 +157,54 @@ def _waiting(ready: Sequence[NodeView], limits: ElasticLimits, waited_s: float, 
 def _start_generation(
     state: MembershipState, ready: Sequence[NodeView], limits: ElasticLimits, now_s: float
 ) -> MembershipState:
-    reports = [node.report for node in ready]
+    reports = [node.report for node in _in_order(ready[: limits.max_nodes])]
     members = tuple(Member(report.node_id, report.host, report.ranks, report.address) for report in reports)
     number = state.plan.number + 1
     plan = replace(state.plan, number=number, phase="generation", members=members, stop_mode=StopMode.NONE, port=0)
-    state = replace(state, plan=plan, since_s=now_s, failed_since_s=None, growing=False, lost=())
-    if limits.max_nodes == 1:
+    state = replace(state, plan=plan, since_s=now_s, failed_since_s=None, resizing=False, lost=(), suspects=())
+    waiting = ready[limits.max_nodes :]
+    if limits.max_nodes == 1 and not waiting:
         return state
     most = plural(limits.max_nodes, "node")
-    nodes = most if len(members) == limits.max_nodes else f"{len(members)} of at most {most}"
+    on = most if len(members) == limits.max_nodes else f"{len(members)} of at most {most}"
     hosts = ", ".join(f"{member.host} ({member.ranks})" for member in members)
-    text = f"generation {plan.generation}: {plural(plan.ranks, 'rank')} on {nodes}: {hosts}"
-    return announce(state, Message(text))
+    spares = ", ".join(node.report.host for node in waiting)
+    text = f"generation {plan.generation}: {plural(plan.ranks, 'rank')} on {on}: {hosts}"
+    return announce(state, Message(f"{text}; spare: {spares}" if spares else text))
 
 
 def _supervise(
     state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float
 ) -> MembershipState:
+    state = _release(state, nodes, limits)
     plan = state.plan
     ids = {member.node_id for member in plan.members}
     members = [node for node in nodes if node.report.node_id in ids]
-    done = {node.report.node_id for node in members if node.report.generation == plan.generation and node.endings}
-    if lost := sorted(_lost_members(state, members, done, limits) - set(state.lost)):
-        state = replace(state, lost=(*state.lost, *lost))
+    current = [node.report for node in members if node.report.generation == plan.generation]
+    done = {n.report.node_id for n in members if n.report.generation == plan.generation and n.endings}
+    state = _note_progress(state, current, limits, now_s)
+    stoppers = _stoppers(state, nodes, limits)
+    stops = max((report.stops for report in stoppers), default=0)
+    if stops and state.stopped_by is None:
+        state = replace(state, stopped_by=stoppers[0].stopped_by)
+    failed_for_s = 0.0 if state.failed_since_s is None else now_s - state.failed_since_s
+    # A user who insists does not wait: there is no other generation then.
+    patience_s = limits.suspect_after_s if stops > 1 else limits.lost_after_s
+    lost = lost_members(plan, members, done, set(state.lost), limits, failed_for_s=failed_for_s, patience_s=patience_s)
+    state = replace(state, lost=(*state.lost, *sorted(lost - set(state.lost))))
     if ids <= done | set(state.lost):
         endings = [ending for node in members if node.report.node_id in done for ending in node.endings]
         return _finish_generation(state, endings, nodes, limits, now_s)
-    current = [node.report for node in members if node.report.generation == plan.generation]
+    state = _suspect(state, [node for node in members if node.report.node_id not in done], limits)
     if state.failed_since_s is None and any(report.failed for report in current):
         state = replace(state, failed_since_s=now_s)
-    stops = max((node.report.stops for node in nodes if not node.gone(limits)), default=0)
     if stops > 2:
         return _stop(state, StopMode.KILL, "killing all ranks")
     if any(report.hangs for report in current):
         # No rank would react to a request: they wait for each other.
         return _stop(state, StopMode.KILL)
     if state.lost:
-        text = f"{_lost_nodes(state)}: nothing heard for {limits.lost_after_s:g} s; ending all ranks"
+        text = f"{_lost_nodes(state)}: nothing heard for {_silence_s(state, members, limits):g} s; ending all ranks"
         return _stop(state, StopMode.PEER_LOST, text)
     if state.failed_since_s is not None and now_s >= state.failed_since_s + limits.listen_s:
         return _stop(state, StopMode.TERMINATE)
@@ -187,26 +213,73 @@ def _supervise(
         return _stop(state, StopMode.INTERRUPT, text)
     if stops:
         text = "stopping: waiting for the ranks to save and leave; Ctrl-C now: without saving"
-        return _stop(state, StopMode.GRACEFUL, text, _why_stopped(nodes, limits))
+        return _stop(state, StopMode.GRACEFUL, text, _why_stopped(stoppers[0], limits))
+    if leavers := [member.host for member in plan.members if member.node_id in plan.released]:
+        why = f"{', '.join(leavers)}, which leaves the job,"
+        return _stop(replace(state, resizing=True), StopMode.GRACEFUL, reason=why)
     if newcomers := _newcomers(state, nodes, limits, now_s):
         hosts = ", ".join(node.report.host for node in newcomers)
         text = f"{hosts} came: stopping at a checkpoint, to go on with more nodes"
-        return _stop(replace(state, growing=True), StopMode.GRACEFUL, text, f"{hosts}, which came to take part,")
+        return _stop(replace(state, resizing=True), StopMode.GRACEFUL, text, f"{hosts}, which came to take part,")
     return state
 
 
-def _lost_members(
-    state: MembershipState, members: Sequence[NodeView], done: set[str], limits: ElasticLimits
-) -> set[str]:
-    """Ids of members that are lost; ``done`` are those that have reported how their ranks ended."""
-    known = {node.report.node_id for node in members}
-    lost = {member.node_id for member in state.plan.members} - known
-    if state.plan.stop_mode is StopMode.NONE:
-        # A node that ended its ranks unasked was cut off, for a moment that was just too short to be seen here.
-        stopped_itself = [node for node in members if any(ending.ended_by_us for ending in node.endings)]
-        lost |= {node.report.node_id for node in stopped_itself} & done
-    # A node that has reported how its ranks ended is not needed any more.
-    return lost | ({node.report.node_id for node in members if node.gone(limits)} - done)
+def _release(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits) -> MembershipState:
+    """Let nodes go that were asked to stop by themselves, if enough others stay: a scheduler wants them back."""
+    plan = state.plan
+    # Where nobody takes over from the first one, its host is where all meet.
+    tied = [] if limits.hands_over else nodes[:1]
+    if any(node in tied or node.report.stops_job for node in nodes if node.report.stops and not node.gone(limits)):
+        return state
+    asked = [node.report for node in nodes if node.report.stops and not node.gone(limits)]
+    leavers = [report for report in asked if report.node_id not in plan.released]
+    stay = [node for node in nodes if node.present(limits) and not node.report.stops]
+    costs = plan.phase == "generation" and any(plan.node_rank(report.node_id) is not None for report in leavers)
+    if not leavers or len(stay) < limits.min_nodes or (costs and state.changes >= limits.max_changes):
+        return state
+    signals = " and ".join(sorted({_signal_name(report.stopped_by) for report in leavers}))
+    hosts = ", ".join(report.host for report in leavers)
+    how = "stopping at a checkpoint, to go on with the other nodes" if costs else "the other nodes go on"
+    state = announce(state, Message(f"{hosts} was told to stop ({signals}) and leaves: {how}"))
+    released = (*plan.released, *(report.node_id for report in leavers))
+    return replace(state, plan=replace(state.plan, number=state.plan.number + 1, released=released))
+
+
+def _stoppers(state: MembershipState, nodes: Iterable[NodeView], limits: ElasticLimits) -> list[NodeReport]:
+    """Reports of nodes that want the whole job to stop."""
+    asked = [node.report for node in nodes if node.report.stops and not node.gone(limits)]
+    return [report for report in asked if report.stops_job or report.node_id not in state.plan.released]
+
+
+def _note_progress(
+    state: MembershipState, current: Sequence[NodeReport], limits: ElasticLimits, now_s: float
+) -> MembershipState:
+    """Restarts and changes count from 0 again after training at steps that no generation before has reached."""
+    if not (state.failures or state.changes) or max((r.step for r in current), default=-1) <= state.furthest:
+        return state
+    since_s = now_s if state.beyond_since_s is None else state.beyond_since_s
+    if now_s < since_s + limits.refill_after_s:
+        return replace(state, beyond_since_s=since_s)
+    text = f"{limits.refill_after_s:g} s of training at new steps: restarts and changes of nodes count from 0 again"
+    return announce(replace(state, failures=0, changes=0, beyond_since_s=None), Message(text))
+
+
+def _suspect(state: MembershipState, awaited: Sequence[NodeView], limits: ElasticLimits) -> MembershipState:
+    """Say which members have fallen silent and are waited for, and which are heard again."""
+    silent = [node.report for node in awaited if node.silent_s >= limits.suspect_after_s and not node.report.leaving]
+    ids = tuple(report.node_id for report in silent)
+    new = [report.host for report in silent if report.node_id not in {*state.suspects, *state.lost}]
+    back = [n.report.host for n in awaited if n.report.node_id in state.suspects and n.report.node_id not in ids]
+    state = replace(state, suspects=ids)
+    if back:
+        state = announce(state, Message(f"{', '.join(back)} is heard again"))
+    if new and state.plan.stop_mode is StopMode.NONE:
+        text = (
+            f"nothing heard of {', '.join(new)} for {limits.suspect_after_s:g} s; waiting up to "
+            f"{limits.lost_after_s:g} s, while the ranks hold their connections"
+        )
+        state = announce(state, Message(text))
+    return state
 
 
 def _newcomers(
@@ -219,21 +292,22 @@ def _newcomers(
     if now_s < state.since_s + max(_SETTLED_S, _back_off_s(state.changes)):
         return []
     ids = {member.node_id for member in state.plan.members}
-    others = [node for node in nodes if node.report.node_id not in ids]
-    return [node for node in others if not node.gone(limits) and not node.report.running][:room]
+    return [node for node in _ready(state, nodes, limits) if node.report.node_id not in ids][:room]
 
 
 def _finish_generation(
     state: MembershipState, endings: Sequence[RankExit], nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float
 ) -> MembershipState:
-    plan = state.plan
-    stopped_by = _first_stop(nodes)
+    plan, stopped_by = state.plan, state.stopped_by
+    reached = max([state.furthest, *(node.report.step for node in nodes if node.report.generation == plan.generation)])
+    state = replace(state, furthest=reached, beyond_since_s=None)
     failed = [ending for ending in endings if has_failed(ending)]
     if state.lost and all(ending.collateral for ending in failed):
-        return _after_node_loss(state, stopped_by, limits, now_s)
+        return _after_node_loss(state, nodes, limits, now_s)
     at_its_end = {ending.status for ending in endings} <= {EXIT_OK, EXIT_NOT_SAVED}
-    if state.growing and stopped_by is None and not failed and not at_its_end:
-        return _next_generation(state, now_s, changes=1)
+    if state.resizing and stopped_by is None and not failed and not at_its_end:
+        leaves = any(member.node_id in plan.released for member in plan.members)
+        return _next_generation(state, now_s, 0.0 if leaves else _back_off_s(state.changes), changes=1)
     code = exit_code(endings, stopped_by=stopped_by)
     ends_badly = failed and code not in (EXIT_OK, EXIT_STOPPED) and (stopped_by is None or code != 128 + stopped_by)
     if ends_badly or code == EXIT_NOT_SAVED:
@@ -247,27 +321,38 @@ def _finish_generation(
         f"restarting {ranks} as generation {plan.generation + 1} (restart {state.failures + 1} of "
         f"{limits.max_restarts}), from the last finished step or the newest checkpoint"
     )
-    return _next_generation(state, now_s, text, failures=1)
+    pause_s = _back_off_s(state.changes) if state.lost else 0.0
+    return _next_generation(state, now_s, pause_s, text, failures=1)
 
 
 def _after_node_loss(
-    state: MembershipState, stopped_by: int | None, limits: ElasticLimits, now_s: float
+    state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float
 ) -> MembershipState:
     lost = f"{_lost_nodes(state)}: it died, or the network does not reach it any more"
-    if stopped_by is not None:
-        return _end_job(state, 128 + stopped_by, lost)
+    if state.stopped_by is not None:
+        return _end_job(state, 128 + state.stopped_by, lost)
     if state.changes < limits.max_changes:
         text = (
             f"{_lost_nodes(state)}; going on as generation {state.plan.generation + 1} with {_node_range(limits)} "
             f"(change {state.changes + 1} of at most {limits.max_changes})"
         )
-        return _next_generation(state, now_s, text, changes=1)
+        # Spares take the place of the lost ones at once; a moment is left to a node that was cut off, to end its ranks.
+        complete = len(_ready(state, nodes, limits)) >= limits.max_nodes
+        pause_s = _BACK_OFF_S[0] if complete else _back_off_s(state.changes)
+        return _next_generation(state, now_s, pause_s, text, changes=1)
     spent = (
-        f"{limits.max_changes} changes of nodes are spent"
+        f"{limits.max_changes} changes of nodes are spent; --max-changes allows more"
         if limits.max_changes
         else "a job of a fixed number of nodes goes on without --max-restarts only with all of them"
     )
     return _end_job(announce(state, Message(f"run failed: {lost}\n    {spent}", failure=True)), EXIT_FAILED)
+
+
+def _silence_s(state: MembershipState, members: Sequence[NodeView], limits: ElasticLimits) -> float:
+    """For how long nothing was heard, at least, of each node that is lost."""
+    lost = [node for node in members if node.report.node_id in state.lost]
+    waited = lost and all(node.silent_s >= limits.lost_after_s for node in lost)
+    return limits.lost_after_s if waited else limits.suspect_after_s
 
 
 def _lost_nodes(state: MembershipState) -> str:
@@ -287,11 +372,12 @@ def _node_range(limits: ElasticLimits) -> str:
 
 
 def _next_generation(
-    state: MembershipState, now_s: float, text: str = "", *, failures: int = 0, changes: int = 0
+    state: MembershipState, now_s: float, pause_s: float, text: str = "", *, failures: int = 0, changes: int = 0
 ) -> MembershipState:
-    """Gather nodes for the next generation; ``failures`` and ``changes`` are what it costs of the limits."""
-    # The pause serves against a node that comes and goes, and gives one that was cut off time to end its ranks.
-    pause_s = _back_off_s(state.changes) if changes or state.lost else 0.0
+    """Gather nodes for the next generation; ``failures`` and ``changes`` are what it costs of the limits.
+
+    ``pause_s`` serves against a node that comes and goes, and gives one that was cut off time to end its ranks.
+    """
     state = announce(state, Message(text)) if text else state
     plan = replace(
         state.plan,
@@ -328,12 +414,7 @@ def _stop(state: MembershipState, mode: StopMode, text: str = "", reason: str = 
     return replace(state, plan=plan)
 
 
-def _first_stop(nodes: Iterable[NodeView]) -> int | None:
-    return next((node.report.stopped_by for node in nodes if node.report.stops), None)
-
-
-def _why_stopped(nodes: Iterable[NodeView], limits: ElasticLimits) -> str:
-    report = next(node.report for node in nodes if node.report.stops)
+def _why_stopped(report: NodeReport, limits: ElasticLimits) -> str:
     name = "Ctrl-C" if report.stopped_by == signal.SIGINT else _signal_name(report.stopped_by)
     return name if limits.max_nodes == 1 else f"{name} on {report.host}"
 

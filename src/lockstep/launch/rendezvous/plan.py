@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Literal, Self
 
@@ -34,9 +34,12 @@ class ElasticLimits:
     max_restarts: int = 0  #: generations that may be started after failures
     max_changes: int = 0  #: generations that may be started after nodes were lost or joined
     join_timeout_s: float = 600.0  #: how long ``min_nodes`` are waited for
-    lost_after_s: float = 5.0  #: a node that has reported nothing for so long is lost
+    lost_after_s: float = 30.0  #: a node that has reported nothing for so long is lost
+    suspect_after_s: float = 5.0  #: after so long it is lost, too, if ranks of others have lost their connections to it
+    refill_after_s: float = 600.0  #: of training at new steps, until restarts and changes count from 0 again
     last_call_s: float = 3.0  #: how long ``max_nodes`` are waited for once ``min_nodes`` are there
     listen_s: float = 0.5  #: how long other ranks may fail after the first, so that the cause is among them
+    hands_over: bool = False  #: another node takes over from a coordinator that leaves
     expected: tuple[str, ...] = ()  #: hosts of the allocation, where a scheduler names them
 
 
@@ -52,10 +55,16 @@ class NodeReport:
     generation: int = -1  #: of its ranks, living or ended
     running: bool = False  #: some of its ranks live
     failed: bool = False  #: a rank of this generation has failed
+    lost_peer: bool = False  #: ... and says that its connection to another one broke
+    own_cause: bool = False  #: a rank has failed, and says something else or nothing
+    step: int = field(default=-1, compare=False)  #: the newest that a rank of this generation has done, as far as known
+    #: Where its ranks are, once they make no progress, as `lockstep.launch.diagnosis.rank_places` writes it.
+    places: str = field(default="", compare=False)
     hangs: bool = False  #: its ranks hang and are to be ended
     final: bool = False  #: nothing is to be started after this generation
     stops: int = 0  #: how often it was asked to stop
     stopped_by: int = 0  #: the first signal that asked
+    stops_job: bool = False  #: that was meant for the whole job, as Ctrl-C is, and not for this node only
     leaving: bool = False
     plan_seen: int = 0  #: number of the last plan that it has read
 
@@ -71,6 +80,10 @@ class NodeView:
     def gone(self, limits: ElasticLimits) -> bool:
         """Whether it counts as lost."""
         return self.report.leaving or self.silent_s >= limits.lost_after_s
+
+    def present(self, limits: ElasticLimits) -> bool:
+        """Whether it was heard just now, so that a generation may begin with it."""
+        return not self.report.leaving and self.silent_s < limits.suspect_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +118,7 @@ class Plan:
     stop_mode: StopMode = StopMode.NONE
     stop_reason: str = ""  #: why, in words for the user
     members: tuple[Member, ...] = ()  #: in the order of their ranks
+    released: tuple[str, ...] = ()  #: ids of nodes that leave, once their ranks have ended, while the job goes on
     port: int = 0  #: of the store where the ranks meet
     code: int = 0  #: exit code of all agents, once the job is over
     notices: int = 0  #: how many were announced so far
@@ -137,4 +151,5 @@ class Plan:
         if not isinstance(fields.get("members"), list) or not isinstance(fields.get("stop_mode"), int):
             raise ValueError(f"no plan: {text:.80}")
         members = tuple(from_known(Member, member) for member in fields["members"])
-        return from_known(cls, fields, stop_mode=StopMode(fields["stop_mode"]), members=members)
+        released = tuple(map(str, fields.get("released") or ()))
+        return from_known(cls, fields, stop_mode=StopMode(fields["stop_mode"]), members=members, released=released)

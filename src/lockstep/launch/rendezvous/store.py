@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from lockstep.launch.diagnosis.root_cause import RankExit
@@ -47,6 +47,13 @@ class RendezvousStore(Protocol):
         """All that the coordinator has announced: at least what belongs to the `plan` that was read before."""
         ...
 
+    def places(self) -> Mapping[str, str]:
+        """Where ranks of the other members of the generation are that make no progress, by the name of their host.
+
+        Other nodes are asked for it while this node's own report says it.
+        """
+        ...
+
     def silent_s(self) -> float:
         """For how many seconds the coordinator has not been heard."""
         ...
@@ -89,6 +96,10 @@ class LocalStore(RendezvousStore):
     def notices(self) -> Sequence[Notice]:
         """All notices that were published."""
         return self._notices
+
+    def places(self) -> Mapping[str, str]:
+        """Nothing: there are no other nodes."""
+        return {}
 
     def silent_s(self) -> float:
         """Always 0: the coordinator is this process."""

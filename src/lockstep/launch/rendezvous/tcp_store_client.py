@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -58,7 +58,7 @@ class TcpStoreClient(RendezvousStore):
         contract: what the store holds already.
         report: this node's first report.
         signature: of this run.
-        lost_after_s: a store that does not answer for so long is asked by another thread.
+        suspect_after_s: a store that does not answer for so long is asked by another thread.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class TcpStoreClient(RendezvousStore):
         report: NodeReport,
         signature: Signature,
         *,
-        lost_after_s: float,
+        suspect_after_s: float,
     ) -> None:
         self._signature: Final = signature
         self._is_coordinator = report.node_id == contract.coordinator
         self._contract = contract
-        self._endpoint, self._lost_after_s = endpoint, lost_after_s
+        self._endpoint, self._suspect_after_s = endpoint, suspect_after_s
         self._lock: Final = threading.Lock()
         self._wake: Final = threading.Event()
         self._report: NodeReport = report
@@ -97,6 +97,11 @@ class TcpStoreClient(RendezvousStore):
     def coordinator(self) -> str:
         """The id of the node that decides for all."""
         return self._contract.coordinator
+
+    @property
+    def term(self) -> int:
+        """Of the lease of the node that decides for all; 0 if nobody takes over from it."""
+        return self._contract.term
 
     def report(self, report: NodeReport, endings: Sequence[RankExit]) -> None:
         """Have the thread write the report and the endings soon."""
@@ -135,11 +140,21 @@ class TcpStoreClient(RendezvousStore):
         with self._lock:
             return self._notices
 
+    def places(self) -> Mapping[str, str]:
+        """What the thread has read last of the other members, or of all nodes."""
+        with self._lock:
+            reports = [record.report for record in self._nodes.values()]
+            others = [report for report in reports if report.node_id != self._report.node_id]
+            generation = self._report.generation
+            return {
+                report.host: report.places for report in others if report.places and report.generation == generation
+            }
+
     def silent_s(self) -> float:
         """For how long the coordinator has not been heard. Replaces the thread when the store does not answer it."""
         now_s = time.monotonic()
         with self._lock:
-            stuck = now_s - self._busy_since_s > self._lost_after_s
+            stuck = now_s - self._busy_since_s > self._suspect_after_s
             silent_s = now_s - self._heard_s
         if stuck:
             self._start_thread()
@@ -151,7 +166,7 @@ class TcpStoreClient(RendezvousStore):
             writes = self._writes
             self._wake.set()
         end_s = time.monotonic() + 1.0
-        while time.monotonic() < end_s and self._writes < writes + 2 and self.silent_s() < self._lost_after_s:
+        while time.monotonic() < end_s and self._writes < writes + 2 and self.silent_s() < self._suspect_after_s:
             time.sleep(0.02)
         with self._lock:
             self._thread_number = -1
@@ -248,9 +263,11 @@ class TcpStoreClient(RendezvousStore):
 
     def _read(self, store: Any, number: int) -> None:
         if self.is_coordinator:
-            self._read_nodes(store, number)
-        else:
-            self._read_plan(store, number)
+            self._read_nodes(store, store.get("nodes").decode(errors="replace").split(), number)
+            return
+        self._read_plan(store, number)
+        if self._report.places:
+            self._read_nodes(store, [member.node_id for member in self._plan.members], number)
 
     def _read_plan(self, store: Any, number: int) -> None:
         key = f"node/{self.coordinator}"
@@ -268,8 +285,8 @@ class TcpStoreClient(RendezvousStore):
                 if beat > self._coordinator_beat:
                     self._coordinator_beat, self._heard_s = beat, time.monotonic()
 
-    def _read_nodes(self, store: Any, number: int) -> None:
-        ids = list(dict.fromkeys(store.get("nodes").decode(errors="replace").split()))[:_MOST_NODES]
+    def _read_nodes(self, store: Any, found: Sequence[str], number: int) -> None:
+        ids = list(dict.fromkeys(found))[:_MOST_NODES]
         # Reading a key that is not there would wait for it.
         keys = [f"node/{node_id}" for node_id in ids]
         if not store.check(keys):
@@ -293,11 +310,13 @@ class TcpStoreClient(RendezvousStore):
                     records[node_id] = replace(record, endings_of=generation, endings=endings)
         with self._lock:
             if number == self._thread_number:
-                self._nodes, self._heard_s = records, now_s
+                self._nodes = records
+                if self.is_coordinator:
+                    self._heard_s = now_s
 
 
 def create_store(
-    endpoint: Endpoint, contract: JobContract, report: NodeReport, signature: Signature, *, lost_after_s: float
+    endpoint: Endpoint, contract: JobContract, report: NodeReport, signature: Signature, *, suspect_after_s: float
 ) -> TcpStoreClient:
     """Fill a new store with its first values, as its coordinator.
 
@@ -322,4 +341,4 @@ def create_store(
     store.set("nodes", f"{report.node_id} ")
     for key, text in values.items():
         store.set(key, signature.sign(key, text))
-    return TcpStoreClient(endpoint, contract, report, signature, lost_after_s=lost_after_s)
+    return TcpStoreClient(endpoint, contract, report, signature, suspect_after_s=suspect_after_s)

@@ -54,6 +54,11 @@ class StoreUnused:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseExpired:
+    """The launcher has not renewed the lease of its ranks, so they were killed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """A process of a generation has started."""
 
@@ -68,12 +73,13 @@ class OrderReceived:
     number: int
 
 
-Event = RankExited | ForkUnavailable | ForkServerDied | StoreExited | StoreUnused
+Event = RankExited | ForkUnavailable | ForkServerDied | StoreExited | StoreUnused | LeaseExpired
 _EVENTS: Mapping[str, type[Event | Started | OrderReceived]] = {
     "rank-exited": RankExited,
     "fork-unavailable": ForkUnavailable,
     "store-exited": StoreExited,
     "store-unused": StoreUnused,
+    "lease-expired": LeaseExpired,
     "started": Started,
     "order-received": OrderReceived,
 }

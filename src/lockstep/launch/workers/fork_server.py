@@ -63,6 +63,7 @@ class ForkServer:
         self._store = 0  # process id; 0: none
         self._questions: socket.socket | None = None  # for the store
         self._listening: list[int] = []  # descriptors that the launcher has passed
+        self._lease_end_s = float("inf")
         # A child that ends wakes the loop through this pipe.
         self._wakeup = os.pipe()
         for descriptor in self._wakeup:
@@ -75,7 +76,10 @@ class ForkServer:
         wakeup, _ = self._wakeup
         unread = b""
         while True:
-            ready, _, _ = select.select([self._connection.fileno(), wakeup], [], [])
+            left_s = None if self._lease_end_s == float("inf") else max(0.0, self._lease_end_s - time.monotonic())
+            ready, _, _ = select.select([self._connection.fileno(), wakeup], [], [], left_s)
+            if time.monotonic() >= self._lease_end_s:
+                self._expire_lease()
             if wakeup in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wakeup, _CHUNK_BYTES)
@@ -108,6 +112,15 @@ class ForkServer:
                     os.kill(process, order["signum"])
             case "kill":
                 self._kill()
+            case "lease":
+                self._lease_end_s = time.monotonic() + order["for_s"]
+
+    def _expire_lease(self) -> None:
+        """The launcher stands still, and other nodes may go on without this one."""
+        self._lease_end_s = float("inf")
+        if self._ranks:
+            self._tell(event="lease-expired")
+            self._kill()
 
     def _exit(self) -> NoReturn:
         self._kill()
@@ -121,6 +134,7 @@ class ForkServer:
 
     def _start(self, ranks: list[RankSpec], listening: int | None, port: int) -> None:
         own_pid = os.getpid()
+        self._lease_end_s = float("inf")
         if self._store:
             os.kill(self._store, signal.SIGKILL)
             os.waitpid(self._store, 0)

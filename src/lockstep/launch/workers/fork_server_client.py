@@ -23,6 +23,7 @@ from lockstep.launch.workers.fork_messages import (
     Event,
     ForkServerDied,
     ForkUnavailable,
+    LeaseExpired,
     OrderReceived,
     RankExited,
     RankSpec,
@@ -94,6 +95,10 @@ class ForkServerClient:
         """Kill every rank that lives, together with all processes that it has started."""
         self._order(order="kill")
 
+    def renew_lease(self, for_s: float) -> None:
+        """Have every rank killed unless this is called again within ``for_s``: should the launcher stand still."""
+        self._order(order="lease", for_s=for_s)
+
     def signal_directly(self, signum: int) -> None:
         """As `signal`, without the fork server: for when it does not answer."""
         for process in self._ranks.values():
@@ -162,7 +167,7 @@ class ForkServerClient:
             case StoreExited():
                 self._store = None
                 return event
-            case ForkUnavailable() | ForkServerDied() | StoreUnused():
+            case ForkUnavailable() | ForkServerDied() | StoreUnused() | LeaseExpired():
                 return event
         return None
 

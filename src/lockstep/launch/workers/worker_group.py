@@ -21,6 +21,7 @@ from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.diagnosis.host_memory import MemoryTracker
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
+from lockstep.launch.diagnosis.rank_places import RankPlaces, together
 from lockstep.launch.diagnosis.root_cause import RankExit, how_it_ended
 from lockstep.launch.diagnosis.wait_share import Waiting
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
@@ -30,6 +31,7 @@ from lockstep.launch.workers.fork_messages import (
     Event,
     ForkServerDied,
     ForkUnavailable,
+    LeaseExpired,
     RankExited,
     RankSpec,
     StoreExited,
@@ -90,6 +92,8 @@ class WorkerGroup:
         self._memory = MemoryTracker(self._fork_server.pid)
         self._ranks_file = RanksFile(job.run_dir, 0)
         self._next_ranks_s = 0.0
+        # Nodes that hear nothing of this one go on without it after so long, and then its ranks must be gone.
+        self._lease_s = 0.0 if job.request.nodes is None else job.request.nodes.lost_after_s
         self._generation = -1
         self._ranks: range = range(0)
         self._host = ""
@@ -126,6 +130,28 @@ class WorkerGroup:
         """Whether a rank of this generation has failed, or something that all of them need."""
         return self._lost_part != "" or any(not ending.well for ending in self._exited.values()) or self._fails_late()
 
+    @property
+    def causes(self) -> tuple[bool, bool]:
+        """Whether a rank says that its connection to another one broke; whether one failed for another reason."""
+        told = {rank: f for rank, f in self._hang_monitor.failures.items() if not f.ends_well}
+        silent = [e for e in self._exited.values() if not e.well and not e.ended_by_us and e.rank not in told]
+        other = [failure for failure in told.values() if not failure.collateral]
+        return len(other) < len(told), bool(other or silent or self._lost_part)
+
+    @property
+    def places(self) -> str:
+        """Where the ranks are, for the other nodes, once they make no progress; "" before."""
+        return self._hang_monitor.places if self.running else ""
+
+    def note_places(self, told: Mapping[str, str]) -> None:
+        """Take in where the ranks of other nodes are, by host, as their `places` say."""
+        self._hang_monitor.elsewhere = together(RankPlaces.from_text(text, host) for host, text in told.items())
+
+    @property
+    def step(self) -> int:
+        """The newest step that a rank of this generation has done, as far as heartbeats say; -1: they do not."""
+        return self._hang_monitor.step
+
     def start(self, plan: Plan, placement: NodePlacement) -> None:
         """Start this node's ranks of a generation. Those of the one before must all have ended."""
         job, generation = self._job, plan.generation
@@ -147,7 +173,7 @@ class WorkerGroup:
         specs = [RankSpec(rank, self._variables(plan, placement, rank), str(job.log(rank))) for rank in self._ranks]
         # A program that is no Python says nothing.
         self._start_s, self._heard = time.monotonic(), isinstance(job.request.program, Executable)
-        self._hang_monitor.begin(self._ranks)
+        self._hang_monitor.begin(self._ranks, plan.ranks)
         self._memory.begin()
         self._fork_server.start(specs, placement.listening)
         self._output.begin(generation, leads=first == 0, log_start=self._log_starts.get(0, 0))
@@ -165,6 +191,8 @@ class WorkerGroup:
         self._say_what_is_waited_for()
         self._memory.poll()
         if (now_s := time.monotonic()) >= self._next_ranks_s:
+            if self._lease_s and self.running and self._fork_server is not None:
+                self._fork_server.renew_lease(self._lease_s)
             self._write_ranks(now_s)
         suspects = self._parts.suspects
         if self.running and not self.failed and not suspects and (hang := self._hang_monitor.poll()) is not None:
@@ -275,6 +303,9 @@ class WorkerGroup:
                 self._store_unused = True
             case ForkServerDied(status):
                 self._lose_fork_server(status)
+            case LeaseExpired():
+                self._stop_mode = StopMode.KILL
+                self._screen.say("this launcher stood still for so long that its ranks were ended")
 
     def _lose_fork_server(self, status: int | None) -> None:
         """The fork server is dead, and all ranks with it."""

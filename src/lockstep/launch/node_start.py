@@ -1,0 +1,137 @@
+"""How this machine's launcher takes part in a job: as the coordinator, or following another one, also a new one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import SettingError
+from lockstep.formatting import plural
+from lockstep.launch.agent import Stops
+from lockstep.launch.console import Screen
+from lockstep.launch.deadline_thread import ScreenThread, call_in_time
+from lockstep.launch.host import Machine
+from lockstep.launch.rendezvous.endpoint import Endpoint
+from lockstep.launch.rendezvous.join import Joined, host_job, join_job
+from lockstep.launch.rendezvous.lease import LeaseFiles, LeaseTimes
+from lockstep.launch.rendezvous.takeover import Moved, living_holder
+from lockstep.launch.request import Nodes, Request
+from lockstep.launch.run_directory import Job, lock_if_free, next_generation, prepare, settle, shown
+from lockstep.launch.schedulers.scheduler import Allocation
+
+
+def running_elsewhere(request: Request, nodes: Nodes) -> Moved | None:
+    """The coordinator of a job that runs already, where another node may have taken over; None if it does not run.
+
+    Raises:
+        SettingError: if the run directory is not given, which all nodes must know.
+    """
+    if not nodes.takeover:
+        return None
+    if request.run_dir is None:
+        raise SettingError("--rdzv-takeover: say --run-dir DIR, too, the same directory on a file system of all nodes")
+    run_dir = Path(request.run_dir).absolute()
+    holder = None if request.fresh else living_holder(LeaseFiles(run_dir), LeaseTimes(nodes.lost_after_s), time.sleep)
+    return None if holder is None else Moved(holder, None)
+
+
+def take_part(
+    request: Request,
+    nodes: Nodes,
+    machine: Machine,
+    given: Allocation,
+    stops: Stops,
+    moved: Moved | None,
+    stack: contextlib.ExitStack,
+    signals: contextlib.ExitStack,
+) -> tuple[Joined | None, ScreenThread]:
+    """Take part in the job: as its coordinator where that is this host's part, else as one that follows.
+
+    Args:
+        request: of the user.
+        nodes: of it.
+        machine: this one.
+        given: by a scheduler.
+        stops: may end the waiting for others.
+        moved: the coordinator, as far as that is not what ``nodes`` say.
+        stack: closes what is opened here, when this node's part is over.
+        signals: ends the listening to signals, which begins here: until the run directory is known, Ctrl-C interrupts.
+
+    Returns:
+        What the agent needs, None if it was stopped before; and the screen.
+
+    Raises:
+        SettingError, LaunchError: if it cannot take part.
+    """
+    screen = Screen(sys.stdout, sys.stderr, os.environ)
+    thread = ScreenThread(screen)
+    endpoint = Endpoint(nodes.host, nodes.port) if moved is None else Endpoint.parse(moved.lease.endpoint)
+    # Where the user numbers the nodes, the first one is where they meet, in whatever order they come.
+    claims = moved is None and not nodes.node_rank
+    listening = endpoint.claim() if claims else None if moved is None else moved.listening
+    if listening is None and moved is None and nodes.node_rank == 0:
+        raise SettingError(
+            f"--node-rank 0, but this machine cannot listen at {endpoint}: --master-addr names the machine that "
+            "has --node-rank 0, and no other job may use its port"
+        )
+    follows = listening is None or moved is not None
+    job = prepared(request, machine, given, follows=follows)
+    if listening is not None:
+        stack.enter_context(listening)
+        if moved is None:
+            stack.enter_context(settled(job))
+    signals.enter_context(stops.listening())
+    if listening is None:
+        joined = join_job(job, nodes, endpoint, say=screen.say, stopped=lambda: stops.times > 0)
+        return joined, thread
+    lease = None if moved is None else moved.lease
+    if moved is not None:
+        run_dir = Path(str(request.run_dir)).absolute()
+        stack.enter_context(lock_if_free(run_dir))
+        job = replace(job, run_dir=run_dir, begins="resume", generation=next_generation(run_dir))
+    announce(job, screen)
+    return host_job(job, nodes, endpoint, listening, stack, thread.say, lease), thread
+
+
+def announce(job: Job, screen: Screen) -> None:
+    """Tell the user what begins on this node."""
+    for note in job.notes:
+        screen.say(note)
+    where = "" if job.request.nodes is None else " on this node"
+    each = "" if job.ranks == 1 else " each"
+    # Torch uses all CPUs under `python`; here ranks would slow each other down.
+    threads = int(os.environ.get("OMP_NUM_THREADS") or "1")
+    screen.say(f"{plural(job.ranks, 'rank')}{where}, {plural(threads, 'CPU thread')}{each}; logs: {shown(job.logs)}")
+
+
+def prepared(
+    request: Request,
+    machine: Machine,
+    given: Allocation | None = None,
+    env: Mapping[str, str] = os.environ,
+    follows: bool = False,
+) -> Job:
+    """As `prepare`, with a deadline."""
+    more = {} if given is None else {"given": given}
+    return call_in_time(
+        lambda: prepare(request, machine=machine, env=env, now=datetime.now(), follows=follows, **more),
+        f"the run directory {request.run_dir or 'runs'}",
+        say,
+    )
+
+
+def settled(job: Job) -> Any:
+    """As `settle`, with a deadline."""
+    return call_in_time(lambda: settle(job, now=datetime.now()), f"the run directory {shown(job.run_dir)}", say)
+
+
+def say(text: str) -> None:
+    """Tell the user, where nothing is shown yet."""
+    Screen(sys.stdout, sys.stderr, os.environ).say(text)
