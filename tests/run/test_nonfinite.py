@@ -100,9 +100,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_parameters_take_it():
 
 def test_a_loss_that_is_not_finite_under_fsdp():
     # Rank 0 is told by the end of the other's process.
-    other, finder = run_each(trained, 2, NAN_LOSS, 2, "fsdp")
+    other, finder = run_each(trained, 2, NAN_LOSS, 3, "fsdp")
     assert finder.value[0] == "NonFiniteError"
-    assert "the loss is nan at step 3 on rank 1, micro-batch 2 of 4" in finder.value[1]
+    assert "the loss is nan at step 3 on rank 1, micro-batch 3 of 4" in finder.value[1]
     assert other.value[0] == "PeerLost"
 
 
