@@ -23,6 +23,7 @@ from lockstep.checkpoint.safetensors_file import FileTensor
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.async_save import Checkpoints, Saved
+    from lockstep.checkpoint.part_file import PartHead, PartWriter, load_part, merged, read_head
     from lockstep.checkpoint.save_thread import Outcome
     from lockstep.checkpoint.tensors import Tensors, content_of, in_file, load_tree, tensor_of, write_torch_file
     from lockstep.checkpoint.whole_save import FlatTree, checksums_in, save_whole
@@ -34,6 +35,7 @@ else:
         homes = {"Checkpoints": "async_save", "Saved": "async_save", "Outcome": "save_thread"} | dict.fromkeys(
             ("Tensors", "content_of", "in_file", "load_tree", "tensor_of", "write_torch_file"), "tensors"
         )
+        homes |= dict.fromkeys(("PartHead", "PartWriter", "load_part", "merged", "read_head"), "part_file")
         homes |= dict.fromkeys(("FlatTree", "checksums_in", "save_whole"), "whole_save")
         if name not in homes:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -56,6 +58,8 @@ __all__ = [
     "LocalFileSystem",
     "Manifest",
     "Outcome",
+    "PartHead",
+    "PartWriter",
     "Piece",
     "SafetensorsWriter",
     "Saved",
@@ -72,8 +76,11 @@ __all__ = [
     "expired",
     "in_file",
     "list_checkpoints",
+    "load_part",
     "load_tree",
     "lock_root",
+    "merged",
+    "read_head",
     "read_manifest",
     "remove",
     "save_whole",

@@ -54,7 +54,10 @@ from lockstep.strategies.abilities import (
     CommunicatesInForward,
     ExplainsErrors,
     FinishesTraining,
+    KnowsStatePart,
     PreparesEvaluation,
+    PreparesUpdate,
+    StatePart,
 )
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
@@ -109,7 +112,14 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
 
 
 class FullySharded(
-    Strategy, ChecksOptimizers, CommunicatesInForward, PreparesEvaluation, FinishesTraining, ExplainsErrors
+    Strategy,
+    ChecksOptimizers,
+    CommunicatesInForward,
+    PreparesUpdate,
+    PreparesEvaluation,
+    FinishesTraining,
+    ExplainsErrors,
+    KnowsStatePart,
 ):
     """The strategies ``fsdp`` and ``hsdp``.
 
@@ -152,6 +162,10 @@ class FullySharded(
         self._roots: Final[list[FSDPModule]] = []
         self.assignment = ReplicaAssignment(group.rank, group.size)
         self.state_layout = DTensorLayout(group, self._shard_groups)
+        within = self._shard_groups.within
+        own = DTensorLayout(group, self._shard_groups, every_copy=True)
+        self.state_part = StatePart(within.rank, within.size, own, divides_models=True)
+        self._buffers_are_moved = False  # ... by the mean over the step, which is not quite over
         self.forward_is_collective = group.size > 1
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
@@ -262,8 +276,15 @@ class FullySharded(
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """Restore buffers; after the last micro-batch, move them by the mean over the step. Collective then."""
+        if not self._buffers_are_moved:
+            self.before_update(position)
+        self._buffers_are_moved = False
+
+    def before_update(self, position: MicroBatchPosition) -> None:
+        """Move buffers by the mean over the step: nothing that follows in it needs another rank. Collective."""
         with translating_peer_errors("the reduction of buffers"):
             self._buffers.end_micro_batch(position)
+        self._buffers_are_moved = True
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -287,6 +308,7 @@ class FullySharded(
 
     def discard_step(self) -> None:
         """Drop gradients, free gathered blocks, and restore buffers."""
+        self._buffers_are_moved = False
         self._gradients.discard_step()
         for root in self._roots:
             # Torch 2.11 has no such method; there, what it remembers of the pass is replaced by the next one's.
