@@ -229,7 +229,8 @@ def read_head(path: Path) -> PartHead | None:
     with path.open("rb") as file:
         header = file.read(_HEADER.size)
         step, _, length, crc32 = _HEADER.unpack(header) if len(header) == _HEADER.size else (_NONE, 0, 0, 0)
-        text = file.read(length) if step != _NONE else b""
+        is_whole = step != _NONE and 0 < length <= os.fstat(file.fileno()).st_size
+        text = file.read(length) if is_whole else b""
     if not text or zlib.crc32(text) != crc32:
         return None
     return PartHead(str(path), step, decode(json.loads(text)[0], ()))

@@ -39,8 +39,9 @@ class LeftBehind:
 
     def load(self) -> StateTree | None:
         """Its tree, on every rank; None on all of them if it cannot be read. Collective."""
-        found = [self._load_part(copies) for copies in self._choice.parts]
-        if any(part is None for part in found):  # on all ranks alike
+        loaded = [self._load_part(copies) for copies in self._choice.parts]
+        found = [part for part in loaded if part is not None]
+        if len(found) < len(loaded):  # on all ranks alike
             return None
         why_not = ""
         try:

@@ -46,7 +46,7 @@ class RunSnapshot:
 
         Asks no other rank.
         """
-        common = {**self._common(), "carry": self._carried.own_state(), "is_left": self._position.is_left}
+        common = {**self._common(), "carry": self._carried.own_state(), "is_left": False}
         return self._state.tree(part.layout) | common
 
     def take_shared(self, part: StatePart) -> StateTree:
