@@ -65,6 +65,7 @@ GIVEN = {
     "profile": (StepRange(10, 20), "steps 10:20"),
     "keep": (5, "5"),
     "emergency": (False, "no"),
+    "mirror": (True, "yes"),
     "best": (BestMetric("max", "accuracy"), "max accuracy"),
     "clip_norm": (0.5, "0.5"),
     "sync_batchnorm": (True, "true"),

@@ -212,6 +212,10 @@ class Settings:
         default=True,
         metadata=_about("ranks that lose another one leave the last finished step in memory for the next generation"),
     )
+    mirror: bool = field(
+        default=False,
+        metadata=_about("each rank copies its part of the state into memory after every step, for the next generation"),
+    )
     best: BestMetric | None = field(
         default=None,
         metadata=_about("'max accuracy', 'min val_loss': the checkpoint of the best value is kept beside the newest"),

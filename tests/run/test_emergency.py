@@ -22,23 +22,19 @@ from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError
 from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch_contract import EMERGENCY, RUN_DIR
-from lockstep.run.emergency import (
-    EmergencyMemory,
-    LeftBehind,
-    NoEmergency,
-    _free_memory,
-    open_emergency,
-    writes_emergency,
-)
+from lockstep.run.emergency import EmergencyMemory, NoEmergency, open_emergency, writes_emergency
 from lockstep.run.emergency_choice import Choice, Left, LeftState, choose
+from lockstep.run.free_memory import free_memory
+from lockstep.run.left_behind import LeftBehind
 from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, part_after, read_journal, total
 from lockstep.run.metrics import MetricMeans, PassMetrics
-from lockstep.run.point_marks import point_marks
+from lockstep.run.point_marks import PointMarks
 from lockstep.run.resume_point import ResumePoint
 from lockstep.run.run_checkpoints import DirectoryCheckpointer
 from lockstep.run.state import State
 from lockstep.run.stop_requests import JobDeadline
 from lockstep.settings import Settings
+from lockstep.strategies import StatePart
 from lockstep.testing import run_ranks
 from lockstep.trial_contract import CurrentTrial, evaluating
 from lockstep.world import World
@@ -180,7 +176,7 @@ def test_the_newest_state_of_which_all_is_known_is_taken():
     other = replace(STATE, rank=0, path="/other")
     twice = choose([Left((other,), BOTH), Left((STATE,))], None)
     assert twice is not None
-    assert {copy.path for copy in twice.copies} == {"/other", "/memory/state"}
+    assert {copy.path for copy in twice.parts[0]} == {"/other", "/memory/state"}
 
 
 @pytest.mark.parametrize(
@@ -244,7 +240,7 @@ def test_a_state_that_has_begun_to_change_is_never_given():
     assert point.take() is None
     point.reach()
     marks = []
-    point = ResumePoint(lambda: {"weight": weight}, lambda: [*marks])
+    point = ResumePoint(lambda: {"weight": weight}, lambda afresh=False: [*marks])
     point.reach()
     marks.append("a rate that was lowered before the step")
     assert point.take() is None
@@ -285,15 +281,19 @@ def test_what_a_script_changes_before_a_step_is_seen_at_a_glance():
         with torch.no_grad():
             average.weight.mul_(0.5)
 
+    def replace_weights():
+        average.weight = torch.nn.Parameter(torch.ones(2, 2))
+
     def scale():
         with torch.no_grad():
             model.bias.add_(1.0)
 
-    for change in (lower, set_best, average_weights, scale, lambda: worst["a"].append(1)):
-        before = point_marks(state)
-        assert point_marks(state) == before
+    marks = PointMarks(state)
+    for change in (lower, set_best, average_weights, scale, lambda: worst["a"].append(1), replace_weights):
+        before = marks()
+        assert marks(afresh=True) == before
         change()
-        assert point_marks(state) != before
+        assert marks(afresh=True) != before
 
 
 class Counts:
@@ -312,20 +312,25 @@ class Counts:
 def test_who_leaves_a_state_and_where_one_is_looked_for(tmp_path):
     group = single_rank_group()
     several = SimpleNamespace(size=2, over_cpu=True)
-    whole, divided = (SimpleNamespace(holds_whole_state=whole) for whole in (True, False))
+    whole, divided, unknown = (
+        SimpleNamespace(state_part=part)
+        for part in (StatePart(0, 1, None), StatePart(0, 2, None, divides_models=True), None)
+    )
     env = {EMERGENCY: str(tmp_path)}
     assert writes_emergency(env, Settings(), several, whole)
     assert not writes_emergency({}, Settings(), several, whole), "nobody starts another generation"
     assert not writes_emergency(env, Settings(emergency=False), several, whole)
-    assert not writes_emergency(env, Settings(), several, divided)
+    assert not writes_emergency(env, Settings(), several, divided), "a part is gone with the rank"
+    assert writes_emergency(env, Settings(), SimpleNamespace(size=4, over_cpu=True), divided), "it has a copy"
+    assert not writes_emergency(env, Settings(), several, unknown)
     assert not writes_emergency(env, Settings(), group, whole), "nobody would be left"
     assert not writes_emergency(env, Settings(), SimpleNamespace(size=2, over_cpu=False), whole)
     world, metrics = World(0, 1, 0, 1, 0, 1, generation=1, run_dir=str(tmp_path)), PassMetrics(counts=True)
-    off = open_emergency(Settings(emergency=False), env, group, world, whole, metrics)
+    off = open_emergency(Settings(emergency=False), env, group, world, whole, metrics, print)
     assert isinstance(off, NoEmergency)
     assert off.find() is None
     one, other = (
-        open_emergency(Settings(checkpoint=name), env, group, world, whole, metrics) for name in ("one", "other")
+        open_emergency(Settings(checkpoint=name), env, group, world, whole, metrics, print) for name in ("one", "other")
     )
     about = {"step": 7, "turn": False, "rank": 0, "ranks": 0, "identity": {}, "rows": []}
     name = one._name.replace("generation-1", "generation-0")
@@ -363,8 +368,8 @@ def test_the_memory_of_a_job_is_what_its_control_groups_leave(tmp_path, line, ro
     (group / "step" / limit).write_text("max\n")
     (group / "step" / used).write_text("300\n")
     (tmp_path / "proc").write_text(f"{line}\n3:pids:/other\n")
-    assert _free_memory(tmp_path / "proc", tmp_path) == 600
-    assert _free_memory(tmp_path / "nowhere", tmp_path) > 600
+    assert free_memory(tmp_path / "proc", tmp_path) == 600
+    assert free_memory(tmp_path / "nowhere", tmp_path) > 600
 
 
 def test_a_state_is_not_taken_whose_best_step_was_never_saved():
@@ -372,7 +377,7 @@ def test_a_state_is_not_taken_whose_best_step_was_never_saved():
     said = []
     checkpoints = SimpleNamespace(newest=lambda: None, steps=lambda: (4,), root="checkpoints")
     for best, taken in (({"step": 6}, False), ({"step": 4}, True), (None, True)):
-        left = SimpleNamespace(step=7, rank=1, about={}, load=lambda best=best: {"best": best})
+        left = SimpleNamespace(step=7, origin="state of rank 1", about={}, load=lambda best=best: {"best": best})
         checkpointer = DirectoryCheckpointer(checkpoints, said.append, JobDeadline(None))
         tree = checkpointer.resume(asked=True, fresh=False, left=left)
         assert (tree is not None) is taken
@@ -387,7 +392,7 @@ def sent_to_others(place):
         if group.rank == 1:
             tree = {"w": torch.arange(6.0).view(2, 3), "none": torch.empty(0), "n": [1, (2.5, "x")]}
             copy = replace(copy, path=str(save_whole(Path(place), FlatTree.of(tree), 7, {}).path))
-        return LeftBehind(group, Choice(copy, (copy,), Sums({"loss": [1, 0.0, 1]}, {}))).load()
+        return LeftBehind(group, Choice(copy, ((copy,),), Sums({"loss": [1, 0.0, 1]}, {}))).load()
 
 
 @contextlib.contextmanager
@@ -406,10 +411,10 @@ def test_a_state_goes_to_nodes_that_have_none(tmp_path):
         assert (tree["none"].numel(), tree["n"], tree["measures"]) == (0, [1, (2.5, "x")], {"loss": [1, 0.0, 1]})
 
 
-def test_a_divided_tensor_cannot_be_left():
+def test_a_divided_tensor_is_no_whole_checkpoint(tmp_path):
     shard = TensorShard(torch.ones(1), (0,), (2,), torch.float32)
     with pytest.raises(CheckpointError, match="divided among ranks"):
-        FlatTree.of({"w": shard})
+        save_whole(tmp_path, FlatTree.of({"w": shard}), 1, {})
 
 
 def test_what_a_killed_launcher_left_in_memory_is_removed_by_the_next_one(tmp_path):
@@ -463,7 +468,7 @@ TRAIN = """
 
         whole_save.write_file = half_written
         if "FULL" in os.environ:
-            emergency._free_memory = lambda: 0
+            emergency.free_memory = lambda: 0
         with lockstep.Run(seed=3, log_every="3 steps", save_every=save_every) as run:
             net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
             model, other = run.model(net), run.model(nn.Linear(8, 3))

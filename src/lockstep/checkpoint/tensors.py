@@ -53,6 +53,14 @@ class TensorEntry:
         name = self.path if whole else f"{self.path}[{','.join(f'{first}:{end}' for first, end in ranges)}]"
         return FileTensor(name, _name_of(self.dtype), () if self.box is None else self.box.shape, self.here.length)
 
+    def leaf(self, tensor: torch.Tensor) -> torch.Tensor | TensorShard:
+        """What the tree has in this place, if ``tensor`` is what is here of it."""
+        if not self.divided:
+            return tensor
+        if self.box is None:
+            return TensorShard.absent(self.shape, self.dtype)
+        return TensorShard(tensor, self.box.start, self.shape, self.dtype)
+
     def stored(self, pieces: Iterable[Piece]) -> TensorRecord:
         """Its entry in a manifest."""
         return TensorRecord(self.path, _name_of(self.dtype), self.shape, tuple(pieces))

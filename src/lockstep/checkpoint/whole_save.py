@@ -39,7 +39,7 @@ _BESIDE_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class FlatTree:
-    """A tree whose plain values are copied and whose tensors are those that were given, all of them whole."""
+    """A tree whose plain values are copied and whose tensors are those that were given, or boxes of them."""
 
     encoded: Any
     entries: tuple[TensorEntry, ...]
@@ -50,13 +50,9 @@ class FlatTree:
         """The tree with its plain values as they are now.
 
         Raises:
-            CheckpointError: for what cannot be saved, or is divided among ranks, naming its path.
+            CheckpointError: for what cannot be saved, naming its path.
         """
-        encoded, entries, tensors = flatten(tree)
-        divided = [entry.path for entry in entries if entry.divided]
-        if divided:
-            raise CheckpointError(f"state at {divided[0]!r} is divided among ranks: one of them alone cannot save it")
-        return cls(encoded, entries, tensors)
+        return cls(*flatten(tree))
 
     @property
     def size_bytes(self) -> int:
@@ -69,8 +65,8 @@ class FlatTree:
         return {e.path: zlib.crc32(content_of(t)) for e, t in zip(self.entries, self.tensors, strict=True)}
 
     def tree(self, tensors: Sequence[torch.Tensor]) -> Tree:
-        """The tree with ``tensors`` in the places of its own."""
-        return decode(self.encoded, tensors)
+        """The tree with ``tensors`` in the places of its own; those that are divided as `TensorShard`."""
+        return decode(self.encoded, [e.leaf(t) for e, t in zip(self.entries, tensors, strict=True)])
 
 
 def checksums_in(manifest: Manifest) -> dict[str, int]:
@@ -85,8 +81,10 @@ def save_whole(root: Path, flat: FlatTree, step: int, about: Mapping[str, Any], 
 
     Raises:
         OSError: if it cannot be written; then nothing became visible.
-        CheckpointError: if ``about`` holds what cannot be saved.
+        CheckpointError: if ``about`` holds what cannot be saved, or a tensor is divided among ranks.
     """
+    if divided := [entry.path for entry in flat.entries if entry.divided]:
+        raise CheckpointError(f"state at {divided[0]!r} is divided among ranks: one of them alone cannot save it")
     make_directories(root, disk)
     remove(partial_saves(root, disk), root, disk)
     scratch = scratch_path(root, step, "whole")

@@ -105,6 +105,11 @@ class CarriedState(MutableMapping[str, Any]):
         own = {index: as_owned_shards(held) for index, held in self._by_index.items()}
         return {"places": {str(index): (state | own)[index] for index in sorted(state)}}
 
+    def own_state(self) -> StateTree:
+        """What this rank carries at the places that it has; asks no other rank."""
+        own = {str(index): self._by_index[index] for index in sorted(self._by_index)}
+        return {"places": own} if self._used else {}
+
     def load(self, state: SavedTree) -> None:
         """Go on from `state`, whose tensors are whole; the leader has all places, until the first step."""
         self._written, self._current = {}, None

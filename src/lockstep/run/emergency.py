@@ -2,12 +2,15 @@
 
     a rank dies                the next collective call of the others fails, and they hold the state of the last step
     one survivor at a time     writes this state into memory, as a checkpoint is written, unless another one has
+    ... or, with ``mirror``    each rank has copied its part into memory after the step, where it outlives the rank
     the next generation        all ranks list the states on their nodes; the newest complete one is loaded, and sent
                                to nodes that have none; without one, the newest checkpoint is loaded
     two steps later            the files of the dead generation are removed
 
     MEMORY/run-0-generation-3-1f2e/measures-0002        what rank 2 has measured, see `measures_journal`
     MEMORY/run-0-generation-3-1f2e/state-0/step-00001234  a checkpoint as in docs/format.md, by one rank of node 0
+    MEMORY/run-0-generation-3-1f2e/mirror-0002          the part of rank 2 after the last two steps, see `part_file`
+    MEMORY/run-0-generation-3-1f2e/left-0002            the part of rank 2 when another one died, as under hsdp
     MEMORY/run-0-generation-3-1f2e/suspect              its ranks held different bits: none of its states is used
 
 If the memory has too little room, the state is written to the run directory, under ``emergency``.
@@ -24,37 +27,39 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
-
-import torch
+from typing import Final, Protocol
 
 from lockstep.checkpoint import (
     LOCAL,
     FlatTree,
-    SavedTree,
+    PartWriter,
     StateTree,
     checksums_in,
     list_checkpoints,
-    load_tree,
+    read_head,
     read_manifest,
     save_whole,
 )
 from lockstep.collectives import Group
 from lockstep.errors import LockstepError, MismatchError
+from lockstep.formatting import plural, size
 from lockstep.launch_contract import EMERGENCY
 from lockstep.peer_failure import is_peer_failure
-from lockstep.run.emergency_choice import Choice, Left, LeftState, choose
+from lockstep.run.emergency_choice import Left, LeftState, choose
+from lockstep.run.free_memory import free_memory
+from lockstep.run.left_behind import LeftBehind
 from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, read_journal
 from lockstep.run.metrics import MetricMeans, PassMetrics
 from lockstep.run.resume_point import ResumePoint
 from lockstep.settings import Settings
-from lockstep.strategies import Strategy, holds_whole_state
+from lockstep.strategies import StatePart, Strategy, state_part
 from lockstep.world import World
 
 #: How long a rank waits for others of its node, each of which may write a state.
 _TURN_S = 60.0
 _POLL_S = 0.01
 _STATE = "state-"
+_PARTS: Final = ("mirror", "left")
 #: The part of the free memory that a state may take.
 _SHARE = 0.8
 
@@ -65,7 +70,8 @@ class Emergency(Protocol):
     Not collective, except where a method says so.
     """
 
-    notes: bool  #: whether measured losses and metrics are written down
+    notes: bool  #: whether measured losses and metrics are written down, and a state is left when a rank is lost
+    part: StatePart | None  #: what `mirror` can be given of the state; None: nothing, the strategy cannot tell
 
     def note(self, step: int) -> None:
         """Write down what was measured so far in ``step``, whose gradients are summed next."""
@@ -77,6 +83,13 @@ class Emergency(Protocol):
 
     def discard(self) -> None:
         """The step in work is discarded, with whatever was noted of it."""
+        ...
+
+    def mirror(self, own: Callable[[StatePart], StateTree], about: Callable[[], StateTree]) -> None:
+        """A step has ended: begin to copy this rank's ``own`` part of the state into memory, with what is said of it.
+
+        It is there when the next `note` returns: where one rank has finished a step, all have the one before.
+        """
         ...
 
     def leave(self, error: BaseException, point: ResumePoint, about: Callable[[], StateTree]) -> None:
@@ -103,6 +116,7 @@ class NoEmergency(Emergency):
     """For a run that no launcher restarts: saves nothing and finds nothing."""
 
     notes = False
+    part: StatePart | None = None
 
     def note(self, step: int) -> None:
         """Nothing."""
@@ -111,6 +125,9 @@ class NoEmergency(Emergency):
         """Nothing."""
 
     def discard(self) -> None:
+        """Nothing."""
+
+    def mirror(self, own: Callable[[StatePart], StateTree], about: Callable[[], StateTree]) -> None:
         """Nothing."""
 
     def leave(self, error: BaseException, point: ResumePoint, about: Callable[[], StateTree]) -> None:
@@ -127,57 +144,6 @@ class NoEmergency(Emergency):
         """Nothing."""
 
 
-class LeftBehind:
-    """The newest complete state that earlier generations have left, the same one on all ranks.
-
-    Args:
-        group: all ranks.
-        choice: what was chosen, the same on all.
-    """
-
-    def __init__(self, group: Group, choice: Choice) -> None:
-        self._group: Final = group
-        self._choice: Final = choice
-        self.step: Final = choice.state.step
-        self.rank: Final = choice.state.rank  #: that has written it
-        self.about: Final[SavedTree] = choice.state.about  #: what `Checkpoints.save` would have been given
-        self.turn: Final = choice.state.turn  #: whether an iteration of the outer loop begins there
-        self.rows: Final[Sequence[Any]] = choice.state.rows  #: what was logged before that, since the step ended
-
-    def load(self) -> StateTree | None:
-        """Its tree, on every rank; None on all of them if it cannot be read. Collective."""
-        group, why_not = self._group, "it is on another node"
-        tree: StateTree | None = None
-        for path in (Path(copy.path) for copy in self._choice.copies):
-            if path.is_dir():
-                try:
-                    tree = load_tree(path, LOCAL)
-                    break
-                except (LockstepError, OSError, RuntimeError) as error:
-                    why_not = str(error)
-        answers = group.gather_objects("" if tree is not None else why_not, "what survivors have left")
-        holders = [rank for rank, answer in enumerate(answers) if not answer]
-        if not holders:
-            return None
-        if tree is None or len(holders) < group.size:
-            tree = _sent_from(group, holders[0], tree)
-        sums = self._choice.sums
-        return {**tree, "measures": sums.train, "recent": sums.recent}
-
-
-def _sent_from(group: Group, source: int, tree: StateTree | None) -> StateTree:
-    """The tree of rank ``source``, on all ranks. Collective."""
-    flat = FlatTree.of(tree) if group.rank == source else None
-    outline = None if flat is None else (flat.encoded, [(e.dtype, e.shape) for e in flat.entries])
-    encoded, shapes = group.gather_objects(outline, "the outline of a state")[source] or (None, ())
-    tensors = tuple(torch.empty(shape, dtype=dtype) for dtype, shape in shapes) if flat is None else flat.tensors
-    for tensor in tensors:
-        if tensor.numel():
-            group.broadcast_bytes(tensor.reshape(-1).view(torch.uint8), source, "the state of a survivor")
-    received: StateTree = FlatTree(encoded, (), tensors).tree(tensors)
-    return received
-
-
 class EmergencyMemory(Emergency):
     """Saves states in a directory of this host's memory, which the ranks of one launcher share.
 
@@ -187,7 +153,9 @@ class EmergencyMemory(Emergency):
         group: all ranks.
         world: the place of this rank.
         metrics: the losses and metrics of the pass.
-        writes: whether this rank holds the whole state after each step, and there are other ranks that may die.
+        part: what this rank holds of the state after each step; None: it cannot tell by itself.
+        writes: whether ranks that survive hold the whole state together.
+        say: tells the user something.
         log_every: number of steps after which recent means are logged; None: never.
         checkpoint: directory of the run's checkpoints, which distinguishes the runs of one script; "": the usual one.
     """
@@ -200,7 +168,9 @@ class EmergencyMemory(Emergency):
         world: World,
         metrics: PassMetrics,
         *,
+        part: StatePart | None,
         writes: bool,
+        say: Callable[[str], None],
         log_every: int | None,
         checkpoint: str = "",
     ) -> None:
@@ -214,20 +184,25 @@ class EmergencyMemory(Emergency):
         mark = group.broadcast_object(secrets.token_hex(4), "name of what survivors leave")
         self._run: Final = f"run-{zlib.crc32(checkpoint.encode()):08x}"  # a script may open several
         self._name: Final = f"{self._run}-generation-{world.generation}-{mark}"
-        self.notes = writes
+        self.notes, self.part = writes, part
+        self._say: Final = say
+        self._mirror: PartWriter | None = None  # made when it is first needed
+        self._has_mirrored = False
         self._journal: MeasuresJournal | None = None
         self._train: MetricMeans | None = None  # of the pass whose sums the journal began with
         self._step = 0  # that was noted last
         self._of_step: list[Measured] = []
-        if writes:
-            with contextlib.suppress(OSError):
-                self._own(memory).mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            self._own(memory).mkdir(parents=True, exist_ok=True)
+            if writes:
                 self._journal = MeasuresJournal(self._own(memory) / f"measures-{group.rank:04d}")
 
     # ---- while it trains -----------------------------------------------------------------------------------------
 
     def note(self, step: int) -> None:
         """See `Emergency.note`. Takes some microseconds on a CPU; with a GPU it waits for the device."""
+        if self._mirror is not None:
+            self._mirror.finish()
         journal, metrics = self._journal, self._metrics
         if journal is None:
             return
@@ -255,6 +230,33 @@ class EmergencyMemory(Emergency):
         """See `Emergency.discard`."""
         self._step, self._of_step, self._train = 0, [], None  # the next note begins anew, and takes back what there was
 
+    def mirror(self, own: Callable[[StatePart], StateTree], about: Callable[[], StateTree]) -> None:
+        """See `Emergency.mirror`. Large tensors are copied by a thread while the ranks compute the next step."""
+        if self.part is None:
+            return
+        try:
+            flat = FlatTree.of(_needed(own(self.part), self.part, is_first=self._world.local_rank == 0))
+            if not self._has_mirrored:
+                self._require_room(flat)
+                self._mirror, self._has_mirrored = PartWriter(self._own(self._memory) / self._file("mirror")), True
+            if self._mirror is not None:
+                sums = (self._metrics.train.own(), self._metrics.recent.own())
+                place = {"part": self._group.rank, "parts": self._group.size, "sums": sums}
+                said = about() | place
+                self._mirror.begin(said["step"], said, flat)
+        except OSError as error:
+            self._has_mirrored, self._mirror = True, None
+            self._say(f"the state is not mirrored any more: {error}")
+
+    def _require_room(self, flat: FlatTree) -> None:
+        wanted = 2 * self._world.local_size * flat.size_bytes
+        free = int(_SHARE * min(LOCAL.free_bytes(self._memory), free_memory()))
+        if wanted > free:
+            raise OSError(
+                f"two copies of the state of {plural(self._world.local_size, 'rank')} take about {size(wanted)} of "
+                f"{self._memory}, where {size(free)} may be used"
+            )
+
     def _measured(self) -> list[Measured]:
         return [
             Measured(name, value.item(), int(weight), int(count))
@@ -277,25 +279,33 @@ class EmergencyMemory(Emergency):
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
 
     # ---- when a rank is lost -------------------------------------------------------------------------------------
 
     def leave(self, error: BaseException, point: ResumePoint, about: Callable[[], StateTree]) -> None:
         """See `Emergency.leave`. It never raises, since the error that ended the run has to reach the user."""
-        if not self.notes:
+        if not self.notes and self._mirror is None:
             return
         try:
             if isinstance(error, MismatchError):
                 self._suspect(str(error))
-            elif is_peer_failure(error) and (flat := point.take()) is not None:
+            elif is_peer_failure(error) and self.part is not None and (flat := point.take()) is not None:
                 with self._turn():
-                    self._leave(flat, about())
+                    self._leave(flat, about() | {"part": self.part.number, "parts": self.part.of})
         except Exception:  # noqa: BLE001 - the script's own objects tell their state here, and may raise anything
             pass  # the next generation resumes from the newest checkpoint
 
     def _leave(self, flat: FlatTree, about: StateTree) -> None:
+        if about["parts"] > 1:
+            writer = PartWriter(self._own(self._memory) / self._file("left"))
+            writer.begin(about["step"], about, flat)
+            writer.close()
+            return
         newest = (about["step"], about["turn"])
-        for there in self._states(self._name):
+        for there in (state for state in self._states(self._name) if state.sums is None):
             if (there.step, there.turn) > newest:
                 return
             if (there.step, there.turn) == newest:
@@ -312,7 +322,7 @@ class EmergencyMemory(Emergency):
 
     def _place(self, size_bytes: int) -> Path | None:
         """A directory with room for ``size_bytes``; None if there is none."""
-        if size_bytes <= _SHARE * min(LOCAL.free_bytes(self._memory), _free_memory()):
+        if size_bytes <= _SHARE * min(LOCAL.free_bytes(self._memory), free_memory()):
             return self._memory
         self._run_dir.mkdir(exist_ok=True)
         return self._run_dir if size_bytes <= LOCAL.free_bytes(self._run_dir) else None
@@ -363,6 +373,10 @@ class EmergencyMemory(Emergency):
                 with contextlib.suppress(LockstepError, OSError):
                     manifest = read_manifest(one.path)
                     found.append(LeftState.of(generation, str(one.path), manifest.about, checksums_in(manifest)))
+            for slot in (slot for root in _PARTS for slot in (place / generation).glob(f"{root}-*/slot-*")):
+                with contextlib.suppress(OSError):
+                    if (head := read_head(slot)) is not None:
+                        found.append(LeftState.of(generation, head.path, head.about, {}))
         return found
 
     def _before(self) -> list[Path]:
@@ -373,31 +387,26 @@ class EmergencyMemory(Emergency):
     def _own(self, place: Path) -> Path:
         return place / self._name
 
+    def _file(self, kind: str) -> str:
+        return f"{kind}-{self._group.rank:04d}"
 
-def _free_memory(proc: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
-    """Free bytes of the host's memory, or of this process's control groups if less: files in memory count in them.
 
-    A job whose group is full is killed with its launcher.
-    """
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10
-    for line in proc.read_text().splitlines() if proc.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        root = mounted / "memory" if controllers else mounted
-        own = root / path.lstrip("/")
-        # Inside of a container the path is that outside of it, and its own group is mounted as the root.
-        for group in (group for group in (own, *own.parents) if group == root or root in group.parents):
-            with contextlib.suppress(OSError, ValueError):  # there is none, or it has no limit
-                limit, used = (int((group / name).read_text()) for name in names)
-                free = min(free, limit - used)
-    return free
+def _needed(own: StateTree, part: StatePart, *, is_first: bool) -> StateTree:
+    """What a rank mirrors of its ``own`` part; the first rank of each node does so for what all of them hold."""
+    if is_first:
+        return own
+    divided = {"carry": True, "optimizers": part.of > 1, "models": part.divides_models}
+    return {name: value for name, value in own.items() if divided.get(name)}
 
 
 def open_emergency(
-    settings: Settings, env: Mapping[str, str], group: Group, world: World, strategy: Strategy, metrics: PassMetrics
+    settings: Settings,
+    env: Mapping[str, str],
+    group: Group,
+    world: World,
+    strategy: Strategy,
+    metrics: PassMetrics,
+    say: Callable[[str], None],
 ) -> Emergency:
     """An `EmergencyMemory` if the launcher has made a directory for it and the settings want it, else none."""
     if EMERGENCY not in env or world.run_dir is None or not settings.emergency:
@@ -408,17 +417,19 @@ def open_emergency(
         group,
         world,
         metrics,
+        part=state_part(strategy),
         writes=writes_emergency(env, settings, group, strategy),
+        say=say,
         log_every=None if settings.log_every is None else int(settings.log_every.every),
         checkpoint=settings.checkpoint or "",
     )
 
 
 def writes_emergency(env: Mapping[str, str], settings: Settings, group: Group, strategy: Strategy) -> bool:
-    """Whether this rank saves its state when another rank dies.
+    """Whether this rank saves its part of the state when another rank dies: others hold what the dead one held.
 
     With NCCL it cannot: a rank does not learn in time that another one has died, and its device may be some steps
     behind its host.
     """
-    wanted = EMERGENCY in env and settings.emergency
-    return wanted and group.size > 1 and group.over_cpu and holds_whole_state(strategy)
+    wanted, part = EMERGENCY in env and settings.emergency, state_part(strategy)
+    return wanted and group.over_cpu and part is not None and part.of < group.size

@@ -11,7 +11,7 @@ from lockstep.run.measures_journal import JournalArea, Sums, part_after, total
 
 @dataclass(frozen=True, slots=True)
 class LeftState:
-    """The state after a step, as one rank has written it."""
+    """The state after a step as one rank has written it, or its part of that."""
 
     generation: str
     step: int
@@ -19,9 +19,12 @@ class LeftState:
     rank: int
     ranks: int  #: number of ranks of its generation
     path: str
-    checksums: Mapping[str, int]  #: of each tensor
+    checksums: Mapping[str, int]  #: of each tensor; none, if they are not known
     about: Mapping[str, Any]  #: what the bits of the run depend on
     rows: Sequence[Any]  #: logged in that iteration since the step ended, as (step, epoch, values)
+    part: int = 0  #: number of the part
+    parts: int = 1  #: that make it whole
+    sums: Sums | None = None  #: what this rank has measured, where it is written with its part
 
     @classmethod
     def of(cls, generation: str, path: str, about: Mapping[str, Any], checksums: Mapping[str, int]) -> Self:
@@ -36,6 +39,9 @@ class LeftState:
             checksums,
             about["identity"],
             about["rows"],
+            about.get("part", 0),
+            about.get("parts", 1),
+            Sums(*about["sums"]) if about.get("sums") else None,
         )
 
 
@@ -53,15 +59,20 @@ class Choice:
     """A complete state: the measurements of all ranks are known, also those of dead ranks."""
 
     state: LeftState
-    copies: tuple[LeftState, ...]  #: equal states on all nodes, this one included
+    parts: tuple[tuple[LeftState, ...], ...]  #: all that make it whole, each with its copies on all nodes
     sums: Sums  #: of all ranks
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the parts are in files that are written again and again, each with what lies on one rank."""
+        return self.state.parts > 1 or self.state.sums is not None
 
 
 def choose(nodes: Sequence[Left], log_every: int | None) -> Choice | None:
     """The newest complete state; None if there is none.
 
-    A state is incomplete if the measurements of some rank are missing. No state is used of a generation in which two
-    ranks have written different values after the same step.
+    A state is incomplete if one of its parts is missing, or the measurements of some rank are. No state is used of a
+    generation in which two ranks have written different values after the same step.
 
     Args:
         nodes: what was found on each node.
@@ -70,23 +81,35 @@ def choose(nodes: Sequence[Left], log_every: int | None) -> Choice | None:
     states = [state for node in nodes for state in node.states]
     journals = {key: areas for node in nodes for key, areas in node.journals.items()}
     suspect = {generation for node in nodes for generation in node.suspect} | _differing(states)
-    for state in sorted(states, key=lambda one: (one.step, one.turn, one.generation, -one.rank), reverse=True):
+    newest_first = sorted(states, key=lambda s: (s.step, s.turn, s.generation, -s.parts, -s.rank), reverse=True)
+    for state in newest_first:
         if state.generation in suspect:
             continue
-        sums = _sums(state, journals, log_every)
+        same = [one for one in newest_first if _belongs(one) == _belongs(state)]
+        parts = tuple(tuple(one for one in same if one.part == number) for number in range(state.parts))
+        if not all(parts):
+            continue
+        sums = _sums(state, journals, log_every) if state.sums is None else _sums_of_parts(parts)
         if sums is not None:
-            same = (state.generation, state.step, state.turn)
-            copies = tuple(one for one in states if (one.generation, one.step, one.turn) == same)
-            return Choice(state, copies, sums)
+            return Choice(state, parts, sums)
     return None
+
+
+def _belongs(state: LeftState) -> tuple[object, ...]:
+    """The same for all parts of one state."""
+    return state.generation, state.step, state.turn, state.parts, state.sums is None
+
+
+def _sums_of_parts(parts: Sequence[Sequence[LeftState]]) -> Sums:
+    return total(copies[0].sums for copies in parts if copies[0].sums is not None)
 
 
 def _differing(states: Sequence[LeftState]) -> set[str]:
     """Generations with two different states after the same step; between iterations kept tensors may change."""
-    first: dict[tuple[str, int, bool], Mapping[str, int]] = {}
+    first: dict[tuple[object, ...], Mapping[str, int]] = {}
     found = set()
     for state in states:
-        if first.setdefault((state.generation, state.step, state.turn), state.checksums) != state.checksums:
+        if first.setdefault((*_belongs(state), state.part), state.checksums) != state.checksums:
             found.add(state.generation)
     return found
 

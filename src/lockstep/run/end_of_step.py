@@ -106,6 +106,8 @@ class EndOfStep:
         self._context.emergency.note_late(step)
         self._log.forget_rows()
         self.point.reach()
+        if self._mirrors:
+            self._context.emergency.mirror(self._snapshot.take_own, self.about_left)
         if self.steps == _SAFE_STEPS:
             self._context.emergency.forget_before()
         self._log.write_recent(step, self._position.epoch_number)  # before it is saved: a resumed run has logged it
@@ -260,6 +262,12 @@ class EndOfStep:
     def compares_next(self) -> bool:
         """Whether the bodies of the next step are compared: in the first two, and every so many."""
         return self.steps < 2 or self._is_check_due
+
+    @property
+    def _mirrors(self) -> bool:
+        """Whether each rank copies its part of the state into memory: asked for, or survivors would lack something."""
+        context = self._context
+        return context.settings.mirror or context.state.with_closure or context.carried.is_used
 
     @property
     def _is_check_due(self) -> bool:

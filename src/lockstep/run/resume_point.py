@@ -14,7 +14,7 @@ step, such as a learning rate at step 3000, would change it once more after a re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -22,6 +22,18 @@ from lockstep.checkpoint import FlatTree, StateTree
 from lockstep.run.divergence import checksums
 
 _SMALL_BYTES: Final = 64 << 10  # such as running statistics, whose kernels do not count changes
+
+
+class TakesMarks(Protocol):
+    """What gives another value where the script has changed something of its state."""
+
+    def __call__(self, *, afresh: bool = False) -> object:
+        """The value now; ``afresh``: without what was remembered of how to find it."""
+        ...
+
+
+def _no_marks(*, afresh: bool = False) -> object:
+    return None
 
 
 class ResumePoint:
@@ -32,7 +44,7 @@ class ResumePoint:
         marks: another value where the script has changed something of it; cheap, so that it is asked in each step.
     """
 
-    def __init__(self, tree: Callable[[], StateTree] | None, marks: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, tree: Callable[[], StateTree] | None, marks: TakesMarks = _no_marks) -> None:
         self._tree: Final = tree
         self._marks: Final = marks
         self._marked: object = None  # when the last step's body was over
@@ -81,11 +93,11 @@ class ResumePoint:
 
     @property
     def _unchanged(self) -> bool:
-        return self._tree is not None and self._marked == self._marks_now()
+        return self._tree is not None and self._marked == self._marks_now(afresh=True)
 
-    def _marks_now(self) -> object:
+    def _marks_now(self, *, afresh: bool = False) -> object:
         try:
-            return self._marks()
+            return self._marks(afresh=afresh)
         except Exception:  # noqa: BLE001 - as in `_of_now`
             return object()  # equals nothing
 

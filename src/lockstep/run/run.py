@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
 
@@ -41,7 +42,7 @@ from lockstep.run.micro_batches import MicroBatches
 from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
 from lockstep.run.parameter_sets import Optimizers
 from lockstep.run.passes import call_site
-from lockstep.run.point_marks import point_marks
+from lockstep.run.point_marks import PointMarks
 from lockstep.run.rank_operations import RankOperations
 from lockstep.run.registration import GivenModel, Registration
 from lockstep.run.resume_point import ResumePoint
@@ -94,6 +95,10 @@ class Run:
         emergency: under ``lockstep run`` with ``--max-restarts``: when a rank dies, the others leave the state of the
             last finished step in the host's memory, where the next generation goes on from. False: it goes on from
             the newest checkpoint.
+        mirror: under ``lockstep run`` with ``--max-restarts``: each rank copies its part of the state into the host's
+            memory after every step, while the next one is computed. So no step is lost either where survivors cannot
+            help: under ``zero`` and ``fsdp``, on GPUs, when all ranks of a host die or hang. Takes twice the memory of
+            the state there. Done without being asked for where the script uses `carry`, or an optimizer a closure.
         best: such as ``"max accuracy"`` or ``"min val_loss"``: when that metric is better than ever, a checkpoint is
             saved, and kept beside the newest ones until there is a better one. Of loss, error and perplexity less is
             better, of accuracy, acc, f1, auc, iou and bleu more: there the name will do.
@@ -131,6 +136,7 @@ class Run:
         profile: str | None = None,
         keep: int = _DEFAULTS.keep,
         emergency: bool = _DEFAULTS.emergency,
+        mirror: bool = _DEFAULTS.mirror,
         best: str | None = None,
         clip_norm: float | None = None,
         sync_batchnorm: bool = False,
@@ -159,7 +165,9 @@ class Run:
         warnings = NonFiniteWarnings(group, self.say, checkpointer.protect_newest)
         finite = NonFiniteChecks(context.settings.on_nan, group.rank, warnings.add, checkpointer.committed_step)
         snapshot = RunSnapshot(context)
-        point = ResumePoint(snapshot.take_own if context.emergency.notes else None, lambda: point_marks(context.state))
+        part = context.emergency.part if context.emergency.notes else None
+        leaves = None if part is None else partial(snapshot.take_shared, part)
+        point = ResumePoint(leaves, PointMarks(context.state))
         self._train_step: Final = TrainStep(context, finite, point)
         self._loaders: Final = Loaders(context)
         self._log: Final = RunLog(context, tracker)

@@ -14,8 +14,8 @@ from typing_extensions import override
 from lockstep.checkpoint import Checkpoints, Outcome, Saved, SavedTree, StateTree
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME, RESUME_FROM, RUN_DIR
-from lockstep.run.emergency import LeftBehind
 from lockstep.run.identity import differences
+from lockstep.run.left_behind import LeftBehind
 from lockstep.run.stop_requests import JobDeadline
 
 Say = Callable[[str], None]
@@ -172,7 +172,7 @@ class DirectoryCheckpointer(RunCheckpointer):
             and not self._lacks_best(survived)
         ):
             self._resumed, self.resumed_from = left.about, left
-            self._say(f"goes on from step {left.step} (state of rank {left.rank})")
+            self._say(f"goes on from step {left.step} ({left.origin})")
             return survived
         if saved is None:
             return None

@@ -34,7 +34,7 @@ from lockstep.run.state import State
 from lockstep.run.stop_requests import JobDeadline, StopRequests
 from lockstep.settings import ResolvedSettings, Settings
 from lockstep.step_record import MeasureRequest
-from lockstep.strategies import ReplicaAssignment, Strategy, StrategyContext, open_strategy
+from lockstep.strategies import ReplicaAssignment, Strategy, StrategyContext, open_strategy, state_part
 from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial, directory_of_run
 from lockstep.world import World
 
@@ -129,7 +129,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         free_bytes=lambda: free_bytes(device, world.local_size),
         say=reporter.say,
     )
-    strategy = _open_strategy(settings.strategy, context)
+    strategy = _open_strategy(settings.strategy, context, mirror=settings.mirror)
     share = strategy.assignment
     home = world.run_dir or settings.checkpoint
     measure = MeasureRequest.from_text(env[MEASURE]) if env.get(MEASURE) else None
@@ -168,7 +168,9 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         state=State(),
         position=RunPosition(settings.seed, settings.best),
         metrics=metrics,
-        emergency=open_emergency(settings, env, group, world, strategy, metrics) if has_emergency else NoEmergency(),
+        emergency=open_emergency(settings, env, group, world, strategy, metrics, reporter.say)
+        if has_emergency
+        else NoEmergency(),
         carried=CarriedState(group, plan.micro_batches_of, has_server_ranks=share.replicas != group.size),
         profiler=None
         if settings.profile is None
@@ -205,9 +207,16 @@ def cpus_of_this_rank() -> int:
     )
 
 
-def _open_strategy(spec: str, context: StrategyContext) -> Strategy:
+def _open_strategy(spec: str, context: StrategyContext, *, mirror: bool) -> Strategy:
     try:
-        return open_strategy(spec, context)
+        strategy = open_strategy(spec, context)
+        if mirror and state_part(strategy) is None:
+            strategy.close()
+            raise SettingError(
+                f"mirror=True: under strategy={spec!r} a rank cannot tell its part of the state without the others; "
+                "leave it out and give save_every=..., or use ddp, zero, fsdp or hsdp"
+            )
+        return strategy
     except SettingError:
         context.group.close()  # the process may open a run with another strategy
         raise

@@ -101,8 +101,6 @@ class Shutdown:
 
     def _leave_state(self, error: BaseException) -> None:
         """If another rank is gone: the next generation goes on from what this one still holds."""
-        if not self._context.emergency.notes:
-            return
         if self._train_step.current is not None:
             self._train_step.leave()
         phase = self._context.marker.set_phase("save")

@@ -10,7 +10,7 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.progress import Progress
 from lockstep.run.divergence import DivergenceCheck
 from lockstep.run.setup import RunContext
-from lockstep.strategies import ComputesLoss, HasServerRanks, load_strategy_state, split, strategy_state
+from lockstep.strategies import ComputesLoss, HasServerRanks, StatePart, load_strategy_state, split, strategy_state
 
 
 class RunSnapshot:
@@ -41,17 +41,23 @@ class RunSnapshot:
         self._divergence.compare(tree, self._position.progress.step)
         return tree
 
-    def take_own(self) -> StateTree:
-        """The same as far as this rank has it, where a step has ended, but for what is measured: asks no other rank.
+    def take_own(self, part: StatePart) -> StateTree:
+        """The same as far as it lies on this rank, where a step has ended, but for what is measured.
 
-        Only under a strategy that `holds_whole_state`.
+        Asks no other rank.
+        """
+        common = {**self._common(), "carry": self._carried.own_state(), "is_left": False}
+        return self._state.tree(part.layout) | common
+
+    def take_shared(self, part: StatePart) -> StateTree:
+        """`take_own`, if the ranks with the same part hold all of it.
 
         Raises:
             CheckpointError: if the script carries something, of which each rank has a part.
         """
         if self._carried.is_used:
             raise CheckpointError("what the script carries from step to step lies on all ranks, each with a part")
-        return self._state.tree(self._context.strategy) | {**self._common(), "carry": {}, "is_left": False}
+        return self.take_own(part)
 
     def _common(self) -> StateTree:
         """What is the same on all ranks beside the state of objects."""
@@ -119,7 +125,7 @@ class RunSnapshot:
     def _objects(self) -> StateTree:
         """The state of models, optimizers, schedulers and of what is kept. Collective."""
         context = self._context
-        tree = self._state.tree(context.strategy)
+        tree = self._state.tree(context.strategy.state_layout)
         if isinstance(context.strategy, HasServerRanks) or not context.share.in_step:
             # On ranks that serve, the script's own objects have not moved; on ranks that step by themselves, each has
             # moved otherwise. A checkpoint holds the leader's, not a mixture.

@@ -10,8 +10,8 @@ from typing import Final
 from lockstep.checkpoint import Checkpoints, StateTree
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.launch_contract import FRESH, RESUME, RESUME_FROM
-from lockstep.run.emergency import LeftBehind
 from lockstep.run.identity import compare_ranks
+from lockstep.run.left_behind import LeftBehind
 from lockstep.run.run_log import RunLog
 from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot

@@ -14,7 +14,7 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.run.divergence import checksum
 from lockstep.run.early_stopping import EarlyStopping
 from lockstep.run.kept import PlainValue, Stateful, as_stateful, exposed
-from lockstep.strategies import Strategy, sparse_parameters
+from lockstep.strategies import StateLayout, Strategy, sparse_parameters
 
 
 class State:
@@ -73,14 +73,14 @@ class State:
         if isinstance(value, nn.Module):
             self._kept_transient[name] = TransientBuffers(value)
 
-    def tree(self, strategy: Strategy) -> StateTree:
-        """The state of every object, of whole models, whatever the strategy. Collective."""
+    def tree(self, layout: StateLayout) -> StateTree:
+        """The state of every object, of models and optimizers as ``layout`` gives it. Collective where that is."""
         return {
-            "models": [strategy.state_layout.model_state(m) for m in self.models],
+            "models": [layout.model_state(m) for m in self.models],
             "about_models": [SavedModel.of(m).tree() for m in self.models],
             "learn": [{name: p.requires_grad for name, p in m.named_parameters()} for m in self.models],
             "transient": [buffers.state() for buffers in self._transient],
-            "optimizers": [strategy.state_layout.optimizer_state(o) for o in self.optimizers],
+            "optimizers": [layout.optimizer_state(o) for o in self.optimizers],
             "schedulers": [s.state_dict() for s in self.schedulers],
             "kept": {n: v.state_dict() for n, v in self.kept.items() if not isinstance(v, PlainValue)},
             "kept_values": {n: v.state_dict() for n, v in self.kept.items() if isinstance(v, PlainValue)},

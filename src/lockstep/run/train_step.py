@@ -4,7 +4,7 @@ micro-batch 0 .. n-1   backward                    gradients are folded along th
                        buffers                     once every optimizer had its loss, or the body is over
 micro-batch n          backward, reduction         .grad holds the sum over all ranks' micro-batches
                        [division by the counts]
-                       [buffers]                   under ddp: from here on no rank needs another one in this step
+                       [buffers]                   under ddp, fsdp, hsdp; of all before the first optimizer steps:
                        unscale, [agree], clip      fp16: by the loss scale; an overflow on one rank counts on all
                        before_optimizer_step       the strategy drops gradients whose optimizer state is on another rank
                        optimizer.step              each optimizer, once every one had its loss, or the body is over
@@ -265,6 +265,8 @@ class TrainStep:
             self._finite.gradients(target.parameters, self._state.name_of, self._step)
         if not self._closures.active:
             before_update(self._strategy, current.position)
+        for target, optimizers in current.due.items():
+            self._prepare_gradients(optimizers, target)
         if (changed := self.checks.changed_since_point()) is not None:
             self._point.refuse(changed)
         self._point.lose()
@@ -283,7 +285,8 @@ class TrainStep:
         self.checks.allow_changes()
         self._losses = _StepLosses()
 
-    def _step_optimizers(self, optimizers: tuple[torch.optim.Optimizer, ...], target: ParameterSet) -> None:
+    def _prepare_gradients(self, optimizers: tuple[torch.optim.Optimizer, ...], target: ParameterSet) -> None:
+        """What may ask other ranks, and changes nothing but gradients: one rank may be lost until here. Collective."""
         layout = self._strategy.state_layout
         for optimizer in optimizers:
             self._precision.unscale(optimizer, layout.any)
@@ -292,6 +295,8 @@ class TrainStep:
             for parameters in target.alike:
                 nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
         before_optimizer_step(self._strategy, target)
+
+    def _step_optimizers(self, optimizers: tuple[torch.optim.Optimizer, ...], target: ParameterSet) -> None:
         for optimizer in optimizers:
             if self._closures.active:
                 self._closures.step(optimizer, target, counted=self._losses.has_counts[target])

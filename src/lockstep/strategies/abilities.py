@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import UsageError
 from lockstep.strategies.gradient_accumulation import LossCall, ParameterSet
-from lockstep.strategies.protocol import StateDict, Strategy
+from lockstep.strategies.protocol import StateDict, StateLayout, Strategy
 from lockstep.strategies.stage_sequence import StageSequence
 
 
@@ -133,19 +134,29 @@ def before_update(strategy: Strategy, position: MicroBatchPosition) -> None:
         strategy.before_update(position)  # type: ignore[attr-defined]  # as just asked
 
 
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """The part of the state that lies on this rank after each step: all that the next steps depend on but data."""
+
+    number: int  #: ranks with the same number hold the same part
+    of: int  #: how many there are; 1: each rank holds everything
+    layout: StateLayout  #: its `model_state` and `optimizer_state` give what lies here, and ask no other rank
+    divides_models: bool = False  #: whether models are divided, too, and not only the states of optimizers
+
+
 @runtime_checkable
-class HoldsWholeState(Protocol):
-    """A strategy under which each rank may hold the whole state after each step."""
+class KnowsStatePart(Protocol):
+    """A strategy under which a rank can tell its part of the state by itself."""
 
-    holds_whole_state: bool  #: whether it does, with the options that it has
+    state_part: StatePart | None  #: None: it cannot, with the options that it has
 
 
-def holds_whole_state(strategy: Strategy) -> bool:
-    """Whether each rank by itself holds all that the next steps depend on, but for the data of its micro-batches.
+def state_part(strategy: Strategy) -> StatePart | None:
+    """This rank's part of the state; None: it cannot be told without asking other ranks.
 
-    Then `StateLayout.model_state`, `StateLayout.optimizer_state` and `strategy_state` ask no other rank.
+    Where there is one, `strategy_state` asks no other rank either.
     """
-    return isinstance(strategy, HoldsWholeState) and strategy.holds_whole_state
+    return strategy.state_part if isinstance(strategy, KnowsStatePart) else None
 
 
 @runtime_checkable

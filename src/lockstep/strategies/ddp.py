@@ -31,10 +31,11 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
 from lockstep.strategies.abilities import (
     HasState,
-    HoldsWholeState,
+    KnowsStatePart,
     PreparesForward,
     PreparesUpdate,
     RepeatsStep,
+    StatePart,
     UpdatesTrainable,
 )
 from lockstep.strategies.buffers import Buffers
@@ -131,7 +132,7 @@ class _Model:
     first_static_step: bool = False  #: whether its graph is static, and its first step is to come
 
 
-class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsStep, HasState, HoldsWholeState):
+class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsStep, HasState, KnowsStatePart):
     """The strategy ``ddp``.
 
     Args:
@@ -160,7 +161,8 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
         self._compression: Final = compression or Uncompressed(group)
         # Else each pass would add to what was not sent yet.
         self.repeats_step = isinstance(self._compression, Uncompressed)
-        self.holds_whole_state = isinstance(self._compression, Uncompressed)  # else some waits on each rank to be sent
+        # With compression, some of it waits on each rank to be sent.
+        self.state_part = StatePart(0, 1, self.state_layout) if isinstance(self._compression, Uncompressed) else None
         self._buffers: Final = Buffers(self._all_reduce, group, group.device)
         self._native: Final = NativeAllReduce(group)  # of what DDP does not reduce
         self._models: list[_Model] = []

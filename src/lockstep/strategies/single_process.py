@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, Runs, open_all_reduce
 from lockstep.errors import SettingError
-from lockstep.strategies.abilities import RepeatsStep, UpdatesTrainable
+from lockstep.strategies.abilities import KnowsStatePart, RepeatsStep, StatePart, UpdatesTrainable
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
@@ -41,7 +41,7 @@ def open_strategy(context: StrategyContext, options: Options) -> SingleProcess:
     return SingleProcess(context.group, context.runs, exact=context.exact)
 
 
-class SingleProcess(Strategy, UpdatesTrainable, RepeatsStep):
+class SingleProcess(Strategy, UpdatesTrainable, RepeatsStep, KnowsStatePart):
     """The strategy ``none``.
 
     Args:
@@ -59,6 +59,7 @@ class SingleProcess(Strategy, UpdatesTrainable, RepeatsStep):
     ) -> None:
         self._prepare: Final = prepare
         self.state_layout = ReplicatedLayout()
+        self.state_part = StatePart(0, 1, self.state_layout)
         self._group: Final = group
         self._exact: Final = exact
         self._buffers: Final = Buffers(open_all_reduce(group, runs), group, group.device)

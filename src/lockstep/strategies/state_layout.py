@@ -55,10 +55,17 @@ class ReplicatedLayout(StateLayout):
 
 
 class ShardedOptimizerLayout(StateLayout):
-    """Every rank holds models and gradients, and of optimizers' states those of the parameters that are its own."""
+    """Every rank holds models and gradients, and of optimizers' states those of the parameters that are its own.
 
-    def __init__(self, group: Group, owner_of: Callable[[nn.Parameter], int]) -> None:
+    Args:
+        group: all ranks.
+        owner_of: the rank that steps a parameter.
+        alone: whether `optimizer_state` gives only what lies on this rank, and asks no other one.
+    """
+
+    def __init__(self, group: Group, owner_of: Callable[[nn.Parameter], int], *, alone: bool = False) -> None:
         self._whole: Final = ReplicatedLayout()
+        self._alone: Final = alone
         self._states: Final = States(group, lambda parameter: (owner_of(parameter),))
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -79,7 +86,7 @@ class ShardedOptimizerLayout(StateLayout):
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
         """The states of this rank's parameters as whole `TensorShard`, of others as absent ones. Collective."""
-        return self._states.gather(optimizer)
+        return self._states.own(optimizer) if self._alone else self._states.gather(optimizer)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
         """Load the states of this rank's parameters."""
@@ -257,12 +264,8 @@ class States:
         Raises:
             UsageError: if the optimizer has come to hold other plain values in its parameter groups on other ranks.
         """
-        state, parameters = optimizer.state_dict(), parameters_of(optimizer)
-        own = {
-            index: self._own(parameters[index], values)
-            for index, values in state["state"].items()
-            if isinstance(index, int) and self._writes(parameters[index])
-        }
+        state = optimizer.state_dict()
+        own = self._written_here(optimizer, state)
         absent = {index: _as_absent(values) for index, values in own.items()}
         description = repr(absent)
         if self._changed(
@@ -277,6 +280,20 @@ class States:
         states |= own
         states |= {key: value for key, value in state["state"].items() if not isinstance(key, int)}
         return state | {"state": states}
+
+    def own(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """``optimizer.state_dict()`` with no other states than those that this rank writes; asks no other rank."""
+        state = optimizer.state_dict()
+        others = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
+        return state | {"state": self._written_here(optimizer, state) | others}
+
+    def _written_here(self, optimizer: torch.optim.Optimizer, state: StateDict) -> dict[int, Any]:
+        parameters = parameters_of(optimizer)
+        return {
+            index: self._own(parameters[index], values)
+            for index, values in state["state"].items()
+            if isinstance(index, int) and self._writes(parameters[index])
+        }
 
     def load(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
         """Load what `gather` gave, in which every tensor is whole; states that other ranks hold are left out."""

@@ -23,7 +23,13 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, OwnerBroadcast, open_owner_broadcast
 from lockstep.errors import SettingError
 from lockstep.size_balancing import owners_of
-from lockstep.strategies.abilities import Delegates, PreparesOptimizerStep, UpdatesTrainable
+from lockstep.strategies.abilities import (
+    Delegates,
+    KnowsStatePart,
+    PreparesOptimizerStep,
+    StatePart,
+    UpdatesTrainable,
+)
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
@@ -54,7 +60,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return Zero(context.group, replicas, open_owner_broadcast(context.group))
 
 
-class Zero(Strategy, Delegates, PreparesOptimizerStep, UpdatesTrainable):
+class Zero(Strategy, Delegates, PreparesOptimizerStep, UpdatesTrainable, KnowsStatePart):
     """The strategy ``zero``: the bits of ``ddp``, for optimizers that step each parameter by itself, as torch's do.
 
     The user's own optimizer steps: where a parameter has no gradient, optimizers leave it alone and make no state for
@@ -65,6 +71,7 @@ class Zero(Strategy, Delegates, PreparesOptimizerStep, UpdatesTrainable):
     def __init__(self, group: Group, replicas: Ddp, owner_broadcast: OwnerBroadcast) -> None:
         self.assignment = ReplicaAssignment(group.rank, group.size)
         self.state_layout = ShardedOptimizerLayout(group, self._owner_of)
+        self.state_part = StatePart(group.rank, group.size, ShardedOptimizerLayout(group, self._owner_of, alone=True))
         self._rank: Final = group.rank
         self._replicas: Final = replicas
         self._owner_broadcast: Final = owner_broadcast

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -103,6 +103,12 @@ class ForkServerClient:
         """As `signal`, without the fork server: for when it does not answer."""
         for process in self._ranks.values():
             process.signal(signum)
+
+    def kill_ranks(self, ranks: Collection[int]) -> None:
+        """Kill these ranks, together with all processes that they have started; the others live."""
+        for rank in ranks:
+            if rank in self._ranks:
+                self._ranks[rank].kill_group()
 
     def kill_directly(self) -> None:
         """As `kill`, without the fork server, and the fork server, too: for when it does not answer."""

@@ -18,7 +18,7 @@ from lockstep.faults import Fault, FaultPlan
 from lockstep.launch.attached_terminal import AttachedTerminal
 from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.hang_monitor import HangMonitor
+from lockstep.launch.diagnosis.hang_monitor import Hang, HangMonitor
 from lockstep.launch.diagnosis.host_memory import MemoryTracker
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
 from lockstep.launch.diagnosis.rank_places import RankPlaces, together
@@ -103,6 +103,8 @@ class WorkerGroup:
         self._stop_mode, self._kill_at_s, self._killed_s = StopMode.NONE, float("inf"), float("inf")
         self._asked_with: signal.Signals | None = None  # and not known to have been heard
         self._world_size, self._store_unused = 0, False
+        # Ranks that hung and were killed before the others, and when.
+        self._culprits, self._culprits_s = frozenset[int](), 0.0
         #: How all ranks of the generation ended, once they all have.
         self.endings: tuple[RankExit, ...] = ()
         #: They hang.
@@ -161,7 +163,7 @@ class WorkerGroup:
         self._exited, self.endings, self.hangs = {}, (), False
         self._ranks_file = RanksFile(job.run_dir, placement.node_rank)
         self._stop_mode, self._kill_at_s, self._killed_s = StopMode.NONE, float("inf"), float("inf")
-        self._asked_with, self._lost_part = None, ""
+        self._asked_with, self._lost_part, self._culprits = None, "", frozenset()
         self._world_size, self._store_unused = plan.ranks, False
         files = [(job.log(rank), job.failure(generation, rank)) for rank in self._ranks]
         unknown = [0] * len(self._ranks)
@@ -196,7 +198,8 @@ class WorkerGroup:
             self._write_ranks(now_s)
         suspects = self._parts.suspects
         if self.running and not self.failed and not suspects and (hang := self._hang_monitor.poll()) is not None:
-            self.hangs, self.final = True, not hang.restart
+            self.final = not hang.restart
+            self._end_hang(hang)
         self._insist(time.monotonic())
         if not self.running and self._ranks and not self.endings:
             self._collect_endings()
@@ -241,6 +244,15 @@ class WorkerGroup:
         if self._fork_server is not None:
             self._fork_server.kill()
 
+    def _end_hang(self, hang: Hang) -> None:
+        """Kill the ranks that hang: those that wait for them then see them gone, and leave the state that they hold."""
+        culprits = frozenset(hang.diagnosis.culprits)
+        if self._fork_server is None or not culprits < set(self._ranks):
+            self.hangs = True
+            return
+        self._culprits, self._culprits_s = culprits, time.monotonic()
+        self._fork_server.kill_ranks(culprits)
+
     def _insist(self, now_s: float) -> None:
         """Do what was asked for and did not happen."""
         if now_s >= self._kill_at_s:
@@ -248,6 +260,8 @@ class WorkerGroup:
         fork_server = self._fork_server
         if fork_server is None or not self.running:
             return
+        if self._culprits - self._exited.keys() and now_s >= self._culprits_s + _ANSWER_S:
+            self.hangs = True  # the kernel does not let them end, so the others wait for ever
         if fork_server.silent_s >= _ANSWER_S:
             if now_s >= self._killed_s + _ANSWER_S:
                 fork_server.kill_directly()
@@ -293,7 +307,7 @@ class WorkerGroup:
         match event:
             case RankExited(rank, status, at_s):
                 self._hang_monitor.rank_exited(rank, status)
-                stopped = self._stop_mode is not StopMode.NONE
+                stopped = self._stop_mode is not StopMode.NONE or rank in self._culprits
                 self._exited[rank] = RankExit(rank, status, at_s, ended_by_us=stopped, host=self._host)
             case ForkUnavailable(why):
                 self._screen.say(f"note: ranks start as separate processes, which is slower: {why}")

@@ -20,10 +20,16 @@ class DTensorLayout(StateLayout):
 
     For example shape (5, 3) on three ranks: rows 0 and 1, rows 2 and 3, row 4. Where ranks hold several copies, a
     checkpoint gets the first one.
+
+    Args:
+        group: all ranks.
+        shard_groups: of those that hold one copy.
+        every_copy: whether ranks of other copies than the first one give their rows, too.
     """
 
-    def __init__(self, group: Group, shard_groups: ShardGroups) -> None:
+    def __init__(self, group: Group, shard_groups: ShardGroups, *, every_copy: bool = False) -> None:
         self._group: Final = group
+        self._every_copy: Final = every_copy
         self._shard_groups: Final = shard_groups
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -77,7 +83,7 @@ class DTensorLayout(StateLayout):
         if not isinstance(value, DTensor):
             return value
         local, shape = value.to_local().detach(), tuple(value.shape)
-        if self._shard_groups.copy or not local.numel():
+        if (self._shard_groups.copy and not self._every_copy) or not local.numel():
             return TensorShard.absent(shape, value.dtype)
         first = self._shard_groups.within.rank * -(-shape[0] // self._shard_groups.within.size)
         return TensorShard(local, (first, *(0 for _ in shape[1:])), shape, value.dtype)

@@ -57,7 +57,10 @@ from lockstep.strategies.abilities import (
     DividesConstruction,
     ExplainsErrors,
     FinishesTraining,
+    KnowsStatePart,
     PreparesEvaluation,
+    PreparesUpdate,
+    StatePart,
 )
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.divided_construction import DividedConstruction
@@ -138,9 +141,11 @@ class FullySharded(
     ChecksOptimizers,
     CommunicatesInForward,
     DividesConstruction,
+    PreparesUpdate,
     PreparesEvaluation,
     FinishesTraining,
     ExplainsErrors,
+    KnowsStatePart,
 ):
     """The strategies ``fsdp`` and ``hsdp``.
 
@@ -188,6 +193,10 @@ class FullySharded(
         self._roots: Final[list[FSDPModule]] = []
         self.assignment = ReplicaAssignment(group.rank, group.size, in_turn=ranks)
         self.state_layout = DTensorLayout(group, self._shard_groups)
+        within = self._shard_groups.within
+        own = DTensorLayout(group, self._shard_groups, every_copy=True)
+        self.state_part = StatePart(within.rank, within.size, own, divides_models=True)
+        self._buffers_are_moved = False  # ... by the mean over the step, which is not quite over
         self.forward_is_collective = group.size > 1
 
     def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
@@ -337,8 +346,15 @@ class FullySharded(
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """Restore buffers; after the last micro-batch, move them by the mean over the step. Collective then."""
+        if not self._buffers_are_moved:
+            self.before_update(position)
+        self._buffers_are_moved = False
+
+    def before_update(self, position: MicroBatchPosition) -> None:
+        """Move buffers by the mean over the step: nothing that follows in it needs another rank. Collective."""
         with translating_peer_errors("the reduction of buffers"):
             self._buffers.end_micro_batch(position)
+        self._buffers_are_moved = True
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -362,6 +378,7 @@ class FullySharded(
 
     def discard_step(self) -> None:
         """Drop gradients, free gathered blocks, and restore buffers."""
+        self._buffers_are_moved = False
         self._gradients.discard_step()
         for root in self._roots:
             # Torch 2.11 has no such method; there, what it remembers of the pass is replaced by the next one's.

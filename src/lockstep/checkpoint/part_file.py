@@ -1,0 +1,289 @@
+"""One rank's part of a state, in files of the host's memory that are written again after every step.
+
+    slot 0    header: step 41 | plain values and a list of tensors, as JSON | bytes of the tensors    newest whole one
+    slot 1    header: none    | ...                                         | ...                     writes step 42
+
+A slot counts once its header has a step, which is written last: a process that is killed meanwhile leaves the other
+slot whole. Tensors that the next forward pass may change are copied at once, large ones by a thread, while the ranks
+compute.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from lockstep.checkpoint.json_state import Tree, decode, encode
+from lockstep.checkpoint.layout import Box, coverage_error
+from lockstep.checkpoint.tensors import TensorEntry
+from lockstep.checkpoint.whole_save import FlatTree
+from lockstep.collectives import TensorShard
+from lockstep.errors import CheckpointError
+
+_HEADER: Final = struct.Struct("<qqqI")  # step, room for the text, its bytes, their CRC-32
+_STEP: Final = struct.Struct("<q")
+_NONE: Final = -1  # the step of a slot that is not whole
+_ALIGNED: Final = 64
+#: Such as running statistics, whose kernels do not count changes; to copy them takes less time than a thread's start.
+_SMALL_BYTES: Final = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class PartHead:
+    """What a whole slot holds, but for the state itself."""
+
+    path: str
+    step: int
+    about: Mapping[str, Any]  #: what it was written with
+
+
+class PartWriter:
+    """Writes the parts of one rank in two slots by turns. Its methods are called from one thread.
+
+    Args:
+        directory: that has the slots; it is made, and must be this rank's own.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._slots: Final = [_Slot(directory / f"slot-{number}") for number in range(2)]
+        self._newest = 1
+        self._thread: Final = ThreadPoolExecutor(1, thread_name_prefix="lockstep-mirror")
+        self._copying: Future[None] | None = None
+
+    def begin(self, step: int, about: Mapping[str, Any], part: FlatTree) -> None:
+        """Begin to write ``part``, what this rank has of the state after ``step``.
+
+        Its tensors of more than 64 KiB must not change until `finish`; where one does meanwhile, this slot stays empty.
+
+        Args:
+            step: steps done.
+            about: plain values that `read_head` gives.
+            part: of a tree whose tensors may be `TensorShard`, of which this rank holds a box or nothing.
+
+        Raises:
+            CheckpointError: for what cannot be saved in ``about``.
+            OSError: if the memory has no room.
+        """
+        self.finish()
+        described = [[str(e.dtype).removeprefix("torch."), *_box(e)] for e in part.entries]
+        text = json.dumps([encode(dict(about), lambda _value, _path: None), part.encoded, described]).encode()
+        slot = self._slots[1 - self._newest]
+        places = slot.prepare(text, part.tensors)
+        small, large = _Copies(), _Copies()
+        for tensor, place in zip(part.tensors, places, strict=True):
+            is_small = place.numel() * place.element_size() <= _SMALL_BYTES
+            (small if is_small else large).add(place, tensor)
+        small.make()
+        if large.sources:
+            self._copying = self._thread.submit(self._complete, step, slot, large, large.versions())
+        else:
+            self._commit(step, slot)
+
+    def finish(self) -> None:
+        """What was begun last is whole when this returns, and outlives the process; waits for the copies."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.result()
+
+    def _complete(self, step: int, slot: _Slot, copies: _Copies, versions: Sequence[int]) -> None:
+        copies.make()
+        if copies.versions() == versions:
+            self._commit(step, slot)
+
+    def _commit(self, step: int, slot: _Slot) -> None:
+        slot.commit(step)
+        self._newest = 1 - self._newest
+
+    def close(self) -> None:
+        """`finish`, and end the thread; the files stay."""
+        self.finish()
+        self._thread.shutdown()
+        for slot in self._slots:
+            slot.close()
+
+
+class _Copies:
+    """Tensors and where they are copied to."""
+
+    def __init__(self) -> None:
+        self._places: Final[list[torch.Tensor]] = []
+        self.sources: Final[list[torch.Tensor]] = []
+
+    def add(self, place: torch.Tensor, source: torch.Tensor) -> None:
+        if source.numel():
+            self._places.append(place)
+            self.sources.append(source)
+
+    def make(self) -> None:
+        if self.sources:
+            with torch.no_grad():
+                torch._foreach_copy_(self._places, self.sources)
+
+    def versions(self) -> list[int]:
+        """How often each source was changed, where that is counted."""
+        return [0 if source.is_inference() else source._version for source in self.sources]
+
+
+class _Slot:
+    """One file, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path: Final = path
+        self._memory: mmap.mmap | None = None
+        self._length = 0
+        self._text = 0  # bytes for the text, with room to grow
+        self._shapes: list[tuple[torch.dtype, torch.Size]] = []  # of the tensors that it has places for
+        self._places: list[torch.Tensor] = []
+
+    def prepare(self, text: bytes, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Write ``text``, and give the places of ``tensors``; the slot is empty until `commit`."""
+        shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        if len(text) > self._text or shapes != self._shapes:
+            self._lay_out(len(text), shapes)
+        assert self._memory is not None
+        _STEP.pack_into(self._memory, 0, _NONE)
+        self._memory[_HEADER.size : _HEADER.size + len(text)] = text
+        _HEADER.pack_into(self._memory, 0, _NONE, self._text, len(text), zlib.crc32(text))
+        return self._places
+
+    def commit(self, step: int) -> None:
+        """All is written: the slot holds the state after ``step``."""
+        assert self._memory is not None
+        _STEP.pack_into(self._memory, 0, step)
+
+    def close(self) -> None:
+        """The file stays as it is."""
+        self._places, self._shapes = [], []
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _lay_out(self, text: int, shapes: list[tuple[torch.dtype, torch.Size]]) -> None:
+        self._text = _up(2 * text)
+        offsets, length = _offsets(_HEADER.size + self._text, shapes)
+        if self._memory is None or length > self._length:
+            self.close()
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                # Not a file with holes: where the memory is full by then, the first write into one ends in SIGBUS.
+                os.posix_fallocate(file, 0, length)
+                self._memory = mmap.mmap(file, length)
+            finally:
+                os.close(file)
+            self._length = length
+        self._shapes = shapes
+        self._places = [_view(self._memory, o, d, s) for o, (d, s) in zip(offsets, shapes, strict=True)]
+
+
+def _view(memory: mmap.mmap | memoryview, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    count = math.prod(shape)
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
+    return flat.reshape(tuple(shape))
+
+
+def _offsets(start: int, shapes: Sequence[tuple[torch.dtype, Sequence[int]]]) -> tuple[list[int], int]:
+    """Where each tensor begins, and where the last one ends."""
+    offsets, at = [], start
+    for dtype, shape in shapes:
+        at = _up(at)
+        offsets.append(at)
+        at += math.prod(shape) * dtype.itemsize
+    return offsets, at
+
+
+def _up(length: int) -> int:
+    return -(-length // _ALIGNED) * _ALIGNED
+
+
+def _box(entry: TensorEntry) -> tuple[Sequence[int], Sequence[int] | None, Sequence[int]]:
+    """The shape of the whole; where the box begins, None if nothing is divided; the shape of what is here."""
+    here = (0,) if entry.box is None else entry.box.shape
+    start = None if not entry.divided else () if entry.box is None else entry.box.start
+    return entry.shape, start, here
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_head(path: Path) -> PartHead | None:
+    """What the slot at ``path`` holds; None if it is not whole.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    with path.open("rb") as file:
+        header = file.read(_HEADER.size)
+        step, _, length, crc32 = _HEADER.unpack(header) if len(header) == _HEADER.size else (_NONE, 0, 0, 0)
+        is_whole = step != _NONE and 0 < length <= os.fstat(file.fileno()).st_size
+        text = file.read(length) if is_whole else b""
+    if not text or zlib.crc32(text) != crc32:
+        return None
+    return PartHead(str(path), step, decode(json.loads(text)[0], ()))
+
+
+def load_part(content: mmap.mmap | memoryview) -> Tree:
+    """The tree in the bytes of a whole slot; its tensors lie in ``content``, divided ones as `TensorShard`."""
+    _, room, length, _ = _HEADER.unpack_from(content, 0)
+    _, encoded, described = json.loads(bytes(content[_HEADER.size : _HEADER.size + length]))
+    kinds = [(getattr(torch, dtype), here) for dtype, _, _, here in described]
+    offsets, _ = _offsets(_HEADER.size + room, kinds)
+    tensors = [_view(content, offset, *kind) for offset, kind in zip(offsets, kinds, strict=True)]
+    leaves = [_leaf(tensor, one) for tensor, one in zip(tensors, described, strict=True)]
+    return decode(encoded, leaves)
+
+
+def _leaf(tensor: torch.Tensor, described: Sequence[Any]) -> torch.Tensor | TensorShard:
+    _, shape, start, here = described
+    if start is None:
+        return tensor
+    box = Box(tuple(start), tuple(here)) if len(start) == len(shape) else None
+    return TensorEntry("", tensor.dtype, tuple(shape), box, divided=True).leaf(tensor)
+
+
+def merged(parts: Sequence[Tree]) -> Tree:
+    """The whole tree, from the parts of all ranks: each tensor is whole, and has memory of its own.
+
+    Dicts hold what any part has; of what several parts hold, the first one counts.
+
+    Raises:
+        CheckpointError: if the parts together lack elements of a tensor.
+    """
+    first = parts[0]
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for part in parts for key in part)
+        ordered = sorted(keys) if all(isinstance(key, int) for key in keys) else keys
+        kind: Any = type(first)
+        return kind({key: merged([part[key] for part in parts if key in part]) for key in ordered})
+    if isinstance(first, list | tuple):
+        return type(first)(merged(items) for items in zip(*parts, strict=True))
+    if isinstance(first, TensorShard):
+        return _assembled([part for part in parts if isinstance(part, TensorShard)])
+    return first.clone() if isinstance(first, torch.Tensor) else first
+
+
+def _assembled(shards: Sequence[TensorShard]) -> torch.Tensor:
+    shape = shards[0].shape
+    whole = torch.empty(shape, dtype=shards[0].dtype)
+    boxes = {}
+    for shard in shards:
+        if shard.tensor is not None:
+            boxes[shard.start] = Box(shard.start, tuple(shard.tensor.shape))
+            whole[tuple(slice(a, b) for a, b in zip(shard.start, boxes[shard.start].end, strict=True))] = shard.tensor
+    if fault := coverage_error([(f"the box at {start}", box) for start, box in boxes.items()], tuple(shape)):
+        raise CheckpointError(f"the parts of a tensor of shape {tuple(shape)} do not make it whole: {fault}")
+    return whole
