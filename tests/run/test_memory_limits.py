@@ -126,7 +126,8 @@ class Job:
         for options in ((), ("--resume",)):
             done = self.run(place, "fsdp", form, *options)
             assert done.returncode == 0, f"{form} {options}, at most {most(place, 3):,}: {done.stdout}{done.stderr}"
-        steps = [json.loads(line)["step"] for line in (self.tmp_path / f"fsdp-{form}/metrics.jsonl").open()]
+        rows = (self.tmp_path / f"fsdp-{form}" / "metrics.jsonl").read_text().splitlines()
+        steps = [json.loads(row)["step"] for row in rows]
         assert steps == [2, 4], "the second one went on from where the first one had ended"
 
 
