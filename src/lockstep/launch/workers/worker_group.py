@@ -9,15 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
-from lockstep.faults import Fault, FaultPlan
 from lockstep.launch.attached_terminal import AttachedTerminal
 from lockstep.launch.deadline_thread import FileThread, ScreenThread
-from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.hang_monitor import Hang, HangMonitor
 from lockstep.launch.diagnosis.host_memory import MemoryTracker
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
@@ -25,7 +22,7 @@ from lockstep.launch.diagnosis.rank_places import RankPlaces, together
 from lockstep.launch.diagnosis.root_cause import RankExit, how_it_ended
 from lockstep.launch.diagnosis.wait_share import Waiting
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
-from lockstep.launch.request import Executable, Module, Script
+from lockstep.launch.request import Executable
 from lockstep.launch.run_directory import Job
 from lockstep.launch.workers.fork_messages import (
     Event,
@@ -38,13 +35,13 @@ from lockstep.launch.workers.fork_messages import (
     StoreUnused,
 )
 from lockstep.launch.workers.fork_server_client import ForkServerClient
+from lockstep.launch.workers.rank_endings import described_endings, fails_late, prepare_files, unused_store
 from lockstep.launch.workers.rank_environment import rank_environment
 from lockstep.launch.workers.rank_output import RankOutput
-from lockstep.launch_contract import EXIT_OK, EXIT_STOPPED, FAULT_NOTES, TERMINAL
+from lockstep.launch_contract import TERMINAL
 from lockstep.report import RanksFile, RankStatus, lateness
 from lockstep.world import World
 
-_TAIL_BYTES = 4096
 _RANKS_EVERY_S = 1.0
 #: Of a start, until it is said what it waits for.
 _SILENT_START_S = 1
@@ -54,8 +51,6 @@ _PEER_LOST_GRACE_S = 3.0
 _ANSWER_S = 2.0
 #: How long a killed rank may take to end. A large process takes seconds; one blocked in the kernel may never end.
 _UNKILLABLE_S = 60.0
-#: How long a rank that has told why it fails may take to end. Its exit handlers have less.
-_FAILED_S = 15.0
 
 _FORK_SERVER = "the fork server, which starts the ranks,"
 _STORE = "the store where the ranks meet"
@@ -130,7 +125,11 @@ class WorkerGroup:
     @property
     def failed(self) -> bool:
         """Whether a rank of this generation has failed, or something that all of them need."""
-        return self._lost_part != "" or any(not ending.well for ending in self._exited.values()) or self._fails_late()
+        return (
+            self._lost_part != ""
+            or any(not ending.well for ending in self._exited.values())
+            or fails_late(self._hang_monitor.failures.values(), self._exited)
+        )
 
     @property
     def causes(self) -> tuple[bool, bool]:
@@ -167,7 +166,7 @@ class WorkerGroup:
         self._world_size, self._store_unused = plan.ranks, False
         files = [(job.log(rank), job.failure(generation, rank)) for rank in self._ranks]
         unknown = [0] * len(self._ranks)
-        before = self._files.ask(lambda: _prepare_files(files, generation), unknown, of=job.logs, urgent=True)
+        before = self._files.ask(lambda: prepare_files(files, generation), unknown, of=job.logs, urgent=True)
         self._log_starts = dict(zip(self._ranks, before, strict=True))
         if self._fork_server is None:
             self._fork_server = self._open_fork_server()
@@ -297,12 +296,6 @@ class WorkerGroup:
         if self.running and not self._lost_part and self._stop_mode is StopMode.NONE:
             self._lost_part, self._lost_part_s = what, at_s
 
-    def _fails_late(self) -> bool:
-        """Whether a rank has told why it fails, and does not end: its log may be on a file system that is not there."""
-        now_s = time.monotonic()
-        told = self._hang_monitor.failures.values()
-        return any(f.rank not in self._exited and now_s - f.raised_s > _FAILED_S and not f.ends_well for f in told)
-
     def _handle(self, event: Event) -> None:
         match event:
             case RankExited(rank, status, at_s):
@@ -364,53 +357,17 @@ class WorkerGroup:
     def _collect_endings(self) -> None:
         self._write_ranks(self._hang_monitor.hear())
         self._output.close()
-        generation, exited = self._generation, sorted(self._exited.values(), key=lambda ending: ending.rank)
+        exited = sorted(self._exited.values(), key=lambda ending: ending.rank)
         if self._lost_part and not all(ending.well for ending in exited):
             lost = replace(exited[0], part=self._lost_part, at_s=self._lost_part_s, ended_by_us=False)
             exited[0] = exited[0] if exited[0].part else lost
         hung = self._hang_monitor.hang_failures() if self.failed else {}
-        files = {rank: (self._job.log(rank), self._job.failure(generation, rank)) for rank in self._ranks}
-        starts = self._log_starts
-        nothing = dict[int, tuple[Failure | None, str]]()
-        read = self._files.ask(lambda: _read_files(files, starts), nothing, of=self._job.logs, urgent=True)
-        plan, notes = FaultPlan.parse(self._job.request.faults), self._job.run_dir / FAULT_NOTES
-        kills = list[Fault]()
-        if any(fault.kind == "kill" for fault in plan.faults):
-            kills = self._files.ask(lambda: [one for one in plan.past(notes) if one.kind == "kill"], kills, of=notes)
-        planned = {fault.rank: str(fault) for fault in kills}
-        endings = []
-        for ending in exited:
-            # The file may say more, and the launcher hears more than a file system takes.
-            written, tail = read.get(ending.rank, (None, ""))
-            failure = written or self._hang_monitor.failures.get(ending.rank) or hung.get(ending.rank)
-            by_plan = planned.get(ending.rank, "") if ending.status == -signal.SIGKILL else ""
-            endings.append(self._with_details(replace(ending, planned=by_plan), failure, tail))
-        self.endings = tuple(endings)
-        self._say_that_they_store_unused()
-
-    def _say_that_they_store_unused(self) -> None:
-        """Where each rank has trained a model of its own, nothing else looks wrong."""
-        done = {ending.status for ending in self.endings} == {EXIT_OK}
-        if (
-            self._store_unused
-            and done
-            and self._world_size > 1
-            and isinstance(self._job.request.program, Script | Module)
-        ):
-            self._screen.say(
-                f"note: the {self._world_size} ranks never joined a process group: each has run the whole script by "
-                "itself, and written what it writes. Ranks that train one model use lockstep.Run, or "
-                "torch.distributed.init_process_group and DistributedDataParallel"
-            )
-
-    def _with_details(self, ending: RankExit, failure: Failure | None, tail: str) -> RankExit:
-        killed = ending.status == -signal.SIGKILL or (failure is not None and failure.lost_worker)
-        return replace(
-            ending,
-            failure=failure,
-            log_tail="" if ending.status in (EXIT_OK, EXIT_STOPPED) else tail,
-            memory=self._memory.reason(ending.rank) if killed and not ending.ended_by_us else "",
+        told = hung | self._hang_monitor.failures
+        self.endings = described_endings(
+            exited, self._job, self._generation, self._log_starts, self._files, told, self._memory.reason
         )
+        if self._store_unused and (note := unused_store(self.endings, self._world_size, self._job)):
+            self._screen.say(note)
 
     def _say_what_is_waited_for(self) -> None:
         """Until the first rank is heard: that torch is being imported, which may take a minute on a busy machine."""
@@ -427,48 +384,3 @@ def _row(rank: Waiting) -> RankStatus:
     source = f"{Path(beat.place.file).name}:{beat.place.line}" if beat.place.file else ""
     place = f"{source} {beat.call}".strip()
     return RankStatus(beat.rank, beat.step, beat.phase, place, rank.waits, rank.silent_s, beat.memory)
-
-
-def _prepare_files(files: Sequence[tuple[Path, Path]], generation: int) -> list[int]:
-    """Make each log and failure record ready for ``generation``; returns how long each log is."""
-    starts = []
-    for log, failure in files:
-        failure.unlink(missing_ok=True)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as file:
-            if generation or file.tell():
-                file.write(f"--- generation {generation}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n")
-        starts.append(log.stat().st_size)
-    return starts
-
-
-def _read_files(
-    files: Mapping[int, tuple[Path, Path]], starts: Mapping[int, int]
-) -> dict[int, tuple[Failure | None, str]]:
-    """Each rank's failure record, and the end of its log."""
-    return {rank: (Failure.read(failure), _end_of(log, starts.get(rank, 0))) for rank, (log, failure) in files.items()}
-
-
-def _end_of(log: Path, start: int) -> str:
-    """The last lines of ``log``, of what was written since it was ``start`` bytes long; "" if it is gone."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def without_repeated_tracebacks(endings: Sequence[RankExit]) -> Sequence[RankExit]:
-    """Endings small enough for a store: of those that failed alike, only the first one keeps its traceback."""
-    seen: set[object] = set()
-    small: list[RankExit] = []
-    for ending in sorted(endings, key=lambda ending: ending.since_s):
-        repeated = ending.failure is not None and ending.failure_key in seen
-        seen.add(ending.failure_key)
-        small.append(_without_traceback(ending) if repeated else ending)
-    return small
-
-
-def _without_traceback(ending: RankExit) -> RankExit:
-    return replace(ending, failure=ending.failure and replace(ending.failure, traceback=""))

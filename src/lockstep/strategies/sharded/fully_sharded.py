@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
@@ -39,7 +39,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import (
@@ -68,6 +67,7 @@ from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_co
 from lockstep.strategies.module_states import sync_module_states, verify_module_states
 from lockstep.strategies.partial_models import PickleGuard, half_a_model, outside_forward, refuse_copies
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.sharded.divisible import check_divisible, check_one_type, check_stateless
 from lockstep.strategies.sharded.dtensor_layout import DTensorLayout
 from lockstep.strategies.sharded.fsdp_gradients import (
     AllUsed,
@@ -246,10 +246,10 @@ class FullySharded(
     def _shard_model(self, model: nn.Module, blocks: Sequence[nn.Module], watch: bool, mesh: DeviceMesh) -> None:
         options = self._options
         ignored = ignored_parameters(model, options.ignored_modules)
-        _check_divisible(model, self._name, ignored)
+        check_divisible(model, self._name, ignored)
         lower = _MIXED[options.mixed]
         if lower:
-            _check_stateless(model, options.mixed)
+            check_stateless(model, options.mixed)
         offload = options.offload and self._group.device.type != "cpu"
         units: list[FsdpUnit] = []
         divided = set(ignored)
@@ -260,7 +260,7 @@ class FullySharded(
                 reduce_dtype=lower and torch.float32,
                 output_dtype=torch.float32 if lower and whole else None,
             )
-            _check_one_type(module, model, divided)
+            check_one_type(module, model, divided)
             self._construction.restore_rows(p for p in module.parameters() if not isinstance(p, DTensor))
             block: FSDPModule = fully_shard(
                 module,
@@ -427,45 +427,3 @@ class FullySharded(
 
 def _compile_by_block(model: nn.Module, blocks: Sequence[nn.Module], *, gathered: bool) -> None:
     model.compile = BlockCompiler(model, blocks, gathered=gathered)  # type: ignore[method-assign]
-
-
-def _check_divisible(model: nn.Module, strategy: str, ignored: Container[nn.Parameter]) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter in ignored:
-            continue
-        if not parameter.dim():
-            raise UsageError(
-                f"the parameter {name} has no dimension, and {strategy} divides rows; make it of shape (1,), as with "
-                "nn.Parameter(torch.ones(1)), or name its module in ignored_modules=..."
-            )
-        if not parameter.is_contiguous():
-            raise UsageError(
-                f"the parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and "
-                f"{strategy} divides contiguous rows; leave out .to(memory_format=...), name its module in "
-                "ignored_modules=..., or use ddp"
-            )
-
-
-def _check_stateless(model: nn.Module, mixed: str) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is not None:
-            raise UsageError(
-                f"mixed={mixed} with {name or 'the model'}, a {type(module).__name__}: its statistics are fp32, and "
-                f"torch computes it in one type; use precision='{mixed}' without mixed={mixed}, or another "
-                "normalisation"
-            )
-
-
-def _check_one_type(block: nn.Module, model: nn.Module, divided: Container[nn.Parameter]) -> None:
-    """Check what torch would refuse in the first forward pass: parameters of several types in one block."""
-    types: dict[torch.dtype, nn.Parameter] = {}
-    for parameter in block.parameters():
-        if parameter.requires_grad and parameter not in divided:
-            types.setdefault(parameter.dtype, parameter)
-    if len(types) > 1:
-        names = {p: name for name, p in model.named_parameters()}
-        raise UsageError(
-            f"{type(block).__name__} is gathered as one, and its parameters have several types: "
-            f"{', '.join(f'{names[p]} {dtype}' for dtype, p in types.items())}; "
-            "let wrap=... name a block of each type, or use one"
-        )

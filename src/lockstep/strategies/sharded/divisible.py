@@ -1,0 +1,67 @@
+"""Which models can be divided by rows: what torch would refuse later, or compute in another way, is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.errors import UsageError
+
+
+def check_divisible(model: nn.Module, strategy: str, ignored: Container[nn.Parameter]) -> None:
+    """Check that each parameter has rows that lie one after another, but for those that are ``ignored``.
+
+    Raises:
+        UsageError: for one that has none.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter in ignored:
+            continue
+        if not parameter.dim():
+            raise UsageError(
+                f"the parameter {name} has no dimension, and {strategy} divides rows; make it of shape (1,), as with "
+                "nn.Parameter(torch.ones(1)), or name its module in ignored_modules=..."
+            )
+        if not parameter.is_contiguous():
+            raise UsageError(
+                f"the parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and "
+                f"{strategy} divides contiguous rows; leave out .to(memory_format=...), name its module in "
+                "ignored_modules=..., or use ddp"
+            )
+
+
+def check_stateless(model: nn.Module, mixed: str) -> None:
+    """Check that no module has statistics of its own, which torch would compute in the lower type.
+
+    Raises:
+        UsageError: for one that has.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            raise UsageError(
+                f"mixed={mixed} with {name or 'the model'}, a {type(module).__name__}: its statistics are fp32, and "
+                f"torch computes it in one type; use precision='{mixed}' without mixed={mixed}, or another "
+                "normalisation"
+            )
+
+
+def check_one_type(block: nn.Module, model: nn.Module, divided: Container[nn.Parameter]) -> None:
+    """Check what torch would refuse in the first forward pass: parameters of several types in one block.
+
+    Raises:
+        UsageError: if there are several.
+    """
+    types: dict[torch.dtype, nn.Parameter] = {}
+    for parameter in block.parameters():
+        if parameter.requires_grad and parameter not in divided:
+            types.setdefault(parameter.dtype, parameter)
+    if len(types) > 1:
+        names = {p: name for name, p in model.named_parameters()}
+        raise UsageError(
+            f"{type(block).__name__} is gathered as one, and its parameters have several types: "
+            f"{', '.join(f'{names[p]} {dtype}' for dtype, p in types.items())}; "
+            "let wrap=... name a block of each type, or use one"
+        )
