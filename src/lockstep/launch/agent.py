@@ -46,7 +46,7 @@ from lockstep.launch.rendezvous.notices import GenerationFailed, Message, Notice
 from lockstep.launch.rendezvous.plan import Plan, StopMode
 from lockstep.launch.rendezvous.takeover import Moved
 from lockstep.launch.run_directory import MARK, note_generation, shown
-from lockstep.launch.workers.rank_endings import without_repeated_tracebacks
+from lockstep.launch.workers.rank_exits import without_repeated_tracebacks
 from lockstep.launch.workers.worker_group import WorkerGroup
 from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE
 

@@ -35,8 +35,8 @@ from lockstep.launch.workers.fork_messages import (
     StoreUnused,
 )
 from lockstep.launch.workers.fork_server_client import ForkServerClient
-from lockstep.launch.workers.rank_endings import described_endings, fails_late, prepare_files, unused_store
 from lockstep.launch.workers.rank_environment import rank_environment
+from lockstep.launch.workers.rank_exits import described_endings, fails_late, prepare_files, unused_store
 from lockstep.launch.workers.rank_output import RankOutput
 from lockstep.launch_contract import TERMINAL
 from lockstep.report import RanksFile, RankStatus, lateness

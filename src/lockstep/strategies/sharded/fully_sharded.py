@@ -67,7 +67,7 @@ from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_co
 from lockstep.strategies.module_states import sync_module_states, verify_module_states
 from lockstep.strategies.partial_models import PickleGuard, half_a_model, outside_forward, refuse_copies
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
-from lockstep.strategies.sharded.divisible import check_divisible, check_one_type, check_stateless
+from lockstep.strategies.sharded.division_checks import check_divisible, check_one_type, check_stateless
 from lockstep.strategies.sharded.dtensor_layout import DTensorLayout
 from lockstep.strategies.sharded.fsdp_gradients import (
     AllUsed,
