@@ -25,7 +25,7 @@ from lockstep.collectives.reduce_scatter import (
     open_reduce_scatter,
 )
 from lockstep.collectives.reduction_plan import Runs
-from lockstep.collectives.reduction_tree import Node, TreeAccumulator, fold, nodes_of, parent_of
+from lockstep.collectives.reduction_tree import Node, TreeAccumulator, fold, nodes_of
 from lockstep.collectives.stored_tensor import ReadBox, StoredTensor, in_memory
 from lockstep.collectives.sum_timing import time_sums
 from lockstep.collectives.tensor_shard import TensorShard, as_absent_shards, as_owned_shards
@@ -66,7 +66,6 @@ __all__ = [
     "open_owner_broadcast",
     "open_reduce_scatter",
     "open_store",
-    "parent_of",
     "single_rank_group",
     "time_sums",
     "translating_peer_errors",

@@ -272,8 +272,6 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
         if target not in self._accumulators:
             self._accumulators[target] = TreeGradientAccumulator(target, position.of)
         accumulator = self._accumulators[target]
-        if self._exact:
-            accumulator.prepare(position)
         if not position.last:
             target.backward(loss, weight)
             if self._exact:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.collectives import Group, Node, TreeAccumulator, parent_of
+from lockstep.collectives import Group, TreeAccumulator
 from lockstep.errors import UsageError
 from lockstep.strategies.sparse_gradients import dense_rows, no_rows, sparse_again
 
@@ -66,41 +66,11 @@ class ParameterSet:
         loss.backward(weight, inputs=None if self.everything else self.parameters)
 
 
-class _LeftOfPair:
-    """The gradients of the left one of two neighbouring micro-batches, to which autograd adds those of the right."""
-
-    def __init__(self, above: Node, gradients: Tensors) -> None:
-        self.above: Final = above  #: both micro-batches
-        self.gradients: Final = gradients
-        self._versions: Final = [gradient._version for gradient in gradients]
-
-    def require_added_once(self) -> None:
-        """Check that no gradient of the right micro-batch came in parts, whose order of addition would be another one.
-
-        Raises:
-            UsageError: if one did.
-        """
-        if any(g._version > version + 1 for g, version in zip(self.gradients, self._versions, strict=True)):
-            raise UsageError(
-                "a parameter got its gradient in parts, and in the micro-batch before it did not: what "
-                "checkpoint(..., use_reentrant=True) is given was called several times in one forward pass, or not, as "
-                "the data had it; say use_reentrant=False"
-            )
-
-
 class TreeGradientAccumulator:
     """The gradients of a target's parameters in this step, summed micro-batch by micro-batch.
 
     Adding into ``.grad`` as autograd does would fold from the left, and the bits of the sum would tell how many
-    micro-batches this rank computes. So each gradient is taken out of ``.grad`` and folded along the tree:
-
-        micro-batch   0    1    2    3
-        .grad before  -    g0   -    g2        autograd adds the right one of each pair to the left one by itself,
-        .grad after   g0   g01  g2   g23       while it is in the cache, and no second gradient takes memory
-        held          g0   g01  g01  g01 + g23
-                                g2
-
-    Each micro-batch: `prepare`, its backward pass, then `accumulate`, or `partials` and `rows` for the last one.
+    micro-batches this rank computes. So each gradient is taken out of ``.grad`` and folded along the tree.
     """
 
     def __init__(self, target: ParameterSet, micro_batches: int) -> None:
@@ -110,40 +80,10 @@ class TreeGradientAccumulator:
         self._micro_batches: Final = micro_batches
         self._places: Final = target.places
         self._used: Final[set[int]] = set()  # places of the parameters that had a part in some loss
-        self._left: _LeftOfPair | None = None  # what autograd adds the gradients of the micro-batch in work to
-        # A hook would see the sum of a pair.
-        self._adds_pairs = not (target.sparse or any(p._post_accumulate_grad_hooks for p in target.parameters))
-
-    def prepare(self, position: MicroBatchPosition) -> None:
-        """Before the backward pass of ``position``: where it is the right one of a pair, ``.grad`` holds the left."""
-        self._left = None
-        if not self._adds_pairs or position.is_padding or not self._tree.nodes:
-            return
-        above = parent_of(self._micro_batches, _leaf(position))
-        if above is None or above != parent_of(self._micro_batches, self._tree.nodes[-1]):
-            return
-        self._tree.nodes.pop()
-        sums = self._tree.sums.pop()
-        self._left = _LeftOfPair(above, [sums[place] for place in self._used])
-        for place, gradient in zip(self._used, self._left.gradients, strict=True):
-            self._parameters[place].grad = gradient
 
     def accumulate(self, position: MicroBatchPosition) -> None:
         """Fold in the gradients of ``position`` and leave ``.grad`` empty."""
-        node = self._node(position)
-        gradients = pop_gradients(self._parameters, self._used, self._sparse)
-        if self._left is None:
-            # Written more than once, they may have come in parts, whose order of addition a pair would change.
-            self._adds_pairs &= not any(gradients[place]._version for place in self._used)
-        self._tree.push(node, gradients)
-        self._left = None
-
-    def _node(self, position: MicroBatchPosition) -> Node:
-        """What ``.grad`` holds after the backward pass of ``position``."""
-        if self._left is None:
-            return _leaf(position)
-        self._left.require_added_once()
-        return self._left.above
+        self._tree.push((position.index, position.index + 1), pop_gradients(self._parameters, self._used, self._sparse))
 
     def write_gradients(self) -> None:
         """Put the sum over the whole step into ``.grad``; for a rank that computed all of it.
@@ -182,13 +122,12 @@ class TreeGradientAccumulator:
         if unused:
             torch._foreach_copy_(unused, [negative_zeros_like(g) for g in unused])
         if not self._tree.nodes:
-            self._node(position)
             return [flat]
         places = [self._places[id(p)] for p in parameters]
         tree = TreeAccumulator[Tensors](self._micro_batches, _add_into_right)
         tree.nodes = list(self._tree.nodes)
         tree.sums = [[as_real(sums[i]) for i in places] for sums in self._tree.sums]
-        tree.push(self._node(position), gradients)
+        tree.push((position.index, position.index + 1), gradients)
         return [*(_laid_out(sums, gradients, flat) for sums in tree.sums[:-1]), flat]
 
     def rows(self, position: MicroBatchPosition, parameter: nn.Parameter) -> list[torch.Tensor]:
@@ -295,10 +234,6 @@ def total_count(group: Group, counted: int) -> int:
 def negative_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros to which any number can be added without changing a bit: -0.0 + -0.0 is -0.0, while 0.0 + -0.0 is 0.0."""
     return torch.full_like(tensor, -0.0)
-
-
-def _leaf(position: MicroBatchPosition) -> Node:
-    return position.index, position.index + 1
 
 
 def _laid_out(sums: Tensors, views: Tensors, flat: torch.Tensor) -> torch.Tensor:

@@ -83,17 +83,14 @@ class SingleProcess(Strategy, UpdatesTrainable, RepeatsStep, KnowsStatePart):
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """Compute the gradients; after the last micro-batch, ``.grad`` holds their sum along the tree, if exact."""
+        target.backward(loss, weight)
         if self._exact and position.of > 1:
             if target not in self._accumulators:
                 self._accumulators[target] = TreeGradientAccumulator(target, position.of)
-            accumulator = self._accumulators[target]
-            accumulator.prepare(position)
-            target.backward(loss, weight)
-            accumulator.accumulate(position)
+            self._accumulators[target].accumulate(position)
             if position.last:
                 self._accumulators.pop(target).write_gradients()
         else:
-            target.backward(loss, weight)
             for parameter in target.sparse:
                 if parameter.grad is not None:
                     # As a sum over ranks is: clipping before two entries of a row are added rounds otherwise.
