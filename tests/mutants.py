@@ -200,8 +200,8 @@ MUTANTS = [
     ),
     mutant(
         "data/iterable_dataset.py",
-        'seed_of(seed, "sample", epoch, number)',
-        'seed_of(seed, "sample", number)',
+        'seed_of(self._share.seed, "samples", epoch, step, index)',
+        'seed_of(self._share.seed, "samples", step, index)',
         "tests/data",
     ),
     mutant("data/iterable_dataset.py", "mark = checksum(first[:1])", "mark = 0", "tests/data"),
@@ -587,7 +587,7 @@ MUTANTS = [
         "tests/checkpoint",
     ),
     mutant("checkpoint/commit.py", "        disk.sync(file)\n    finally:", "    finally:", "tests/checkpoint"),
-    mutant("checkpoint/commit.py", "    if found != piece.crc32:", "    if False:", "tests/checkpoint"),
+    mutant("checkpoint/commit.py", "    if found != committed:", "    if False:", "tests/checkpoint"),
     mutant(
         "checkpoint/save_thread.py",
         "if self._disk.size(save.scratch / name) != length:",

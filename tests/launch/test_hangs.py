@@ -177,7 +177,8 @@ def test_whoever_waits_is_told_once_and_of_the_recovery(workshop):
     (workshop.here / "seen").write_text("")
     ended = workshop.end_of(launcher)
     assert ended.code == 0
-    assert (seen + ended.err).count("hang: no progress") == 1
+    # Of the script; on a busy machine Python's own end may take a second, too.
+    assert (seen + ended.err).count("rank 0 in <module>") == 1
 
 
 def test_a_run_tells_its_step_and_phase(workshop):

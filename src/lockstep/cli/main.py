@@ -95,6 +95,7 @@ def run_options() -> Parser:
         usage="lockstep run [options] script.py [script options]",
         description="Start a script on several ranks of this machine, or of several, and watch over them.",
         allow_abbrev=False,
+        add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=112),
         epilog="Options after the script are the script's own. Exit codes: 0 done, 1 a rank failed, 2 usage, 74 "
         "trained but not saved, 75 stopped with a checkpoint, 130 or 143 stopped without one, 137 a rank was killed by "
@@ -172,6 +173,7 @@ def run_options() -> Parser:
         "--pass-local-rank", action="store_true", help="the script gets --local-rank=N, as torch.distributed.launch did"
     )
     what.add_argument("--use-env", action="store_true", help=argparse.SUPPRESS)  # of that launcher, which is so always
+    what.add_argument("-h", "--help", action="help", help="show these options")
     what.add_argument("script", nargs="?", metavar="script.py")
     what.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
     _accept_underscores(parser)
