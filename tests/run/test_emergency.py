@@ -24,7 +24,6 @@ from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch_contract import EMERGENCY, RUN_DIR
 from lockstep.run.emergency import EmergencyMemory, NoEmergency, open_emergency, writes_emergency
 from lockstep.run.emergency_choice import Choice, Left, LeftState, choose
-from lockstep.run.free_memory import free_memory
 from lockstep.run.left_behind import LeftBehind
 from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, part_after, read_journal, total
 from lockstep.run.metrics import MetricMeans, PassMetrics
@@ -353,25 +352,6 @@ def test_a_trial_of_a_search_neither_leaves_nor_takes_what_another_one_has_left(
         assert isinstance(run._context.emergency, NoEmergency)
 
 
-@pytest.mark.parametrize(
-    ("line", "root", "limit", "used"),
-    [
-        ("0::/job/step", "", "memory.max", "memory.current"),
-        ("5:cpu,memory:/job/step", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ],
-)
-def test_the_memory_of_a_job_is_what_its_control_groups_leave(tmp_path, line, root, limit, used):
-    group = tmp_path / root / "job"
-    (group / "step").mkdir(parents=True)
-    (group / limit).write_text("1000\n")
-    (group / used).write_text("400\n")
-    (group / "step" / limit).write_text("max\n")
-    (group / "step" / used).write_text("300\n")
-    (tmp_path / "proc").write_text(f"{line}\n3:pids:/other\n")
-    assert free_memory(tmp_path / "proc", tmp_path) == 600
-    assert free_memory(tmp_path / "nowhere", tmp_path) > 600
-
-
 def test_a_state_is_not_taken_whose_best_step_was_never_saved():
     """Its rank died while that was being written: the older checkpoint makes the best step again."""
     said = []
@@ -437,6 +417,7 @@ TRAIN = """
     import contextlib, functools, hashlib, json, os, signal, sys
     import torch, lockstep, lockstep.run.emergency as emergency
     import lockstep.checkpoint.commit as commit, lockstep.checkpoint.whole_save as whole_save
+    from lockstep.memory_use import MemoryUse
     from torch import nn
     from torch.nn import functional as F
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -468,7 +449,7 @@ TRAIN = """
 
         whole_save.write_file = half_written
         if "FULL" in os.environ:
-            emergency.free_memory = lambda: 0
+            emergency.host_memory = MemoryUse
         with lockstep.Run(seed=3, log_every="3 steps", save_every=save_every) as run:
             net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
             model, other = run.model(net), run.model(nn.Linear(8, 3))

@@ -44,9 +44,9 @@ from lockstep.collectives import Group
 from lockstep.errors import LockstepError, MismatchError
 from lockstep.formatting import plural, size
 from lockstep.launch_contract import EMERGENCY
+from lockstep.memory_use import host_memory
 from lockstep.peer_failure import is_peer_failure
 from lockstep.run.emergency_choice import Left, LeftState, choose
-from lockstep.run.free_memory import free_memory
 from lockstep.run.left_behind import LeftBehind
 from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, read_journal
 from lockstep.run.metrics import MetricMeans, PassMetrics
@@ -250,7 +250,7 @@ class EmergencyMemory(Emergency):
 
     def _require_room(self, flat: FlatTree) -> None:
         wanted = 2 * self._world.local_size * flat.size_bytes
-        free = int(_SHARE * min(LOCAL.free_bytes(self._memory), free_memory()))
+        free = int(_SHARE * _free_bytes(self._memory))
         if wanted > free:
             raise OSError(
                 f"two copies of the state of {plural(self._world.local_size, 'rank')} take about {size(wanted)} of "
@@ -322,7 +322,7 @@ class EmergencyMemory(Emergency):
 
     def _place(self, size_bytes: int) -> Path | None:
         """A directory with room for ``size_bytes``; None if there is none."""
-        if size_bytes <= _SHARE * min(LOCAL.free_bytes(self._memory), free_memory()):
+        if size_bytes <= _SHARE * _free_bytes(self._memory):
             return self._memory
         self._run_dir.mkdir(exist_ok=True)
         return self._run_dir if size_bytes <= LOCAL.free_bytes(self._run_dir) else None
@@ -389,6 +389,11 @@ class EmergencyMemory(Emergency):
 
     def _file(self, kind: str) -> str:
         return f"{kind}-{self._group.rank:04d}"
+
+
+def _free_bytes(memory: Path) -> int:
+    """Room in the directory ``memory``, whose files count as memory of this job; 0 if nobody says."""
+    return min(LOCAL.free_bytes(memory), host_memory().host_free or 0)
 
 
 def _needed(own: StateTree, part: StatePart, *, is_first: bool) -> StateTree:
