@@ -184,9 +184,9 @@ class ViewOnStream(Generic[Shown]):
 
 @contextlib.contextmanager
 def while_it_lasts(stream: TextIO, gone: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Within, ``stream`` is written to. An error of it is none: what cannot be written is left out.
+    """Ignore errors of ``stream`` when it is written to inside: what cannot be written is left out.
 
-    Where it is gone, such as a closed pipe, ``gone`` is called, and what is written to it later vanishes.
+    If the stream is gone, such as a closed pipe, ``gone`` is called, and what is written to it later is dropped.
     """
     try:
         yield
