@@ -250,7 +250,7 @@ class EmergencyMemory(Emergency):
 
     def _require_room(self, flat: FlatTree) -> None:
         wanted = 2 * self._world.local_size * flat.size_bytes
-        free = int(_SHARE * _free_bytes(self._memory))
+        free = int(_SHARE * min(LOCAL.free_bytes(self._memory), free_memory()))
         if wanted > free:
             raise OSError(
                 f"two copies of the state of {plural(self._world.local_size, 'rank')} take about {size(wanted)} of "
@@ -322,7 +322,7 @@ class EmergencyMemory(Emergency):
 
     def _place(self, size_bytes: int) -> Path | None:
         """A directory with room for ``size_bytes``; None if there is none."""
-        if size_bytes <= _SHARE * _free_bytes(self._memory):
+        if size_bytes <= _SHARE * min(LOCAL.free_bytes(self._memory), free_memory()):
             return self._memory
         self._run_dir.mkdir(exist_ok=True)
         return self._run_dir if size_bytes <= LOCAL.free_bytes(self._run_dir) else None
@@ -391,9 +391,9 @@ class EmergencyMemory(Emergency):
         return f"{kind}-{self._group.rank:04d}"
 
 
-def _free_bytes(memory: Path) -> int:
-    """Room in the directory ``memory``, whose files count as memory of this job; 0 if nobody says."""
-    return min(LOCAL.free_bytes(memory), host_memory().host_free or 0)
+def free_memory() -> int:
+    """What the host and this job's control groups leave, in which files in memory count, too; 0 if nobody says."""
+    return host_memory().host_free or 0
 
 
 def _needed(own: StateTree, part: StatePart, *, is_first: bool) -> StateTree:

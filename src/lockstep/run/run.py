@@ -99,7 +99,6 @@ class Run:
             memory after every step, while the next one is computed. So no step is lost either where survivors cannot
             help: under ``zero`` and ``fsdp``, on GPUs, when all ranks of a host die or hang. Takes twice the memory of
             the state there. Done without being asked for where the script uses `carry`, or an optimizer a closure.
-            Refused under strategies where a rank cannot tell its part of the state by itself, such as ``pipeline``.
         best: such as ``"max accuracy"`` or ``"min val_loss"``: when that metric is better than ever, a checkpoint is
             saved, and kept beside the newest ones until there is a better one. Of loss, error and perplexity less is
             better, of accuracy, acc, f1, auc, iou and bleu more: there the name will do.
