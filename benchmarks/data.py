@@ -268,7 +268,7 @@ def resume(place: Path, rounds: int) -> list[dict[str, Any]]:
     batches = sum(tars.shard_lengths) // BATCH * 9 // 10
 
     def skipped(dataset: Any) -> None:
-        """Torch's loader keeps no state: it reads what is behind."""
+        """Torch's loader keeps no state: it reads the batches before that one again."""
         found = torch_way(DataLoader, dataset, 0)(0)
         for _ in range(batches + 1):
             next(found)
@@ -349,7 +349,7 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 class Strided(Stream):
-    """The same for those who want every so-manieth."""
+    """The same, from which every n-th sample can be read."""
 
     def stride(self, start: int, step: int) -> Iterator[torch.Tensor]:
         """From ``start`` on."""

@@ -1,6 +1,6 @@
 """The most memory that a rank needs while it starts, steps, saves and resumes.
 
-python benchmarks/memory_phases.py --page docs/strategies.md
+python benchmarks/memory_phases.py
 python benchmarks/memory_phases.py --ways fsdp --millions 100 --ranks 4 --json phases.json
 
 The model and the optimizer are those of memory.py, in bytes a parameter of the rank that needs most; memory of files
@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep
-import pages
 from memory import build
 from ranks import memory_bytes, return_freed_memory, start, told
 
@@ -116,7 +115,6 @@ def main() -> None:
     parser.add_argument("--millions", type=float, default=30, help="parameters of the model")
     parser.add_argument("--micro", type=int, nargs="+", default=[1, 4], help="micro-batches of a rank in a step")
     parser.add_argument("--rounds", type=int, default=1, help="the least of so many jobs counts")
-    parser.add_argument("--page", metavar="FILE", help="put the table into this page of the documentation")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     options = parser.parse_args()
     head = ["way", "micro-batches", "start", "step", "save", "resume"]
@@ -128,13 +126,6 @@ def main() -> None:
             found = {name: min(run[name] for run in runs) for name in head[2:]}
             rows.append({"way": way, "micro-batches": micro} | found)
             print(f"{way:>13} {micro:>13} " + " ".join(f"{found[name]:>13.1f}" for name in head[2:]), flush=True)
-    if options.page:
-        cells = [[f"`{r['way']}`", str(r["micro-batches"]), *(f"{r[name]:.1f}" for name in head[2:])] for r in rows]
-        made = (
-            f"{pages.circumstances()}, {options.ranks} ranks, {options.millions:g} million parameters, "
-            "bytes a parameter at most:"
-        )
-        pages.put(options.page, "memory phases", f"{made}\n\n{pages.markdown(head, cells)}")
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=2))
 

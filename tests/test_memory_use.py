@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.memory_use import MemoryUse, host_memory
+from lockstep.memory_use import ControlGroup, MemoryUse, host_memory
 
 uses = st.builds(MemoryUse, *[st.none() | st.integers(0, 1 << 50)] * 6)
 
@@ -43,6 +43,26 @@ def test_free_is_what_both_the_host_and_the_group_leave(tmp_path):
     assert host_memory(tmp_path / "proc", tmp_path / "sys") == MemoryUse(2000 << 10, 3000 << 10, 4 << 20)
     (tmp_path / "sys/job/memory.max").write_text("max\n")
     assert host_memory(tmp_path / "proc", tmp_path / "sys").host_free == 7000 << 10
+
+
+@pytest.mark.parametrize(
+    ("line", "root", "limit", "used"),
+    [
+        ("0::/job/step", "", "memory.max", "memory.current"),
+        ("5:cpu,memory:/job/step", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_free_is_what_the_fullest_group_leaves(tmp_path, line, root, limit, used):
+    written(
+        tmp_path / root,
+        {f"job/{limit}": "1000\n", f"job/{used}": "400\n", f"job/step/{limit}": "800\n", f"job/step/{used}": "150\n"},
+    )
+    written(tmp_path, {"cgroup": f"{line}\n3:pids:/other\n"})
+    group = ControlGroup.read(tmp_path / "cgroup", tmp_path)
+    assert (group.limit_bytes, group.used_bytes, group.free_bytes) == (800, 150, 600)
+    (tmp_path / root / "job/step" / limit).write_text("max\n")
+    assert ControlGroup.read(tmp_path / "cgroup", tmp_path).free_bytes == 600
+    assert ControlGroup.read(tmp_path / "nowhere", tmp_path).free_bytes is None
 
 
 def test_nothing_is_known_where_the_kernel_says_nothing(tmp_path):

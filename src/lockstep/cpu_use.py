@@ -1,4 +1,4 @@
-"""How busy the CPUs of this machine are, and how much of that is one's own work."""
+"""How busy the CPUs of this machine are, and how much of that is the work of a process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CpuUse:
     """Who used the CPUs for a while."""
 
     cores: int  #: that this process may use
-    own: float  #: cores that what was watched kept busy, on average
+    own: float  #: cores that the watched process kept busy, on average
     others: float  #: cores that everything else kept busy
 
     @property
@@ -41,7 +41,7 @@ class CpuWatch:
         self._busy_s: Final = busy_s(self._cpus)
 
     def used(self, own_s: float) -> CpuUse:
-        """Since the beginning, in which what is watched took ``own_s`` seconds of CPU time."""
+        """Since the beginning, in which the watched process took ``own_s`` seconds of CPU time."""
         took = max(1e-3, time.monotonic() - self._began_s)
         others = busy_s(self._cpus) - self._busy_s - own_s
         return CpuUse(len(self._cpus), own_s / took, max(0.0, others / took))

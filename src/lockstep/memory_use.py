@@ -21,8 +21,9 @@ class ControlGroup:
 
     limit_bytes: int | None = None  #: the least of all groups that the process is in; None: no limit
     kills: int = 0  #: processes that were killed in its own one, since it was made
-    used_bytes: int | None = None  #: of the group with that limit, without what is a mere copy of files; None: unknown
+    used_bytes: int | None = None  #: of the group with that limit, without cached files; None: unknown
     path: str = ""  #: of that group, below where groups are mounted; "" for the root, which a container has as its own
+    free_bytes: int | None = None  #: what may still be used, by the group that leaves the least; None: no limit
 
     @classmethod
     def read(cls, proc: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> Self:
@@ -53,7 +54,9 @@ class ControlGroup:
                 if kills is None:
                     kills = _entry(text_of(group / events), "oom_kill")
         least, name, used = min(limits, key=lambda one: one[0], default=(None, "", None))
-        return cls(least, kills or 0, used, name)
+        # Not always of the group with the least limit: other jobs may use that of a group around it.
+        free = min((max(0, limit - (used or 0)) for limit, _, used in limits), default=None)
+        return cls(least, kills or 0, used, name, free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ def host_memory(proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup
     status = text_of(proc / "self/status")
     held, peak = (_entry(status, name) for name in ("VmRSS:", "VmHWM:"))
     group = ControlGroup.read(proc / "self/cgroup", mounted)
-    left = [] if group.limit_bytes is None else [max(0, group.limit_bytes - (group.used_bytes or 0))]
+    left = [] if group.free_bytes is None else [group.free_bytes]
     if (available := _entry(text_of(proc / "meminfo"), "MemAvailable:")) is not None:
         left.append(available << 10)
     return MemoryUse(

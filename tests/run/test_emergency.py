@@ -24,7 +24,6 @@ from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch_contract import EMERGENCY, RUN_DIR
 from lockstep.run.emergency import EmergencyMemory, NoEmergency, open_emergency, writes_emergency
 from lockstep.run.emergency_choice import Choice, Left, LeftState, choose
-from lockstep.run.free_memory import free_memory
 from lockstep.run.left_behind import LeftBehind
 from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, part_after, read_journal, total
 from lockstep.run.metrics import MetricMeans, PassMetrics
@@ -351,25 +350,6 @@ def test_a_trial_of_a_search_neither_leaves_nor_takes_what_another_one_has_left(
         assert isinstance(run._context.emergency, EmergencyMemory)
     with evaluating(trial), lockstep.Run() as run:
         assert isinstance(run._context.emergency, NoEmergency)
-
-
-@pytest.mark.parametrize(
-    ("line", "root", "limit", "used"),
-    [
-        ("0::/job/step", "", "memory.max", "memory.current"),
-        ("5:cpu,memory:/job/step", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ],
-)
-def test_the_memory_of_a_job_is_what_its_control_groups_leave(tmp_path, line, root, limit, used):
-    group = tmp_path / root / "job"
-    (group / "step").mkdir(parents=True)
-    (group / limit).write_text("1000\n")
-    (group / used).write_text("400\n")
-    (group / "step" / limit).write_text("max\n")
-    (group / "step" / used).write_text("300\n")
-    (tmp_path / "proc").write_text(f"{line}\n3:pids:/other\n")
-    assert free_memory(tmp_path / "proc", tmp_path) == 600
-    assert free_memory(tmp_path / "nowhere", tmp_path) > 600
 
 
 def test_a_state_is_not_taken_whose_best_step_was_never_saved():

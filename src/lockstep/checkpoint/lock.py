@@ -172,8 +172,8 @@ def _lock(
             break
         sleep(_LOOK_EVERY_S)
     if holder is not None and holder.is_before(me):
-        # Its node may have died with the lock on a file server. The launcher knows that generation to be over, and our
-        # name in the file tells it so, should it only have slept: see `superseded_by`.
+        # Its node may have died with the lock on a file server. The launcher knows that this generation is over; if it
+        # has only slept, our name in the file tells it: see `superseded_by`.
         say(f"{path} is still locked by generation {holder.generation} of this job ({holder}): going on without a lock")
         return True
     who = holder or "a process that does not say its name"

@@ -49,7 +49,7 @@ class PartHead:
 
 
 class PartWriter:
-    """Writes the parts of one rank in two slots by turns. Its methods are called from one thread.
+    """Writes the parts of one rank into two slots, one after the other. Its methods are called from one thread.
 
     Args:
         directory: that has the slots; it is made, and must be this rank's own.

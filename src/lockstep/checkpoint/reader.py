@@ -6,7 +6,7 @@ import io
 import itertools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -100,17 +100,23 @@ class CheckpointReader:
                     else:
                         chunk = scratch[: end - at]
                         taken = _fill(file, chunk)
-                        for first, last, place in itertools.islice(runs, number, None):
-                            if first >= end:
-                                break
-                            a, b = max(first, at), min(last, end)
-                            if a < b:
-                                into[place + a - first : place + b - first] = chunk[a - at : b - at]
+                        _copy_runs(chunk, at, itertools.islice(runs, number, None), into)
                     found = zlib.crc32(chunk[:taken], found)
                     if taken < len(chunk):
                         break
                     at = end
                 compare_sums(found, block.sum_behind, piece, self.path, self.manifest)
+
+
+def _copy_runs(chunk: memoryview, at: int, runs: Iterable[tuple[int, int, int]], into: memoryview) -> None:
+    """Copy those bytes of ``chunk``, which is a piece from byte ``at`` on, that ``runs`` have, in their order."""
+    end = at + len(chunk)
+    for first, last, place in runs:
+        if first >= end:
+            break
+        a, b = max(first, at), min(last, end)
+        if a < b:
+            into[place + a - first : place + b - first] = chunk[a - at : b - at]
 
 
 def _fill(file: io.BufferedIOBase, chunk: memoryview) -> int:

@@ -4,10 +4,10 @@
     gloo's thread       └─► lets go of its tensors ─ ─ ─ ─ ─ ─ ─ ┴─ needs the lock, and aborts the process
 
 A thread of gloo lets go of the tensors of a collective after the main thread knows that the collective is over. For a
-tensor that Python knows, too, it needs Python's global lock. A thread that asks for this lock when the interpreter is
-ending is ended by Python before 3.14 in a way that C++ does not bear: "terminate called without an active exception",
-SIGABRT (https://github.com/pytorch/pytorch/issues/190489). Destroying a process group ends its threads only where
-nothing else refers to it, and models and strategies do.
+tensor that Python knows, too, it needs Python's global lock. If a thread asks for this lock while the
+interpreter ends, Python before 3.14 ends the thread in a way that C++ answers by aborting the process: "terminate
+called without an active exception", SIGABRT (https://github.com/pytorch/pytorch/issues/190489). Destroying a process
+group ends its threads only where nothing else refers to it, and models and strategies do.
 """
 
 from __future__ import annotations

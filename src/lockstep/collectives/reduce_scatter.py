@@ -86,7 +86,7 @@ class ScatteredSum(Protocol):
     """The sum of one flat tensor over the micro-batches of a step, of which each rank keeps a part."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory on the device for the value that `add` is given next, from where it need not be copied again."""
+        """Memory on the device for the next value of `add`, which then need not be copied."""
         ...
 
     def add(self, value: torch.Tensor, index: int | None) -> None:
@@ -134,7 +134,7 @@ class PartExchange(Protocol):
     """Gives each rank of a copy its part of the other ranks' values."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the only value that this rank brings to the next exchange."""
+        """Memory for a value, if it is the only one that this rank brings to the next exchange."""
         ...
 
     def __call__(

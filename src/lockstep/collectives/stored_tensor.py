@@ -1,7 +1,7 @@
-"""A tensor that lies in a file: what is read of it, and when, is up to whoever needs it.
+"""A tensor that lies in a file: its users decide what is read of it, and when.
 
 state["weight"]                      a StoredTensor of shape (5, 3): nothing is in memory
-state["weight"].box((3, 0), (2, 3))  its last two rows, on the rank that holds these
+state["weight"].rows(3, 5)           its last two rows, on the rank that holds these
 parameter.copy_(state["weight"])     read as a whole, copied, and forgotten again
 """
 
@@ -36,6 +36,11 @@ class StoredTensor(torch.Tensor):
     def box(self, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Read only the elements from ``start`` on, ``shape`` of them; with memory of its own."""
         return self._read(tuple(start), tuple(shape))
+
+    def rows(self, first: int, end: int) -> torch.Tensor:
+        """Read only the rows from ``first`` to before ``end``; with memory of its own."""
+        rest = tuple(self.shape[1:])
+        return self.box((first, *(0 for _ in rest)), (end - first, *rest))
 
     def whole(self) -> torch.Tensor:
         """Read all of it; with memory of its own."""

@@ -42,5 +42,6 @@ def as_owned_shards(value: Any) -> Any:
 
 
 def as_absent_shards(value: Any) -> Any:
-    """``value``, nested likewise, with each tensor as a `TensorShard` of which this rank holds nothing."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: TensorShard.absent(tuple(t.shape), t.dtype), value)
+    """``value``, nested likewise, with each tensor or `TensorShard` as one of which this rank holds nothing."""
+    held = (torch.Tensor, TensorShard)
+    return pytree.tree_map_only(held, lambda one: TensorShard.absent(tuple(one.shape), one.dtype), value)

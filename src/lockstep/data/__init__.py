@@ -2,11 +2,11 @@
 
     orders               (seed, epoch) -> order of samples: a permutation, or what a sampler gives
     permutation          one that is computed, not stored, for very many samples
-    shard_order          that of shards: each place of a step reads a part of the epoch from begin to end
+    shard_order          that of shards: each place of a step reads a part of the epoch from beginning to end
     sampling             pure: order of samples -> steps -> micro-batches -> this rank's run of them
     tensor_dataset       tensors in memory: whole micro-batches by index
     map_dataset          data sets with an index: sample by sample, in loader processes
-    sharded_dataset      shards of samples by index, read from begin to end
+    sharded_dataset      shards of samples by index, read from beginning to end
     iterable_dataset     data sets that can only be iterated
     stream_agreement     what ranks tell each other of those, for many steps at a time
     single_process_view  what a data set sees of ranks and loader processes: none but itself

@@ -48,7 +48,7 @@ class StreamStep(NamedTuple):
 
     @classmethod
     def of_parts(cls, parts: Sequence[StreamStep]) -> StreamStep:
-        """The whole, of readers that read every so-manieth micro-batch of the run each."""
+        """The whole step, from the parts of n readers, each of which reads every n-th micro-batch of the run."""
         if len(parts) == 1:
             return parts[0]
         places = [(number % len(parts), number // len(parts)) for number in range(sum(len(p.counts) for p in parts))]
@@ -68,7 +68,7 @@ class Reader(Protocol):
         """One that reads every ``parts``-th micro-batch of the run, from the ``number``-th on."""
 
     def nothing(self) -> StreamStep:
-        """What is found behind the end."""
+        """What is found after the end."""
 
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
         """From ``first_step`` on, up to and with the first step that is known here not to be full."""
@@ -148,7 +148,7 @@ class StridedReader(Reader):
         return iter(self._share.dataset.stride(start, stride))
 
     def _next(self, stream: Iterator[Sample], epoch: int, step: int, index: int) -> list[Sample]:
-        """The samples of a micro-batch, seeded once: a rank reads it as a whole, whoever it is."""
+        """The samples of a micro-batch, seeded once: whichever rank reads it reads all of it."""
         seed_generators(seed_of(self._share.seed, "samples", epoch, step, index))
         return list(islice(stream, self._share.plan.micro_batch))
 
@@ -160,7 +160,7 @@ class OnePassReader(Reader):
         self._share = share
 
     def most_parts(self) -> int:
-        """One: whoever reads reads all."""
+        """One: the stream can only be read whole."""
         return 1
 
     def part(self, number: int, parts: int) -> Reader:

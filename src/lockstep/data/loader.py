@@ -67,8 +67,8 @@ def open_order(
     if is_sharded(dataset):
         if names not in ([], ["shuffle"]):
             raise DataError(
-                f"{names[0]}=..., but {type(dataset).__name__} lies in shards, which are read from begin to end; leave "
-                f"{names[0]} out, or give a data set with __getitem__ and __len__"
+                f"{names[0]}=..., but {type(dataset).__name__} lies in shards, which are read from beginning to end; "
+                f"leave {names[0]} out, or give a data set with __getitem__ and __len__"
             )
         return ShardOrder(dataset.shard_lengths, seed, shuffle=shuffle is not False)
     if _is_stream(dataset):

@@ -46,7 +46,7 @@ LONGEST_STORED: Final = 2**24
 
 
 class Indices(Protocol):
-    """Indices of samples, of which parts are looked at: a tensor, a range, or what is computed then."""
+    """Indices of samples that are read part by part: a tensor, a range, or what is computed as it is read."""
 
     def __len__(self) -> int:
         """How many there are."""
@@ -87,7 +87,7 @@ class ShuffledOrder(Order):
 
     @override
     def draw(self, epoch: int) -> str | None:
-        # For a checkpoint within an epoch: should another version compute another permutation, it is refused there.
+        # For a checkpoint within an epoch: a version that computes another permutation refuses it.
         return "computed, 1" if self._shuffle and self._length > LONGEST_STORED else None
 
     @override

@@ -8,7 +8,7 @@
 
 A Feistel network over pairs of digits, walked along its cycles: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite
 Domains", CT-RSA 2002, their third method. The numbers are mixed by the finalizer of SplitMix64: G. Steele, D. Lea and
-C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, table 3. It is to shuffle, not to keep secrets.
+C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, table 3. It is for shuffling, not for secrecy.
 """
 
 from __future__ import annotations

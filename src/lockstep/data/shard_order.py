@@ -1,11 +1,12 @@
-"""The order of a data set that lies in shards: each place of a step reads its own part of the epoch from begin to end.
+"""The order of a data set in shards: each place of a step reads its own part of the epoch from beginning to end.
 
     shards, in the epoch's order   | 2         | 0     | 3           | 1       |
     of a full step: micro-batch      0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3 | *     * the rest: the short last step
                           step       0 1 2 3 4 0 1 2 3 4 0 1 2 3 4 0 1 2 3 4 | 5
 
-So whoever computes a micro-batch reads on where the step before ended, and opens none of the other shards. It follows
-from the lengths of the shards alone, so no rank has to ask another, and any step can be the first.
+So the rank that computes a micro-batch continues reading where the step before ended, and opens none of the other
+shards. The order follows from the lengths of the shards alone, so no rank has to ask another, and any step can be the
+first.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class ShardOrder(Order):
             those of a data set with an index do.
 
     Raises:
-        DataError: for lengths that are none, or of which none is positive.
+        DataError: if there are no lengths, one is negative, or all are 0.
     """
 
     largest_batch: int | None = None

@@ -163,13 +163,13 @@ def _give_back(region: _Region, number: int, rank: int) -> None:
 
 
 def forget(process: int | None) -> None:
-    """The loader ``process`` has ended: its memory is free as soon as no batch lies there."""
+    """The loader ``process`` has ended: its memory is given back as soon as no batch lies there."""
     if process is not None:
         _regions.pop(process, None)
 
 
 def forget_all() -> None:
-    """In a loader process: those of other ones, of which it was born with a copy."""
+    """In a loader process: forget the slots of other ones, which it inherited when it was forked."""
     _regions.clear()
 
 

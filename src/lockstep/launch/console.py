@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-from lockstep.report import SilentView, Status, View, choose_view, while_it_lasts
+from lockstep.report import SilentView, Status, View, choose_view, ignoring_write_errors
 
 _CHUNK_BYTES = 1 << 20
 #: A line of the stack of torch's C++ code, and what stands above these lines.
@@ -161,7 +161,7 @@ class Screen:
     def _pass_on(pipe: TextIO, text: str) -> None:
         if text and not pipe.closed:
             encoding = pipe.encoding or "utf-8"
-            with while_it_lasts(pipe):
+            with ignoring_write_errors(pipe):
                 pipe.write(text.encode(encoding, "backslashreplace").decode(encoding))
                 pipe.flush()
 

@@ -34,13 +34,7 @@ from lockstep.launch.rendezvous.join import Joined, join_alone
 from lockstep.launch.rendezvous.signature import SECRET
 from lockstep.launch.rendezvous.takeover import Moved
 from lockstep.launch.request import Function, Nodes, OnHang, Request
-from lockstep.launch.run_directory import (
-    MARK,
-    Job,
-    begin_options,
-    note_refused,
-    shown,
-)
+from lockstep.launch.run_directory import MARK, Job, begin_options, note_refused, shown
 from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.remote_start import run_start_commands
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, text_of

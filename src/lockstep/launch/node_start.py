@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 from lockstep.errors import SettingError
 from lockstep.formatting import plural
@@ -127,7 +127,7 @@ def prepared(
     )
 
 
-def settled(job: Job) -> Any:
+def settled(job: Job) -> TextIO:
     """As `settle`, with a deadline."""
     return call_in_time(lambda: settle(job, now=datetime.now()), f"the run directory {shown(job.run_dir)}", say)
 

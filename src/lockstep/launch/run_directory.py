@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import lockstep
 from lockstep.errors import SettingError
@@ -171,7 +171,7 @@ def _start_method(request: Request) -> StartMethod:
     return request.start_method or ("fork" if forks else "plain")
 
 
-def settle(job: Job, *, now: datetime) -> Any:
+def settle(job: Job, *, now: datetime) -> TextIO:
     """Make the run directory ready, and lock it for this launcher for as long as the returned lock is open.
 
     Raises:
@@ -396,15 +396,15 @@ def is_in_use(run_dir: Path) -> bool:
     return False
 
 
-def lock_if_free(run_dir: Path) -> Any:
-    """A lock on ``run_dir`` as `settle` gives; where a launcher on a lost host still holds it, one on nothing."""
+def lock_if_free(run_dir: Path) -> contextlib.AbstractContextManager[object]:
+    """A lock on ``run_dir`` as `settle` gives; where a launcher on a lost host still holds it, none."""
     try:
         return _locked(run_dir)
     except SettingError:
-        return contextlib.ExitStack()
+        return contextlib.nullcontext()
 
 
-def _locked(run_dir: Path) -> Any:
+def _locked(run_dir: Path) -> TextIO:
     """A lock on ``run_dir`` that the kernel releases when this process ends, in whatever way."""
     lock = (run_dir / _LOCK).open("a")
     try:

@@ -21,9 +21,9 @@ from lockstep.report.views import (
     ViewOf,
     ViewOnStream,
     choose_view,
+    ignoring_write_errors,
     line_interval_s,
     view_word,
-    while_it_lasts,
 )
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "ViewOnStream",
     "choose_view",
     "epoch_number",
+    "ignoring_write_errors",
     "lateness",
     "line_interval_s",
     "open_trackers",
@@ -50,5 +51,4 @@ __all__ = [
     "refuse_unknown_trackers",
     "top",
     "view_word",
-    "while_it_lasts",
 ]

@@ -175,7 +175,7 @@ class ViewOnStream(Generic[Shown]):
     def _try(self, deed: Callable[[ViewOf[Shown]], None]) -> None:
         if self._stream.closed:
             return
-        with while_it_lasts(self._stream, self._silence):
+        with ignoring_write_errors(self._stream, self._silence):
             deed(self._view)
 
     def _silence(self) -> None:
@@ -183,10 +183,10 @@ class ViewOnStream(Generic[Shown]):
 
 
 @contextlib.contextmanager
-def while_it_lasts(stream: TextIO, gone: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Within, ``stream`` is written to. An error of it is none: what cannot be written is left out.
+def ignoring_write_errors(stream: TextIO, gone: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Ignore errors of ``stream`` when it is written to inside: what cannot be written is left out.
 
-    Where it is gone, such as a closed pipe, ``gone`` is called, and what is written to it later vanishes.
+    If the stream is gone, such as a closed pipe, ``gone`` is called, and what is written to it later is dropped.
     """
     try:
         yield

@@ -44,9 +44,9 @@ from lockstep.collectives import Group
 from lockstep.errors import LockstepError, MismatchError
 from lockstep.formatting import plural, size
 from lockstep.launch_contract import EMERGENCY
+from lockstep.memory_use import host_memory
 from lockstep.peer_failure import is_peer_failure
 from lockstep.run.emergency_choice import Left, LeftState, choose
-from lockstep.run.free_memory import free_memory
 from lockstep.run.left_behind import LeftBehind
 from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, read_journal
 from lockstep.run.metrics import MetricMeans, PassMetrics
@@ -389,6 +389,11 @@ class EmergencyMemory(Emergency):
 
     def _file(self, kind: str) -> str:
         return f"{kind}-{self._group.rank:04d}"
+
+
+def free_memory() -> int:
+    """What the host and this job's control groups leave, in which files in memory count, too; 0 if nobody says."""
+    return host_memory().host_free or 0
 
 
 def _needed(own: StateTree, part: StatePart, *, is_first: bool) -> StateTree:

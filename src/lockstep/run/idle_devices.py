@@ -1,7 +1,7 @@
 """Whether CPUs or GPUs lie idle while a run trains, and the one line that says what would use them.
 
 A rank computes on one CPU unless it is told otherwise, so that the bits do not depend on how many CPUs there are; and
-one rank is started unless more are asked for. So who tries Lockstep first may see one busy CPU of many.
+one rank is started unless more are asked for. So a new user may see only one busy CPU of many.
 
     1 rank keeps 1.0 of 8 CPUs busy, and 6.9 were idle for 30 s: --nproc-per-node 8 would use them, with the same bits
 """
@@ -20,7 +20,7 @@ from lockstep.formatting import duration, plural
 from lockstep.run.setup import RunContext, cpus_of_this_rank
 from lockstep.trial_contract import current_trial
 
-_WATCH_S: Final = 30.0  # who trains for less would not start again for it
+_WATCH_S: Final = 30.0  # a shorter training is not worth a new start
 _BUSY: Final = 0.7  # of its time: a rank that computes less is held up by something else, such as its data
 _NEARLY: Final = 0.75  # of a CPU: idle for so long, another rank can have it
 

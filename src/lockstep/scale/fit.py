@@ -22,7 +22,7 @@ from lockstep.memory_use import host_memory
 from lockstep.scale.measured_run import FailedRun, MeasuredRun, Records, measure
 
 _STEPS: Final = 3
-#: Of the host's free memory, what a run may be expected to take: who takes it all is killed, or others are.
+#: The part of the host's free memory that a run may be expected to take: when all is taken, the kernel kills processes.
 _USABLE: Final = 0.85
 
 

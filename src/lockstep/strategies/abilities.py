@@ -136,7 +136,7 @@ def before_update(strategy: Strategy, position: MicroBatchPosition) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """The part of the state that lies on this rank after each step: all that the next steps depend on but data."""
+    """The part of the state that lies on this rank after each step: everything but data that the next steps need."""
 
     number: int  #: ranks with the same number hold the same part
     of: int  #: how many there are; 1: each rank holds everything

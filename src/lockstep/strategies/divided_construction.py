@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.collectives import Group, StoredTensor, in_memory
 from lockstep.errors import UsageError
+from lockstep.strategies.module_states import verify_random_state
 
 #: Tensors of fewer bytes stay whole.
 _LEAST_BYTES: Final = 1 << 10
@@ -108,10 +109,7 @@ class DividedConstruction:
             MismatchError: if ranks made different models, or would draw different random numbers.
             UsageError: for a parameter to which nobody has given values.
         """
-        self._everybody.check_equal(
-            "the state of torch's random numbers before run.model(...), which must draw the same on all ranks",
-            zlib.crc32(torch.get_rng_state().numpy().data),
-        )
+        verify_random_state(self._everybody)
         with _Operations(self), _Escapes(self):
             model = make()
         self._finish(model)
@@ -326,10 +324,8 @@ class _Divided:
         self._rows, self._is_whole, self.has_values, self.checksum = tensor.shape[0], False, True, 0
         row = self.bytes // max(1, self._rows)
         own = self._range(self._group.rank)
-        first, end = own.start // max(1, row), own.stop // max(1, row)
-        rest = tuple(stored.shape[1:])
-        box = stored.box((first, *(0 for _ in rest)), (end - first, *rest))
-        self._own = box.to(device=tensor.device, dtype=tensor.dtype).reshape(-1).view(torch.uint8)
+        rows = stored.rows(own.start // max(1, row), own.stop // max(1, row))
+        self._own = rows.to(device=tensor.device, dtype=tensor.dtype).reshape(-1).view(torch.uint8)
 
     def _storage(self) -> torch.UntypedStorage | None:
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
@@ -383,7 +379,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Escapes(TorchFunctionMode):
-    """Sees what hands out the memory of a tensor, which is no operation."""
+    """Sees calls that hand out the memory of a tensor, such as ``data_ptr``: they are no operations."""
 
     def __init__(self, construction: DividedConstruction) -> None:
         super().__init__()

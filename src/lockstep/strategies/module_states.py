@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 from torch import nn
 
@@ -17,6 +19,18 @@ def verify_module_states(group: Group, model: nn.Module) -> None:
     group.check_equal(
         "the model's parameters and buffers",
         [(n, tuple(t.shape), t.dtype) for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)],
+    )
+
+
+def verify_random_state(group: Group) -> None:
+    """Check that all ranks would draw the same random numbers of torch's on the CPU next. Collective.
+
+    Raises:
+        MismatchError: if they would not.
+    """
+    group.check_equal(
+        "the state of torch's random numbers before run.model(...), which must draw the same on all ranks",
+        zlib.crc32(torch.get_rng_state().numpy().data),
     )
 
 

@@ -15,9 +15,8 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from lockstep.collectives import Group, StoredTensor, TensorShard, as_owned_shards, in_memory
+from lockstep.collectives import Group, StoredTensor, TensorShard, as_absent_shards, as_owned_shards, in_memory
 from lockstep.errors import UsageError
 from lockstep.strategies.grad_norm import norm_of_rows, squared_row_norms
 from lockstep.strategies.gradient_accumulation import parameters_of
@@ -266,7 +265,7 @@ class States:
         """
         state = optimizer.state_dict()
         own = self._written_here(optimizer, state)
-        absent = {index: _as_absent(values) for index, values in own.items()}
+        absent = {index: as_absent_shards(values) for index, values in own.items()}
         description = repr(absent)
         if self._changed(
             optimizer, state["param_groups"], changed=description != self._last_description.get(optimizer)
@@ -333,11 +332,6 @@ class States:
                     "--strategy ddp; else set them alike on all ranks"
                 )
         return any(one for one, _ in gathered)
-
-
-def _as_absent(values: Any) -> Any:
-    """``values``, nested, with each `TensorShard` as one of which this rank holds nothing."""
-    return pytree.tree_map_only(TensorShard, lambda shard: TensorShard.absent(shard.shape, shard.dtype), values)
 
 
 def load_states(

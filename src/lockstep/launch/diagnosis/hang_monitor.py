@@ -216,7 +216,7 @@ class HangMonitor:
         return diagnosis is not None and any(rank not in diagnosis.hosts for rank in diagnosis.culprits)
 
     def _own_places(self, rank_states: Sequence[RankState], overdue: bool) -> RankPlaces:
-        """Where the ranks of this node are; once they have stood still for a while, the other nodes are to know."""
+        """Where the ranks of this node are; for the other nodes, too, once they have stood still for a while."""
         exited = self._tracker.exited
         shared = self._world_size > len(rank_states) + len(exited)
         still_s = max((max(s.silent_s, s.same_phase_s) for s in rank_states), default=0.0)

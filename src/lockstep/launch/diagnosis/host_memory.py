@@ -1,4 +1,4 @@
-"""Host memory: its limit, what each rank of this node holds of it, and whether the kernel killed for want of it.
+"""Host memory: its limit, what each rank of this node holds of it, and whether the kernel killed for lack of it.
 
     /proc/PID/cgroup ──►  control group: limit, use, kills     the job's, and that of a rank which is in one of its own
     children of the fork_server ──►  rank 0: 1.2 GiB, 4 workers: 51 GiB            looked at once a second
@@ -78,7 +78,7 @@ class MemoryTracker:
                 self._first.setdefault(groups, self._last[groups])
 
     def reason(self, rank: int) -> str:
-        """Why ``rank`` or a worker of it was killed, in lines; "" if the kernel killed nothing for want of memory."""
+        """Why ``rank`` or a worker of it was killed, in lines; "" if the kernel killed nothing for lack of memory."""
         own = self._memory.get(rank)
         groups = {own.groups if own else "": "rank", "": "job"}
         for name, whose in groups.items():

@@ -5,7 +5,8 @@
                                   one failed, or its connections broke
     `lost_after_s` (30)           lost                                     ends its ranks
 
-In between, ranks wait for each other as long as TCP bears it, and a network that comes back has cost nothing.
+In between, ranks wait for each other as long as TCP keeps their connections, and a network that comes back has cost
+nothing.
 """
 
 from __future__ import annotations

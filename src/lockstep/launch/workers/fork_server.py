@@ -7,7 +7,7 @@
 
 A rank costs a fork instead of a second or more of imports, at every start and every restart. When the launcher ends,
 in whatever way, its end of the socket closes, and the fork server kills the process groups of all ranks; the kernel
-has it go on for that, should it be stopped. When the fork server dies, the kernel kills the ranks. When it does not
+has it go on for that if it is stopped. When the fork server dies, the kernel kills the ranks. When it does not
 answer, the launcher, which was told each process id, kills them itself. So no process is left over in any case.
 
 The fork server must not have threads when it forks, since locks that other threads hold would stay locked in the

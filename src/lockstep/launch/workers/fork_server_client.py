@@ -96,7 +96,7 @@ class ForkServerClient:
         self._order(order="kill")
 
     def renew_lease(self, for_s: float) -> None:
-        """Have every rank killed unless this is called again within ``for_s``: should the launcher stand still."""
+        """Have every rank killed unless this is called again within ``for_s`` seconds: the launcher may stand still."""
         self._order(order="lease", for_s=for_s)
 
     def signal_directly(self, signum: int) -> None:

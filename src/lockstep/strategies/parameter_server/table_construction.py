@@ -12,7 +12,6 @@ one block.
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
@@ -25,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
+from lockstep.strategies.module_states import verify_random_state
 from lockstep.strategies.parameter_server.row_division import RowDivision
 from lockstep.strategies.row_shard import rows_of
 
@@ -135,10 +135,7 @@ def construct(make: Callable[[], nn.Module], division: RowDivision, group: Group
     Raises:
         MismatchError: if ranks would draw different random numbers.
     """
-    group.check_equal(
-        "the state of torch's random numbers before run.model(...), which must draw the same on all ranks",
-        zlib.crc32(torch.get_rng_state().numpy().data),
-    )
+    verify_random_state(group)
     with _Allocations() as allocations:
 
         def divide(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:

@@ -1,6 +1,7 @@
 """Stages of a model on several ranks: ``pipeline``, on `torch.distributed.pipelining`.
 
 `pipeline`           the strategy
+`division`           a model as its stages: cut by `partition`, or given as a list
 `partition`          where to cut a model, and the stages that come of it
 `pipelined_model`    what a model becomes on a rank that holds some of its stages
 `schedule_run`       which micro-batches of a step go through one schedule

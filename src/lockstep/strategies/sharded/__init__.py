@@ -3,7 +3,8 @@
 `fully_sharded`     the strategy ``fsdp``
 `hybrid_sharded`    the strategy ``hsdp``: replicas of such groups
 `wrapping`          which modules are gathered together, as blocks, and what else is done to them
-`prefetch`           which blocks are gathered ahead
+`division_checks`   which models can be divided by rows
+`prefetch`          which blocks are gathered ahead
 `fsdp_gradients`    what sums the gradients of a block, in place of torch's reduce-scatter
 `whole_gradients`    what sums the gradients of parameters that are not divided
 `dtensor_layout`    where the rows lie: a `StateLayout`

@@ -110,10 +110,8 @@ class DTensorLayout(StateLayout):
         """This rank's rows of a whole tensor; of one in a file, no others are read."""
         high = -(-len(value) // self._shard_groups.within.size)
         first = min(self._shard_groups.within.rank * high, len(value))
-        if isinstance(value, StoredTensor):
-            rest = tuple(value.shape[1:])
-            return value.box((first, *(0 for _ in rest)), (min(high, len(value) - first), *rest))
-        return value[first : first + high]
+        end = min(first + high, len(value))
+        return value.rows(first, end) if isinstance(value, StoredTensor) else value[first:end]
 
 
 def _is_divided_as(like: Any, value: Any) -> bool:
