@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import lockstep
 from lockstep.checkpoint import (
@@ -110,6 +111,23 @@ def test_of_two_slots_one_is_always_whole(tmp_path):
     (tmp_path / "slot-0").write_bytes(b"x")
     (tmp_path / "slot-1").write_bytes(b"x" * 64)
     assert heads(tmp_path) == []
+
+
+def test_statistics_of_any_size_are_copied_before_the_next_forward_pass(tmp_path):
+    """Their kernels count no changes, so a copy of half of each would not be told."""
+    norm = nn.BatchNorm1d(1 << 15)
+    before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
+    writer = PartWriter(tmp_path)
+    submitted = []
+    writer._thread.submit = lambda copy, *args: submitted.append(lambda: copy(*args))
+    writer.begin(1, {}, FlatTree.of(norm.state_dict()), at_once=norm.buffers())
+    norm(torch.randn(4, 1 << 15))
+    (copy,) = submitted  # of weight and bias
+    copy()
+    (head,) = heads(tmp_path)
+    tree = part_at(head)
+    assert all(torch.equal(tree[name], tensor) for name, tensor in before.items())
+    writer.close()
 
 
 SLOT = LeftState(
@@ -266,6 +284,11 @@ def test_no_step_is_lost_where_ranks_hold_parts_or_hang(tmp_path, group):
         assert rows(tmp_path / name) == rows(tmp_path / plain), name
     if "hang" in killed:
         assert re.search(r"rank 1 of 2 \(host .*\) hung", said), said
+
+
+def test_a_mirror_that_nobody_would_look_into_is_refused():
+    with pytest.raises(SettingError, match="mirror=True with emergency=False"):
+        lockstep.Run(mirror=True, emergency=False)
 
 
 def test_a_strategy_under_which_a_rank_cannot_tell_its_part_says_so():

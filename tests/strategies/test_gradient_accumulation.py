@@ -14,6 +14,21 @@ from lockstep.strategies import ParameterSet
 from lockstep.strategies.gradient_accumulation import TreeGradientAccumulator, add_into_left
 
 
+class Joined(nn.Module):
+    """The gradients of its parts are views of one tensor, in its layout or another one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ParameterList([nn.Parameter(torch.randn(rows, 3)) for rows in (1, 2, 3)])
+        self.same = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(2)])
+        self.flat = nn.Parameter(torch.randn(18))
+
+    def forward(self, x, used):
+        weight = torch.cat([*self.parts]) + self.flat.view(6, 3)
+        return ((x @ weight.t()).square().sum() + (x @ torch.stack([*self.same]).t()).sin().sum()) * used[0]
+
+
 class Branches(nn.Module):
     """Each micro-batch may use other layers, and one of them twice."""
 
@@ -90,6 +105,12 @@ def test_a_rank_holds_the_sums_of_its_nodes(case):
     steps = {m: used[m] for m in range(first, of)}
     model = Branches()
     same(folded(model, steps, of), expected(steps, leaves(model, steps), of))
+
+
+def test_gradients_that_are_parts_of_one_tensor_are_added_once_each():
+    steps = {m: [m + 1] for m in range(5)}
+    model = Joined()
+    same(folded(model, steps, 5), expected(steps, leaves(model, steps), 5))
 
 
 def test_what_is_used_twice_is_added_before_it_is_folded():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -80,7 +81,13 @@ class _LeftOfPair:
         Raises:
             UsageError: if one did.
         """
-        if any(g._version > version + 1 for g, version in zip(self.gradients, self._versions, strict=True)):
+        added = [g._version - version for g, version in zip(self.gradients, self._versions, strict=True)]
+        if max(added, default=0) <= 1:
+            return
+        # Parts of one tensor, such as the gradients of what the model concatenates, count their changes together.
+        tensors = [g.untyped_storage().data_ptr() for g in self.gradients]
+        together = Counter(tensors)
+        if any(count > together[tensor] for count, tensor in zip(added, tensors, strict=True)):
             raise UsageError(
                 "a parameter got its gradient in parts, and in the micro-batch before it did not: what "
                 "checkpoint(..., use_reentrant=True) is given was called several times in one forward pass, or not, as "
