@@ -62,7 +62,7 @@ CAMPAIGN = re.compile(
     r"test_law\[(auto|hsdp.*|diloco.*|zero|hybrid.*)-(moves_between_\w+|respects_count|clips_alike)\]|"
     r"test_a_package_shuffles_alike_.*\[\w+-(0-2|1-0)\]|"
     r"test_whatever_is_killed_.*\[(second|third)\]|"
-    r"test_whoever_is_killed_.*\[(accumulates|steps)\]|"
+    r"test_whoever_is_killed_.*\[(accumulates|steps)\]|test_no_step_is_lost_where_.*\[(?!fsdp\])|"
     r"test_training_on_a_package_.*\[webdataset\]|"
     r"test_it_is_killed_and_begun_again_on_other_ranks\[(?!steps\]|two_passes_in_an_epoch\]|evaluation_in_the_body\])|"
     r"test_figures_are_those_of_plain_torch_|"

@@ -174,6 +174,44 @@ def adversaries(strategy):
         return bits(maker, judge, fixed, *optimizers)
 
 
+def looking(strategy):
+    """Forward passes without gradients before the backward pass, before the update and after it; weights by hand."""
+    with Run(seed=1, strategy=strategy) as run:
+        net = run.model(Net())
+        steps = run.optimizer(OPTIMIZERS[ADAMW](net.parameters()))
+
+        def look(inputs):
+            with torch.no_grad():
+                return net.eval()(inputs), net.train()
+
+        for inputs, labels in run.train(run.loader(samples(), global_batch=20, micro_batch=3)):
+            loss = F.cross_entropy(net(inputs), labels)
+            run.backward(loss + look(inputs)[0].mean())
+            look(inputs)
+            if not run.update():
+                continue
+            look(inputs)
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.clamp_(-0.2, 0.2)
+        return bits(net, steps)
+
+
+def hooked(strategy, register):
+    with Run(strategy=strategy) as run:
+        net = run.model(Net())
+        register(net.last.weight)
+        for inputs, labels in run.train(run.loader(samples(), global_batch=20, micro_batch=3)):
+            run.step(F.cross_entropy(net(inputs), labels))
+
+
+def refused_hooks():
+    return [
+        told(UsageError, hooked, "zero:stage=2", lambda parameter: parameter.register_hook(torch.neg)),
+        told(UsageError, hooked, "fsdp", lambda parameter: parameter.register_post_accumulate_grad_hook(print)),
+    ]
+
+
 def interrupted(strategy):
     """Steps that are given up after the forward pass, and after the first micro-batch."""
     with Run(seed=1, strategy=strategy) as run:
@@ -290,6 +328,7 @@ EVERYWHERE = [
     (train, ("fsdp", PLAIN, Winding), {"unused": True}),
     (adversaries, ("fsdp",), {}),
     (interrupted, ("fsdp",), {}),
+    (looking, ("fsdp",), {}),
 ]
 ON_THREE = [
     (train, ("fsdp", FOREACH), {}),
@@ -311,6 +350,7 @@ ON_FOUR = [
     (train, ("hsdp:shard=2,wrap=Block", ADAMW), {"precision": "bf16"}),
     (train, ("hsdp:shard=2,ignored_modules=Scale,reshard=step", ADAMW, Scaled), {}),
     (adversaries, ("hsdp:shard=2",), {}),
+    (looking, ("hsdp:shard=2,reshard=step",), {}),
 ]
 
 
@@ -334,7 +374,10 @@ def differing(cases, results):
 
 
 def test_on_two_ranks():
-    assert differing(EVERYWHERE, on_world(2, [(called, *case) for case in EVERYWHERE])) == []
+    *results, messages = on_world(2, [*((called, *case) for case in EVERYWHERE), (refused_hooks,)])
+    assert differing(EVERYWHERE, results) == []
+    for of_one in messages:
+        assert all("the parameter last.weight has a hook for its gradient, which " in told for told in of_one), of_one
 
 
 def test_on_three_ranks(tmp_path):

@@ -16,7 +16,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ _HEADER: Final = struct.Struct("<qqqI")  # step, room for the text, its bytes, t
 _STEP: Final = struct.Struct("<q")
 _NONE: Final = -1  # the step of a slot that is not whole
 _ALIGNED: Final = 64
-#: Such as running statistics, whose kernels do not count changes; to copy them takes less time than a thread's start.
+#: To copy less takes no more time than a thread's start.
 _SMALL_BYTES: Final = 64 << 10
 
 
@@ -65,15 +65,20 @@ class PartWriter:
         self._thread: Final = ThreadPoolExecutor(1, thread_name_prefix="lockstep-mirror")
         self._copying: Future[None] | None = None
 
-    def begin(self, step: int, about: Mapping[str, Any], part: FlatTree) -> None:
+    def begin(
+        self, step: int, about: Mapping[str, Any], part: FlatTree, *, at_once: Iterable[torch.Tensor] = ()
+    ) -> None:
         """Begin to write ``part``, what this rank has of the state after ``step``.
 
-        Its tensors of more than 64 KiB must not change until `finish`; where one does meanwhile, this slot stays empty.
+        Its tensors of more than 64 KiB must not change until `finish`, but for those ``at_once``; where one does
+        meanwhile, this slot stays empty.
 
         Args:
             step: steps done.
             about: plain values that `read_head` gives.
             part: of a tree whose tensors may be `TensorShard`, of which this rank holds a box or nothing.
+            at_once: tensors that are copied before this returns, such as running statistics, whose kernels do not
+                count changes.
 
         Raises:
             CheckpointError: for what cannot be saved in ``about``.
@@ -84,11 +89,12 @@ class PartWriter:
         text = json.dumps([encode(dict(about), lambda _value, _path: None), part.encoded, described]).encode()
         slot = self._slots[1 - self._newest]
         places = slot.prepare(text, part.tensors)
-        small, large = _Copies(), _Copies()
+        now, large = _Copies(), _Copies()
+        hurried = {tensor.data_ptr() for tensor in at_once}
         for tensor, place in zip(part.tensors, places, strict=True):
             is_small = place.numel() * place.element_size() <= _SMALL_BYTES
-            (small if is_small else large).add(place, tensor)
-        small.make()
+            (now if is_small or tensor.data_ptr() in hurried else large).add(place, tensor)
+        now.make()
         if large.sources:
             self._copying = self._thread.submit(self._complete, step, slot, large, large.versions())
         else:

@@ -25,9 +25,11 @@ import secrets
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
+
+import torch
 
 from lockstep.checkpoint import (
     LOCAL,
@@ -54,6 +56,11 @@ from lockstep.run.resume_point import ResumePoint
 from lockstep.settings import Settings
 from lockstep.strategies import StatePart, Strategy, state_part
 from lockstep.world import World
+
+Own = Callable[[StatePart], StateTree]
+"""What lies on this rank of the state."""
+About = Callable[[], StateTree]
+"""What is said of it, see `LeftState.of`."""
 
 #: How long a rank waits for others of its node, each of which may write a state.
 _TURN_S = 60.0
@@ -85,14 +92,15 @@ class Emergency(Protocol):
         """The step in work is discarded, with whatever was noted of it."""
         ...
 
-    def mirror(self, own: Callable[[StatePart], StateTree], about: Callable[[], StateTree]) -> None:
+    def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
         """A step has ended: begin to copy this rank's ``own`` part of the state into memory, with what is said of it.
 
-        It is there when the next `note` returns: where one rank has finished a step, all have the one before.
+        It is there when the next `note` returns: where one rank has finished a step, all have the one before. The
+        ``buffers`` of models, which the next forward pass may change, are copied before this returns.
         """
         ...
 
-    def leave(self, error: BaseException, point: ResumePoint, about: Callable[[], StateTree]) -> None:
+    def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
         """Save the state of ``point`` if ``error``, which ends the run, says that another rank was lost.
 
         ``about`` gives the description that is saved with it, see `LeftState.of`.
@@ -127,10 +135,10 @@ class NoEmergency(Emergency):
     def discard(self) -> None:
         """Nothing."""
 
-    def mirror(self, own: Callable[[StatePart], StateTree], about: Callable[[], StateTree]) -> None:
+    def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
         """Nothing."""
 
-    def leave(self, error: BaseException, point: ResumePoint, about: Callable[[], StateTree]) -> None:
+    def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
         """Nothing."""
 
     def find(self) -> LeftBehind | None:
@@ -230,7 +238,7 @@ class EmergencyMemory(Emergency):
         """See `Emergency.discard`."""
         self._step, self._of_step, self._train = 0, [], None  # the next note begins anew, and takes back what there was
 
-    def mirror(self, own: Callable[[StatePart], StateTree], about: Callable[[], StateTree]) -> None:
+    def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
         """See `Emergency.mirror`. Large tensors are copied by a thread while the ranks compute the next step."""
         if self.part is None:
             return
@@ -243,14 +251,16 @@ class EmergencyMemory(Emergency):
                 sums = (self._metrics.train.own(), self._metrics.recent.own())
                 place = {"part": self._group.rank, "parts": self._group.size, "sums": sums}
                 said = about() | place
-                self._mirror.begin(said["step"], said, flat)
+                self._mirror.begin(said["step"], said, flat, at_once=buffers)
         except OSError as error:
             self._has_mirrored, self._mirror = True, None
             self._say(f"the state is not mirrored any more: {error}")
 
     def _require_room(self, flat: FlatTree) -> None:
         wanted = 2 * self._world.local_size * flat.size_bytes
-        free = int(_SHARE * min(LOCAL.free_bytes(self._memory), free_memory()))
+        # Other ranks of this node may have their files already: all of them are to find room, or none.
+        taken = sum(slot.stat().st_size for slot in self._own(self._memory).glob("mirror-*/slot-*"))
+        free = int(_SHARE * (taken + min(LOCAL.free_bytes(self._memory), free_memory())))
         if wanted > free:
             raise OSError(
                 f"two copies of the state of {plural(self._world.local_size, 'rank')} take about {size(wanted)} of "
@@ -285,7 +295,7 @@ class EmergencyMemory(Emergency):
 
     # ---- when a rank is lost -------------------------------------------------------------------------------------
 
-    def leave(self, error: BaseException, point: ResumePoint, about: Callable[[], StateTree]) -> None:
+    def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
         """See `Emergency.leave`. It never raises, since the error that ended the run has to reach the user."""
         if not self.notes and self._mirror is None:
             return

@@ -107,7 +107,8 @@ class EndOfStep:
         self._log.forget_rows()
         self.point.reach()
         if self._mirrors:
-            self._context.emergency.mirror(self._snapshot.take_own, self.about_left)
+            buffers = (buffer for _, buffer in self._context.state.buffers)
+            self._context.emergency.mirror(self._snapshot.take_own, self.about_left, buffers)
         if self.steps == _SAFE_STEPS:
             self._context.emergency.forget_before()
         self._log.write_recent(step, self._position.epoch_number)  # before it is saved: a resumed run has logged it

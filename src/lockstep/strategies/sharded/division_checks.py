@@ -65,3 +65,18 @@ def check_one_type(block: nn.Module, model: nn.Module, divided: Container[nn.Par
             f"{', '.join(f'{names[p]} {dtype}' for dtype, p in types.items())}; "
             "let wrap=... name a block of each type, or use one"
         )
+
+
+def check_without_hooks(model: nn.Module, strategy: str, ignored: Container[nn.Parameter]) -> None:
+    """Check that no divided parameter has a hook for its gradient: `fully_shard` computes with other tensors.
+
+    Raises:
+        UsageError: for one that has.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter not in ignored and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            raise UsageError(
+                f"the parameter {name} has a hook for its gradient, which {strategy} would not call, or with a part of "
+                "the gradient: change gradients between run.backward(loss) and run.update(), name its module in "
+                "ignored_modules=..., or use ddp or zero"
+            )

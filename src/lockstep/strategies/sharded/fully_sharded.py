@@ -67,7 +67,7 @@ from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_co
 from lockstep.strategies.module_states import sync_module_states, verify_module_states
 from lockstep.strategies.partial_models import PickleGuard, half_a_model, outside_forward, refuse_copies
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
-from lockstep.strategies.sharded.division_checks import check_divisible, check_one_type, check_stateless
+from lockstep.strategies.sharded import division_checks as checks
 from lockstep.strategies.sharded.dtensor_layout import DTensorLayout
 from lockstep.strategies.sharded.fsdp_gradients import (
     AllUsed,
@@ -191,6 +191,8 @@ class FullySharded(
         self._prefetch: Final = Prefetch(options.prefetch, over_cpu=group.over_cpu)
         self._call_checksum = 0  # a checksum of which blocks were called, in their order
         self._roots: Final[list[FSDPModule]] = []
+        self._ignored: Final[set[nn.Parameter]] = set()
+        self._evaluates = False
         self.assignment = ReplicaAssignment(group.rank, group.size, in_turn=ranks)
         self.state_layout = DTensorLayout(group, self._shard_groups)
         within = self._shard_groups.within
@@ -246,10 +248,11 @@ class FullySharded(
     def _shard_model(self, model: nn.Module, blocks: Sequence[nn.Module], watch: bool, mesh: DeviceMesh) -> None:
         options = self._options
         ignored = ignored_parameters(model, options.ignored_modules)
-        check_divisible(model, self._name, ignored)
+        checks.check_divisible(model, self._name, ignored)
+        checks.check_without_hooks(model, self._name, ignored)
         lower = _MIXED[options.mixed]
         if lower:
-            check_stateless(model, options.mixed)
+            checks.check_stateless(model, options.mixed)
         offload = options.offload and self._group.device.type != "cpu"
         units: list[FsdpUnit] = []
         divided = set(ignored)
@@ -260,7 +263,7 @@ class FullySharded(
                 reduce_dtype=lower and torch.float32,
                 output_dtype=torch.float32 if lower and whole else None,
             )
-            check_one_type(module, model, divided)
+            checks.check_one_type(module, model, divided)
             self._construction.restore_rows(p for p in module.parameters() if not isinstance(p, DTensor))
             block: FSDPModule = fully_shard(
                 module,
@@ -283,9 +286,12 @@ class FullySharded(
                 block.set_gradient_divide_factor(1.0)
                 block.set_force_sum_reduction_for_comms(True)
         self._roots.append(block)
+        self._ignored.update(ignored)
         if callable(getattr(model, "generate", None)):
             # Models of transformers use parameters in it outside of forward(): an encoder is called by itself.
             register_fsdp_forward_method(model, "generate")
+        else:
+            model.register_forward_hook(partial(self._reshard_after_looking, self._blocks[-len(blocks) - 1 :]))
         refuse_copies(model, self._name)
         if self._guard is None:
             self._guard = PickleGuard(DTensor, lambda tensor: tensor.device_mesh == mesh, self._name)
@@ -349,6 +355,9 @@ class FullySharded(
         if not self._buffers_are_moved:
             self.before_update(position)
         self._buffers_are_moved = False
+        if position.last:
+            # What a forward pass has gathered since the backward pass is as it was before the optimizers' steps.
+            self._reshard()
 
     def before_update(self, position: MicroBatchPosition) -> None:
         """Move buffers by the mean over the step: nothing that follows in it needs another rank. Collective."""
@@ -360,7 +369,11 @@ class FullySharded(
     def evaluating(self) -> Iterator[None]:
         """A context for forward passes, after which no block stays gathered. Collective."""
         self._compare_calls()
-        yield
+        self._evaluates = True
+        try:
+            yield
+        finally:
+            self._evaluates = False
         self._compare_calls()
         self._reshard()
 
@@ -391,6 +404,8 @@ class FullySharded(
         """Free gathered blocks, and start from the buffers that models hold. Collective."""
         self._compare_calls()
         self._reshard()
+        for root in self._roots:
+            checks.check_without_hooks(cast(nn.Module, root), self._name, self._ignored)
         self._buffers.resync()
 
     def close(self) -> None:
@@ -418,6 +433,12 @@ class FullySharded(
             "say run.model(model, find_unused_parameters=True), which gathers the whole model at once)",
             self._call_checksum,
         )
+
+    def _reshard_after_looking(self, blocks: Sequence[FSDPModule], *_: object) -> None:
+        """After a forward pass that no backward pass follows: what the script changes next are the ranks' rows."""
+        if not (torch.is_grad_enabled() or self._evaluates):
+            for block in blocks:
+                block.reshard()
 
     def _reshard(self) -> None:
         """Free gathered blocks, so that what is read next are the ranks' rows."""
