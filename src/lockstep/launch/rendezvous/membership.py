@@ -340,11 +340,9 @@ def _after_node_loss(
         complete = len(_ready(state, nodes, limits)) >= limits.max_nodes
         pause_s = _BACK_OFF_S[0] if complete else _back_off_s(state.changes)
         return _next_generation(state, now_s, pause_s, text, changes=1)
-    spent = (
-        f"{limits.max_changes} changes of nodes are spent; --max-changes allows more"
-        if limits.max_changes
-        else "a job of a fixed number of nodes goes on without --max-restarts only with all of them"
-    )
+    spent = f"{plural(limits.max_changes, 'change')} of nodes spent; --max-changes allows more"
+    if not limits.max_changes:
+        spent = "no change of nodes is allowed here; --max-changes N allows the job to go on after one"
     return _end_job(announce(state, Message(f"run failed: {lost}\n    {spent}", failure=True)), EXIT_FAILED)
 
 
