@@ -221,3 +221,34 @@ sys.exit(f"loaded: {{slow}}" if slow else 0)
 """
     done = subprocess.run([sys.executable, "-c", look], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["lockstep store connection", "of the user's own"])
+def test_a_thread_that_is_stuck_in_compiled_code_does_not_end_the_command(name):
+    command = f"""
+import atexit, importlib, sys, threading
+entry = importlib.import_module("lockstep.cli.main")
+entry.main = lambda: print("last words") or 7
+atexit.register(print, "an interpreter ended")
+threading.Thread(target=threading.Event().wait, daemon=True, name={name!r}).start()
+sys.exit(entry.run_command())
+"""
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, env={"PYTHONPATH": SOURCE})
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout == "last words\n" + "an interpreter ended\n" * name.startswith("of the user")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--rdzv-takeover train.py", "--rdzv-takeover: say --run-dir DIR, too"),
+        ("--rdzv-conf lost_after=x train.py", "lost_after=x: give lost_after=SECONDS"),
+        ("--spares 1 train.py", "--spares 1 with --nnodes"),
+    ],
+)
+def test_options_of_several_nodes_count_where_a_scheduler_says_which_they_are(here, monkeypatch, capsys, words, says):
+    step = {"JOB_ID": "812", "JOB_NODELIST": "n[1-2]", "STEP_ID": "0", "STEP_NUM_TASKS": "2", "NODEID": "1"}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert cli.main(["run", *words.split()]) == 2
+    assert says in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 import sys
 
-from lockstep.cli import main
+from lockstep.cli import run_command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command())

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import NoReturn
 
 from lockstep.launch_contract import EXIT_FAILED
 
@@ -86,14 +87,15 @@ def _at_exit() -> None:
     try:
         _close_all(None)
     except SystemExit as ending:
-        _leave(ending.code if isinstance(ending.code, int) else EXIT_FAILED)
+        # Python's own exit code is decided by now, and it does not ask exit handlers.
+        leave(ending.code if isinstance(ending.code, int) else EXIT_FAILED)
     except BaseException as error:  # noqa: BLE001 - it ends the process, as it would have within the script
         sys.excepthook(type(error), error, error.__traceback__)
-        _leave(EXIT_FAILED)
+        leave(EXIT_FAILED)
 
 
-def _leave(code: int) -> None:
-    """Python's own exit code is decided by now, and it does not ask exit handlers."""
+def leave(code: int) -> NoReturn:
+    """End this process with ``code``, without what an interpreter does at its end, but for writing what was printed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -369,6 +369,17 @@ def test_a_fixed_job_without_restarts_ends_with_its_first_loss():
     assert pair.state.notices[-1].failure
 
 
+def test_a_coordinator_does_not_say_of_itself_that_it_died():
+    pair = world(2, 2)
+    pair.until(pair.running)
+    for node in pair.nodes:  # as where their store answers none of them
+        node.end(-signal.SIGKILL, pair.now_s, by_us=True)
+    pair.until(lambda: pair.plan.phase == "over", within_s=7)
+    said = pair.state.notices[-1].text
+    assert "the store where the launchers meet, on n0, did not answer for too long" in said
+    assert "died" not in said
+
+
 @pytest.mark.parametrize("cut_s", [4, 12, 25])
 def test_a_network_that_is_silent_for_less_than_tcp_bears_costs_nothing(cut_s):
     pair = world(2, 1, 2, max_changes=3)

@@ -5,17 +5,19 @@ import os
 import signal
 import socket
 import threading
+import time
 
 import pytest
 
 from lockstep.errors import LaunchError, SettingError
+from lockstep.launch.deadline_thread import StoppedWaiting
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.host import interface_of
 from lockstep.launch.program_sources import source_hashes
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract, differences
-from lockstep.launch.rendezvous.join import probe
+from lockstep.launch.rendezvous.join import limits_of, probe
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message
 from lockstep.launch.rendezvous.plan import Member, NodeReport, Plan
 from lockstep.launch.rendezvous.signature import SECRET_FILE, Signature, make_signature, read_signature
@@ -23,7 +25,7 @@ from lockstep.launch.rendezvous.store import LocalStore
 from lockstep.launch.rendezvous.store_connection import open_store, read_contract
 from lockstep.launch.rendezvous.store_process import StoreProcess
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
-from lockstep.launch.request import Module, Script
+from lockstep.launch.request import Module, Nodes, Request, Script
 from waiting import wait_until
 
 DEADLINE_S = 60
@@ -321,7 +323,25 @@ def test_a_node_that_finds_no_store_says_so_and_gives_up():
         ):
             read(free, within_s=3.6, say=said.append)
         assert "where the nodes meet: Connection refused" in said[0]
-        assert read(free, stopped=lambda: True) is None
+        with pytest.raises(StoppedWaiting):
+            read(free, stopped=lambda: True)
+
+
+def test_who_waits_for_a_store_that_never_answers_can_be_stopped():
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        mute = Endpoint("127.0.0.1", deaf.getsockname()[1])
+        begin_s = time.monotonic()
+        stopped = lambda: time.monotonic() > begin_s + 0.3  # noqa: E731
+        for wait in (
+            lambda: read(mute, stopped=stopped),
+            lambda: create_store(
+                mute, contract(), NodeReport("c", "n1", 1), SIGNED, suspect_after_s=1.0, stopped=stopped
+            ),
+        ):
+            with pytest.raises(StoppedWaiting):
+                wait()
+    # Until the connections were closed, their threads were inside torch; see `lockstep.cli.run_command`.
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "lockstep store connection"])
 
 
 def test_an_endpoint_knows_whether_it_is_here():
@@ -354,3 +374,12 @@ def test_it_is_found_out_why_a_host_did_not_join():
     assert probe("nohost.invalid", "n1:1").startswith("nohost.invalid is missing: its name cannot be resolved here (")
     assert "the network reaches it, but no lockstep run came from there" in probe("127.0.0.1", "n1:1")
     assert "the network does not reach it (" in probe("255.255.255.255", "n1:1")
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "restarts", "given", "allowed"),
+    [("2", 0, None, 0), ("2", 1, None, 10), ("1:2", 0, None, 10), ("2", 0, 3, 3), ("1:2", 4, 0, 0)],
+)
+def test_changes_that_a_user_allows_count_whatever_else_is_asked_for(nnodes, restarts, given, allowed):
+    nodes = Nodes.of(nnodes, "n1", None, None, max_changes=given)
+    assert limits_of(Request(Script("train.py"), max_restarts=restarts), nodes).max_changes == allowed

@@ -59,6 +59,15 @@ def test_the_end_is_written_once_and_at_once():
     assert [at for at, line in found if line.startswith("done | ")] == [130.25]
 
 
+def test_the_end_is_written_once_also_where_what_it_does_not_show_changes():
+    stream = io.StringIO()
+    view = choose_view(stream, {})
+    for late in ("1 rank waits 40 % for rank 0", ""):
+        view.show(Status(step=3, state="done", late=late))
+    view.close()
+    assert len(stream.getvalue().splitlines()) == 1
+
+
 def test_closing_writes_what_was_not_written():
     clock, stream = Clock(), io.StringIO()
     view = choose_view(stream, {}, now=clock)

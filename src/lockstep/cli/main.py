@@ -10,6 +10,7 @@ import difflib
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import fields
 from datetime import datetime
@@ -23,12 +24,13 @@ from lockstep.cli.command import Command, Parser
 from lockstep.cli.fit import fitting_micro_batch
 from lockstep.cli.moment import moment
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
-from lockstep.cli.rendezvous_options import add_rendezvous_options, rendezvous_of
+from lockstep.cli.rendezvous_options import add_rendezvous_options, among_nodes, rendezvous_of
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
 from lockstep.cli.top import COMMANDS as TOP_COMMANDS
 from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
 from lockstep.errors import LaunchError, LockstepError, SettingError
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from lockstep.script_end import leave
 from lockstep.settings import ResolvedSettings, Settings, parse
 from lockstep.strategy_words import split
 
@@ -56,6 +58,15 @@ _PLACES = {
 _SHORT = {"ckpt": "checkpoints"}
 #: Options of `run` that are settings of `Run`; any other is given with ``--set``.
 _SETTINGS = ("checkpoint", "save_every", "strategy", "reduction", "precision", "rehearse")
+
+
+def run_command() -> int:
+    """Carry out the command line of this process, which ends then; returns its exit code."""
+    code = main()
+    if any(thread.daemon and thread.name.startswith("lockstep ") for thread in threading.enumerate()):
+        # It waits in compiled code for a network or a file system, and would abort an interpreter that ends.
+        leave(code)
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -221,6 +232,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             on_hang=parsed.on_hang,
             start_method=parsed.start,
             nodes=Nodes.of(**rendezvous_of(parsed)),
+            among_nodes=among_nodes(parsed),
             attach=parsed.attach,
             pass_local_rank=parsed.pass_local_rank,
             faults="; ".join(parsed.fault),

@@ -38,10 +38,17 @@ def rendezvous_of(parsed: argparse.Namespace) -> dict[str, Any]:
         "nnodes": parsed.nnodes,
         "endpoint": parsed.rdzv_endpoint,
         "run_id": parsed.rdzv_id,
-        "conf": parsed.rdzv_conf,
         "node_rank": parsed.node_rank,
         "master_addr": parsed.master_addr,
         "master_port": parsed.master_port,
+        **among_nodes(parsed),
+    }
+
+
+def among_nodes(parsed: argparse.Namespace) -> dict[str, Any]:
+    """What of it holds whichever the nodes are."""
+    return {
+        "conf": parsed.rdzv_conf,
         "max_changes": parsed.max_changes,
         "spares": parsed.spares,
         "takeover": parsed.rdzv_takeover,

@@ -199,7 +199,7 @@ class Agent:
     def _check_stop_file(self) -> None:
         # Ranks that use `Run` see it themselves; others are to stop too.
         file = self._job.run_dir / STOP_FILE
-        if not self._stops.times and self._files.ask(lambda: _is_in(file), False, of=file):
+        if not self._stops.times and self._files.ask(lambda: _is_in(file), False, of=file.parent):
             self._screen.say(f"found {shown(file)}")
             self._stops.ask(signal.SIGTERM, of_job=True)
 

@@ -102,30 +102,43 @@ class TaskThread:
             task.run()
 
 
-def call_in_time(call: Callable[[], T], of: str, say: Callable[[str], None]) -> T:
+class StoppedWaiting(Exception):
+    """The user asked for the end before something that was waited for was there."""
+
+
+def call_in_time(
+    call: Callable[[], T], of: str, say: Callable[[str], None], stopped: Callable[[], bool] = lambda: False
+) -> T:
     """What ``call`` returns, which cannot be done without before a run begins. Ctrl-C interrupts the waiting.
 
     Args:
         call: reads or writes files.
         of: the file or directory that it is about, for messages.
         say: tells the user that it is waited for.
+        stopped: whether the user asks for the end, where Ctrl-C does not interrupt.
 
     Raises:
-        SettingError: if it takes longer than `_START_S`.
-        BaseException: what ``call`` raises.
+        SettingError: if it takes longer than `_START_S`, or raises an OSError.
+        StoppedWaiting: if ``stopped``.
+        BaseException: what else ``call`` raises.
     """
     thread = TaskThread("lockstep start")
     task = thread.start(call)
     begin_s, told = time.monotonic(), False
     while not task.wait(0.1):
         waited_s = time.monotonic() - begin_s
+        if stopped():
+            raise StoppedWaiting
         if waited_s > _START_S:
             raise SettingError(f"{of} does not answer within {_START_S:g} s: is its file system there?")
         if not told and waited_s > _SILENT_S:
             told = True
             say(f"waiting for {of}, which does not answer: is its file system there?")
     thread.close(_PATIENCE_S)
-    return task.result()
+    try:
+        return task.result()
+    except OSError as error:
+        raise SettingError(f"{of} cannot be used: {error}") from error
 
 
 class FileThread:

@@ -24,7 +24,7 @@ from lockstep.faults import Fault, FaultPlan
 from lockstep.launch.agent import AfterFailure, Agent, Stops
 from lockstep.launch.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.console import Screen
-from lockstep.launch.deadline_thread import FileThread, ScreenThread
+from lockstep.launch.deadline_thread import FileThread, ScreenThread, StoppedWaiting
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.emergency_memory import emergency_memory
@@ -197,7 +197,8 @@ def _on_allocated_nodes(request: Request, given: Allocation) -> Request:
     if request.everywhere and given.has_launcher_per_node:
         # A launcher was started on each node without being told of the others.
         endpoint = f"{_first_host(given)}:{given.port()}"
-        return replace(request, nodes=Nodes(len(hosts), len(hosts), endpoint, run_id=given.job, hosts=hosts))
+        nodes = Nodes.of(str(len(hosts)), endpoint, given.job, **request.among_nodes)
+        return replace(request, nodes=nodes and replace(nodes, hosts=hosts))
     return request
 
 
@@ -244,8 +245,10 @@ def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: A
     with contextlib.ExitStack() as signals:
         while True:
             with contextlib.ExitStack() as stack:
-                joined, screen = take_part(request, nodes, machine, given, stops, moved, stack, signals)
-                if joined is None:
+                try:
+                    joined, screen = take_part(request, nodes, machine, given, stops, moved, stack, signals)
+                except StoppedWaiting:
+                    say("stopped before any rank was started")
                     return 128 + (stops.first or 0), False
                 ended = _run_agent(joined, screen, stops)
             if ended.moved is None:

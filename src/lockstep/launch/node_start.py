@@ -20,7 +20,7 @@ from lockstep.launch.deadline_thread import ScreenThread, call_in_time
 from lockstep.launch.host import Machine
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.join import Joined, host_job, join_job
-from lockstep.launch.rendezvous.lease import LeaseFiles, LeaseTimes
+from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes
 from lockstep.launch.rendezvous.takeover import Moved, living_holder
 from lockstep.launch.request import Nodes, Request
 from lockstep.launch.run_directory import Job, lock_if_free, next_generation, prepare, settle, shown
@@ -31,14 +31,19 @@ def running_elsewhere(request: Request, nodes: Nodes) -> Moved | None:
     """The coordinator of a job that runs already, where another node may have taken over; None if it does not run.
 
     Raises:
-        SettingError: if the run directory is not given, which all nodes must know.
+        SettingError: if the run directory is not given, which all nodes must know, or cannot be read.
     """
     if not nodes.takeover:
         return None
     if request.run_dir is None:
         raise SettingError("--rdzv-takeover: say --run-dir DIR, too, the same directory on a file system of all nodes")
     run_dir = Path(request.run_dir).absolute()
-    holder = None if request.fresh else living_holder(LeaseFiles(run_dir), LeaseTimes(nodes.lost_after_s), time.sleep)
+    leases = LeaseFiles(run_dir)
+
+    def read() -> Lease | None:
+        return call_in_time(leases.newest, f"the run directory {request.run_dir}", say)
+
+    holder = None if request.fresh else living_holder(read, LeaseTimes(nodes.lost_after_s), time.sleep)
     return None if holder is None else Moved(holder, None)
 
 
@@ -51,7 +56,7 @@ def take_part(
     moved: Moved | None,
     stack: contextlib.ExitStack,
     signals: contextlib.ExitStack,
-) -> tuple[Joined | None, ScreenThread]:
+) -> tuple[Joined, ScreenThread]:
     """Take part in the job: as its coordinator where that is this host's part, else as one that follows.
 
     Args:
@@ -65,10 +70,11 @@ def take_part(
         signals: ends the listening to signals, which begins here: until the run directory is known, Ctrl-C interrupts.
 
     Returns:
-        What the agent needs, None if it was stopped before; and the screen.
+        What the agent needs, and the screen.
 
     Raises:
         SettingError, LaunchError: if it cannot take part.
+        StoppedWaiting: if ``stops`` came before it does.
     """
     screen = Screen(sys.stdout, sys.stderr, os.environ)
     thread = ScreenThread(screen)
@@ -88,16 +94,19 @@ def take_part(
         if moved is None:
             stack.enter_context(settled(job))
     signals.enter_context(stops.listening())
+
+    def stopped() -> bool:
+        return stops.times > 0
+
     if listening is None:
-        joined = join_job(job, nodes, endpoint, say=screen.say, stopped=lambda: stops.times > 0)
-        return joined, thread
+        return join_job(job, nodes, endpoint, say=screen.say, stopped=stopped), thread
     lease = None if moved is None else moved.lease
     if moved is not None:
         run_dir = Path(str(request.run_dir)).absolute()
         stack.enter_context(lock_if_free(run_dir))
         job = replace(job, run_dir=run_dir, begins="resume", generation=next_generation(run_dir))
     announce(job, screen)
-    return host_job(job, nodes, endpoint, listening, stack, thread.say, lease), thread
+    return host_job(job, nodes, endpoint, listening, stack, lease, say=thread.say, stopped=stopped), thread
 
 
 def announce(job: Job, screen: Screen) -> None:

@@ -110,7 +110,8 @@ class Nodes:
     last_call_s: float = 3.0  #: how long ``max_nodes`` are waited for once ``min_nodes`` are there
     lost_after_s: float = _LOST_AFTER_S  #: a node that has reported nothing for so long is lost
     suspect_after_s: float = _SUSPECT_AFTER_S  #: at most that; after so long it is lost, too, if its ranks must be dead
-    max_changes: int = 10  #: restarts after nodes were lost, joined or left
+    #: Restarts after nodes were lost, joined or left; None: 10, or none for a fixed number of nodes without restarts.
+    max_changes: int | None = None
     spares: int = 0  #: of ``max_nodes``, those that wait until another one is lost or leaves
     takeover: bool = False  #: another node may become the coordinator when its host is lost
     hosts: tuple[str, ...] = ()  #: of the allocation, where a scheduler names them
@@ -182,16 +183,16 @@ class Nodes:
         if not host or not 0 < int(port) < 65536:
             option = "--master-addr and --master-port" if master_addr else f"--rdzv-endpoint {endpoint}"
             raise SettingError(f"{option}: give HOST:PORT, with a port between 1 and 65535")
-        more = _rdzv_conf(conf or "") | ({} if max_changes is None else {"max_changes": max_changes})
         return cls(
             min_nodes,
             max_nodes,
             f"{host}:{port}",
             run_id or "",
             node_rank=node_rank,
+            max_changes=max_changes,
             spares=spares,
             takeover=takeover,
-            **more,
+            **_rdzv_conf(conf or ""),
         )
 
 
@@ -255,6 +256,8 @@ class Request:
     ends_at_s: float | None = None  #: when the scheduler ends the job, in seconds since 1970; None: ask it
     start_method: StartMethod | None = None  #: None: what suits the machine
     nodes: Nodes | None = None  #: None: this machine only
+    #: How the nodes stay together, as arguments of `Nodes.of`, where not the user but a scheduler says which they are.
+    among_nodes: Mapping[str, Any] = field(default_factory=dict)
     requeue: bool = False  #: have the scheduler start the job again after a stop with a checkpoint
     everywhere: bool = True  #: in an allocation of several nodes, on all of them
     attach: int | None = None  #: the rank that has the terminal; None: the only one, where there is one

@@ -130,22 +130,26 @@ class LinesView:
         self._stream.flush()
 
     def close(self) -> None:
-        """Write the last status, unless it was."""
-        if self._newest is not None and self._newest != self._written:
+        """Write the last status, unless its line was."""
+        if self._newest is not None and (self._written is None or _line(self._newest) != _line(self._written)):
             self._write(self._newest)
 
     def _write(self, status: Status) -> None:
-        words = status.words()
-        shown = [words[name] for name in _ORDER if name in words]
-        if status.state != "training":
-            shown.insert(0, words["state"])
-        self.line(" | ".join(shown))
+        self.line(_line(status))
         self._written, self._written_s = status, self._now()
 
 
 def line_interval_s(elapsed_s: float) -> float:
     """How long after a line the next one comes, in seconds, where nothing is new."""
     return 1.0 if elapsed_s < 10 else 10.0 if elapsed_s < 120 else 60.0
+
+
+def _line(status: Status) -> str:
+    words = status.words()
+    shown = [words[name] for name in _ORDER if name in words]
+    if status.state != "training":
+        shown.insert(0, words["state"])
+    return " | ".join(shown)
 
 
 def _mark(status: Status | None) -> object:

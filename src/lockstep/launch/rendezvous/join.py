@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.errors import SettingError
-from lockstep.launch.deadline_thread import FileThread, TaskThread
+from lockstep.launch.deadline_thread import FileThread, TaskThread, call_in_time
 from lockstep.launch.host import INTERFACES, interface_of
 from lockstep.launch.program_sources import source_hashes
 from lockstep.launch.rendezvous.endpoint import Endpoint, listen
@@ -42,6 +42,8 @@ from lockstep.launch.run_directory import Job, versions
 _VISIBLE_S = 20.0
 _COORDINATOR_FILE = ".coordinator"
 _PROBE_S = 2.0
+#: Changes of nodes that a job bears, unless the user says otherwise.
+_MAX_CHANGES = 10
 #: A host that is up accepts or refuses a connection there.
 _PROBE_PORT = 22
 _MOST_PROBES = 64
@@ -95,8 +97,10 @@ def host_job(
     endpoint: Endpoint,
     listening: socket.socket,
     stack: contextlib.ExitStack,
-    say: Callable[[str], None],
     lease: Lease | None = None,
+    *,
+    say: Callable[[str], None],
+    stopped: Callable[[], bool],
 ) -> Joined:
     """Become the coordinator of a job whose run directory is ready.
 
@@ -105,14 +109,20 @@ def host_job(
 
     Raises:
         SettingError: if the secret of the run is not its user's alone, or another node has become the coordinator.
+        StoppedWaiting: if ``stopped`` before the store answers.
     """
-    signature = make_signature(job.run_dir, os.environ)
     report = NodeReport(uuid.uuid4().hex, socket.gethostname(), job.ranks, node_rank=nodes.node_rank)
-    leases, claimed_s = LeaseFiles(job.run_dir), time.monotonic()
+    leases, claimed_s, made = LeaseFiles(job.run_dir), time.monotonic(), lease
+
+    def begin() -> tuple[Signature, Lease | None]:
+        signature = make_signature(job.run_dir, os.environ)
+        new = leases.claim(report.node_id, report.host, str(endpoint)) if nodes.takeover and made is None else made
+        (job.run_dir / _COORDINATOR_FILE).write_text(report.node_id, encoding="ascii")
+        return signature, new
+
+    signature, lease = call_in_time(begin, f"the run directory {job.run_dir}", say, stopped)
     if nodes.takeover and lease is None:
-        lease = leases.claim(report.node_id, report.host, str(endpoint))
-        if lease is None:
-            raise SettingError(f"another node has become the coordinator in {job.run_dir}; start this one again")
+        raise SettingError(f"another node has become the coordinator in {job.run_dir}; start this one again")
     contract = JobContract(
         coordinator=report.node_id,
         host=report.host,
@@ -123,9 +133,8 @@ def host_job(
         term=0 if lease is None else lease.term,
         variables=_variables(os.environ),
     )
-    (job.run_dir / _COORDINATOR_FILE).write_text(report.node_id, encoding="ascii")
     process = stack.enter_context(contextlib.closing(StoreProcess(listening, say)))
-    store = create_store(endpoint, contract, report, signature, suspect_after_s=nodes.suspect_after_s)
+    store = create_store(endpoint, contract, report, signature, suspect_after_s=nodes.suspect_after_s, stopped=stopped)
     times = LeaseTimes(nodes.lost_after_s)
     # The ranks meet where the launchers do: what reaches the one reaches the other, and nothing else listens.
     host, _, *more = listening.getsockname()
@@ -140,24 +149,29 @@ def host_job(
 
 def join_job(
     job: Job, nodes: Nodes, endpoint: Endpoint, *, say: Callable[[str], None], stopped: Callable[[], bool]
-) -> Joined | None:
-    """Join the job of the coordinator at ``endpoint``; None if ``stopped`` before that.
+) -> Joined:
+    """Join the job of the coordinator at ``endpoint``.
 
     Raises:
         SettingError: if this node differs from that one in what must be equal, or does not see the run directory.
         LaunchError: if there is no store at the endpoint in time.
+        StoppedWaiting: if ``stopped`` before that.
     """
     host = socket.gethostname()
 
     def sign(contract: JobContract) -> Signature:
-        _wait_for_run_dir(Path(contract.run_dir), contract, host)
-        return read_signature(Path(contract.run_dir), os.environ)
+        run_dir = Path(contract.run_dir)
+
+        def look() -> Signature:
+            _wait_for_run_dir(run_dir, contract, host)
+            return read_signature(run_dir, os.environ)
+
+        return call_in_time(look, f"the run directory {run_dir}", say, stopped)
 
     version = str(versions()["lockstep"])
-    read = read_contract(endpoint, sign, version=version, within_s=nodes.join_timeout_s, say=say, stopped=stopped)
-    if read is None:
-        return None
-    contract, signature = read
+    contract, signature = read_contract(
+        endpoint, sign, version=version, within_s=nodes.join_timeout_s, say=say, stopped=stopped
+    )
     # A second agent on one machine, as in a rehearsal, needs a name of its own.
     name = f"{host}#{os.getpid()}" if host == contract.host else host
     if found := differences(_must_match(job.request, nodes), name, contract.must_match, contract.host):
@@ -207,7 +221,7 @@ def _joined(job: Job, nodes: Nodes, endpoint: Endpoint, store: RendezvousStore, 
         job,
         store,
         report,
-        _limits(job.request, nodes),
+        limits_of(job.request, nodes),
         place=lambda plan, listening: _placement(plan, endpoint, report, listening),
         probe=lambda hosts: probe_all(hosts, nodes.endpoint),
         listen=_not_here,
@@ -219,14 +233,17 @@ def _not_here() -> NoReturn:
     raise AssertionError("only the coordinator serves the store of a generation")
 
 
-def _limits(request: Request, nodes: Nodes) -> ElasticLimits:
-    # A user who allows neither other numbers of nodes nor restarts wants the job to end when it breaks.
-    fixed = nodes.min_nodes == nodes.max_nodes and not request.max_restarts
+def limits_of(request: Request, nodes: Nodes) -> ElasticLimits:
+    """What the user allows a job on several nodes."""
+    max_changes = nodes.max_changes
+    if max_changes is None:
+        # A user who allows neither other numbers of nodes nor restarts wants the job to end when it breaks.
+        max_changes = 0 if nodes.min_nodes == nodes.max_nodes and not request.max_restarts else _MAX_CHANGES
     return ElasticLimits(
         min_nodes=nodes.min_nodes,
         max_nodes=nodes.max_nodes - nodes.spares,
         max_restarts=request.max_restarts,
-        max_changes=0 if fixed else nodes.max_changes,
+        max_changes=max_changes,
         join_timeout_s=nodes.join_timeout_s,
         lost_after_s=nodes.lost_after_s,
         suspect_after_s=nodes.suspect_after_s,

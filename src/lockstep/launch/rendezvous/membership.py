@@ -328,7 +328,7 @@ def _finish_generation(
 def _after_node_loss(
     state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float
 ) -> MembershipState:
-    lost = f"{_lost_nodes(state)}: it died, or the network does not reach it any more"
+    lost = f"{_lost_nodes(state)}: {_why_lost(state, nodes)}"
     if state.stopped_by is not None:
         return _end_job(state, 128 + state.stopped_by, lost)
     if state.changes < limits.max_changes:
@@ -340,12 +340,20 @@ def _after_node_loss(
         complete = len(_ready(state, nodes, limits)) >= limits.max_nodes
         pause_s = _BACK_OFF_S[0] if complete else _back_off_s(state.changes)
         return _next_generation(state, now_s, pause_s, text, changes=1)
-    spent = (
-        f"{limits.max_changes} changes of nodes are spent; --max-changes allows more"
-        if limits.max_changes
-        else "a job of a fixed number of nodes goes on without --max-restarts only with all of them"
-    )
+    spent = f"{plural(limits.max_changes, 'change')} of nodes spent; --max-changes allows more"
+    if not limits.max_changes:
+        spent = "no change of nodes is allowed here; --max-changes N allows the job to go on after one"
     return _end_job(announce(state, Message(f"run failed: {lost}\n    {spent}", failure=True)), EXIT_FAILED)
+
+
+def _why_lost(state: MembershipState, nodes: Sequence[NodeView]) -> str:
+    # Who decides this has neither died nor lost the network to itself.
+    if nodes[0].report.node_id in state.lost:
+        host = nodes[0].report.host
+        return (
+            f"the store where the launchers meet, on {host}, did not answer for too long, or its launcher stood"
+        )
+    return "it died, or the network does not reach it any more"
 
 
 def _silence_s(state: MembershipState, members: Sequence[NodeView], limits: ElasticLimits) -> float:

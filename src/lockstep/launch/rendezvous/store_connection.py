@@ -7,18 +7,21 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.errors import LaunchError, SettingError
-from lockstep.launch.deadline_thread import TaskThread
+from lockstep.launch.deadline_thread import StoppedWaiting, TaskThread
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract, version_in
 from lockstep.launch.rendezvous.signature import Signature
+
+T = TypeVar("T")
 
 #: The environment variable from which torch reads how much its C++ code writes.
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _CONNECT_S = 2.0
 _ANSWER_S = 5.0
+_TICK_S = 0.1
 _WAIT_NOTICE_S = (3.0, 60.0)
 
 
@@ -42,20 +45,31 @@ def open_store(endpoint: Endpoint) -> Any:
     )
 
 
-def open_store_in_time(endpoint: Endpoint) -> Any:
-    """As `open_store`, within some seconds also where who listens does not answer, for which torch waits for ever.
+def ask_store(endpoint: Endpoint, ask: Callable[[Any], T], stopped: Callable[[], bool] = lambda: False) -> T:
+    """What ``ask`` returns for the store at ``endpoint``, once it is connected.
+
+    Once torch is loaded it takes some seconds at most, also where who listens does not answer: torch waits for ever
+    then, in a thread that is left behind.
 
     Raises:
         OSError: if the endpoint cannot be reached, or does not answer.
         RuntimeError: if what listens there is no such store.
+        StoppedWaiting: if ``stopped``.
     """
     thread = TaskThread("lockstep store connection")
-    opened = thread.start(lambda: open_store(endpoint))
-    answers = opened.wait(_CONNECT_S + _ANSWER_S)
+    # Which may take longer than any answer, on a busy machine.
+    loaded = thread.start(_tcp_store_class)
+    asked = thread.start(lambda: ask(open_store(endpoint)))
     thread.close()
-    if not answers:
-        raise TimeoutError(f"what listens at {endpoint} does not answer")
-    return opened.result()
+    end_s = float("inf")
+    while not asked.wait(_TICK_S):
+        if stopped():
+            raise StoppedWaiting
+        if end_s == float("inf") and loaded.wait(0.0):
+            end_s = time.monotonic() + _CONNECT_S + _ANSWER_S
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"what listens at {endpoint} does not answer")
+    return asked.result()
 
 
 def _tcp_store_class() -> Any:
@@ -80,7 +94,7 @@ def read_contract(
     within_s: float,
     say: Callable[[str], None],
     stopped: Callable[[], bool],
-) -> tuple[JobContract, Signature] | None:
+) -> tuple[JobContract, Signature]:
     """The contract in the store at ``endpoint``, once there is one, and the signature that it bears.
 
     Args:
@@ -89,11 +103,12 @@ def read_contract(
         version: of this launcher; a contract of another one is not read further.
         within_s: how long to wait.
         say: tells the user what is waited for.
-        stopped: whether to give up; then it is None.
+        stopped: whether the user asks for the end.
 
     Raises:
         LaunchError: if there is none within ``within_s``, or something else listens there.
         SettingError: if the launcher there is of another version.
+        StoppedWaiting: if ``stopped``.
     """
     start_s = time.monotonic()
     next_notice_s, host = _WAIT_NOTICE_S[0], socket.gethostname()
@@ -109,7 +124,7 @@ def read_contract(
             say(f"waiting for {endpoint}, where the nodes meet: {why} ({waited_s:.0f} s)")
             next_notice_s = min(2 * next_notice_s, next_notice_s + _WAIT_NOTICE_S[1])
         try:
-            value = open_store_in_time(endpoint).get("contract")
+            value = ask_store(endpoint, lambda store: store.get("contract"), stopped)
             _, _, text = value.decode(errors="replace").partition(" ")
             if (theirs := version_in(text)) != version:
                 raise SettingError(
@@ -118,11 +133,11 @@ def read_contract(
                 )
             signature = sign(JobContract.from_json(text))
             return JobContract.from_json(signature.text_of("contract", value)), signature
-        except SettingError:
+        except (SettingError, StoppedWaiting):
             raise
         except OSError as error:
             why = error.strerror or str(error) or type(error).__name__
         except (RuntimeError, ValueError) as error:
             why = f"something else may use the port: {str(error).splitlines()[0]}"
-        time.sleep(0.1)
-    return None
+        time.sleep(_TICK_S)
+    raise StoppedWaiting

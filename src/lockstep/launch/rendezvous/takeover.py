@@ -165,15 +165,14 @@ class LeaseFollower(Takeover):
         """Do nothing: the coordinator knows it from the report."""
 
 
-def living_holder(directory: LeaseFiles, times: LeaseTimes, sleep: Callable[[float], None]) -> Lease | None:
+def living_holder(read: Callable[[], Lease | None], times: LeaseTimes, sleep: Callable[[float], None]) -> Lease | None:
     """The lease that another launcher keeps now; None if nobody does, which takes some seconds to see.
 
-    Raises:
-        OSError: if the directory cannot be read.
+    ``read`` reads the lease of the highest term.
     """
-    first = directory.newest()
+    first = read()
     for _ in range(_LOOKS if first is not None else 0):
         sleep(times.every_s)
-        if (newest := directory.newest()) != first:
+        if (newest := read()) != first:
             return newest
     return None

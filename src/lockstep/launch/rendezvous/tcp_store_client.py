@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -42,7 +42,7 @@ from lockstep.launch.rendezvous.notices import (
 from lockstep.launch.rendezvous.plan import NodeReport, NodeView, Plan
 from lockstep.launch.rendezvous.signature import Signature
 from lockstep.launch.rendezvous.store import RendezvousStore
-from lockstep.launch.rendezvous.store_connection import open_store, open_store_in_time
+from lockstep.launch.rendezvous.store_connection import ask_store, open_store
 
 _EVERY_S = 0.2  #: how often the thread writes and reads, at least
 _CREATE_S = 60.0  #: how long the store's own process may take to answer first
@@ -316,17 +316,24 @@ class TcpStoreClient(RendezvousStore):
 
 
 def create_store(
-    endpoint: Endpoint, contract: JobContract, report: NodeReport, signature: Signature, *, suspect_after_s: float
+    endpoint: Endpoint,
+    contract: JobContract,
+    report: NodeReport,
+    signature: Signature,
+    *,
+    suspect_after_s: float,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> TcpStoreClient:
     """Fill a new store with its first values, as its coordinator.
 
     Raises:
         LaunchError: if the store does not answer within a minute.
+        StoppedWaiting: if ``stopped``, before it has answered.
     """
     end_s = time.monotonic() + _CREATE_S
     while True:
         try:
-            store = open_store_in_time(endpoint)
+            store = ask_store(endpoint, lambda connected: connected, stopped)
             break
         except (RuntimeError, OSError) as error:
             if time.monotonic() > end_s:
