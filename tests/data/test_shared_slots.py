@@ -21,13 +21,23 @@ class Pair(NamedTuple):
     y: object
 
 
+class Noted(Pair):
+    """With attributes beside its fields."""
+
+
+def noted():
+    pair = Noted(torch.ones(2), "text")
+    pair.note = "here"
+    return pair
+
+
 def through(collate, samples):
-    """What a rank gets of them, and whether it came through a slot; the queue between the two is left out."""
+    """What a rank gets of them, and whether through a slot that others use; the queue between is left out."""
     packed = collate(samples)
     if not isinstance(packed, _Packed):
         return packed, False
     restore, parts = packed.__reduce__()
-    return restore(*parts), True
+    return restore(*parts), parts[0] is not None
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +53,7 @@ def test_what_is_held_stays_and_what_is_dropped_makes_room(turns):
     for number, (length, drop) in enumerate(turns):
         batch, is_in_slot = through(collate, [torch.full((length,), number)] * 2)
         fits = len(in_slots) < 3
-        assert is_in_slot or not fits
+        assert is_in_slot == fits
         held[number] = batch
         in_slots |= {number} if is_in_slot else set()
         if drop:
@@ -60,7 +70,8 @@ NESTS = [
     (torch.tensor(3.5, dtype=torch.float64), "text", None, 7),
     {"a": torch.ones(3, dtype=torch.bfloat16), "b": {"c": torch.zeros(2, 2, dtype=torch.complex64)}},
     Pair(torch.arange(5, dtype=torch.int8), [torch.arange(4, dtype=torch.uint8)]),
-    [torch.empty(0, 3), torch.ones(2)],
+    [torch.empty(0, 3), torch.ones(2), torch.ones(2, 4, 4, 1).permute(0, 3, 1, 2)],
+    noted(),
     [torch.arange(6.0).view(2, 3).t(), torch.ones(1, 2, 2, 2).to(memory_format=torch.channels_last)],
     [torch.nn.Parameter(torch.ones(2)), torch.ones(3).to_sparse(), torch.ones(2, dtype=torch.complex64).conj()],
     "text",
@@ -75,7 +86,7 @@ def test_a_nest_comes_as_it_was(nest):
             return type(data), data.dtype, data.layout, data.requires_grad, plain.tolist(), plain.shape, plain.stride()
         if isinstance(data, dict):
             return {name: parts(part) for name, part in data.items()}
-        return (type(data), *map(parts, data)) if isinstance(data, list | tuple) else data
+        return (type(data), getattr(data, "note", 0), *map(parts, data)) if isinstance(data, list | tuple) else data
 
     got, _ = through(SlotCollate(lambda samples: samples[0], ready=1), [nest])
     assert parts(got) == parts(nest)
@@ -97,19 +108,44 @@ def test_a_tensor_twice_is_one_tensor():
     assert got[1]["again"].tolist() == [3.0] * 4
 
 
-def test_a_copy_of_the_rank_frees_nothing():
-    collate = SlotCollate(torch.stack, ready=1)
+def test_a_copy_of_the_rank_frees_nothing_and_keeps_what_it_holds():
+    collate = SlotCollate(torch.stack, ready=2)
     held = [through(collate, [torch.full((9,), number)])[0] for number in range(3)]
+    go_on, gone_on = os.pipe()
     child = os.fork()
     if not child:
-        held.clear()
-        os._exit(0)
+        del held[0]
+        os.read(go_on, 1)
+        os._exit(int([int(batch[0, 0]) for batch in held] != [1, 2]))
+    last, is_in_slot = through(collate, [torch.full((9,), 9)])
+    assert is_in_slot
+    del last, held[1]
+    later = [through(collate, [torch.full((9,), 9)]) for _ in range(2)]
+    assert [is_in_slot for _, is_in_slot in later] == [True, False], "the copy may hold what was dropped here"
+    assert [int(batch[0, 0]) for batch in held] == [0, 2]
+    os.write(gone_on, b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    later, is_in_slot = through(collate, [torch.full((9,), 9)])
-    assert not is_in_slot, "all slots are in use"
-    assert [int(batch[0, 0]) for batch in held] == [0, 1, 2]
+
+
+def test_a_copy_that_looks_at_no_batch_keeps_none():
+    collate = SlotCollate(torch.stack, ready=1)
+    held = [through(collate, [torch.full((9,), number)])[0] for number in range(3)]
+    with shared_slots.beginning_workers():
+        child = os.fork()
+        if not child:
+            os._exit(0)
+    os.waitpid(child, 0)
     del held[1]
-    assert through(collate, [later[0]])[1]
+    assert through(collate, [torch.ones(9)])[1]
+
+
+def test_a_batch_without_a_slot_holds_one_file_descriptor():
+    collate = SlotCollate(list, ready=1)
+    held = [collate([torch.ones(5), torch.ones(7)]) for _ in range(3)]
+    process, memory, slots, _, parts = collate([torch.ones(5), torch.ones(7)])._parts
+    assert (process, slots, len(held)) == (None, 1, 3)
+    assert isinstance(memory, torch.Tensor)
+    assert not any(isinstance(part, torch.Tensor) for part in parts)
 
 
 def test_without_room_in_shared_memory_batches_come_torchs_way(monkeypatch):
@@ -119,6 +155,13 @@ def test_without_room_in_shared_memory_batches_come_torchs_way(monkeypatch):
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared", no_room)
     collate = SlotCollate(default_collate, ready=1)
     assert [through(collate, [1, 2])[1] for _ in range(3)] == [False] * 3
+
+
+def test_slots_leave_room_in_shared_memory_for_others(monkeypatch):
+    monkeypatch.setattr(shared_slots, "_free_bytes", lambda: 2**16)
+    small, large = SlotCollate(torch.stack, ready=1), SlotCollate(torch.stack, ready=1)
+    assert through(small, [torch.ones(9)])[1]
+    assert not isinstance(large([torch.ones(2**12)]), _Packed), "three slots of 16 KiB, and as much for torch's way"
 
 
 class Asks(Dataset):
@@ -154,3 +197,15 @@ def test_loader_processes_give_what_this_process_gives_whatever_is_held():
     assert everything == [(a, a + 1) for a in range(0, 40, 2)]
     assert len(shared_slots._regions) == 1
     numbers.close()
+
+
+def test_the_script_may_iterate_its_loader_while_it_trains():
+    loader = loader_of(Numbers(40), BatchPlan(4, 2, 1), workers=2)
+    want = [content(batch.data) for batch in loader.epoch(0, padding="none")]
+    got = []
+    for number, batch in enumerate(loader.epoch(0, padding="none")):
+        got.append(content(batch.data))
+        if number == 7:
+            assert content(next(iter(loader.data_loader))) == want[0]
+    assert got == want
+    loader.close()

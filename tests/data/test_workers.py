@@ -41,7 +41,7 @@ def main(how):
     seen = len(next(batches).data)
     if not loader.data_loader.dataset.dataset.stuck:
         seen += len(next(batches).data)  # the other worker has begun too
-    workers = [w.pid for w in loader.data_loader._iterator._workers]
+    workers = [w.pid for w in loader._source._own_loader._iterator._workers]
     print(os.getpid(), *workers, flush=True)
     if how == "signals":
         for worker in workers:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from copy import copy
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from lockstep.data.map_dataset import LoaderPass, MicroBatchSampler, Picks, Seed
 from lockstep.data.micro_batch_loader import MicroBatchLoader
 from lockstep.data.sampling import Data, MicroBatch, Padding, TorchLoader, UserDataset
 from lockstep.data.tensor_dataset import TensorColumns
-from lockstep.data.workers import CollateFunction, WorkerOptions, as_it_is, begin_pass, end_passes, open_loader
+from lockstep.data.workers import CollateFunction, WorkerOptions, as_it_is, end_passes, open_loader
 
 
 class BatchSource(Protocol):
@@ -131,7 +132,6 @@ class SampleSource(BatchSource):
         pin_memory: bool,
     ) -> None:
         self._sampler = sampler
-        self._pass: Any = None
         samples, collate = SeededDataset(dataset), collate_fn or default_collate
 
         def read(picks: Picks) -> Data:
@@ -140,31 +140,36 @@ class SampleSource(BatchSource):
 
         # Without loader processes, what `DataLoader` does around each micro-batch costs more than reading it.
         self._read_here = None if workers.count else read
-        self.data_loader = open_loader(
-            samples,
-            lambda: sampler.steps_per_epoch,
-            workers,
-            len(sampler.plan.run(sampler.rank)),
-            sampler.seed,
-            batch_sampler=sampler,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
-            persistent_workers=workers.count > 0,
-        )
+
+        def loader(selected: MicroBatchSampler, *, persistent: bool) -> TorchLoader:
+            return open_loader(
+                samples,
+                lambda: sampler.steps_per_epoch,
+                workers,
+                len(sampler.plan.run(sampler.rank)),
+                sampler.seed,
+                batch_sampler=selected,
+                collate_fn=collate_fn,
+                pin_memory=pin_memory,
+                persistent_workers=persistent,
+            )
+
+        # Two, as the iterator of one with persistent workers starts over when the script iterates it by itself.
+        self.data_loader = loader(copy(sampler), persistent=False)
+        self._own_loader = loader(sampler, persistent=workers.count > 0)
 
     @override
     def read(self, selected: LoaderPass) -> Iterator[Data]:
         self._sampler.selected = selected
         if self._read_here is not None:
             return map(self._read_here, self._sampler)
-        self._pass = begin_pass(self.data_loader)
-        batches: Iterator[Data] = self._pass
+        batches: Iterator[Data] = iter(self._own_loader)
         return batches
 
     @override
     def close(self) -> None:
-        end_passes(self.data_loader, self._pass)
-        self._pass = None
+        end_passes(self._own_loader)
+        end_passes(self.data_loader)
 
 
 def pinned(data: Data) -> Data:

@@ -24,7 +24,7 @@ from lockstep.data.iterable_dataset import (
 from lockstep.data.micro_batch_loader import MicroBatchLoader
 from lockstep.data.sampling import MicroBatch, Padding, TorchLoader, UserDataset, count_of_steps, padding_of
 from lockstep.data.stream_agreement import Agree, agreed_steps
-from lockstep.data.workers import WorkerOptions, as_it_is, begin_pass, end_passes, open_loader
+from lockstep.data.workers import WorkerOptions, as_it_is, end_passes, open_loader
 from lockstep.errors import DataError
 
 
@@ -64,7 +64,7 @@ class IterableLoader(MicroBatchLoader):
     def epoch(self, epoch: int, first_step: int = 0, *, padding: Padding) -> Iterator[MicroBatch]:
         loader = self._open(Steps(self._reader, epoch, first_step), self._workers)
         self._close_pass()
-        self._pass = (loader, begin_pass(loader))
+        self._pass = (loader, iter(loader))
         steps = agreed_steps(self._found(), self._agree, self.plan, type(self._dataset).__name__, epoch, first_step)
         for step, (found, samples) in enumerate(steps, first_step):
             if samples == self.plan.global_batch or not self._drop_last:
@@ -141,7 +141,7 @@ class IterableLoader(MicroBatchLoader):
 
     def _close_pass(self) -> None:
         if self._pass is not None:
-            end_passes(*self._pass)
+            end_passes(self._pass[0])
         self._pass = None
 
 

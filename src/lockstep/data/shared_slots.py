@@ -5,16 +5,17 @@
     rank                       | batch 0 | batch 1 |         tensors over the slot; free when the last of them is gone
 
 Torch's own way takes new memory for each tensor, which the kernel has to clear page by page, and hands over a file
-descriptor: 60 us of CPU for an image of 64 x 64, more than half of what decoding it takes (`benchmarks/data.py`). It
-remains for what fits no slot: when a script keeps more batches than there are slots, and for tensors that are not
-plain.
+descriptor, of which a process may have 1024: 60 us of CPU for an image of 64 x 64, more than half of what decoding it
+takes (`benchmarks/data.py`). It remains for tensors that are not plain, and where shared memory is scarce. A batch that
+finds no free slot, as the script keeps many, gets memory of its own: one descriptor for all its tensors.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from lockstep.data.sampling import Data, Sample
 _ALIGNED: Final = 64  # as an allocator would: some kernels round differently on memory that is not
 _SPARE: Final = 2  # slots beside those of batches that wait: one that is computed with, and one on its way to a GPU
 _PAGE: Final = 4096
+_SHARED_MEMORY: Final = "/dev/shm"
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -38,6 +40,7 @@ class _Placed(NamedTuple):
     offset: int
     dtype: torch.dtype
     shape: torch.Size
+    stride: tuple[int, ...]  # row-major; it still says the memory format where a dimension is 1
 
 
 class _Region:
@@ -46,18 +49,25 @@ class _Region:
     def __init__(self, memory: Tensor, slots: int) -> None:
         self.memory = memory
         self._bytes: Bytes = memory.numpy()
-        self._slots = slots
+        self.slots = slots
         self._head = -(-slots // _PAGE) * _PAGE
         self.slot_bytes = (len(self._bytes) - self._head) // slots
 
     @classmethod
-    def of(cls, slot_bytes: int, slots: int) -> _Region:
+    def of(cls, slot_bytes: int, slots: int, *, room_for: int = 1) -> _Region:
         """A new one.
+
+        Args:
+            slot_bytes: that a batch takes.
+            slots: how many.
+            room_for: so many of its size must fit into shared memory, which other processes need as well.
 
         Raises:
             RuntimeError: if there is no room for it in shared memory.
         """
         size = -(-slots // _PAGE) * _PAGE + slots * (-(-slot_bytes // _PAGE) * _PAGE)
+        if room_for * size > (free := _free_bytes()):
+            raise RuntimeError(f"{free} bytes of shared memory are free, and {room_for} times {size} are wanted")
         storage = torch.UntypedStorage._new_shared(size)
         memory = torch.empty(0, dtype=torch.uint8).set_(storage)
         memory[:slots] = 0
@@ -65,7 +75,7 @@ class _Region:
 
     def take(self) -> int | None:
         """A slot that was free; None if there is none."""
-        (free,) = np.nonzero(self._bytes[: self._slots] == 0)
+        (free,) = np.nonzero(self._bytes[: self.slots] == 0)
         if not len(free):
             return None
         self._bytes[free[0]] = 1
@@ -98,9 +108,10 @@ class SlotCollate:
         # In a loader process it takes new shared memory for each tensor, and tells one by this.
         info, worker._worker_info = worker._worker_info, None
         try:
-            return self._packed(self.collate(samples))
+            data = self.collate(samples)
         finally:
             worker._worker_info = info
+        return self._packed(data)
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_region": None, "_is_told": False}
@@ -110,23 +121,31 @@ class SlotCollate:
         _collect(data, tensors)
         ends = np.cumsum([0, *(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors.values())]).tolist()
         region = self._region_for(ends[-1]) if tensors else None
-        number = None if region is None else region.take()
-        if region is None or number is None:
+        if region is None:
             return data
+        process: int | None = os.getpid()
+        memory: Tensor | None = None
+        number = region.take()
+        if number is None:
+            try:
+                region = _Region.of(ends[-1], 1)
+            except RuntimeError:
+                return data
+            number, process, memory = 0, None, region.memory
+        elif not self._is_told:
+            memory, self._is_told = region.memory, True
         slot = torch.from_numpy(region.slot(number))
         places = {}
         for (name, tensor), offset in zip(tensors.items(), ends, strict=False):
             slot[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            places[name] = _Placed(offset, tensor.dtype, tensor.shape)
-        memory = None if self._is_told else region.memory
-        self._is_told = True
-        return _Packed(os.getpid(), memory, self._slots, number, _exchanged(data, places))
+            places[name] = _Placed(offset, tensor.dtype, tensor.shape, tensor.stride())
+        return _Packed(process, memory, region.slots, number, _exchanged(data, places))
 
     def _region_for(self, size: int) -> _Region | None:
         if self._has_room and (self._region is None or self._region.slot_bytes < size):
             room = size if self._region is None else size + size // 4
             try:
-                self._region, self._is_told = _Region.of(room, self._slots), False
+                self._region, self._is_told = _Region.of(room, self._slots, room_for=_loader_processes() + 1), False
             except RuntimeError:  # such as in a container with little /dev/shm: torch's way needs less at once
                 self._region, self._has_room = None, False
         return self._region
@@ -135,7 +154,7 @@ class SlotCollate:
 class _Packed:
     """A batch whose tensors lie in a slot; on the other side of a queue it is the batch."""
 
-    def __init__(self, process: int, memory: Tensor | None, slots: int, number: int, data: Data) -> None:
+    def __init__(self, process: int | None, memory: Tensor | None, slots: int, number: int, data: Data) -> None:
         self._parts = process, memory, slots, number, data
 
     def __reduce__(self) -> tuple[Callable[..., Data], tuple[object, ...]]:
@@ -146,20 +165,51 @@ class _Packed:
 _regions: dict[int, _Region] = {}
 
 
-def _unpacked(process: int, memory: Tensor | None, slots: int, number: int, data: Data) -> Data:
-    if memory is not None:
-        _regions[process] = _Region(memory, slots)
-    region = _regions[process]
+class _Copies:
+    """How many copies of this process were made by a fork: each may look at the batches of then while it lives."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.are_workers = False  # such do not
+
+    def note(self) -> None:
+        """One is being made."""
+        self.count += not self.are_workers
+
+
+_copies: Final = _Copies()
+os.register_at_fork(before=_copies.note)
+
+
+def _unpacked(process: int | None, memory: Tensor | None, slots: int, number: int, data: Data) -> Data:
+    if process is None or memory is not None:
+        assert memory is not None, "the memory of this batch alone comes with it"
+        region = _Region(memory, slots)
+        if process is not None:
+            _regions[process] = region
+    else:
+        region = _regions[process]
     # A view that all tensors of the batch hold, and nothing else: it ends with the last of them.
     slot = region.slot(number)
-    weakref.finalize(slot, _give_back, region, number, os.getpid()).atexit = False
+    weakref.finalize(slot, _give_back, region, number, os.getpid(), _copies.count).atexit = False
     return _restored(data, slot)
 
 
-def _give_back(region: _Region, number: int, rank: int) -> None:
-    # A process that the rank has forked drops copies of its batches, which are in use all the same.
-    if os.getpid() == rank:
+def _give_back(region: _Region, number: int, rank: int, copies: int) -> None:
+    # A process that the rank has forked drops copies of its batches, which are in use all the same. And it may keep
+    # what the rank drops, such as to draw or to save it: then the slot is not used again.
+    if os.getpid() == rank and copies == _copies.count:
         region.give_back(number)
+
+
+@contextmanager
+def beginning_workers() -> Iterator[None]:
+    """Within, this process forks loader processes only, which do not look at its batches."""
+    before, _copies.are_workers = _copies.are_workers, True
+    try:
+        yield
+    finally:
+        _copies.are_workers = before
 
 
 def forget(process: int | None) -> None:
@@ -181,6 +231,7 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.device.type == "cpu"
         and not tensor.requires_grad
         and not tensor.is_quantized
+        and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
         and tensor.is_contiguous()
@@ -210,7 +261,7 @@ def _restored(data: Data, slot: Bytes) -> Data:
     """``data`` with its tensors, over ``slot``."""
     if type(data) is _Placed:
         flat = torch.frombuffer(slot, dtype=data.dtype, count=data.shape.numel(), offset=data.offset)
-        return flat.view(data.shape)
+        return flat.as_strided(data.shape, data.stride)
     return _rebuilt(data, lambda part: _restored(part, slot))
 
 
@@ -224,4 +275,21 @@ def _rebuilt(data: Data, part_of: Callable[[Data], Data]) -> Data:
 
 
 def _is_row(data: Data) -> bool:
-    return type(data) in (list, tuple) or (isinstance(data, tuple) and hasattr(data, "_make"))
+    if isinstance(data, tuple) and hasattr(data, "_make"):
+        return not getattr(data, "__dict__", None)  # attributes beside its fields would be lost
+    return type(data) in (list, tuple)
+
+
+def _loader_processes() -> int:
+    """About how many there are on this machine, of all ranks alike."""
+    info = worker.get_worker_info()
+    return (1 if info is None else info.num_workers) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _free_bytes() -> float:
+    """Of shared memory; without end where the system does not say."""
+    try:
+        found = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return float("inf")
+    return found.f_bavail * found.f_frsize

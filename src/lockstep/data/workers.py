@@ -23,17 +23,17 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
+from typing_extensions import override
 
 from lockstep.data.sampling import Data, Sample, TorchLoader
-from lockstep.data.shared_slots import SlotCollate, forget, forget_all
+from lockstep.data.shared_slots import SlotCollate, beginning_workers, forget, forget_all
 from lockstep.seeding import seed_of
 
 #: What a scheduler, a launcher or a terminal sends to all processes at once in order to stop the *ranks*.
 _FOR_THE_RANK = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 _LOOK_EVERY_S = 1.0
 
-_loaders: weakref.WeakSet[TorchLoader] = weakref.WeakSet()
-_passes: weakref.WeakSet[Any] = weakref.WeakSet()
+_passes: weakref.WeakKeyDictionary[TorchLoader, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 _processes: set[Any] = set()  #: workers of all passes, also of those that are no more: a stuck one may still run
 
 
@@ -64,6 +64,15 @@ class Loader(DataLoader[Any]):
 
     def __len__(self) -> int:
         return self._steps()
+
+    @override
+    def __iter__(self) -> Any:
+        _forget_ended()
+        with beginning_workers():
+            batches = super().__iter__()
+        _passes.setdefault(self, weakref.WeakSet()).add(batches)
+        _processes.update(getattr(batches, "_workers", ()))
+        return batches
 
 
 def begin_worker(worker_id: int, init_fn: Callable[[int], object] | None = None) -> None:
@@ -107,9 +116,7 @@ def open_loader(
             "timeout": workers.timeout_s,
         }
     generator = torch.Generator().manual_seed(seed_of(seed, "loader"))
-    loader = Loader(dataset, steps, num_workers=workers.count, generator=generator, **options)
-    _loaders.add(loader)
-    return loader
+    return Loader(dataset, steps, num_workers=workers.count, generator=generator, **options)
 
 
 def as_it_is(data: Data) -> Data:
@@ -117,22 +124,21 @@ def as_it_is(data: Data) -> Data:
     return data
 
 
-def begin_pass(loader: TorchLoader) -> Any:
-    """A new iterator over ``loader``, for `end_passes`."""
-    batches = iter(loader)
-    _passes.add(batches)
-    _processes.difference_update([worker for worker in _processes if not worker.is_alive()])
-    _processes.update(getattr(batches, "_workers", ()))
-    return batches
-
-
-def end_passes(loader: TorchLoader, *passes: Any) -> None:
-    """No process of ``loader`` or of ``passes`` over it runs afterwards. The loader may be iterated again."""
-    # Kept by torch while its workers persist. There is no public way to end them but to delete the loader, which is
-    # the user's.
-    kept, loader._iterator = loader._iterator, None
-    for batches in (kept, *passes):
+def end_passes(loader: TorchLoader) -> None:
+    """No process of any pass over ``loader`` runs afterwards. The loader may be iterated again."""
+    # Kept by torch while its workers persist. There is no public way to end them but to delete the loader, which may
+    # be the user's.
+    passes = tuple(_passes.pop(loader, ()))
+    loader._iterator = None
+    for batches in passes:
         _end(batches)
+    _forget_ended()
+
+
+def _forget_ended() -> None:
+    for worker in [worker for worker in _processes if not worker.is_alive()]:
+        _processes.discard(worker)
+        forget(worker.pid)
 
 
 def _end(batches: Any) -> None:
@@ -150,9 +156,7 @@ def _end(batches: Any) -> None:
 def _end_all() -> None:
     # At its exit multiprocessing ends children by SIGTERM, which they leave to the rank, and then waits for them
     # without end. It registered itself when torch was imported, so this comes first.
-    for batches in tuple(_passes):
-        _end(batches)
-    for loader in tuple(_loaders):
+    for loader in tuple(_passes):
         end_passes(loader)
     for worker in _processes:
         worker.kill()
