@@ -261,7 +261,7 @@ class FullySharded(
                 output_dtype=torch.float32 if lower and whole else None,
             )
             check_one_type(module, model, divided)
-            self._construction.restore_rows(p for p in module.parameters() if not isinstance(p, DTensor))
+            self._construction.restore_rows(p for p in module.parameters() if p not in divided)
             block: FSDPModule = fully_shard(
                 module,
                 mesh=mesh,
