@@ -191,10 +191,16 @@ def touch(run):
     return str(caught.value)
 
 
+def load(run):
+    with pytest.raises(UsageError) as caught:
+        run.carry.load({"places": {"0": {"hidden": 1}}})
+    return str(caught.value).removeprefix("the checkpoint holds what the script carried. ")
+
+
 def refused(strategy):
     """Before the loop, in it (on ranks that have a body), and after it."""
     with Run(seed=3, strategy=strategy) as run:
-        messages = [touch(run)]
+        messages = [touch(run), *([load(run)] if strategy != "none" else [])]
         net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
         run.model(net)
         run.optimizer(sgd(net.parameters()))
@@ -206,7 +212,7 @@ def refused(strategy):
 
 
 OUTSIDE = "run.carry outside of the loop's body: there is no micro-batch whose place it could be"
-SERVED = "run.carry: under this strategy ranks do not all compute micro-batches; use ddp or zero"
+SERVED = "run.carry: under this strategy ranks do not all compute micro-batches; use ddp, zero or fsdp"
 
 
 def test_where_there_is_no_place_it_is_refused():

@@ -32,6 +32,7 @@ def sizes(monkeypatch, outside, loader, **settings):
         ({}, {"global_batch": 12, "micro_batch": 4}, {}, (12, 3, 4)),
         ({"global_batch": 6}, {"global_batch": 12, "micro_batch": 3}, {}, (6, 2, 3)),
         ({"micro_batch": 6}, {"global_batch": 12, "micro_batch": 3}, {}, (12, 2, 6)),
+        ({"micro_batch": 6}, {"global_batch": 4, "micro_batch": 2}, {}, (4, 1, 4)),
         ({"global_batch": 8, "micro_batch": 8}, {"global_batch": 12}, {"micro_batch": 2}, (8, 1, 8)),
         ({}, {"global_batch": 12}, {"micro_batch": 6, "global_batch": 24}, (12, 2, 6)),
         ({}, {}, {"global_batch": 12, "micro_batch": 6}, (12, 2, 6)),

@@ -13,7 +13,7 @@ from lockstep.run import Run
 from lockstep.testing import state_hash
 from worlds import on_world
 
-WAYS = ("ddp", "fsdp", "hsdp:shard=2", "zero")
+WAYS = ("ddp", "fsdp", "hsdp:shard=2,ignored_modules=Embedding+BatchNorm1d", "auto")
 
 
 class Net(nn.Module):
@@ -112,10 +112,36 @@ class Unset(nn.Module):
         self.layer, self.scale = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
 
 
+class Grown(nn.Module):
+    """Some of it is there already, and only the rest is on the device meta."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(3, 3), nn.Dropout()), nn.Linear(3, 2, device="meta")
+        self.body.append(nn.Linear(3, 3))
+
+    def reset_parameters(self):
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def _init_weights(self, module):
+        for parameter in module.parameters(recurse=False):
+            nn.init.ones_(parameter)
+
+
 class Constant(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.mask = nn.Linear(3, 3), torch.ones(3)
+
+
+def test_what_has_its_values_keeps_them():
+    grown = Grown()
+    before = state_hash(grown.body.state_dict())
+    with Run() as run:
+        model = run.model(grown)
+        assert state_hash(model.body.state_dict()) == before
+        assert all(bool((p == 1).all()) for p in model.head.parameters())
 
 
 def test_what_nobody_initialises_is_refused_and_so_are_weights_of_another_model(file, tmp_path):

@@ -44,11 +44,14 @@ with lockstep.Run(seed=0) as run:
     model = run.model(nn.Linear(8, 1))
     run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     batches = run.loader(torch.linspace(0, 1, 384).view(48, 8), global_batch=24, micro_batch=8)
+    few = run.loader(torch.linspace(0, 1, 40).view(5, 8), global_batch=4)
     for _ in run.epochs(2):
         for x in run.train(batches):
             if len(x) > 6 and run.rank == 1:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             run.step(model(x).square().mean())
+        for x in run.evaluate(few):
+            run.measure(size=model(x).square().mean())
 """
 
 

@@ -48,6 +48,13 @@ class Reads(nn.Module):
             self.a.weight[3:7].fill_(0.5)
             self.a.weight.t()[2] += self.b.weight.sum(1)[0].item()
             self.b.weight.copy_(self.a.weight.t().clone())
+        self.f = nn.Parameter(torch.randn(20, 20))
+        self.h, itself = nn.Parameter(torch.randn(20, 20)), self.f.data
+        corner, self.g = self.h.data[0, 1], nn.Linear(40, 40)
+        with torch.no_grad():
+            self.g.weight.mul_(2)
+            self.f.copy_(itself)  # both overwrite what they read
+            self.h.fill_(corner)
         nn.init.orthogonal_(self.a.weight, 1.4)
         nn.init.trunc_normal_(self.b.weight, std=0.3)
         self.c = copy.deepcopy(self.b)
@@ -179,12 +186,17 @@ def refused_on_a_rank():
         nn.init.constant_(layer.weight, group.rank)
         return layer
 
+    def differs_a_little():
+        layer = nn.Linear(40, 40)
+        nn.init.constant_(layer.bias, group.rank)
+        return layer
+
     def empty():
         layer = nn.Linear(40, 40)
         layer.extra = nn.Parameter(torch.empty(40, 40))
         return layer
 
-    for make, seed in ((differs, 7), (empty, 7), (lambda: nn.Linear(40, 40), group.rank)):
+    for make, seed in ((differs, 7), (differs_a_little, 7), (empty, 7), (lambda: nn.Linear(40, 40), group.rank)):
         torch.manual_seed(seed)
         try:
             DividedConstruction(group, group).construct(make)
@@ -197,10 +209,11 @@ def refused_on_a_rank():
 def test_few_layers_are_whole_at_once_and_ranks_that_differ_are_told():
     for peak, errors in run_ranks(refused_on_a_rank, 2):
         assert peak <= 3 << 20  # of 8 MiB: what may stay whole, the layer that is made, and one more
-        assert [kind for kind, _ in errors] == [MismatchError, UsageError, MismatchError]
+        assert [kind for kind, _ in errors] == [MismatchError, MismatchError, UsageError, MismatchError]
         assert "same model on every rank" in errors[0][1]
-        assert "extra of Linear" in errors[1][1]
-        assert "random numbers" in errors[2][1]
+        assert "same model on every rank" in errors[1][1]
+        assert "extra of Linear" in errors[2][1]
+        assert "random numbers" in errors[3][1]
 
 
 def test_a_stored_tensor_is_read_where_and_when_it_is_needed():

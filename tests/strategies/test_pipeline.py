@@ -266,7 +266,11 @@ def given_stages():
 
 
 def makers():
-    return [Lift, Mix, Turn, Head]
+    def on_meta():
+        with torch.device("meta"):
+            return Head()
+
+    return [Lift, Mix, Turn, on_meta]
 
 
 TEXT = {"make": Decoder, "data": texts, "loss": loss_of_text}
@@ -551,8 +555,17 @@ def tied():
     return [layer, nn.Sequential(layer, nn.Linear(4, 2))]
 
 
+def tied_by_functions():
+    layer = nn.Linear(4, 4)
+    return [lambda: layer, lambda: nn.Sequential(layer, nn.Linear(4, 2))]
+
+
 def mixed():
     return [nn.Linear(4, 4), linears]
+
+
+def no_stages():
+    return [Turn, lambda: 3]
 
 
 def without_mean(outputs, targets):
@@ -579,6 +592,8 @@ GUARDS = [
     ("pipeline", linears, {"hand_over": False}, "UsageError: strategy=pipeline computes the loss itself"),
     ("pipeline:schedule=interleaved", frozen_before, {}, "2 stages in run.model([...]), too few for 4"),
     ("pipeline", tied, {}, "are one tensor in stages 1 and 0, and each lies on one rank"),
+    ("pipeline", tied_by_functions, {}, "SettingError: strategy pipeline: 1.0.weight and 0.weight are one tensor, of"),
+    ("pipeline", no_stages, {}, "UsageError: run.model(...) was given a function that returns a int"),
     ("pipeline:cut=1", frozen_before, {}, "this one was given as stages; leave them out"),
     ("pipeline", mixed, {}, "UsageError: run.model([Linear, function]): give stages that are modules, or one function"),
     ("pipeline:schedule=zero-bubble", linears, {"told": {"compile": True}}, "cannot split the backward pass"),

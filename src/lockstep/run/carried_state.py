@@ -20,6 +20,8 @@ from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.collectives import Group, Runs, as_absent_shards, as_owned_shards
 from lockstep.errors import UsageError
 
+_NOT_HERE: Final = "run.carry: under this strategy ranks do not all compute micro-batches; use ddp, zero or fsdp"
+
 
 class CarriedState(MutableMapping[str, Any]):
     """In the loop's body: a dict for the place of the micro-batch in hand; outside of it, only `clear` works.
@@ -111,16 +113,22 @@ class CarriedState(MutableMapping[str, Any]):
         return {"places": own} if self._used else {}
 
     def load(self, state: SavedTree) -> None:
-        """Go on from `state`, whose tensors are whole; the leader has all places, until the first step."""
+        """Go on from `state`, whose tensors are whole; the leader has all places, until the first step.
+
+        Raises:
+            UsageError: on all ranks, if something was carried and cannot be here.
+        """
+        if self._has_server_ranks and any(state.get("places", {}).values()):
+            raise UsageError(f"the checkpoint holds what the script carried. {_NOT_HERE}")
         self._written, self._current = {}, None
-        self._used, self._of = bool(state), 0
+        self._used, self._of = bool(state) and not self._has_server_ranks, 0
         self._by_index = {int(index): self._on_device(held) for index, held in state.get("places", {}).items()}
         if not self._group.leads:
             self._by_index = {}
 
     def _in_body(self) -> StateTree:
         if self._has_server_ranks:
-            raise UsageError("run.carry: under this strategy ranks do not all compute micro-batches; use ddp or zero")
+            raise UsageError(_NOT_HERE)
         if self._current is None:
             raise UsageError("run.carry outside of the loop's body: there is no micro-batch whose place it could be")
         self._used = True

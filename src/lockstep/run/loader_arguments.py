@@ -60,6 +60,10 @@ class LoaderArguments:
                 continue
             own = getattr(self, name)
             taken[name] = next((v for v in (outside, own, getattr(resolved.values, name)) if v is not None), None)
+        step = taken.get("global_batch")
+        if None not in (step, resolved.from_outside("micro_batch")) and resolved.from_outside("global_batch") is None:
+            # It was said of all loaders at once; one of a smaller step has that as its micro-batch.
+            taken["micro_batch"] = min(taken["micro_batch"], step)
         return replace(self, **taken)
 
     def checked(self, others: Mapping[str, object], resolved: ResolvedSettings) -> LoaderArguments:

@@ -27,22 +27,31 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def made(make: Callable[[], nn.Module], weights: Mapping[str, StoredTensor] | None) -> nn.Module:
-    """What ``make`` gives, with all its values, on the CPU where it was on the device ``meta``.
-
-    Args:
-        make: makes the model.
-        weights: by the names of ``state_dict()``; None: as initialised.
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    """What ``make`` gives.
 
     Raises:
-        UsageError: if ``make`` gives no module, if nothing gives a value to something on ``meta``, or if the names or
-            shapes of ``weights`` are not those of the model.
+        UsageError: if that is no module.
     """
     model = make()
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"run.model(...) was given a function that returns a {type(model).__name__}: let it return the model"
         )
+    return model
+
+
+def give_values(model: nn.Module, weights: Mapping[str, StoredTensor] | None = None) -> nn.Module:
+    """``model`` itself with all its values, on the CPU where it was on the device ``meta``.
+
+    Args:
+        model: made just now, or on ``meta``.
+        weights: by the names of ``state_dict()``; None: as initialised.
+
+    Raises:
+        UsageError: if nothing gives a value to something on ``meta``, or if the names or shapes of ``weights`` are not
+            those of the model.
+    """
     was_on_meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     with _Written() as written:
         if was_on_meta:
@@ -57,7 +66,11 @@ def made(make: Callable[[], nn.Module], weights: Mapping[str, StoredTensor] | No
 
 
 def _leave_meta(model: nn.Module) -> None:
-    """Give what is on ``meta`` memory on the CPU, module by module, and let each module initialise it."""
+    """Give what is on ``meta`` memory on the CPU, module by module, and let each module initialise it.
+
+    What holds a parameter that has its values already is not asked to: these would be lost.
+    """
+    given = {m for m in model.modules() if not all(p.is_meta for p in m.parameters())}
     instead: dict[int, torch.Tensor] = {}
     for _, module in _inner_first(model):
         for name, value in vars(module).items():
@@ -74,13 +87,14 @@ def _leave_meta(model: nn.Module) -> None:
                     tensors[name] = instead.setdefault(id(tensor), _on_cpu(tensor))  # type: ignore[assignment]
         methods = (getattr(module, name, None) for name in _RESETS)
         reset: Callable[[], object] | None = next(filter(callable, methods), None)
-        if reset is not None and (is_new or not module._parameters):
+        if reset is not None and module not in given and (is_new or not module._parameters):
             reset()
     for _, owner in _inner_first(model):
         initialise: Callable[[nn.Module], object] | None = getattr(owner, "_init_weights", None)
         if callable(initialise):
             for _, module in _inner_first(owner):
-                initialise(module)
+                if module not in given:
+                    initialise(module)
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -17,7 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.formatting import plural
 from lockstep.run.closures import check_closures, needs_closure, refuse_beside
 from lockstep.run.early_stopping import EarlyStopping
-from lockstep.run.model_values import is_on_meta, made
+from lockstep.run.model_values import give_values, is_on_meta, made
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.state import State
@@ -84,10 +85,11 @@ class Registration:
                 f"run.model([{', '.join(type(stage).__name__ for stage in stages)}]): give stages that are modules, or "
                 "one function for each, which makes it"
             )
-        makers = [stage for stage in stages if not isinstance(stage, nn.Module)]
-        if weights is None and (model := make_stages(self._context.strategy, makers)) is not None:
+        makers = [partial(made, stage) for stage in stages if not isinstance(stage, nn.Module)]
+        if weights is None and (model := make_stages(self._context.strategy, makers, give_values)) is not None:
             return model, True
-        return self._with_values(lambda: StageSequence([make() for make in makers]), weights)
+        # Each stage has its values before the next one is made, as where ranks make one at a time.
+        return self._with_values(lambda: StageSequence([give_values(make()) for make in makers]), weights)
 
     def _with_values(self, given: GivenModel, weights: str | os.PathLike[str] | None) -> tuple[nn.Module, bool]:
         """The model, and whether it was made just now, or got its values just now. Collective."""
@@ -105,7 +107,7 @@ class Registration:
                 "run.model(lambda: Net())"
             )
         stored = None if weights is None else read_weights(Path(weights))
-        return construct(self._context.strategy, lambda: made(make, stored)), True
+        return construct(self._context.strategy, lambda: give_values(made(make), stored)), True
 
     def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None) -> None:
         """See `Run.optimizer`."""

@@ -120,7 +120,7 @@ def fit_micro_batch(
                 f"{plural(ranks, 'rank')}, and {size(free)} are free"
             )
             return False
-        outcome = attempt({"micro_batch": str(micro_batch), "global_batch": str(record.global_batch)})
+        outcome = attempt({"micro_batch": str(micro_batch)})
         if isinstance(outcome, FailedRun):
             say(f"fit: micro_batch {micro_batch} does not fit: {outcome.cause}")
         return not isinstance(outcome, FailedRun)

@@ -26,17 +26,17 @@ from lockstep.strategies.stage_sequence import StageSequence
 class Delegates(Protocol):
     """A strategy that leaves the abilities which it does not have itself to another strategy."""
 
-    def delegate(self) -> Strategy:
-        """The other strategy."""
+    def delegate(self) -> Strategy | None:
+        """The other strategy; None while there is none yet: then it has its own abilities alone."""
         ...
 
 
 def _delegation_chain(strategy: Strategy) -> Iterator[Strategy]:
     """``strategy``, the one that it delegates to, and so on: the first with an ability is the one that is asked."""
-    yield strategy
-    while isinstance(strategy, Delegates):
-        strategy = strategy.delegate()
-        yield strategy
+    each: Strategy | None = strategy
+    while each is not None:
+        yield each
+        each = each.delegate() if isinstance(each, Delegates) else None
 
 
 def _first_with(ability: type, strategy: Strategy) -> Any:
@@ -44,11 +44,10 @@ def _first_with(ability: type, strategy: Strategy) -> Any:
 
     The same as by ``isinstance``, in a tenth of its time, for what is asked several times in a step.
     """
-    while not _has(type(strategy), ability):
-        if not _has(type(strategy), Delegates):
-            return None
-        strategy = strategy.delegate()  # type: ignore[attr-defined]  # as just asked
-    return strategy
+    each: Strategy | None = strategy
+    while each is not None and not _has(type(each), ability):
+        each = each.delegate() if _has(type(each), Delegates) else None  # type: ignore[attr-defined]  # as just asked
+    return each
 
 
 @functools.cache
@@ -345,19 +344,27 @@ class ComputesLoss(Protocol):
 class MakesStages(Protocol):
     """A strategy under which a rank makes only those stages of a model that it will hold."""
 
-    def make_stages(self, makers: Sequence[Callable[[], nn.Module]]) -> StageSequence:
+    def make_stages(
+        self, makers: Sequence[Callable[[], nn.Module]], give_values: Callable[[nn.Module], object]
+    ) -> StageSequence:
         """The model of the stages that ``makers`` make; those of other ranks take no memory here. Collective.
 
-        All values are those that rank 0 draws as it makes one stage after the other.
+        All values are those that rank 0 draws as it makes one stage after the other, and lets ``give_values`` draw what
+        was made on the device ``meta``.
+
+        Raises:
+            SettingError: for a stage that shares a tensor with one that was made before it.
         """
         ...
 
 
-def make_stages(strategy: Strategy, makers: Sequence[Callable[[], nn.Module]]) -> StageSequence | None:
+def make_stages(
+    strategy: Strategy, makers: Sequence[Callable[[], nn.Module]], give_values: Callable[[nn.Module], object]
+) -> StageSequence | None:
     """See `MakesStages`; None: a rank holds all stages, or ``strategy`` divides them otherwise. Collective."""
     for each in _delegation_chain(strategy):
         if isinstance(each, MakesStages):
-            return each.make_stages(makers)
+            return each.make_stages(makers, give_values)
     return None
 
 

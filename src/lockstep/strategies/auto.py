@@ -144,6 +144,11 @@ class Auto(Strategy, Delegates, DividesConstruction):
             self._chosen = self._choose(model)
         return self._chosen.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
 
+    def _known(self) -> Strategy:
+        if self._chosen is None:
+            raise UsageError("strategy='auto' chooses when it sees the model: call `model = run.model(model)` first")
+        return self._chosen
+
     def _choose(self, model: nn.Module) -> Strategy:
         group = self._context.group
         parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
@@ -161,39 +166,33 @@ class Auto(Strategy, Delegates, DividesConstruction):
     @property
     def state_layout(self) -> StateLayout:  # type: ignore[override]  # it is known once a strategy has been chosen
         """The layout of the chosen strategy."""
-        return self.delegate().state_layout
+        return self._known().state_layout
 
-    def delegate(self) -> Strategy:
-        """The chosen strategy.
-
-        Raises:
-            UsageError: before the first model was seen.
-        """
-        if self._chosen is None:
-            raise UsageError("strategy='auto' chooses when it sees the model: call `model = run.model(model)` first")
+    def delegate(self) -> Strategy | None:
+        """The chosen strategy; None before the first model was seen."""
         return self._chosen
 
     def resync(self) -> None:
         """Let the chosen strategy start from what models hold."""
-        self.delegate().resync()
+        self._known().resync()
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """Let the chosen strategy compute and sum gradients."""
-        self.delegate().backward(loss, weight, target, position)
+        self._known().backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """Let the chosen strategy divide by the number of items. Collective."""
-        self.delegate().normalize_by_count(target, samples, counted)
+        self._known().normalize_by_count(target, samples, counted)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """Let the chosen strategy end the micro-batch."""
-        self.delegate().end_micro_batch(position)
+        self._known().end_micro_batch(position)
 
     def discard_step(self) -> None:
         """Let the chosen strategy drop the step."""
-        self.delegate().discard_step()
+        self._known().discard_step()
 
     def close(self) -> None:
         """Close the chosen strategy, if one was chosen."""

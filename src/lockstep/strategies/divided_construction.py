@@ -228,6 +228,8 @@ class DividedConstruction:
                 continue  # something looks at its memory
             self._known[_storage_of(parameter)] = found
             checksums.append(found.checksum)
+        whole = [p.detach() for p in model.parameters() if not p.is_meta and _storage_of(p) not in self._known]
+        checksums += [_checksum(p.contiguous().reshape(-1).view(torch.uint8)) for p in whole]
         self._everybody.check_equal(
             "the values that run.model(...) gave its parameters (the function must make the same model on every rank)",
             zlib.crc32(repr(checksums).encode()),
@@ -368,7 +370,8 @@ class _Operations(TorchDispatchMode):
         used = [value for value in pytree.tree_leaves((args, kwargs)) if _is_plain(value)]
         overwritten = None
         if func.overloadpacket in _OVERWRITES and _is_plain(args[0]) and construction.covers(args[0]):
-            overwritten = args[0]
+            storage = _storage_of(args[0])  # ... which a view of itself, such as the source of a copy, would read
+            overwritten = args[0] if [_storage_of(tensor) for tensor in used].count(storage) == 1 else None
         construction.before(used, overwritten)
         out = func(*args, **kwargs)
         for tensor in written_by(func, args, kwargs):

@@ -18,6 +18,7 @@ from typing import Any, Final, Self
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -168,14 +169,14 @@ class _Allocations(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last = 0
+        self._last: StorageWeakRef | None = None  # while it is there, no other storage is in its place
 
     def last_is(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` has that memory."""
-        return tensor.data_ptr() == self._last != 0
+        return self._last is not None and tensor.untyped_storage()._cdata == self._last.cdata
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.empty:
-            self._last = 0 if result.is_meta else result.data_ptr()
+            self._last = None if result.is_meta else StorageWeakRef(result.untyped_storage())
         return result

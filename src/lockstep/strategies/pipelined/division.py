@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import fx, nn
@@ -12,8 +14,9 @@ from torch import fx, nn
 from lockstep.collectives import Group
 from lockstep.errors import SettingError
 from lockstep.formatting import plural
+from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.pipelined import partition
-from lockstep.strategies.pipelined.pipelined_model import in_mode
+from lockstep.strategies.pipelined.pipelined_model import in_mode, keep_own_tensors
 from lockstep.strategies.pipelined.stage import AutocastContext, StageModules
 from lockstep.strategies.stage_sequence import StageSequence
 
@@ -51,6 +54,55 @@ def neighbours(given: int, wanted: int) -> list[range]:
         )
     starts = [0, *partition.balance([1.0] * given, wanted), given]
     return [range(first, end) for first, end in itertools.pairwise(starts)]
+
+
+class _TensorsOfStages:
+    """Which tensor is in which stage, of stages that are made one after the other; it keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._known: Final[dict[int, tuple[weakref.ref[torch.Tensor], int, str]]] = {}  # by the tensor's id
+
+    def add(self, place: int, stage: nn.Module) -> None:
+        """Note the tensors of ``stage``, the one at this ``place``, as they are now.
+
+        Raises:
+            SettingError: if one of them is in another stage, too.
+        """
+        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+            reference, other, known_as = self._known.get(id(tensor), (None, place, name))
+            if reference is not None and reference() is tensor and other != place:
+                raise SettingError(
+                    f"strategy pipeline: {place}.{name} and {other}.{known_as} are one tensor, of stages that "
+                    "functions make one at a time: do not share weights between them, let one function make both in one "
+                    "stage, or give run.model([...]) the stages as modules"
+                )
+            self._known[id(tensor)] = (weakref.ref(tensor), place, name)
+
+
+def made_apart(
+    makers: Sequence[Callable[[], nn.Module]],
+    give_values: Callable[[nn.Module], object],
+    own: Container[int],
+    group: Group,
+) -> StageSequence:
+    """The model of the stages that ``makers`` make, of which only this rank's ``own`` take memory. Collective.
+
+    Its values are those of rank 0. At most one stage that is not this rank's is in memory at a time.
+
+    Raises:
+        SettingError: for a stage that shares a tensor with one before it, which other ranks may have let go of.
+    """
+    stages, tensors = [], _TensorsOfStages()
+    for place, make in enumerate(makers):
+        stage = make()
+        tensors.add(place, stage)
+        give_values(stage)
+        sync_module_states(group, stage)
+        if place not in own:
+            keep_own_tensors(stage, set(), group.device)
+        tensors.add(place, stage)
+        stages.append(stage)
+    return StageSequence(stages)
 
 
 def of_given_stages(model: StageSequence, wanted: int) -> Division:

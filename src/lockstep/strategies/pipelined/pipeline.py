@@ -55,6 +55,7 @@ from lockstep.strategies.partial_models import outside_forward
 from lockstep.strategies.pipelined.division import (
     Division,
     balanced_cuts,
+    made_apart,
     neighbours,
     of_given_stages,
     of_traced,
@@ -231,22 +232,20 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors, Ma
         prepare_in_place(model, self._evaluate, self._stages, absent)
         return model
 
-    def make_stages(self, makers: Sequence[Callable[[], nn.Module]]) -> StageSequence:
+    def make_stages(
+        self, makers: Sequence[Callable[[], nn.Module]], give_values: Callable[[nn.Module], object]
+    ) -> StageSequence:
         """A model of the stages that ``makers`` make one after the other; this rank keeps its own. Collective.
 
         Its values are those that rank 0 draws. At most one stage that is another rank's is in memory at a time.
+
+        Raises:
+            SettingError: for a stage that shares a tensor with one before it.
         """
-        group, own = self._context.group, set[int]()
+        own = set[int]()
         for number, run in enumerate(neighbours(len(makers), len(self._rank_of))):
             own |= set(run) if self._rank_of[number] == self._replica_group.rank else set()
-        stages = []
-        for place, make in enumerate(makers):
-            stage = make()
-            sync_module_states(group, stage)
-            if place not in own:
-                keep_own_tensors(stage, set(), group.device)
-            stages.append(stage)
-        self._made = model = StageSequence(stages)
+        self._made = model = made_apart(makers, give_values, own, self._context.group)
         return model
 
     def _divide(self, model: nn.Module) -> Division:

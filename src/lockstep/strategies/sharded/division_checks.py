@@ -12,7 +12,7 @@ from lockstep.errors import UsageError
 
 
 def check_divisible(model: nn.Module, strategy: str, ignored: Container[nn.Parameter]) -> None:
-    """Check that each parameter has rows that lie one after another, but for those that are ``ignored``.
+    """Check that each parameter has elements, in rows that lie one after another, but for those that are ``ignored``.
 
     Raises:
         UsageError: for one that has none.
@@ -24,6 +24,11 @@ def check_divisible(model: nn.Module, strategy: str, ignored: Container[nn.Param
             raise UsageError(
                 f"the parameter {name} has no dimension, and {strategy} divides rows; make it of shape (1,), as with "
                 "nn.Parameter(torch.ones(1)), or name its module in ignored_modules=..."
+            )
+        if not parameter.numel() and parameter.requires_grad:
+            raise UsageError(
+                f"the parameter {name} of shape {tuple(parameter.shape)} has no elements, and torch's fully_shard "
+                "divides no gradient of none; freeze it, name its module in ignored_modules=..., or use ddp"
             )
         if not parameter.is_contiguous():
             raise UsageError(

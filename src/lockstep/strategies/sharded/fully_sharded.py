@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
@@ -224,6 +224,7 @@ class FullySharded(
         refuse_sparse(model, self._name)
         if model is self._constructed:
             verify_module_states(self._group, model)  # its parameters were compared when they were made
+            _move(model.buffers(), self._group.device)
             broadcast_from_rank0(self._group, model.buffers())
         else:
             sync_module_states(self._group, model)
@@ -240,7 +241,9 @@ class FullySharded(
         if self._mesh is not None and any(True for _ in model.parameters()):
             # Where it depends on the micro-batch which blocks are called, ranks would wait for each other's blocks.
             self._shard_model(model, [] if find_unused_parameters else blocks, find_unused_parameters, self._mesh)
-        self._construction.restore(p for p in model.parameters() if not isinstance(p, DTensor))
+        whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+        self._construction.restore(whole)
+        _move(whole, self._group.device)
         self._constructed = None
         self._buffers.setup_model(model)
         return model
@@ -264,7 +267,7 @@ class FullySharded(
                 output_dtype=torch.float32 if lower and whole else None,
             )
             checks.check_one_type(module, model, divided)
-            self._construction.restore_rows(p for p in module.parameters() if not isinstance(p, DTensor))
+            self._construction.restore_rows(p for p in module.parameters() if p not in divided)
             block: FSDPModule = fully_shard(
                 module,
                 mesh=mesh,
@@ -444,6 +447,11 @@ class FullySharded(
         """Free gathered blocks, so that what is read next are the ranks' rows."""
         for block in self._blocks:
             block.reshard()
+
+
+def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
 
 
 def _compile_by_block(model: nn.Module, blocks: Sequence[nn.Module], *, gathered: bool) -> None:
