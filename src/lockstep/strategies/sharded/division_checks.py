@@ -6,6 +6,7 @@ from collections.abc import Container
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import UsageError
@@ -84,4 +85,27 @@ def check_without_hooks(model: nn.Module, strategy: str, ignored: Container[nn.P
                 f"the parameter {name} has a hook for its gradient, which {strategy} would not call, or with a part of "
                 "the gradient: change gradients between run.backward(loss) and run.update(), name its module in "
                 "ignored_modules=..., or use ddp or zero"
+            )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, ignored_modules: str) -> None:
+    """Check that ``optimizer`` can step tensors that are divided.
+
+    Raises:
+        UsageError: for a fused optimizer on CPUs, or one that steps divided and whole parameters at once.
+    """
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused and device.type == "cpu":
+        raise UsageError(
+            f"{type(optimizer).__name__}(fused=True): torch's fused kernels on CPUs know no divided tensors; leave "
+            "fused=True out, or use ddp or zero"
+        )
+    for group in optimizer.param_groups:
+        kinds = {isinstance(p, DTensor) for p in group["params"]}
+        by_default = group.get("foreach", False) is None and device.type != "cpu"
+        if (group.get("foreach") or group.get("fused") or by_default) and len(kinds) > 1:
+            raise UsageError(
+                f"{type(optimizer).__name__} with foreach or fused steps parameters that are divided and those of "
+                f"ignored_modules={ignored_modules} at once, which torch cannot: give it a parameter "
+                "group for each, or foreach=False"
             )

@@ -309,21 +309,8 @@ class FullySharded(
         Raises:
             UsageError: for a fused optimizer on CPUs, or one that steps divided and whole parameters at once.
         """
-        fused = any(group.get("fused") for group in optimizer.param_groups)
-        if fused and self._mesh is not None and self._group.device.type == "cpu":
-            raise UsageError(
-                f"{type(optimizer).__name__}(fused=True): torch's fused kernels on CPUs know no divided tensors; leave "
-                "fused=True out, or use ddp or zero"
-            )
-        for group in optimizer.param_groups:
-            kinds = {isinstance(p, DTensor) for p in group["params"]}
-            by_default = group.get("foreach", False) is None and self._group.device.type != "cpu"
-            if (group.get("foreach") or group.get("fused") or by_default) and len(kinds) > 1:
-                raise UsageError(
-                    f"{type(optimizer).__name__} with foreach or fused steps parameters that are divided and those of "
-                    f"ignored_modules={self._options.ignored_modules} at once, which torch cannot: give it a parameter "
-                    "group for each, or foreach=False"
-                )
+        if self._mesh is not None:
+            checks.check_optimizer(optimizer, self._group.device, self._options.ignored_modules)
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
