@@ -156,7 +156,8 @@ def test_what_cannot_be_used(given, words):
 
 
 def test_plain_values_for_the_record():
-    told = ResolvedSettings.resolve({name: value for name, (value, _) in GIVEN.items()}, {})
+    given = {name: value for name, (value, _) in GIVEN.items() if name != "emergency"}  # the mirror needs it
+    told = ResolvedSettings.resolve(given, {})
     assert json.loads(json.dumps(told.as_dict())) == told.as_dict()
     again = ResolvedSettings.resolve(told.as_dict(), {})
     assert again.values == told.values

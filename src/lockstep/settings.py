@@ -268,8 +268,8 @@ class Settings:
                 raise SettingError(f"{name}={value}: it must be greater than {above}")
         if self.mirror and not self.emergency:
             raise SettingError(
-                "mirror=True with emergency=False: the next generation of ranks would go on from the mirror, and "
-                "emergency=False says that it goes on from a checkpoint; leave one of them out"
+                "mirror=True with emergency=False: the next generation of ranks would go on from the mirror, and with "
+                "emergency=False it goes on from a checkpoint; leave one of them out"
             )
         if self.log_every is not None and self.log_every.unit != "step":
             raise SettingError(f"log_every='{self.log_every}': give a number of steps, such as '50 steps'")
