@@ -123,7 +123,8 @@ class SlotCollate:
         region = self._region_for(ends[-1]) if tensors else None
         if region is None:
             return data
-        number, process, memory = region.take(), os.getpid(), None
+        process: int | None = os.getpid()
+        number, memory = region.take(), None
         if number is None:
             try:
                 region = _Region.of(ends[-1], 1)
@@ -180,9 +181,13 @@ os.register_at_fork(before=_copies.note)
 
 
 def _unpacked(process: int | None, memory: Tensor | None, slots: int, number: int, data: Data) -> Data:
-    region = _regions[process] if memory is None else _Region(memory, slots)
-    if process is not None:  # else it is the memory of this batch alone
-        _regions[process] = region
+    if memory is None:
+        assert process is not None
+        region = _regions[process]
+    else:
+        region = _Region(memory, slots)
+        if process is not None:  # else it is the memory of this batch alone
+            _regions[process] = region
     # A view that all tensors of the batch hold, and nothing else: it ends with the last of them.
     slot = region.slot(number)
     weakref.finalize(slot, _give_back, region, number, os.getpid(), _copies.count).atexit = False
