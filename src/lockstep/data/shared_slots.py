@@ -124,8 +124,7 @@ class SlotCollate:
         if region is None:
             return data
         process: int | None = os.getpid()
-        memory: Tensor | None = None
-        number = region.take()
+        number, memory = region.take(), None
         if number is None:
             try:
                 region = _Region.of(ends[-1], 1)
@@ -182,13 +181,13 @@ os.register_at_fork(before=_copies.note)
 
 
 def _unpacked(process: int | None, memory: Tensor | None, slots: int, number: int, data: Data) -> Data:
-    if process is None or memory is not None:
-        assert memory is not None, "the memory of this batch alone comes with it"
-        region = _Region(memory, slots)
-        if process is not None:
-            _regions[process] = region
-    else:
+    if memory is None:
+        assert process is not None
         region = _regions[process]
+    else:
+        region = _Region(memory, slots)
+        if process is not None:  # else it is the memory of this batch alone
+            _regions[process] = region
     # A view that all tensors of the batch hold, and nothing else: it ends with the last of them.
     slot = region.slot(number)
     weakref.finalize(slot, _give_back, region, number, os.getpid(), _copies.count).atexit = False
@@ -213,13 +212,13 @@ def beginning_workers() -> Iterator[None]:
 
 
 def forget(process: int | None) -> None:
-    """The loader ``process`` has ended: its memory is given back as soon as no batch lies there."""
+    """The loader ``process`` has ended: its memory is free as soon as no batch lies there."""
     if process is not None:
         _regions.pop(process, None)
 
 
 def forget_all() -> None:
-    """In a loader process: forget the slots of other ones, which it inherited when it was forked."""
+    """In a loader process: those of other ones, of which it was born with a copy."""
     _regions.clear()
 
 
