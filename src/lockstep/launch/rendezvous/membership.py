@@ -350,9 +350,7 @@ def _why_lost(state: MembershipState, nodes: Sequence[NodeView]) -> str:
     # Who decides this has neither died nor lost the network to itself.
     if nodes[0].report.node_id in state.lost:
         host = nodes[0].report.host
-        return (
-            f"the store where the launchers meet, on {host}, did not answer for too long, or its launcher stood"
-        )
+        return f"the store where the launchers meet, on {host}, did not answer for too long, or its launcher stood"
     return "it died, or the network does not reach it any more"
 
 
