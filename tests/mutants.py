@@ -125,9 +125,9 @@ MUTANTS = [
     ),
     mutant(
         "collectives/shared_memory_parts.py",
-        "area.is_free = _is_dead(area) and i != self._next",
-        "area.is_free = i != self._next",
-        "tests/collectives/test_reduce_scatter.py",
+        "free &= said[-1]",
+        "free |= said[-1]",
+        "tests/collectives/test_shared_memory_gather.py",
     ),
     mutant(
         "collectives/shared_memory_parts.py",

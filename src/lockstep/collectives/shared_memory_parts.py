@@ -26,8 +26,9 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.shared_memory import SharedMemoryArena
 from lockstep.errors import MismatchError
 
-_WORDS: Final = 3  # that each rank says of a gather
+_WORDS: Final = 4  # that each rank says of a gather
 _WORD: Final = 8  # bytes
+_MOST_REUSED: Final = 62  # areas whose end a word has a bit for; more are not written again
 
 
 class SharedMemoryExchange:
@@ -83,8 +84,9 @@ class _Area:
 class SharedMemoryGather:
     """Gathers parts of one length from all ranks, in the protocol of torch's ``FSDPModule.set_custom_all_gather``.
 
-    Ranks gather the same tensors in the same order. Which area a gather takes follows from which ones this rank is done
-    with, and must be the same on all ranks: that is compared in each gather, with its length.
+    Ranks gather the same tensors in the same order, which is compared in each gather. When a rank lets go of a tensor
+    is up to Python and autograd, and not the same on all ranks. So each says in a gather which areas it is done with, and
+    the next gathers write those again with which all are.
     """
 
     def __init__(self, group: Group) -> None:
@@ -100,7 +102,7 @@ class SharedMemoryGather:
         """Allocate a whole tensor, into which this rank copies its part. Collective, where there is no free area."""
         count = int(size[0])
         needed = count * dtype.itemsize
-        free = [i for i, area in enumerate(self._areas) if area.is_free and _is_dead(area)]
+        free = [i for i, area in enumerate(self._areas) if area.is_free]
         if not free:
             self._areas.append(_Area(self._arena.allocate(needed)))
         self._next = free[0] if free else len(self._areas) - 1
@@ -108,7 +110,7 @@ class SharedMemoryGather:
         if len(area.memory) < needed:
             area.memory = self._arena.allocate(needed)
         whole = torch.frombuffer(area.memory, dtype=dtype, count=count)
-        area.tensor = weakref.ref(whole)
+        area.tensor, area.is_free = weakref.ref(whole), False
         return whole
 
     def __call__(
@@ -123,10 +125,10 @@ class SharedMemoryGather:
         Raises:
             MismatchError: if ranks gather other tensors.
         """
-        for i, area in enumerate(self._areas):
-            area.is_free = _is_dead(area) and i != self._next
+        reused = enumerate(self._areas[:_MOST_REUSED])
+        free = sum(1 << i for i, area in reused if _is_dead(area) and i != self._next)
         row = self._number % 2 * self._size
-        words = (self._number, self._next, output_tensor.numel())
+        words = (self._number, self._next, output_tensor.numel(), free)
         for place, word in enumerate(words, (row + self._rank) * _WORDS):
             self._said[place] = word
         self._number += 1
@@ -134,13 +136,16 @@ class SharedMemoryGather:
         self._arena.wait()
         for rank in range(self._size):
             said = tuple(self._said[(row + rank) * _WORDS : (row + rank + 1) * _WORDS])
-            if said != words:
+            if said[:-1] != words[:-1]:
                 raise MismatchError(
                     f"rank {rank} gathers {said[2]} numbers in gather {said[0]}, and rank {self._rank} {words[2]} in "
                     f"gather {words[0]}: forward() must call the same blocks in the same order on all ranks; where "
                     "that depends on the data, say run.model(model, find_unused_parameters=True), which gathers the "
                     "whole model at once"
                 )
+            free &= said[-1]
+        for i, area in enumerate(self._areas):
+            area.is_free = bool(free >> i & 1)
 
     def close(self) -> None:
         """Close the connections."""
