@@ -73,8 +73,8 @@ class _TensorsOfStages:
             if reference is not None and reference() is tensor and other != place:
                 raise SettingError(
                     f"strategy pipeline: {place}.{name} and {other}.{known_as} are one tensor, of stages that "
-                    "functions make one at a time: do not share weights between them, let one function make both in "
-                    "one stage, or give run.model([...]) the stages as modules"
+                    "functions make one at a time: do not share weights between them, let one function make both "
+                    "in one stage, or give run.model([...]) the stages as modules"
                 )
             self._known[id(tensor)] = (weakref.ref(tensor), place, name)
 
