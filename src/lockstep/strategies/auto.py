@@ -24,7 +24,7 @@ from lockstep.collectives import Group
 from lockstep.errors import UsageError
 from lockstep.formatting import size
 from lockstep.strategies import ddp, zero
-from lockstep.strategies.abilities import Delegates, DividesConstruction, construct, divides_construction
+from lockstep.strategies.abilities import Delegates
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.protocol import ReplicaAssignment, StateLayout, Strategy, StrategyContext
 from lockstep.strategies.sharded import fully_sharded
@@ -124,19 +124,13 @@ def measure(group: Group, clock: Callable[[], float] = time.perf_counter) -> Lin
     return Link(latency, travels / max(whole - latency, 1e-6))
 
 
-class Auto(Strategy, Delegates, DividesConstruction):
+class Auto(Strategy, Delegates):
     """The strategy ``auto``: delegates to the one that it chooses when it sees the first model."""
 
     def __init__(self, context: StrategyContext) -> None:
         self.assignment = ReplicaAssignment(context.group.rank, context.group.size)
         self._context: Final = context
         self._chosen: Strategy | None = None
-
-    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """What ``make`` gives: the first model whole, since its size decides; others as the chosen strategy does it."""
-        if self._chosen is not None and divides_construction(self._chosen):
-            return construct(self._chosen, make)
-        return make().to(self._context.group.device)
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """Choose a strategy for the first model, and let it set up each model. Collective."""
