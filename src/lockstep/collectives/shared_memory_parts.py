@@ -85,8 +85,8 @@ class SharedMemoryGather:
     """Gathers parts of one length from all ranks, in the protocol of torch's ``FSDPModule.set_custom_all_gather``.
 
     Ranks gather the same tensors in the same order, which is compared in each gather. When a rank lets go of a tensor
-    is up to Python and autograd, and not the same on all ranks. So each says in a gather which areas it is done with, and
-    the next gathers write those again with which all are.
+    is up to Python and autograd, and not the same on all ranks. So each says in a gather which areas it is done with,
+    and the next gathers write those again with which all are.
     """
 
     def __init__(self, group: Group) -> None:
