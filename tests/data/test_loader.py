@@ -1,5 +1,6 @@
 """Each sample once, the same micro-batches on any world (P3 and the data's part of P1), and what is refused."""
 
+import itertools
 import random
 from collections import Counter
 from itertools import islice, pairwise
@@ -425,6 +426,22 @@ def test_a_stride_that_gives_too_much_is_found():
 
     with pytest.raises(DataError, match=r"different streams.*\[2, 2, 1, 0\]"):
         on_world(Wrong(3), (8, 2), 2)
+
+
+def test_a_stride_that_draws_its_order_from_global_generators_is_the_same_for_all_micro_batches():
+    class Shuffled(Stream):
+        def stride(self, start, step):
+            yield from torch.randperm(self.length).tolist()[start::step]
+
+    def found(world, first_step=0):
+        batches = itertools.chain(*on_world(Shuffled(21), (8, 2), world, epoch=3, first_step=first_step))
+        return {(b.position.step, b.position.index): b.data.tolist() for b in batches}
+
+    whole = found(1)
+    assert sorted(itertools.chain(*whole.values())) == list(range(21))
+    for world in (1, 2, 3):
+        for first_step in range(3):
+            assert found(world, first_step) == {at: data for at, data in whole.items() if at[0] >= first_step}
 
 
 def test_a_wasteful_stream_is_named_once():

@@ -143,9 +143,17 @@ class StridedReader(Reader):
             return [self._share.collate(first, epoch, step, m) for m, first in zip(indices, firsts, strict=True)]
 
     def _open(self, epoch: int, step: int, index: int) -> Iterator[Sample]:
-        start, stride = step * self._share.plan.global_batch + index, self._share.plan.micro_batches
+        """The stride of micro-batch ``index``, from ``step`` on.
+
+        A generator function begins when its first sample is read. What it draws then, such as an order, is to be the
+        same for all strides of an epoch, so a sample is read here: the one before, where there is one.
+        """
+        plan, before = self._share.plan, min(step, 1)
+        start = step * plan.global_batch + index - before * plan.micro_batches
         seed_generators(seed_of(self._share.seed, "stream", epoch))
-        return iter(self._share.dataset.stride(start, stride))
+        stream = iter(self._share.dataset.stride(start, plan.micro_batches))
+        read = list(islice(stream, 1))
+        return stream if before else chain(read, stream)
 
     def _next(self, stream: Iterator[Sample], epoch: int, step: int, index: int) -> list[Sample]:
         """The samples of a micro-batch, seeded once: whichever rank reads it reads all of it."""
