@@ -1,5 +1,6 @@
 """Each sample once, the same micro-batches on any world (P3 and the data's part of P1), and what is refused."""
 
+import dataclasses
 import itertools
 import random
 from collections import Counter
@@ -19,6 +20,7 @@ from lockstep.data import choose_workers, is_in_memory
 from lockstep.data.indexed_loader import pinned
 from lockstep.data.orders import ShuffledOrder
 from lockstep.data.sampling import epoch_positions
+from lockstep.data.stream_agreement import bytes_of
 from lockstep.errors import DataError
 
 KINDS = {
@@ -442,6 +444,15 @@ def test_a_stride_that_draws_its_order_from_global_generators_is_the_same_for_al
     for world in (1, 2, 3):
         for first_step in range(3):
             assert found(world, first_step) == {at: data for at, data in whole.items() if at[0] >= first_step}
+
+
+def test_what_a_batch_takes_counts_all_its_tensors():
+    @dataclasses.dataclass
+    class Both:
+        x: torch.Tensor
+        y: list
+
+    assert bytes_of(Both(torch.zeros(1000), [np.zeros(500), {"text": "abc"}])) == 4000 + 4000 + 3
 
 
 def test_a_wasteful_stream_is_named_once():

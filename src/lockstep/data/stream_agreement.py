@@ -9,6 +9,7 @@ One gather of pickled numbers costs about 3 ms on two ranks: more than many a st
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
@@ -107,7 +108,7 @@ def _samples_of(ranks: list[tuple[int, list[int]]], plan: BatchPlan, name: str, 
 
 
 def bytes_of(data: Data) -> int:
-    """About how much memory ``data`` takes: its tensors, arrays and texts, and those in its nests."""
+    """About how much memory ``data`` takes: its tensors, arrays and texts, and those in its nests and data classes."""
     match data:
         case torch.Tensor() | np.ndarray():
             return int(data.nbytes)
@@ -117,5 +118,7 @@ def bytes_of(data: Data) -> int:
             return sum(map(bytes_of, data.values()))
         case list() | tuple():
             return sum(map(bytes_of, data))
+        case _ if dataclasses.is_dataclass(data):
+            return sum(bytes_of(getattr(data, field.name, None)) for field in dataclasses.fields(data))
         case _:
             return _SMALL_OBJECT
