@@ -17,7 +17,7 @@ from lockstep.launch_contract import RESUME
 from lockstep.memory_use import host_memory
 from lockstep.run import Run
 from lockstep.strategies.parameter_server import table_construction
-from lockstep.strategies.parameter_server.embedding_tables import EmbeddingTables, LookupRequest
+from lockstep.strategies.parameter_server.embedding_tables import EmbeddingTables, LookupRequest, ServedTable
 from lockstep.strategies.parameter_server.row_division import WHOLE_BYTES, RowDivision
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint
 from lockstep.testing import run_ranks, state_hash
@@ -417,3 +417,37 @@ def without_tables():
 
 def test_a_model_without_embeddings_is_told():
     assert "Linear has no embedding to serve" in on_world(2, [(without_tables,)])[0][0]
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * self.weight.shape[1] ** 0.5
+
+
+class Positions(nn.Embedding):
+    def forward(self, ids):
+        return F.embedding(torch.arange(ids.shape[-1]) + 2, self.weight, self.padding_idx) + ids[..., None]
+
+
+class Whole(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) - self.weight.mean()
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag, Scaled, Positions])
+def test_a_table_is_looked_up_as_its_class_does_it(kind):
+    torch.manual_seed(0)
+    module, ids = kind(9, 4, padding_idx=-7), torch.tensor([[3, 2, 8], [2, 2, 0]])
+    expected, weight = module(ids), module.weight.detach().clone()
+    table = ServedTable(module, {1: range(5), 2: range(5, 9)}, 0)
+    table.keep(None)
+    assert torch.equal(table.look_up(lambda rows: weight[rows], (ids,), {}), expected)
+    with pytest.raises(IndexError, match="row 9 of 9"):
+        table.look_up(lambda rows: weight[rows], (torch.full((1, 8), 9),), {})
+
+
+def test_a_table_that_is_not_only_looked_up_is_refused():
+    table = ServedTable(Whole(9, 4), {1: range(9)}, 0)
+    table.keep(None)
+    with pytest.raises(UsageError, match="Whole reads its weight by mean, and servers answer look-ups only"):
+        table.look_up(lambda rows: torch.zeros(len(rows), 4), (torch.tensor([3]),), {})

@@ -9,6 +9,7 @@ So a server never has a gradient of all its rows but once in a step, and a worke
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,11 +17,16 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch._C._distributed_autograd import get_gradients  # what torch.distributed exports, with types
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from lockstep.collectives import TreeAccumulator, fold
+from lockstep.errors import UsageError
 from lockstep.strategies.row_shard import RowShard
 
 EmbeddingTable = nn.Embedding | nn.EmbeddingBag
+Fetch = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +124,8 @@ class ServedTable:
         pieces = rows.tensor_split(ends.tolist()[:-1])
         return [(server, piece) for server, piece in zip(self.rows_of, pieces, strict=True) if len(piece)]
 
-    def look_up(
-        self, fetch: Callable[[torch.Tensor], torch.Tensor], inputs: Sequence[Any], named: Mapping[str, Any]
-    ) -> torch.Tensor:
-        """What the module's forward pass returns.
+    def look_up(self, fetch: Fetch, inputs: Sequence[Any], named: Mapping[str, Any]) -> torch.Tensor:
+        """What the module's forward pass returns, also that of a class of the user's.
 
         Args:
             fetch: gives the rows of these numbers, each of which it is asked for once, in order.
@@ -130,29 +134,55 @@ class ServedTable:
 
         Raises:
             IndexError: for a number that is no row of the table, as torch does.
+            UsageError: if the forward pass reads the table otherwise than by look-ups.
         """
-        numbers: torch.Tensor = inputs[0] if inputs else named["input"]
-        padding = self.module.padding_idx
+        forward: Callable[..., torch.Tensor] = type(self.module).forward
+        with _LookUps(self.module, fetch):
+            return forward(self.module, *inputs, **named)
+
+
+class _LookUps(TorchFunctionMode):
+    """Within, look-ups in a module's weight get the rows that they need, and whatever else reads it is refused."""
+
+    def __init__(self, module: EmbeddingTable, fetch: Fetch) -> None:
+        super().__init__()
+        self._module: Final = module
+        self._fetch: Final = fetch
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named, weight = kwargs or {}, self._module.weight
+        if not any(leaf is weight for leaf in pytree.tree_leaves((args, named))):
+            return func(*args, **named)
+        if func in (F.embedding, F.embedding_bag):
+            asked = inspect.signature(func).bind(*args, **named)
+            asked.apply_defaults()
+            if asked.arguments["input"] is not weight and asked.arguments["max_norm"] is None:
+                return func(**self._with_rows(asked.arguments))
+        elif not isinstance(result := func(*args, **named), torch.Tensor):
+            return result  # such as its shape
+        raise UsageError(
+            f"the forward pass of {type(self._module).__name__} reads its weight by {func.__name__}, and servers "
+            "answer look-ups only; name the embeddings to serve, without this one: --strategy hybrid:served=..."
+        )
+
+    def _with_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The ``arguments`` of a look-up, in a table of the rows that it needs instead of the whole one."""
+        numbers, padding, count = arguments["input"], arguments["padding_idx"], self._module.num_embeddings
         # The padding's row always comes along, so that the same kernels compute what they would with the whole table.
         asked = numbers.detach().reshape(-1).to("cpu", torch.int64)
-        asked = asked if padding is None else torch.cat([asked, torch.tensor([padding])])
+        if padding is not None:
+            asked = torch.cat([asked, torch.tensor([padding % count])])
         rows, places = torch.unique(asked, return_inverse=True)
-        if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < self.shape[0]:
-            raise IndexError(f"index out of range: row {int(rows[-1] if rows[0] >= 0 else rows[0])} of {self.shape[0]}")
-        small = object.__new__(type(self.module))
-        vars(small).update(
-            vars(self.module),
-            _parameters={"weight": fetch(rows)},
-            num_embeddings=len(rows),
-            sparse=False,
-            padding_idx=None if padding is None else int(places[-1]),
-        )
-        own = places[: numbers.numel()].to(numbers.device, numbers.dtype).view(numbers.shape)
-        forward: Callable[..., torch.Tensor] = type(self.module).forward
-        result: torch.Tensor = (
-            forward(small, own, *inputs[1:], **named) if inputs else forward(small, **{**named, "input": own})
-        )
-        return result
+        if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < count:
+            raise IndexError(f"index out of range: row {int(rows[-1] if rows[0] >= 0 else rows[0])} of {count}")
+        return arguments | {
+            "input": places[: numbers.numel()].to(numbers.device, numbers.dtype).view(numbers.shape),
+            "weight": self._fetch(rows),
+            "padding_idx": None if padding is None else int(places[-1]),
+            "sparse": False,
+        }
 
 
 class EmbeddingTables:
