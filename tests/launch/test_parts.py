@@ -93,7 +93,7 @@ def test_a_run_directory_that_goes_away_does_not_hide_the_cause(workshop, launch
     launcher, screen = launched()
     ranks_are_up(workshop, 0)
     shutil.rmtree(workshop.here / "r")
-    wait_until(lambda: "note: r/" in screen(), screen)
+    wait_until(lambda: "note: r" in screen(), screen)
     (workshop.here / "go").touch()
     assert launcher.wait(60) == 1
     assert "rank 1 of 2" in screen().split("✗ ")[-1]

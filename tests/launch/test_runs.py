@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
+from waiting import wait_until
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
 
@@ -175,7 +176,8 @@ def test_no_rank_outlives_a_launcher_that_is_killed(workshop, hit):
     launcher = workshop.start("--nproc-per-node", 2, workshop.script(WAITS), "child")
     for rank in range(2):
         workshop.wait_for_file(f"up-{rank}")
-    assert {"rank 0", "rank 1", "sleep", "lockstep store"} <= set(workshop.processes().values())
+    names = {"rank 0", "rank 1", "sleep", "lockstep store"}
+    wait_until(lambda: names <= set(workshop.processes().values()), lambda: f"{names} in {workshop.processes()}")
     fork_server = workshop.fork_server()
     hit(fork_server, "SIGTERM")  # as a scheduler might, to every process of a job
     assert fork_server in workshop.processes()

@@ -22,7 +22,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -30,6 +29,7 @@ import sys
 import time
 from collections.abc import Mapping
 from multiprocessing import util
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,7 +77,7 @@ class ForkServer:
         unread = b""
         while True:
             left_s = None if self._lease_end_s == float("inf") else max(0.0, self._lease_end_s - time.monotonic())
-            ready, _, _ = select.select([self._connection.fileno(), wakeup], [], [], left_s)
+            ready = wait([self._connection.fileno(), wakeup], left_s)
             if time.monotonic() >= self._lease_end_s:
                 self._expire_lease()
             if wakeup in ready:

@@ -123,11 +123,15 @@ class ForkServerClient:
         Something to read from one of the ``descriptors`` ends the waiting, too.
         """
         connection = self._connection.fileno()
-        writing = [connection] if self._unsent else []
-        readable, writable, _ = select.select([connection, *descriptors], writing, [], timeout_s)
-        if connection in writable:
+        # Not `select.select`, which takes no descriptor above 1023: a copied process may have many files open.
+        ready = select.poll()
+        for descriptor in descriptors:
+            ready.register(descriptor, select.POLLIN)
+        ready.register(connection, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        found = dict(ready.poll(1000 * timeout_s)).get(connection, 0)
+        if found & select.POLLOUT:
             self._send()
-        if connection not in readable:
+        if not found & ~select.POLLOUT:
             return []
         chunk = self._receive()
         if chunk is None:
