@@ -58,6 +58,9 @@ _PLACES = {
 _SHORT = {"ckpt": "checkpoints"}
 #: Options of `run` that are settings of `Run`; any other is given with ``--set``.
 _SETTINGS = ("checkpoint", "save_every", "strategy", "reduction", "precision", "rehearse")
+#: They say where and how a run begins, and what the words after them are: a later command says that itself.
+_BEGINNING = ("--resume", "--fresh", "-m", "--module", "--no-python", "--")
+_BEGINNING_WITH_VALUE = ("--run-dir", "--resume-from")
 
 
 def run_command() -> int:
@@ -205,7 +208,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if parsed.resume_from not in (None, "best") and not parsed.resume_from.isdecimal():
         raise SettingError(f"--resume-from {parsed.resume_from}: give best, or the step of a checkpoint")
     # Late, for what it loads is needed only from here on.
-    from lockstep.launch import Nodes, Request, asks_for_help, check_program, show_help, start
+    from lockstep.launch import Nodes, Request, asks_for_help, check_program, show_help, start, without_options
 
     own = list(words[: len(words) - len(parsed.args) - 1])
     program = _program(parsed)
@@ -239,7 +242,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             ends_at_s=None if parsed.ends_at is None else moment(parsed.ends_at, datetime.now()),
             requeue=parsed.requeue,
             everywhere=not parsed.standalone,
-            options=_repeatable(own),
+            options=without_options(own, _BEGINNING, valued=_BEGINNING_WITH_VALUE),
         )
     )
 
@@ -369,20 +372,6 @@ def _settings(parsed: argparse.Namespace) -> dict[str, str]:
 
 def _names() -> list[str]:
     return [field.name for field in fields(Settings)]
-
-
-def _repeatable(own: list[str]) -> tuple[str, ...]:
-    """Options of ours without those that say where and how the run begins: a later command says that itself."""
-    kept: list[str] = []
-    words = iter(own)
-    for word in words:
-        option, equals, _ = word.replace("_", "-").partition("=")
-        if option in ("--run-dir", "--resume-from"):
-            if not equals:
-                next(words, None)
-        elif option not in ("--resume", "--fresh", "-m", "--module", "--no-python", "--"):
-            kept.append(word)
-    return tuple(kept)
 
 
 def _advice(unknown: str, command: Command) -> str:

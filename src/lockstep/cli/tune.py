@@ -18,6 +18,8 @@ from lockstep.settings import Interval, Settings, parse
 from lockstep.world import World
 
 _SETTINGS = ("strategy", "precision", "reduction", "save_every", "rehearse")
+#: They say where and how a search begins: a later command says that itself.
+_BEGINNING = ("--resume", "--fresh", "--join")
 #: How long a machine waits for the first machine to begin the search.
 _MEET_S = 600.0
 #: Options that are settings of the search, with the names that these have.
@@ -114,7 +116,7 @@ def _tune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if parsed.script is None:
         raise SettingError("give a script: lockstep tune search.py, or a search: lockstep tune --show runs/NAME")
     # Late, for what it loads is needed only from here on.
-    from lockstep.launch import Machine, Module, Script, asks_for_help, check_program, show_help
+    from lockstep.launch import Machine, Module, Script, asks_for_help, check_program, show_help, without_options
     from lockstep.tune import Driver, SearchRequest, join_directory, open_directory, visible_gpus, worker_sizes
 
     program = (Module if parsed.module else Script)(parsed.script, tuple(parsed.args))
@@ -142,7 +144,8 @@ def _tune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if parsed.join:
         options = {**directory.options(), **options}  # such as how many trials: all workers end with the same one
     own = list(words[: len(words) - len(parsed.args) - 1])
-    again = ["lockstep", "tune", "--resume", "--run-dir", _shown(directory.path), *_repeatable(own)]
+    repeated = without_options(own, _BEGINNING, valued=["--run-dir"])
+    again = ["lockstep", "tune", "--resume", "--run-dir", _shown(directory.path), *repeated]
     request = SearchRequest(
         program,
         directory,
@@ -186,18 +189,6 @@ def _settings(parsed: argparse.Namespace) -> dict[str, str]:
     given |= {name: getattr(parsed, name) for name in _SETTINGS if getattr(parsed, name) is not None}
     Settings(**{name: parse(name, value) for name, value in given.items()})
     return given
-
-
-def _repeatable(own: Sequence[str]) -> list[str]:
-    """Options without those that say where and how the search begins: a later command says that itself."""
-    kept: list[str] = []
-    words = iter(own)
-    for word in words:
-        if word == "--run-dir":
-            next(words, None)
-        elif word not in ("--resume", "--fresh", "--join") and not word.startswith("--run-dir="):
-            kept.append(word)
-    return kept
 
 
 def _shown(path: Path) -> str:

@@ -16,7 +16,16 @@ from lockstep.launch.diagnosis.root_cause import RankExit, failure_line
 from lockstep.launch.host import Machine
 from lockstep.launch.launcher import launch, start, watch
 from lockstep.launch.program import asks_for_help, check_program, show_help
-from lockstep.launch.request import Executable, Function, Module, Nodes, Request, Script, kind_options
+from lockstep.launch.request import (
+    Executable,
+    Function,
+    Module,
+    Nodes,
+    Request,
+    Script,
+    kind_options,
+    without_options,
+)
 from lockstep.launch.run_directory import is_in_use, next_generation, ranks_of, versions
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, job_script
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
@@ -57,4 +66,5 @@ __all__ = [
     "start",
     "versions",
     "watch",
+    "without_options",
 ]

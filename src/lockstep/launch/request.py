@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -198,15 +198,23 @@ class Nodes:
 
 def with_option(options: Sequence[str], name: str, value: str) -> tuple[str, ...]:
     """The words of a command line with ``value`` for the option ``name``, whether it was given before or not."""
+    return (*without_options(options, valued=[name]), name, value)
+
+
+def without_options(words: Sequence[str], names: Iterable[str] = (), *, valued: Iterable[str] = ()) -> tuple[str, ...]:
+    """The words of a command line without the options ``names``, and without those of ``valued`` and their values."""
+    left_out, with_value = set(names), set(valued)
     kept: list[str] = []
-    words = iter(options)
-    for word in words:
-        given, equals, _ = word.partition("=")
-        if given.replace("_", "-") != name:
+    rest = iter(words)
+    for word in rest:
+        option, equals, _ = word.partition("=")
+        option = option.replace("_", "-")
+        if option in with_value:
+            if not equals:
+                next(rest, None)
+        elif option not in left_out:
             kept.append(word)
-        elif not equals:
-            next(words, None)
-    return (*kept, name, value)
+    return tuple(kept)
 
 
 def _node_range(nnodes: str) -> tuple[int, int]:

@@ -57,8 +57,8 @@ _OVERWRITES: Final = {
     _ATEN.uniform_,
     _ATEN.zero_,
 }
-#: They look at no value, and at no size of a storage.
-_LOOKS_AT_NOTHING: Final = {_ATEN.detach.default, _ATEN.alias.default}
+#: They give the same memory again, and look at no value of it, and at no size of a storage.
+SHARE_MEMORY: Final = {_ATEN.detach.default, _ATEN.alias.default}
 #: They hand out a tensor's memory, which must stay where it is from then on.
 _HANDS_OUT_MEMORY: Final = {
     "__array__",
@@ -361,7 +361,7 @@ class _Operations(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         construction = self._construction
-        if func in _LOOKS_AT_NOTHING:
+        if func in SHARE_MEMORY:
             return func(*args, **kwargs)
         from_file = func is _ATEN.copy_.default and isinstance(args[1], StoredTensor) and _is_plain(args[0])
         if from_file and construction.read_rows(args[0], args[1]):

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
+from lockstep.strategies.divided_construction import SHARE_MEMORY
 from lockstep.strategies.module_states import verify_random_state
 from lockstep.strategies.parameter_server.row_division import RowDivision
 from lockstep.strategies.row_shard import rows_of
@@ -38,7 +39,6 @@ _DRAWN_AT_ONCE: Final = 16
 _DRAWS: Final = {_ATEN.normal_.default, _ATEN.uniform_.default}
 #: They treat each element by itself, as all do that torch has tagged so.
 _ELEMENT_BY_ELEMENT: Final = {_ATEN.zero_.default, _ATEN.copy_.default, _ATEN.clone.default, _ATEN.empty_like.default}
-_SHARE_MEMORY: Final = {_ATEN.detach.default, _ATEN.alias.default}
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class TablePart(torch.Tensor):
         kwargs = kwargs or {}
         tables = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, TablePart)]
         table, first = tables[0], args[0] if args else None
-        if func in _SHARE_MEMORY:
+        if func in SHARE_MEMORY:
             return TablePart(tuple(table.shape), table.held)
         if func in _DRAWS and first is table:
             table._draw(lambda block: func(block, *args[1:], **kwargs))
