@@ -310,7 +310,7 @@ class Checkpoints:
         encoded, names, tensors = flatten(tree)
         encode(dict(about), _refuse)
         file = _file_of(self._group.rank, self._group.size, names)
-        content = self._stager.copy(file, tensors)
+        self._stager.copy(file, tensors)
         self._saves += 1
         described = {**about, _PROTECTED: sorted(self._protected)} if self._protected else dict(about)
         manifest = Manifest(step, encoded, (), {}, described, lockstep=__version__, torch=torch.__version__)
@@ -324,7 +324,7 @@ class Checkpoints:
             protect=protect,
         )
         messages = SaveMessages(self._store, str(self._saves), self._give_up, self._peer_timeout_s, self._clock)
-        self._thread = SaveThread(self._clock, save, lambda: self._writer.write(save, content, messages))
+        self._thread = SaveThread(self._clock, save, lambda: self._writer.write(save, self._stager, messages))
 
     def finished_saves(self) -> tuple[Outcome, ...]:
         """The saves that ended since the last call, in order; failures are reported. Cheap enough for every step."""
@@ -376,7 +376,6 @@ class Checkpoints:
                 "save less often, or on a faster disk"
             )
         self._thread, self._last = None, outcome
-        self._stager.free()
         if outcome.committed:
             self._last_committed_step = outcome.step
         self._unreported.append(outcome)
