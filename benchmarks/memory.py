@@ -177,8 +177,10 @@ def with_run(
                 if epoch == 1 and step == 0 and not resume:
                     wait_for_save(place)
             memory.end("step" if epoch == 0 else "save")
-            before_save = before_save or memory.now()
-        memory.bytes["kept"] = memory.now() - before_save
+            if epoch == 0:
+                before_save = memory.now()
+            else:  # the next save has not begun yet
+                memory.bytes["kept"] = memory.now() - before_save
         shared = 0 if torch.cuda.is_available() else memory_bytes("RssShmem")
         every = run.gather(memory.bytes | {"held": memory.held, "shared": shared})
         return every if run.leads else [], parameters

@@ -23,8 +23,8 @@ from lockstep.checkpoint import (
     list_checkpoints,
     load_part,
     load_tree,
-    merged,
-    read_head,
+    merge_parts,
+    read_part_head,
 )
 from lockstep.collectives import TensorShard
 from lockstep.errors import CheckpointError, SettingError
@@ -39,7 +39,7 @@ SOURCE = str(Path(lockstep.__file__).parents[1])
 
 def heads(place):
     """The whole slots, the newest one first."""
-    found = [head for path in sorted(place.glob("slot-*")) if (head := read_head(path)) is not None]
+    found = [head for path in sorted(place.glob("slot-*")) if (head := read_part_head(path)) is not None]
     return sorted(found, key=lambda head: head.step, reverse=True)
 
 
@@ -68,7 +68,7 @@ def test_the_parts_of_all_ranks_together_are_the_whole_tree(tmp_path_factory, ro
         assert (head.step, head.about) == (3, {"rank": rank})
         written.append(part_at(head))
         first += own
-    tree = merged(written[::-1])
+    tree = merge_parts(written[::-1])
     assert torch.equal(tree["w"], whole)
     assert list(tree["states"]) == list(range(len(rows)))
     assert all(one["step"] == rank for rank, one in tree["states"].items())
@@ -76,7 +76,7 @@ def test_the_parts_of_all_ranks_together_are_the_whole_tree(tmp_path_factory, ro
     lacking = [part for part, own in zip(written, rows, strict=True) if own][1:]
     if lacking:
         with pytest.raises(CheckpointError, match="do not make it whole"):
-            merged(lacking)
+            merge_parts(lacking)
 
 
 def test_of_two_slots_one_is_always_whole(tmp_path):

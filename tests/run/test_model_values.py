@@ -13,18 +13,35 @@ from lockstep.run import Run
 from lockstep.testing import state_hash
 from worlds import on_world
 
-WAYS = ("ddp", "fsdp", "hsdp:shard=2,ignored_modules=Embedding+BatchNorm1d", "auto")
+#: Each strategy, and whether it ends in the bits of one rank.
+WAYS = {
+    "ddp": True,
+    "zero": True,
+    "zero:stage=2": True,
+    "fsdp": True,
+    "hsdp:shard=2,ignored_modules=Embedding+BatchNorm1d": True,
+    "auto": True,
+    "parameter-server:servers=1": True,
+    "hybrid:servers=1": True,
+    "pipeline": True,
+    "pipeline:sample=2x5:int64": True,
+    "local-sgd:period=1": False,
+    "diloco:period=1": False,
+}
+#: They keep whole tables apart from the rest, or stages, so that no two of them may share a tensor.
+APART = ("hybrid", "pipeline")
 
 
 class Net(nn.Module):
-    """Large enough to be divided while it is made; two of its parameters are one."""
+    """Large enough to be divided while it is made; two of its parameters are one, if they are tied."""
 
-    def __init__(self):
+    def __init__(self, tied=True):
         super().__init__()
-        self.table = nn.Embedding(60, 24)
-        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(24, 2, 50, batch_first=True) for _ in range(2)])
-        self.norm, self.head = nn.BatchNorm1d(24), nn.Linear(24, 60, bias=False)
-        self.head.weight = self.table.weight
+        self.table = nn.Embedding(400, 48)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(48, 2, 50, batch_first=True) for _ in range(2)])
+        self.norm, self.head = nn.BatchNorm1d(48), nn.Linear(48, 400, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
 
     def forward(self, words):
         x = self.table(words)
@@ -33,20 +50,25 @@ class Net(nn.Module):
         return self.head(self.norm(x.mean(1)))
 
 
-def on_meta():
+def on_meta(tied):
     with torch.device("meta"):
-        return Net()
+        return Net(tied)
 
 
-FORMS = {"given": Net, "made": lambda: Net, "meta": on_meta, "made on meta": lambda: on_meta}
+FORMS = {
+    "given": Net,
+    "made": lambda tied: lambda: Net(tied),
+    "meta": on_meta,
+    "made on meta": lambda tied: lambda: on_meta(tied),
+}
 
 
-def trained(strategy, form, weights):
+def trained(strategy, tied, form, weights):
     """The bits of the model at the beginning, and after two steps; and the random number that came next."""
     with Run(seed=4, strategy=strategy) as run:
-        model = run.model(FORMS[form](), weights=weights)
+        model = run.model(FORMS[form](tied), weights=weights)
         then = torch.rand(1).item()
-        optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
         begun = state_hash(run.state_dict(model))
         words = torch.randint(0, 60, (16, 5), generator=torch.Generator().manual_seed(1))
         for _ in run.epochs(1):
@@ -57,47 +79,57 @@ def trained(strategy, form, weights):
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    """Weights in two files, with an index, as large models come; one name for what is shared."""
-    place = tmp_path_factory.mktemp("weights")
-    torch.manual_seed(11)
-    state = {name: value for name, value in Net().state_dict().items() if name != "head.weight"}
-    names = list(state)
-    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
-    for part, within in parts.items():
-        with SafetensorsWriter(
-            place / part, [in_file(n, state[n].dtype, tuple(state[n].shape)) for n in within]
-        ) as out:
-            for name in within:
-                out.write(content_of(state[name]))
-    index = {"weight_map": {name: part for part, within in parts.items() for name in within}}
-    (place / "model.safetensors.index.json").write_text(json.dumps(index))
-    return place, state
+def files(tmp_path_factory):
+    """Weights in two files, with an index, as large models come, and one name for what is shared; by ``tied``."""
+    found = {}
+    for tied in (True, False):
+        place = tmp_path_factory.mktemp("weights")
+        torch.manual_seed(11)
+        state = {name: value for name, value in Net(tied).state_dict().items() if not tied or name != "head.weight"}
+        names = list(state)
+        parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+        for part, within in parts.items():
+            with SafetensorsWriter(
+                place / part, [in_file(n, state[n].dtype, tuple(state[n].shape)) for n in within]
+            ) as out:
+                for name in within:
+                    out.write(content_of(state[name]))
+        index = {"weight_map": {name: part for part, within in parts.items() for name in within}}
+        (place / "model.safetensors.index.json").write_text(json.dumps(index))
+        found[tied] = place, state
+    return found
 
 
-def test_however_a_model_is_made_it_is_the_model_of_one_rank(file):
-    place, _ = file
-    forms = [("given", None), ("made", None), ("meta", None), ("made on meta", None)]
-    forms += [("given", str(place)), ("made", str(place)), ("meta", str(place))]
-    (alone,) = on_world(1, [(trained, "none", form, weights) for form, weights in forms[:1]])
-    reference = alone[0]
-    calls = [(trained, way, form, weights) for way in WAYS for form, weights in forms]
-    from_file = None
-    for (_, way, form, weights), (first, second) in zip(calls, on_world(2, calls), strict=True):
-        assert not isinstance(first, str), f"{way}, {form}, {weights}: {first}"
-        begun, ended, then = first
-        assert second[2] == then, "ranks go on with the same random numbers"
-        if weights is None:
-            # The modules of this model draw in the order in which their constructors do.
-            assert first == reference or ("meta" in form and (begun, ended) == reference[:2]), f"{way}, {form}"
-        else:
-            from_file = from_file or (begun, ended)
-            assert (begun, ended) == from_file, f"{way}, {form}, from a file"
-            assert begun != reference[0]
+def test_however_a_model_is_made_it_is_the_model_of_one_rank_under_every_strategy(files):
+    alone = [(tied, from_file) for tied in (True, False) for from_file in (False, True)]
+    calls = [(trained, "none", tied, "given", str(files[tied][0]) if from_file else None) for tied, from_file in alone]
+    references = dict(zip(alone, [found for (found,) in on_world(1, calls)], strict=True))
+    cases = [(way, form, False) for way in WAYS for form in ("made", "meta")] + [(way, "meta", True) for way in WAYS]
+    cases += [("fsdp", "made on meta", False), ("fsdp", "given", True), ("fsdp", "made", True)]
+    calls = []
+    for way, form, from_file in cases:
+        tied = not way.startswith(APART)
+        calls.append((trained, way, tied, form, str(files[tied][0]) if from_file else None))
+    wrong = {}
+    for (_, way, tied, form, weights), (first, second) in zip(calls, on_world(2, calls), strict=True):
+        begun, ended, then = references[tied, weights is not None]
+        if isinstance(first, str):
+            wrong[way, form, weights is not None] = first
+            continue
+        same = {
+            "at the beginning": first[0] == begun,
+            "at the end": first[1] == ended or not WAYS[way],
+            "ranks go on with the same random numbers": first[2] == second[2],
+            # The modules of this model draw in the order in which their constructors do; `reset_parameters` others.
+            "the next random number": first[2] == then or "meta" in form,
+        }
+        if not all(same.values()):
+            wrong[way, form, weights is not None] = same
+    assert not wrong, "\n".join(f"{case}: {what}" for case, what in wrong.items())
 
 
-def test_weights_are_those_of_the_file(file):
-    place, state = file
+def test_weights_are_those_of_the_file(files):
+    place, state = files[True]
     for path in (place, place / "model.safetensors.index.json"):
         assert {name: value.whole() for name, value in read_weights(path).items()}.keys() == state.keys()
     for name, stored in read_weights(place).items():
@@ -144,8 +176,8 @@ def test_what_has_its_values_keeps_them():
         assert all(bool((p == 1).all()) for p in model.head.parameters())
 
 
-def test_what_nobody_initialises_is_refused_and_so_are_weights_of_another_model(file, tmp_path):
-    place, _ = file
+def test_what_nobody_initialises_is_refused_and_so_are_weights_of_another_model(files, tmp_path):
+    place, _ = files[True]
     with torch.device("meta"):
         unset, constant = Unset(), Constant()
     (tmp_path / "odd.safetensors").write_bytes(b"\0" * 40)

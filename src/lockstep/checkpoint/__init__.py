@@ -23,7 +23,7 @@ from lockstep.checkpoint.safetensors_file import FileTensor
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.async_save import Checkpoints, Saved
-    from lockstep.checkpoint.part_file import PartHead, PartWriter, load_part, merged, read_head
+    from lockstep.checkpoint.part_file import PartHead, PartWriter, load_part, merge_parts, read_part_head
     from lockstep.checkpoint.save_thread import Outcome
     from lockstep.checkpoint.tensors import (
         Tensors,
@@ -45,7 +45,7 @@ else:
             ("Tensors", "content_of", "in_file", "load_tree", "stored_tree", "tensor_of", "write_torch_file"), "tensors"
         )
         homes["read_weights"] = "weights_file"
-        homes |= dict.fromkeys(("PartHead", "PartWriter", "load_part", "merged", "read_head"), "part_file")
+        homes |= dict.fromkeys(("PartHead", "PartWriter", "load_part", "merge_parts", "read_part_head"), "part_file")
         homes |= dict.fromkeys(("FlatTree", "checksums_in", "save_whole"), "whole_save")
         if name not in homes:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -89,9 +89,9 @@ __all__ = [
     "load_part",
     "load_tree",
     "lock_root",
-    "merged",
-    "read_head",
+    "merge_parts",
     "read_manifest",
+    "read_part_head",
     "read_weights",
     "remove",
     "save_whole",

@@ -75,7 +75,7 @@ class PartWriter:
 
         Args:
             step: steps done.
-            about: plain values that `read_head` gives.
+            about: plain values that `read_part_head` gives.
             part: of a tree whose tensors may be `TensorShard`, of which this rank holds a box or nothing.
             at_once: tensors that are copied before this returns, such as running statistics, whose kernels do not
                 count changes.
@@ -226,7 +226,7 @@ def _box(entry: TensorEntry) -> tuple[Sequence[int], Sequence[int] | None, Seque
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_head(path: Path) -> PartHead | None:
+def read_part_head(path: Path) -> PartHead | None:
     """What the slot at ``path`` holds; None if it is not whole.
 
     Raises:
@@ -261,7 +261,7 @@ def _leaf(tensor: torch.Tensor, described: Sequence[Any]) -> torch.Tensor | Tens
     return TensorEntry("", tensor.dtype, tuple(shape), box, divided=True).leaf(tensor)
 
 
-def merged(parts: Sequence[Tree]) -> Tree:
+def merge_parts(parts: Sequence[Tree]) -> Tree:
     """The whole tree, from the parts of all ranks: each tensor is whole, and has memory of its own.
 
     Dicts hold what any part has; of what several parts hold, the first one counts.
@@ -274,9 +274,9 @@ def merged(parts: Sequence[Tree]) -> Tree:
         keys = dict.fromkeys(key for part in parts for key in part)
         ordered = sorted(keys) if all(isinstance(key, int) for key in keys) else keys
         kind: Any = type(first)
-        return kind({key: merged([part[key] for part in parts if key in part]) for key in ordered})
+        return kind({key: merge_parts([part[key] for part in parts if key in part]) for key in ordered})
     if isinstance(first, list | tuple):
-        return type(first)(merged(items) for items in zip(*parts, strict=True))
+        return type(first)(merge_parts(items) for items in zip(*parts, strict=True))
     if isinstance(first, TensorShard):
         return _assembled([part for part in parts if isinstance(part, TensorShard)])
     return first.clone() if isinstance(first, torch.Tensor) else first

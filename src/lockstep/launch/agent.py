@@ -44,7 +44,7 @@ from lockstep.launch.rendezvous.membership import (
 )
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message, Notice
 from lockstep.launch.rendezvous.plan import Plan, StopMode
-from lockstep.launch.rendezvous.takeover import Moved
+from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch.run_directory import MARK, note_generation, shown
 from lockstep.launch.workers.rank_exits import without_repeated_tracebacks
 from lockstep.launch.workers.worker_group import WorkerGroup
@@ -135,7 +135,7 @@ class Agent:
         #: Whether this node leaves a job that goes on without it.
         self.released = False
         #: The coordinator that the job has now, if it is another one; `run` has then returned to be called anew.
-        self.moved: Moved | None = None
+        self.moved: NewCoordinator | None = None
 
     def run(self) -> int:
         """Do what the plans say until the job is over; returns the launcher's exit code.
@@ -175,7 +175,7 @@ class Agent:
     def _look_at_lease(self) -> int | None:
         """See whether this node may go on as what it is; returns an exit code when it may not, once its ranks ended."""
         match self._takeover.poll(self._store.silent_s(), running=self._workers.running):
-            case Moved() as moved:
+            case NewCoordinator() as moved:
                 if self.moved is None:
                     who = "this node" if moved.listening else moved.lease.host
                     self._screen.say(f"{who} is the coordinator now (term {moved.lease.term})")

@@ -29,10 +29,10 @@ from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch.host import Machine
-from lockstep.launch.node_start import announce, prepared, running_elsewhere, say, settled, take_part
+from lockstep.launch.node_start import NodePart, announce, prepared, running_elsewhere, say, settled
 from lockstep.launch.rendezvous.join import Joined, join_alone
 from lockstep.launch.rendezvous.signature import SECRET
-from lockstep.launch.rendezvous.takeover import Moved
+from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch.request import Function, Nodes, OnHang, Request
 from lockstep.launch.run_directory import MARK, Job, begin_options, note_refused, shown
 from lockstep.launch.schedulers import allocation, job_ends_at
@@ -242,11 +242,12 @@ def _run_here(job: Job, after_failure: AfterFailure = lambda exits, generation: 
 def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: Allocation) -> tuple[int, bool]:
     """Carry out this machine's part of a job on several machines; its exit code, and whether others go on with it."""
     stops, moved = Stops(), running_elsewhere(request, nodes)
+    part = NodePart(request, nodes, machine, given, stops)
     with contextlib.ExitStack() as signals:
         while True:
             with contextlib.ExitStack() as stack:
                 try:
-                    joined, screen = take_part(request, nodes, machine, given, stops, moved, stack, signals)
+                    joined, screen = part.take(moved, stack, signals)
                 except StoppedWaiting:
                     say("stopped before any rank was started")
                     return 128 + (stops.first or 0), False
@@ -263,7 +264,7 @@ class _Ended:
     code: int  #: for the shell
     failure: str  #: that was shown last, "" if there was none
     job_goes_on: bool  #: on other nodes
-    moved: Moved | None  #: this node is to take part in the job again, with this coordinator
+    moved: NewCoordinator | None  #: this node is to take part in the job again, with this coordinator
 
 
 def _run_agent(

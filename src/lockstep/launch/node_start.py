@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -21,13 +21,13 @@ from lockstep.launch.host import Machine
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.join import Joined, host_job, join_job
 from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes
-from lockstep.launch.rendezvous.takeover import Moved, living_holder
+from lockstep.launch.rendezvous.takeover import NewCoordinator, living_holder
 from lockstep.launch.request import Nodes, Request
 from lockstep.launch.run_directory import Job, lock_if_free, next_generation, prepare, settle, shown
 from lockstep.launch.schedulers.scheduler import Allocation
 
 
-def running_elsewhere(request: Request, nodes: Nodes) -> Moved | None:
+def running_elsewhere(request: Request, nodes: Nodes) -> NewCoordinator | None:
     """The coordinator of a job that runs already, where another node may have taken over; None if it does not run.
 
     Raises:
@@ -44,69 +44,69 @@ def running_elsewhere(request: Request, nodes: Nodes) -> Moved | None:
         return call_in_time(leases.newest, f"the run directory {request.run_dir}", say)
 
     holder = None if request.fresh else living_holder(read, LeaseTimes(nodes.lost_after_s), time.sleep)
-    return None if holder is None else Moved(holder, None)
+    return None if holder is None else NewCoordinator(holder, None)
 
 
-def take_part(
-    request: Request,
-    nodes: Nodes,
-    machine: Machine,
-    given: Allocation,
-    stops: Stops,
-    moved: Moved | None,
-    stack: contextlib.ExitStack,
-    signals: contextlib.ExitStack,
-) -> tuple[Joined, ScreenThread]:
-    """Take part in the job: as its coordinator where that is this host's part, else as one that follows.
+@dataclass(frozen=True, slots=True)
+class NodePart:
+    """This node's part in a job on several nodes."""
 
-    Args:
-        request: of the user.
-        nodes: of it.
-        machine: this one.
-        given: by a scheduler.
-        stops: may end the waiting for others.
-        moved: the coordinator, as far as that is not what ``nodes`` say.
-        stack: closes what is opened here, when this node's part is over.
-        signals: ends the listening to signals, which begins here: until the run directory is known, Ctrl-C interrupts.
+    request: Request  #: of the user
+    nodes: Nodes  #: of it
+    machine: Machine  #: this one
+    given: Allocation  #: by a scheduler
+    stops: Stops  #: may end the waiting for others
 
-    Returns:
-        What the agent needs, and the screen.
+    def take(
+        self, moved: NewCoordinator | None, stack: contextlib.ExitStack, signals: contextlib.ExitStack
+    ) -> tuple[Joined, ScreenThread]:
+        """Take part in the job: as its coordinator where that is this host's part, else as one that follows.
 
-    Raises:
-        SettingError, LaunchError: if it cannot take part.
-        StoppedWaiting: if ``stops`` came before it does.
-    """
-    screen = Screen(sys.stdout, sys.stderr, os.environ)
-    thread = ScreenThread(screen)
-    endpoint = Endpoint(nodes.host, nodes.port) if moved is None else Endpoint.parse(moved.lease.endpoint)
-    # Where the user numbers the nodes, the first one is where they meet, in whatever order they come.
-    claims = moved is None and not nodes.node_rank
-    listening = endpoint.claim() if claims else None if moved is None else moved.listening
-    if listening is None and moved is None and nodes.node_rank == 0:
-        raise SettingError(
-            f"--node-rank 0, but this machine cannot listen at {endpoint}: --master-addr names the machine that "
-            "has --node-rank 0, and no other job may use its port"
-        )
-    follows = listening is None or moved is not None
-    job = prepared(request, machine, given, follows=follows)
-    if listening is not None:
-        stack.enter_context(listening)
-        if moved is None:
-            stack.enter_context(settled(job))
-    signals.enter_context(stops.listening())
+        Args:
+            moved: the coordinator, as far as that is not what `nodes` say.
+            stack: closes what is opened here, when this node's part is over.
+            signals: ends the listening to signals, which begins here: until the run directory is known, Ctrl-C
+                interrupts.
 
-    def stopped() -> bool:
-        return stops.times > 0
+        Returns:
+            What the agent needs, and the screen.
 
-    if listening is None:
-        return join_job(job, nodes, endpoint, say=screen.say, stopped=stopped), thread
-    lease = None if moved is None else moved.lease
-    if moved is not None:
-        run_dir = Path(str(request.run_dir)).absolute()
-        stack.enter_context(lock_if_free(run_dir))
-        job = replace(job, run_dir=run_dir, begins="resume", generation=next_generation(run_dir))
-    announce(job, screen)
-    return host_job(job, nodes, endpoint, listening, stack, lease, say=thread.say, stopped=stopped), thread
+        Raises:
+            SettingError, LaunchError: if it cannot take part.
+            StoppedWaiting: if `stops` came before it does.
+        """
+        request, nodes, stops = self.request, self.nodes, self.stops
+        screen = Screen(sys.stdout, sys.stderr, os.environ)
+        thread = ScreenThread(screen)
+        endpoint = Endpoint(nodes.host, nodes.port) if moved is None else Endpoint.parse(moved.lease.endpoint)
+        # Where the user numbers the nodes, the first one is where they meet, in whatever order they come.
+        claims = moved is None and not nodes.node_rank
+        listening = endpoint.claim() if claims else None if moved is None else moved.listening
+        if listening is None and moved is None and nodes.node_rank == 0:
+            raise SettingError(
+                f"--node-rank 0, but this machine cannot listen at {endpoint}: --master-addr names the machine that "
+                "has --node-rank 0, and no other job may use its port"
+            )
+        follows = listening is None or moved is not None
+        job = prepared(request, self.machine, self.given, follows=follows)
+        if listening is not None:
+            stack.enter_context(listening)
+            if moved is None:
+                stack.enter_context(settled(job))
+        signals.enter_context(stops.listening())
+
+        def stopped() -> bool:
+            return stops.times > 0
+
+        if listening is None:
+            return join_job(job, nodes, endpoint, say=screen.say, stopped=stopped), thread
+        lease = None if moved is None else moved.lease
+        if moved is not None:
+            run_dir = Path(str(request.run_dir)).absolute()
+            stack.enter_context(lock_if_free(run_dir))
+            job = replace(job, run_dir=run_dir, begins="resume", generation=next_generation(run_dir))
+        announce(job, screen)
+        return host_job(job, nodes, endpoint, listening, stack, lease, say=thread.say, stopped=stopped), thread
 
 
 def announce(job: Job, screen: Screen) -> None:

@@ -38,8 +38,8 @@ from lockstep.checkpoint import (
     StateTree,
     checksums_in,
     list_checkpoints,
-    read_head,
     read_manifest,
+    read_part_head,
     save_whole,
 )
 from lockstep.collectives import Group
@@ -385,7 +385,7 @@ class EmergencyMemory(Emergency):
                     found.append(LeftState.of(generation, str(one.path), manifest.about, checksums_in(manifest)))
             for slot in (slot for root in _PARTS for slot in (place / generation).glob(f"{root}-*/slot-*")):
                 with contextlib.suppress(OSError):
-                    if (head := read_head(slot)) is not None:
+                    if (head := read_part_head(slot)) is not None:
                         found.append(LeftState.of(generation, head.path, head.about, {}))
         return found
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.checkpoint import LOCAL, FlatTree, SavedTree, StateTree, load_part, load_tree, merged
+from lockstep.checkpoint import LOCAL, FlatTree, SavedTree, StateTree, load_part, load_tree, merge_parts
 from lockstep.collectives import Group
 from lockstep.errors import LockstepError
 from lockstep.run.emergency_choice import Choice, LeftState
@@ -45,7 +45,7 @@ class LeftBehind:
             return None
         why_not = ""
         try:
-            tree: StateTree = merged(found) if self._choice.is_divided else found[0]
+            tree: StateTree = merge_parts(found) if self._choice.is_divided else found[0]
         except LockstepError as error:
             why_not, tree = str(error), {}
         if any(self._group.gather_objects(why_not, "whether the parts make a state whole")):

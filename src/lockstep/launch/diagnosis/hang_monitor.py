@@ -40,7 +40,7 @@ from lockstep.launch.diagnosis.hang_analysis import (
     with_stacks,
 )
 from lockstep.launch.diagnosis.hang_report import Recovered, Worker, report, sentence
-from lockstep.launch.diagnosis.rank_places import RankPlaces, together
+from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
 from lockstep.launch.diagnosis.wait_share import WaitShare
 from lockstep.launch.request import OnHang
 from lockstep.launch_contract import PRIVATE, RANK_FILES, STACKS_SIGNAL, STOP_REASON
@@ -190,7 +190,7 @@ class HangMonitor:
                 self.diagnosis = None
             return None
         self._overdue_since = now if self._overdue_since is None else self._overdue_since
-        everywhere = together([own, self.elsewhere])
+        everywhere = merge_places([own, self.elsewhere])
         waited_s = now - self._overdue_since
         if len(everywhere.ranks) < self._world_size and waited_s < _ELSEWHERE_S:
             return None  # other nodes are about to say where their ranks are

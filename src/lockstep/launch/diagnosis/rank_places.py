@@ -61,7 +61,7 @@ def _state(values: Mapping[str, Any]) -> RankState:
     return RankState(int(values["rank"]), beat, silent_s, same_place_s, same_phase_s, bool(values["idle"]))
 
 
-def together(places: Iterable[RankPlaces]) -> RankPlaces:
+def merge_places(places: Iterable[RankPlaces]) -> RankPlaces:
     """All these places as one; of a rank that is in several of them, the first counts."""
     states: dict[int, RankState] = {}
     processes: dict[int, str] = {}

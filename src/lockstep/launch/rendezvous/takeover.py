@@ -22,7 +22,7 @@ _LOOKS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class NewCoordinator:
     """The job has another coordinator now."""
 
     lease: Lease
@@ -35,7 +35,7 @@ Duty = Literal["go on", "suspend"]
 class Takeover(Protocol):
     """What a node does so that the job survives the loss of its coordinator."""
 
-    def poll(self, silent_s: float, *, running: bool) -> Duty | Moved:
+    def poll(self, silent_s: float, *, running: bool) -> Duty | NewCoordinator:
         """To be called often; ``suspend``: end the ranks, and decide nothing.
 
         Args:
@@ -52,7 +52,7 @@ class Takeover(Protocol):
 class NoTakeover(Takeover):
     """The job waits for its coordinator."""
 
-    def poll(self, silent_s: float, *, running: bool) -> Duty | Moved:
+    def poll(self, silent_s: float, *, running: bool) -> Duty | NewCoordinator:
         """Go on."""
         return "go on"
 
@@ -83,7 +83,7 @@ class LeaseHolder(Takeover):
         )
         self._next_s = 0.0
 
-    def poll(self, silent_s: float, *, running: bool) -> Duty | Moved:
+    def poll(self, silent_s: float, *, running: bool) -> Duty | NewCoordinator:
         """Renew the lease when it is time."""
         now_s = time.monotonic()
         newest = None
@@ -98,7 +98,7 @@ class LeaseHolder(Takeover):
         match holder_acts(self._lease, newest, self._renewed_s, self._times, time.monotonic()):
             case "follow":
                 assert newest is not None, "it is followed"
-                return Moved(newest, None)
+                return NewCoordinator(newest, None)
             case "suspend":
                 return "suspend"
             case "lead":
@@ -138,7 +138,7 @@ class LeaseFollower(Takeover):
         self._seen, self._next_s = SeenLease(), 0.0
         self._listening: socket.socket | None = None
 
-    def poll(self, silent_s: float, *, running: bool) -> Duty | Moved:
+    def poll(self, silent_s: float, *, running: bool) -> Duty | NewCoordinator:
         """Look at the lease; make the next term, or follow another node that has."""
         now_s = time.monotonic()
         if silent_s < self._times.every_s or now_s < self._next_s:
@@ -158,7 +158,7 @@ class LeaseFollower(Takeover):
                 self._files.ask(claim, None, of=path, urgent=True)
                 self._next_s = now_s
             case "follow":
-                return Moved(newest, self._listening if newest.node_id == self._node_id else None)
+                return NewCoordinator(newest, self._listening if newest.node_id == self._node_id else None)
         return "go on"
 
     def leave(self) -> None:

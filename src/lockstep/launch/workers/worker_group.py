@@ -18,7 +18,7 @@ from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.hang_monitor import Hang, HangMonitor
 from lockstep.launch.diagnosis.host_memory import MemoryTracker
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
-from lockstep.launch.diagnosis.rank_places import RankPlaces, together
+from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
 from lockstep.launch.diagnosis.root_cause import RankExit, how_it_ended
 from lockstep.launch.diagnosis.wait_share import Waiting
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
@@ -146,7 +146,7 @@ class WorkerGroup:
 
     def note_places(self, told: Mapping[str, str]) -> None:
         """Take in where the ranks of other nodes are, by host, as their `places` say."""
-        self._hang_monitor.elsewhere = together(RankPlaces.from_text(text, host) for host, text in told.items())
+        self._hang_monitor.elsewhere = merge_places(RankPlaces.from_text(text, host) for host, text in told.items())
 
     @property
     def step(self) -> int:
