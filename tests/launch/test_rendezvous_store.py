@@ -13,7 +13,6 @@ from lockstep.errors import LaunchError, SettingError
 from lockstep.launch.deadline_thread import StoppedWaiting
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit
-from lockstep.launch.host import interface_of
 from lockstep.launch.program_sources import source_hashes
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract, differences

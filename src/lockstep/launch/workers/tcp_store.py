@@ -50,7 +50,8 @@ def _own_address(listening: int) -> str:
     """The address of the socket ``listening``, with which this process becomes a client of its own store."""
     with socket.socket(fileno=os.dup(listening)) as own:
         host = str(own.getsockname()[0])
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    # Who listens at all addresses of IPv6 does so at those of IPv4, too; and a host may have no loopback of IPv6.
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
 
 
 def main(argv: list[str]) -> NoReturn:
