@@ -124,6 +124,14 @@ class Host:
         _in(self.switch, "ip", "link", "set", port, "master", "bridge", "up")
         self.run("sh", "-c", f"ip address add {address} dev {card} nodad && ip link set {card} up")
 
+    def like_debian(self) -> None:
+        """Its own name stands for its loopback, here alone; and it has a bridge of containers, as every host has."""
+        lines = self.hosts_file.read_text().splitlines()
+        own = [f"127.0.1.1 {self.name}.lan {self.name}" if line.split()[1] == self.name else line for line in lines]
+        self.hosts_file.write_text("\n".join(own) + "\n")
+        bridge = "ip link add docker0 type bridge && ip address add 172.17.0.1/16 dev docker0 && ip link set docker0 up"
+        self.run("sh", "-c", bridge)
+
     def _enter(self, *more: str) -> list[str]:
         return ["nsenter", f"--target={self.place}", "--net", "--uts", "--mount", "--pid", *more, "--"]
 

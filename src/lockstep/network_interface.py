@@ -22,15 +22,23 @@ def address_towards(host: str, port: int) -> str:
         for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)
-                return str(probe.getsockname()[0])
+                return own_address(probe)
     return ""
 
 
+def own_address(connected: socket.socket) -> str:
+    """The address of this end of a socket; one that holds on one network only with its zone, ``fe80::1%eth0``."""
+    address, _, *rest = connected.getsockname()
+    return f"{address}%{socket.if_indextoname(rest[1])}" if rest and rest[1] else str(address)
+
+
 def interface_of(address: str) -> str:
-    """The name of the network interface that has this IPv4 or IPv6 ``address``; "" if none has."""
+    """The name of the network interface that has this IPv4 or IPv6 ``address``; "" if none has, or there is none."""
     # Late, for most commands do without it.
     import psutil
 
+    if not address:
+        return ""
     host = _without_zone(address)
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.family in _IP and _without_zone(each.address) == host for each in addresses):

@@ -56,6 +56,8 @@ QUEUE = {
     "rerun": "TRUE",
     "notify": "00:00:06",
     "load_thresholds": "NONE",
+    # The hosts share their file systems, and each removes a job's directory there when its part of the job is over.
+    "tmpdir": "/tmp,[n2={here}/tmp-n2]",
 }
 
 HOST = """\
@@ -127,6 +129,7 @@ class GridEngine:
         for directory in ("bin", "utilbin"):
             (self.here / directory).mkdir()
             (self.here / directory / "lx-amd64").symlink_to(LIBRARY)
+        (self.here / "tmp-n2").mkdir()
         (self.here / "util").symlink_to(SHARED / "util")
         (common / "bootstrap").write_text(BOOTSTRAP.format(here=self.here, library=LIBRARY))
         (common / "act_qmaster").write_text("n1\n")
@@ -146,7 +149,7 @@ class GridEngine:
         queue = re.sub(r"(?m)^hostlist .*$", f"hostlist {' '.join(hosts)}", self.must("qconf", "-sq"))
         queue = re.sub(r"(?m)^qname .*$", "qname all.q", queue)
         for name, value in QUEUE.items():
-            queue = re.sub(rf"(?m)^{name} .*$", f"{name} {value}", queue)
+            queue = re.sub(rf"(?m)^{name} .*$", f"{name} {value.format(here=self.here)}", queue)
         for host in hosts:
             self._daemon(host, "sge_execd")
         self._from_file("-Aq", queue)

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from lockstep.errors import SettingError
 from lockstep.launch.host import holder_of
-from lockstep.network_interface import address_towards, is_loopback
+from lockstep.network_interface import address_towards, is_loopback, own_address
 
 #: A family, and an address of it as sockets have it.
 _Address = tuple[int, tuple[Any, ...]]
@@ -101,7 +101,7 @@ class Endpoint:
         """
         # Of two families one may lead nowhere, which only a connection shows.
         with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), _CONNECT_S) as connection:
-            return str(connection.getsockname()[0])
+            return own_address(connection)
         return address_towards(self.host, self.port)
 
 
