@@ -1,7 +1,7 @@
 """Which of this host's addresses and network interfaces leads to another host.
 
-A host may have several: a network for management beside a fast one, bridges of containers with the same address on every
-host, two families. And its own name may stand for its loopback, as Debian has it (``127.0.1.1 n1`` in ``/etc/hosts``).
+A host may have several: a network for management beside a fast one, bridges of containers with the same address on
+every host, two families. And its own name may stand for its loopback, as on Debian: ``127.0.1.1 n1`` in ``/etc/hosts``.
 """
 
 from __future__ import annotations

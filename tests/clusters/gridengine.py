@@ -153,8 +153,10 @@ class GridEngine:
         for host in hosts:
             self._daemon(host, "sge_execd")
         self._from_file("-Aq", queue)
-        wait_until(lambda: "-NA-" not in self("qstat", "-f").stdout and self("qstat", "-f").stdout.count("lx") == len(hosts),
-               lambda: f"the queue to open\n{self('qstat', '-f').stdout}\n{self.logs()}")  # fmt: skip
+        wait_until(
+            lambda: "-NA-" not in (told := self("qstat", "-f").stdout) and told.count("lx") == len(hosts),
+            lambda: f"the queue to open\n{self('qstat', '-f').stdout}\n{self.logs()}",
+        )
 
     def __call__(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Give a command, such as ``engine("qstat")``."""

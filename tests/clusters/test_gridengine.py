@@ -79,8 +79,8 @@ def test_a_deleted_job_saves_first_and_stays_deleted(engine, submit, gone, bench
 def test_a_job_whose_time_is_up_saves_starts_again_and_ends_in_the_same_bits(
     engine, submit, gone, bench, expected, written, place
 ):
-    # Of 40 seconds the last ten are for saving.
-    job = submit(written("40s", place), PAUSE="0.5", EPOCHS="12")
+    # Of 80 seconds the last twenty are for saving; there is more work than that, but for a run that goes on.
+    job = submit(written("80s", place), PAUSE="2", EPOCHS="12")
     gone(job)
     assert f"Grid Engine starts job {job} again" in bench.out()
     assert "so its run goes on" in bench.out()

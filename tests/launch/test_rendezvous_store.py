@@ -25,6 +25,7 @@ from lockstep.launch.rendezvous.store_connection import open_store, read_contrac
 from lockstep.launch.rendezvous.store_process import StoreProcess
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
 from lockstep.launch.request import Module, Nodes, Request, Script
+from lockstep.network_interface import interface_of
 from waiting import wait_until
 
 DEADLINE_S = 60

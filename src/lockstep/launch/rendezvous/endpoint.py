@@ -75,7 +75,8 @@ class Endpoint:
         At one address only, so that nobody reaches the store by another network. But a name may stand for several, of
         which other hosts may know or reach one only; and for the loopback, here alone, as on Debian.
         """
-        if len(own) == 1 and not is_loopback(str(own[0][1][0])) or self.host in ("localhost", "127.0.0.1", "::1"):
+        alone = len(own) == 1 and not is_loopback(str(own[0][1][0]))
+        if alone or self.host in ("localhost", "127.0.0.1", "::1"):
             return own[0]
         return (socket.AF_INET6, ("::", self.port)) if _has_both_families() else (socket.AF_INET, ("", self.port))
 
