@@ -120,6 +120,6 @@ def test_a_host_that_takes_itself_for_the_endpoint_says_why(here):
         machines["n1"].hosts_file.write_text("127.0.0.1 localhost n7\n")
         launcher = launch(machines, here, "n1", "n7:29400")
         said = "note: on this machine, n1, the name n7 of --rdzv-endpoint stands for the machine itself"
-        wait_until(lambda: said in (here / "n1.txt").read_text(), lambda: (here / "n1.txt").read_text())
+        wait_until(lambda: said in (here / "n1.txt").read_text(), (here / "n1.txt").read_text)
         machines["n1"].kill()
         launcher.wait(DEADLINE_S)
