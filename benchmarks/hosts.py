@@ -56,6 +56,7 @@ class Host:
     place: int  #: process number, as seen from here, of its first process
     keeper: subprocess.Popen[str]
     switch: int
+    hosts_file: Path  #: its /etc/hosts
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(
@@ -116,6 +117,21 @@ class Host:
         _in(self.switch, "tc", "qdisc", "replace", "dev", f"port-{self.name}", *shape)
         self.run("tc", "qdisc", "replace", "dev", "eth0", *shape)
 
+    def plug(self, card: str, address: str) -> None:
+        """Add the network interface ``card``, with ``address/prefix``, to the same switch."""
+        port = f"{card}-{self.name}"
+        _in(self.switch, "ip", "link", "add", port, "type", "veth", "peer", "name", card, "netns", str(self.place))
+        _in(self.switch, "ip", "link", "set", port, "master", "bridge", "up")
+        self.run("sh", "-c", f"ip address add {address} dev {card} nodad && ip link set {card} up")
+
+    def like_debian(self) -> None:
+        """Its own name stands for its loopback, here alone; and it has a bridge of containers, as every host has."""
+        lines = self.hosts_file.read_text().splitlines()
+        own = [f"127.0.1.1 {self.name}.lan {self.name}" if line.split()[1] == self.name else line for line in lines]
+        self.hosts_file.write_text("\n".join(own) + "\n")
+        bridge = "ip link add docker0 type bridge && ip address add 172.17.0.1/16 dev docker0 && ip link set docker0 up"
+        self.run("sh", "-c", bridge)
+
     def _enter(self, *more: str) -> list[str]:
         return ["nsenter", f"--target={self.place}", "--net", "--uts", "--mount", "--pid", *more, "--"]
 
@@ -139,6 +155,8 @@ class Hosts:
         address = f"{_NETWORK_6}{number}" if self.ipv6 else f"{_NETWORK}.{number}"
         with contextlib.suppress(AssertionError):  # of one that was killed a moment ago
             _in(self.switch, "ip", "link", "delete", f"port-{name}")
+        hosts_file = self.directory / f"hosts-{name}"
+        shutil.copyfile(self.directory / "hosts", hosts_file)
         keeper = _keep(
             "--net",
             "--uts",
@@ -146,7 +164,7 @@ class Hosts:
             "--pid",
             "--mount-proc",
             script=f"""
-            mount --bind {self.directory}/hosts /etc/hosts &&
+            mount --bind {hosts_file} /etc/hosts &&
             {{ [ ! -e /etc/resolv.conf ] || mount --bind {self.directory}/resolv.conf /etc/resolv.conf; }} &&
             hostname {name} && ip link set lo up && echo up && exec sleep infinity""",
         )
@@ -156,7 +174,7 @@ class Hosts:
         card = ("peer", "name", "eth0", "address", f"02:00:00:00:00:{number:02x}", "netns", str(place))
         _in(self.switch, "ip", "link", "add", port, "type", "veth", *card)
         _in(self.switch, "ip", "link", "set", port, "master", "bridge", "up")
-        host = Host(name, address, place, keeper, self.switch)
+        host = Host(name, address, place, keeper, self.switch, hosts_file)
         # Without nodad an address of IPv6 could not be used for a second or two.
         added = f"{address}/64 dev eth0 nodad" if self.ipv6 else f"{address}/24 dev eth0"
         host.run("sh", "-c", f"ip address add {added} && ip link set eth0 up")

@@ -84,6 +84,8 @@ CAMPAIGN = re.compile(
     r"test_a_run_begins_with_the_largest_micro_batch|test_a_profile_a_trace_and_the_largest_batch|test_a_script_that_fails_alone_is_told|"
     r"test_search_digits_finds_a_network|test_300_mb_of_parameters|"
     r"test_nodes\.py::test_(a_spare_and_another_host_take_over|a_rank_that_hangs_on_another_host)|"
+    r"test_networks\.py::test_ranks_|test_parts\.py::test_wherever_in_its_start_a_launcher_is_killed|"
+    r"test_gloo_threads\.py::test_no_rank_aborts_at_its_end|"
     r"test_kills\.py::test_many_kills|test_losses_do_not_depend_on_the_ranks\[1-3\]|"
     r"test_benchmarks\.py::test_(loop|servers|links|data|compress|zero|strategies|start|memory|memory_phases|exact|failures|goodput|tune_speed)$"
 )

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
 import os
+import select
 import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing import util
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -58,7 +60,8 @@ class ForkServer:
         # When the launcher is gone the connection closes, and a process that is stopped would not see that.
         signal_when_parent_dies(signal.SIGCONT)
         self._connection, self._program = connection, program
-        self._method = _import_torch_once(connection) if method == "fork" else method
+        with _ending_when_closed(connection):
+            self._method = _import_torch_once(connection) if method == "fork" else method
         self._ranks: dict[int, int] = {}  # process id: rank
         self._store = 0  # process id; 0: none
         self._questions: socket.socket | None = None  # for the store
@@ -125,12 +128,7 @@ class ForkServer:
     def _exit(self) -> NoReturn:
         self._kill()
         self._wait_all()
-        # A launcher that was killed could not remove what it had in the file system.
-        if (home := Path(os.environ.get(CHANNEL, "")).parent).name.startswith(PRIVATE):
-            shutil.rmtree(home, ignore_errors=True)
-        if EMERGENCY in os.environ:
-            shutil.rmtree(os.environ[EMERGENCY], ignore_errors=True)
-        os._exit(0)
+        _leave()
 
     def _start(self, ranks: list[RankSpec], listening: int | None, port: int) -> None:
         own_pid = os.getpid()
@@ -241,6 +239,42 @@ class ForkServer:
             self._questions.close()
         for descriptor in self._wakeup:
             os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _ending_when_closed(connection: socket.socket) -> Iterator[None]:
+    """End this process as soon as the launcher's end of ``connection`` is closed, whatever is done inside.
+
+    That may take long, such as an import on a busy machine, and a launcher that was killed must leave nothing behind.
+    """
+
+    def look(*_: object) -> None:
+        closed = select.poll()
+        closed.register(connection, 0)  # orders may wait there to be read, and its end comes behind them
+        if any(found & select.POLLHUP for _, found in closed.poll(0)):
+            _leave()
+
+    before = signal.signal(signal.SIGIO, look)
+    signal.siginterrupt(signal.SIGIO, False)
+    flags = fcntl.fcntl(connection, fcntl.F_GETFL)
+    # The kernel sends the signal when something happens to the connection.
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
+    try:
+        look()
+        yield
+    finally:
+        fcntl.fcntl(connection, fcntl.F_SETFL, flags)
+        signal.signal(signal.SIGIO, before)
+
+
+def _leave() -> NoReturn:
+    """End this process; and remove what a launcher that was killed could not remove from the file system."""
+    if (home := Path(os.environ.get(CHANNEL, "")).parent).name.startswith(PRIVATE):
+        shutil.rmtree(home, ignore_errors=True)
+    if EMERGENCY in os.environ:
+        shutil.rmtree(os.environ[EMERGENCY], ignore_errors=True)
+    os._exit(0)
 
 
 def import_torch() -> None:
