@@ -1,5 +1,6 @@
 """Saving and loading real files on one rank."""
 
+import gc
 import json
 import os
 import subprocess
@@ -505,12 +506,38 @@ def test_no_open_file_and_no_thread_is_left(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name == "lockstep-checkpoint"]
 
 
-def test_the_memory_of_the_copy_is_kept_for_the_next_save():
-    _, names, tensors = flatten({"w": torch.arange(1000.0), "flag": torch.tensor(True)})
+class StopsBeforeCommit(LocalFileSystem):
+    def __init__(self):
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def rename(self, old, new):
+        self.reached.set()
+        assert self.go_on.wait(60)
+        super().rename(old, new)
+
+
+def copies_in_memory(size):
+    tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    return sum(one.dtype == torch.uint8 and one.nbytes >= size for one in tensors)
+
+
+def test_the_memory_of_the_copy_is_given_back_as_soon_as_it_is_written(tmp_path):
+    state, disk = {"w": torch.arange(100_000.0), "flag": torch.tensor(True)}, StopsBeforeCommit()
+    saves = Checkpoints(tmp_path, single_rank_group(), keep=1, say=pytest.fail, disk=disk)
+    saves.save(state, 1, {})
+    assert disk.reached.wait(60)
+    assert copies_in_memory(state["w"].nbytes) == 0
+    disk.go_on.set()
+    saves.close()
+
+
+def test_a_copy_has_memory_of_its_own():
+    _, names, tensors = flatten({"w": torch.arange(100_000.0), "flag": torch.tensor(True)})
     part = lay_out(0, enumerate(named.here for named in names))
     copier = CpuStager()
-    first = np.asarray(copier.copy(part, tensors))
+    copier.copy(part, tensors)
+    assert copies_in_memory(part.length) == 1
     tensors[0].add_(1)
-    assert np.shares_memory(first, np.asarray(copier.copy(part, tensors)))
-    assert first[:4000].view("float32").tolist() == list(range(1, 1001))
-    assert not np.shares_memory(first, tensors[0].numpy())
+    assert np.asarray(copier.content)[:400_000].view("float32").tolist() == list(range(100_000))
+    copier.free()
+    assert copies_in_memory(part.length) == 0

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint.commit import Committed, expired
 from lockstep.checkpoint.json_state import decode, encode
-from lockstep.checkpoint.layout import Extent, lay_out, reads
-from lockstep.checkpoint.manifest import FORMAT, Manifest, Piece, TensorRecord
+from lockstep.checkpoint.layout import Extent, lay_out, share_of_blocks
+from lockstep.checkpoint.manifest import BLOCK_BYTES, FORMAT, Manifest, Piece, TensorRecord
 from lockstep.errors import CheckpointError, DamagedCheckpoint
 from lockstep.size_balancing import owners_of
 
@@ -38,7 +38,8 @@ def written(extents, ranks):
     for part in parts:
         for placed in part.tensors:
             count = placed.length // extents[placed.tensor].element
-            piece = Piece(part.name, placed.offset, placed.length, placed.tensor, (0,), (count,))
+            sums = (1,) * (max(0, placed.length - 1) // BLOCK_BYTES)
+            piece = Piece(part.name, placed.offset, placed.length, placed.tensor, (0,), (count,), sums)
             stored[placed.tensor] = TensorRecord(str(placed.tensor), "uint8", (count,), (piece,) * (count > 0))
     files = {part.name: part.length for part in parts if part.length}
     return Manifest(7, {"dict": []}, tuple(stored), files, {"note": 0.1})
@@ -57,13 +58,17 @@ def test_each_tensor_is_written_once_without_gaps_and_the_shares_are_even(extent
     assert max(part.length for part in parts) <= total / ranks + largest
 
 
-@given(EXTENTS, st.integers(1, 9), st.integers(1, 9))
-def test_what_is_read_does_not_depend_on_who_wrote(extents, ranks, others):
-    one, other = written(extents, ranks), written(extents, others)
-    assert one.same_state(other)
-    assert sorted(read.tensor for read in reads(one)) == [n for n, extent in enumerate(extents) if extent.length]
-    order = [(read.piece.file, read.piece.offset) for read in reads(one)]
-    assert order == sorted(order), "files are read from their beginning to their end"
+@given(EXTENTS, st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
+def test_ranks_verify_each_block_once_and_about_equally_much_whoever_wrote(extents, ranks, others, readers):
+    extents = [Extent(extent.length << 18, extent.element) for extent in extents]  # some of several blocks
+    one = written(extents, ranks)
+    assert one.same_state(written(extents, others))
+    shares = [list(share_of_blocks(one, rank, readers)) for rank in range(readers)]
+    placed = [(piece.file, piece.offset + block.first) for share in shares for piece, block in share]
+    assert placed == sorted(set(placed)), "files are read from their beginning to their end"
+    lengths = [sum(block.end - block.first for _, block in share) for share in shares]
+    assert sum(lengths) == sum(extent.length for extent in extents)
+    assert max(lengths) <= sum(lengths) / readers + BLOCK_BYTES
 
 
 @given(EXTENTS, st.integers(1, 4))

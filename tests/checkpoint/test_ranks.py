@@ -10,7 +10,7 @@ from trees import same
 
 from lockstep.checkpoint import Checkpoints, LocalFileSystem, list_checkpoints, verify
 from lockstep.collectives import in_memory, open_group, single_rank_group
-from lockstep.errors import PeerLost
+from lockstep.errors import CheckpointError, PeerLost
 from lockstep.testing import run_each, run_ranks
 from lockstep.world import World
 from waiting import wait_until
@@ -87,6 +87,43 @@ def test_two_ranks_write_one_checkpoint_and_what_fails_on_one_fails_on_both(tmp_
     assert set(verify(tmp_path / "step-00000001").files) == {"part-00000.safetensors"}
     newest = one.newest()
     assert same(in_memory(one.load(newest)), state(4) | {"clock": 0})
+
+
+def newest_of_damaged(group, root, said, told):
+    saves = Checkpoints(root, group, keep=9, say=said.append)
+    told["found"] = saves.newest().step
+    hidden = Checkpoints(root, group, keep=9, say=said.append, disk=Hides() if group.rank else LocalFileSystem())
+    try:
+        hidden.newest()
+    except CheckpointError as error:
+        told["hidden"] = str(error)
+
+
+class Hides(LocalFileSystem):
+    """On another node, with another directory of this name."""
+
+    def is_directory(self, path):
+        return False
+
+
+def test_what_is_damaged_in_the_share_of_any_rank_is_passed_over_by_all(tmp_path):
+    one = Checkpoints(tmp_path, single_rank_group(), keep=9, say=pytest.fail)
+    for step in range(1, 5):
+        one.save(state(step), step, {})
+    one.close()
+    for step, place in ((4, -1), (3, 400), (2, 1)):  # bytes from the beginning: of the end, the middle, and the head
+        file = tmp_path / f"step-{step:08d}" / "part-00000.safetensors"
+        content = bytearray(file.read_bytes())
+        content[place] ^= 1
+        file.write_bytes(bytes(content))
+    leader, other = run_ranks(on_a_rank, 2, newest_of_damaged, tmp_path)
+    assert leader["found"] == other["found"] == 1
+    assert [line.partition(":")[0] for line in leader["said"]] == [
+        f"DAMAGED checkpoint of step {step}" for step in (4, 3, 2)
+    ]
+    assert other["said"] == [], "only the leader speaks"
+    assert leader["hidden"] == other["hidden"]
+    assert "rank 1 does not see" in leader["hidden"]
 
 
 class WaitsForASign(LocalFileSystem):

@@ -19,12 +19,13 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from lockstep import __version__
 from lockstep.checkpoint.commit import (
+    Committed,
     archive,
     list_checkpoints,
     partial_saves,
@@ -60,6 +61,36 @@ class Saved:
     step: int
     about: Mapping[str, Any]  #: what `Checkpoints.save` was given
     protected: frozenset[int] = frozenset()  #: steps that `Checkpoints.protect_newest` had protected when it was saved
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """What one rank has found in its share of a checkpoint."""
+
+    saved: Saved | None  #: what its manifest says; None: it is not whole, or cannot be used
+    damage: str = ""  #: what is not as it was committed
+    refused: str = ""  #: why it cannot be told whether it is whole
+
+    @classmethod
+    def of(cls, one: Committed, group: Group, disk: FileSystem) -> Self:
+        """Read this rank's share of ``one``. Not collective."""
+        try:
+            if not disk.is_directory(one.path):
+                return cls(
+                    None,
+                    refused=f"rank {group.rank} does not see {one.path}, which the leader does: checkpoints must be in "
+                    "a directory that all nodes share",
+                )
+            manifest = verify(one.path, disk, rank=group.rank, ranks=group.size)
+        except PermissionError as error:
+            return cls(None, refused=str(error))
+        except (DamagedCheckpoint, OSError) as error:
+            return cls(None, damage=str(error))
+        except CheckpointError as error:
+            return cls(None, refused=str(error))
+        about = dict(manifest.about)
+        protected = frozenset(about.pop(_PROTECTED, ()))
+        return cls(Saved(one.path, one.step, about, protected))
 
 
 class Checkpoints:
@@ -148,48 +179,45 @@ class Checkpoints:
     def newest(self) -> Saved | None:
         """The newest whole checkpoint, the same on every rank; None if none was ever committed. Collective.
 
-        The leader reads it completely and compares it with its checksums. It skips damaged ones and reports them. What
-        interrupted saves left behind is removed.
+        The ranks together read it completely, each about as much of it as the others, and compare it with its
+        checksums. Damaged ones are skipped and reported. What interrupted saves left behind is removed.
 
         Raises:
-            CheckpointError: if there are checkpoints and none is whole, or a newer version of Lockstep wrote the
-                newest: training from the start instead would be wrong in silence.
+            CheckpointError: if there are checkpoints and none is whole, if a newer version of Lockstep wrote the
+                newest, or if a rank does not see it: training from the start instead would be wrong in silence.
         """
         self.wait()
-        saved, why_not = self._newest_whole() if self._group.leads else (None, "")
-        saved, why_not = self._group.broadcast_object((saved, why_not), "newest checkpoint")
-        if why_not:
-            raise CheckpointError(why_not)
+        there, refused = self._group.broadcast_object(self._listed(), "which checkpoints there are")
+        saved = None
+        for one in there:
+            found = _Verified.of(one, self._group, self._disk)
+            faults = self._group.gather_objects((found.damage, found.refused), "whether a checkpoint is whole")
+            refused = next((text for _, text in faults if text), "")
+            damage = next((text for text, _ in faults if text), "")
+            if refused or not damage:
+                saved = found.saved
+                break
+            self._say(f"DAMAGED checkpoint of step {one.step}: {damage}. Falling back to the one before")
+        if refused:
+            raise CheckpointError(f"cannot resume from {self.root}: {refused}")
+        if self._group.leads:
+            self._remove_partial_saves()
+        if there and saved is None:
+            raise CheckpointError(
+                f"none of {plural(len(there), 'checkpoint')} in {self.root} is whole: restore one from a backup, or "
+                "start over with --fresh"
+            )
         if saved is not None:
             self._last_committed_step = saved.step
             self._protected |= saved.protected
         return saved
 
-    def _newest_whole(self) -> tuple[Saved | None, str]:
-        """The newest whole checkpoint, or why there is an error to raise on all ranks."""
+    def _listed(self) -> tuple[tuple[Committed, ...], str]:
+        """On the leader, what is committed, newest first; or why that cannot be known."""
         try:
-            found = list_checkpoints(self.root, self._disk)
-            for one in found:
-                try:
-                    manifest = verify(one.path, self._disk)
-                except (DamagedCheckpoint, OSError) as error:
-                    if isinstance(error, PermissionError):
-                        raise
-                    self._say(f"DAMAGED checkpoint of step {one.step}: {error}. Falling back to the one before")
-                    continue
-                self._remove_partial_saves()
-                about = dict(manifest.about)
-                protected = frozenset(about.pop(_PROTECTED, ()))
-                return Saved(one.path, one.step, about, protected), ""
-            self._remove_partial_saves()
-        except (OSError, CheckpointError) as error:
-            return None, f"cannot resume from {self.root}: {error}"
-        if found:
-            return None, (
-                f"none of {plural(len(found), 'checkpoint')} in {self.root} is whole: restore one from a backup, or "
-                "start over with --fresh"
-            )
-        return None, ""
+            return (list_checkpoints(self.root, self._disk) if self._group.leads else ()), ""
+        except OSError as error:
+            return (), str(error)
 
     def _remove_partial_saves(self) -> None:
         try:
@@ -250,13 +278,7 @@ class Checkpoints:
 
         Raises:
             DamagedCheckpoint: if the manifest that this rank reads is not what was committed.
-            CheckpointError: if this rank does not see the directory.
         """
-        if not self._disk.is_directory(saved.path):
-            raise CheckpointError(
-                f"rank {self._group.rank} does not see {saved.path}, which the leader does: checkpoints must be in a "
-                "directory that all nodes share"
-            )
         tree: StateTree = stored_tree(CheckpointReader(saved.path, self._disk))
         return tree
 
@@ -288,7 +310,7 @@ class Checkpoints:
         encoded, names, tensors = flatten(tree)
         encode(dict(about), _refuse)
         file = _file_of(self._group.rank, self._group.size, names)
-        content = self._stager.copy(file, tensors)
+        self._stager.copy(file, tensors)
         self._saves += 1
         described = {**about, _PROTECTED: sorted(self._protected)} if self._protected else dict(about)
         manifest = Manifest(step, encoded, (), {}, described, lockstep=__version__, torch=torch.__version__)
@@ -302,7 +324,7 @@ class Checkpoints:
             protect=protect,
         )
         messages = SaveMessages(self._store, str(self._saves), self._give_up, self._peer_timeout_s, self._clock)
-        self._thread = SaveThread(self._clock, save, lambda: self._writer.write(save, content, messages))
+        self._thread = SaveThread(self._clock, save, lambda: self._writer.write(save, self._stager, messages))
 
     def finished_saves(self) -> tuple[Outcome, ...]:
         """The saves that ended since the last call, in order; failures are reported. Cheap enough for every step."""
@@ -354,7 +376,6 @@ class Checkpoints:
                 "save less often, or on a faster disk"
             )
         self._thread, self._last = None, outcome
-        self._stager.free()
         if outcome.committed:
             self._last_committed_step = outcome.step
         self._unreported.append(outcome)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint.filesystem import LOCAL, FileSystem
-from lockstep.checkpoint.layout import Box, coverage_error, reads
+from lockstep.checkpoint.layout import Box, coverage_error, share_of_blocks
 from lockstep.checkpoint.manifest import MANIFEST, Manifest, Piece
 from lockstep.errors import DamagedCheckpoint
 
@@ -152,8 +152,14 @@ def read_manifest(path: Path, disk: FileSystem = LOCAL) -> Manifest:
     return manifest
 
 
-def verify(path: Path, disk: FileSystem = LOCAL) -> Manifest:
-    """Read the checkpoint in ``path`` wholly and compare it with its sums.
+def verify(path: Path, disk: FileSystem = LOCAL, *, rank: int = 0, ranks: int = 1) -> Manifest:
+    """Read the checkpoint in ``path``, or this rank's share of it, and compare it with its sums.
+
+    Args:
+        path: its directory.
+        disk: the file system.
+        rank: of those that verify it together.
+        ranks: how many these are: each reads about equally much, and all of them together everything.
 
     Returns:
         Its manifest.
@@ -164,17 +170,20 @@ def verify(path: Path, disk: FileSystem = LOCAL) -> Manifest:
         OSError: if it cannot be read.
     """
     manifest = read_manifest(path, disk)
-    plan = reads(manifest)
-    for name in manifest.files:
+    for name in list(manifest.files)[rank::ranks]:
         with disk.reader(path / name) as file:
-            skip_head(file, name, path, manifest)
-            for read in (read for read in plan if read.piece.file == name):
-                compare_sums(_sum_of_next(file, read.piece.length), read.piece.crc32, read.piece, path, manifest)
+            check_head(file, name, path, manifest)
+    for name, blocks in itertools.groupby(share_of_blocks(manifest, rank, ranks), key=lambda one: one[0].file):
+        with disk.reader(path / name) as file:
+            for piece, block in blocks:
+                file.seek(piece.offset + block.first)
+                found = _sum_of_next(file, block.end - block.first, block.sum_before)
+                compare_sums(found, block.sum_behind, piece, path, manifest)
     return manifest
 
 
-def skip_head(file: io.BufferedIOBase, name: str, path: Path, manifest: Manifest) -> None:
-    """Read the head of a file that was just opened, if it has one; what follows is its first piece.
+def check_head(file: io.BufferedIOBase, name: str, path: Path, manifest: Manifest) -> None:
+    """Read the head of a file that was just opened, if it has one, and compare it with its sum.
 
     Raises:
         DamagedCheckpoint: if it is not what was committed.
@@ -201,8 +210,9 @@ def compare_sums(found: int, committed: int, piece: Piece, path: Path, manifest:
         )
 
 
-def _sum_of_next(file: io.BufferedIOBase, length: int) -> int:
-    total = 0
+def _sum_of_next(file: io.BufferedIOBase, length: int, before: int = 0) -> int:
+    """The sum of what is ``before``, and of the next bytes of ``file``, so many of them."""
+    total = before
     while length > 0 and (chunk := file.read(min(length, _CHUNK_BYTES))):
         total = zlib.crc32(chunk, total)
         length -= len(chunk)

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lockstep.checkpoint.manifest import Manifest, Piece
+from lockstep.checkpoint.manifest import Block, Manifest, Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +175,15 @@ def _first_fault(
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """One piece to read for one tensor."""
+def share_of_blocks(manifest: Manifest, rank: int, ranks: int) -> Iterator[tuple[Piece, Block]]:
+    """The blocks that ``rank`` verifies of a whole checkpoint, file by file in the order of their bytes.
 
-    tensor: int  #: its number in the manifest
-    piece: Piece
-
-
-def reads(manifest: Manifest) -> tuple[Read, ...]:
-    """All pieces of all tensors, file by file in the order of their bytes."""
-    every = (Read(n, piece) for n, tensor in enumerate(manifest.tensors) for piece in tensor.pieces)
-    return tuple(sorted(every, key=lambda read: (read.piece.file, read.piece.offset, read.piece.length)))
+    Each block is in the share of one of the ``ranks``, and shares are neighbouring blocks of about equally many bytes.
+    """
+    pieces = sorted((p for t in manifest.tensors for p in t.pieces), key=lambda p: (p.file, p.offset, p.length))
+    total, before = sum(piece.length for piece in pieces), 0
+    for piece in pieces:
+        for block in piece.blocks:
+            if before * ranks // max(1, total) == rank:
+                yield piece, block
+            before += block.end - block.first

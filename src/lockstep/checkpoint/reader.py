@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from lockstep.checkpoint.commit import compare_sums, read_manifest, skip_head
+from lockstep.checkpoint.commit import check_head, compare_sums, read_manifest
 from lockstep.checkpoint.filesystem import LOCAL, FileSystem
 from lockstep.checkpoint.json_state import Tree, decode
-from lockstep.checkpoint.layout import Box, coverage_error, runs_within
+from lockstep.checkpoint.layout import Box, runs_within
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorRecord
 from lockstep.errors import DamagedCheckpoint
 
@@ -47,7 +46,7 @@ class CheckpointReader:
         """
         for name in self.manifest.files:
             with self._disk.reader(self.path / name) as file:
-                skip_head(file, name, self.path, self.manifest)
+                check_head(file, name, self.path, self.manifest)
 
     def content(self, tensor: TensorRecord) -> bytearray:
         """The bytes of a whole tensor, row-major and little-endian, compared with their sums.
@@ -67,56 +66,45 @@ class CheckpointReader:
         Raises:
             DamagedCheckpoint: if they are not what was committed.
         """
-        boxes = [(piece.file, Box(piece.start, piece.shape)) for piece in tensor.pieces]
         elements, length = math.prod(tensor.shape), sum(piece.length for piece in tensor.pieces)
         element = length // max(1, elements)
-        if coverage_error(boxes, tensor.shape) or element * elements != length or box.elements * element != len(into):
+        if element * elements != length or box.elements * element != len(into):
             raise DamagedCheckpoint(f"{self.path}: the manifest contradicts itself about {tensor.path}")
         for piece in tensor.pieces:
-            runs = list(runs_within(Box(piece.start, piece.shape), box, element))
-            if runs:
-                self._read(piece, runs, into)
+            self._read(piece, runs_within(Box(piece.start, piece.shape), box, element), into)
 
-    def _read(self, piece: Piece, runs: Sequence[tuple[int, int, int]], into: memoryview) -> None:
+    def _read(self, piece: Piece, runs: Iterator[tuple[int, int, int]], into: memoryview) -> None:
         """Read those blocks of ``piece`` that the runs have a part in; the runs are in the order of its bytes."""
+        run = next(runs, None)  # the first one that is not over
+        if run is None:
+            return
         scratch = memoryview(bytearray(min(piece.length, _CHUNK_BYTES)))
-        number = 0  # of the first run that is not over
         with self._disk.reader(self.path / piece.file) as file:
             for block in piece.blocks:
-                while number < len(runs) and runs[number][1] <= block.first:
-                    number += 1
-                if number == len(runs) or runs[number][0] >= block.end:
+                if run is None or run[0] >= block.end:
                     continue
                 file.seek(piece.offset + block.first)
                 found, at = block.sum_before, block.first
                 while at < block.end:
-                    while number < len(runs) - 1 and runs[number][1] <= at:
-                        number += 1
                     end = min(at + len(scratch), block.end)
-                    first, last, place = runs[number]
-                    if first <= at and end <= last:
-                        chunk = into[place + at - first : place + end - first]
-                        taken = _fill(file, chunk)
+                    if in_place := run is not None and run[0] <= at and end <= run[1]:
+                        chunk = into[run[2] + at - run[0] : run[2] + end - run[0]]
                     else:
                         chunk = scratch[: end - at]
-                        taken = _fill(file, chunk)
-                        _copy_runs(chunk, at, itertools.islice(runs, number, None), into)
+                    taken = _fill(file, chunk)
                     found = zlib.crc32(chunk[:taken], found)
                     if taken < len(chunk):
                         break
+                    while run is not None and run[0] < end:
+                        first, last, place = run
+                        if not in_place:
+                            a, b = max(first, at), min(last, end)
+                            into[place + a - first : place + b - first] = chunk[a - at : b - at]
+                        if last > end:
+                            break
+                        run = next(runs, None)
                     at = end
                 compare_sums(found, block.sum_behind, piece, self.path, self.manifest)
-
-
-def _copy_runs(chunk: memoryview, at: int, runs: Iterable[tuple[int, int, int]], into: memoryview) -> None:
-    """Copy those bytes of ``chunk``, which is a piece from byte ``at`` on, that ``runs`` have, in their order."""
-    end = at + len(chunk)
-    for first, last, place in runs:
-        if first >= end:
-            break
-        a, b = max(first, at), min(last, end)
-        if a < b:
-            into[place + a - first : place + b - first] = chunk[a - at : b - at]
 
 
 def _fill(file: io.BufferedIOBase, chunk: memoryview) -> int:

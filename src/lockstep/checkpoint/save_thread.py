@@ -33,7 +33,7 @@ from lockstep.checkpoint.layout import Box, File, Placed, coverage_error
 from lockstep.checkpoint.lock import superseded_by
 from lockstep.checkpoint.manifest import BLOCK_BYTES, Head, Manifest, Piece, checksums
 from lockstep.checkpoint.safetensors_file import head_of
-from lockstep.checkpoint.tensors import TensorEntry
+from lockstep.checkpoint.tensors import CpuStager, TensorEntry
 from lockstep.collectives import KeyValueStore
 from lockstep.errors import CheckpointError, DamagedCheckpoint, LockstepError
 from lockstep.formatting import format_ranks, size
@@ -108,28 +108,34 @@ class SaveWriter:
         self.root = root
         self._rank, self._ranks, self._keep, self._protected, self._disk = rank, ranks, keep, protected, disk
 
-    def write(self, save: SaveRequest, content: memoryview, messages: SaveMessages) -> Outcome:
-        """This rank's side of a save. What goes wrong is reported to the other ranks and becomes the outcome."""
-        return self._lead(save, content, messages) if self._rank == 0 else self._follow(save, content, messages)
+    def write(self, save: SaveRequest, staged: CpuStager, messages: SaveMessages) -> Outcome:
+        """This rank's side of a save. What goes wrong is reported to the other ranks and becomes the outcome.
 
-    def _follow(self, save: SaveRequest, content: memoryview, messages: SaveMessages) -> Outcome:
+        What is ``staged`` is freed as soon as it is written, or will not be.
+        """
+        try:
+            return self._lead(save, staged, messages) if self._rank == 0 else self._follow(save, staged, messages)
+        finally:
+            staged.free()
+
+    def _follow(self, save: SaveRequest, staged: CpuStager, messages: SaveMessages) -> Outcome:
         part = _part_of(self._rank)
         try:
             if messages.wait_for("go-ahead of the leader"):
-                messages.publish(part, self._write_part(save, content))
+                messages.publish(part, self._write_part(save, staged))
             why_not = messages.wait_for("outcome of the leader")
             messages.publish(part, None)  # the leader has read it, and the store need not hold it for ever
         except (LockstepError, RuntimeError) as error:
             why_not = _one_line(error)
         return save.outcome(why_not)
 
-    def _lead(self, save: SaveRequest, content: memoryview, messages: SaveMessages) -> Outcome:
+    def _lead(self, save: SaveRequest, staged: CpuStager, messages: SaveMessages) -> Outcome:
         remarks: tuple[str, ...] = ()
         try:
             why_not = self._open(save)
             messages.publish("go-ahead of the leader", not why_not)
             if not why_not:
-                why_not, remarks = self._gather(save, self._write_part(save, content), messages)
+                why_not, remarks = self._gather(save, self._write_part(save, staged), messages)
         except (OSError, LockstepError, RuntimeError) as error:
             why_not = self._explain(error, save)
         if why_not:
@@ -158,8 +164,13 @@ class SaveWriter:
             return self._explain(error, save)
         return ""
 
-    def _write_part(self, save: SaveRequest, content: memoryview) -> dict[str, Any]:
-        """Write this rank's part; what to tell the leader about it. Never raises."""
+    def _write_part(self, save: SaveRequest, staged: CpuStager) -> dict[str, Any]:
+        """Write this rank's part, and free what is staged; what to tell the leader about it. Never raises."""
+        report = self._written(save, staged.content)
+        staged.free()
+        return report
+
+    def _written(self, save: SaveRequest, content: memoryview) -> dict[str, Any]:
         placed = [each for each in save.file.tensors if each.length]
         head = head_of(save.names[each.tensor].in_file for each in placed) if placed else b""
         try:

@@ -117,25 +117,32 @@ class CpuStager:
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
+        self._length = 0
 
-    def copy(self, file: File, tensors: Sequence[torch.Tensor]) -> memoryview:
-        """The bytes of ``file``; the tensors may change once this returns.
+    def copy(self, file: File, tensors: Sequence[torch.Tensor]) -> None:
+        """Make `content` the bytes of ``file``; the tensors may change once this returns.
 
-        Tensors of all devices are copied at once, with one wait at the end. The bytes are valid until the next call.
+        Tensors of all devices are copied at once, with one wait at the end.
         """
         sources = [tensors[placed.tensor] for placed in file.tensors]
         cuda = [device for device in {source.device for source in sources} if device.type == "cuda"]
         if self._block.numel() < file.length or (cuda and not self._block.is_pinned()):
             self._block = torch.empty(file.length, dtype=torch.uint8, pin_memory=bool(cuda))
+        self._length = file.length
         for placed, source in zip(file.tensors, sources, strict=True):
             place = self._block[placed.offset : placed.offset + placed.length]
             place.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
         for device in cuda:
             torch.cuda.current_stream(device).synchronize()
-        return self._block.numpy().data[: file.length]
+
+    @property
+    def content(self) -> memoryview:
+        """What was copied last, in the block's own memory."""
+        return self._block.numpy().data[: self._length]
 
     def free(self) -> None:
-        """The bytes of the last copy are not needed any more."""
+        """What was copied is not needed any more, and nobody has `content`; its memory is given back."""
+        self._length = 0
         if not self._block.is_pinned():
             self._block = torch.empty(0, dtype=torch.uint8)
 

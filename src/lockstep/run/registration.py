@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lockstep.checkpoint import read_weights
+from lockstep.collectives import StoredTensor
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
 from lockstep.run.closures import check_closures, needs_closure, refuse_beside
 from lockstep.run.early_stopping import EarlyStopping
-from lockstep.run.model_values import give_values, is_on_meta, made
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.state import State
@@ -28,6 +28,9 @@ from lockstep.strategies import (
     check_can_step,
     construct,
     divides_construction,
+    give_values,
+    is_on_meta,
+    make_module,
     make_stages,
     parameters_of,
     spans_gpus,
@@ -57,10 +60,11 @@ class Registration:
         """See `Run.model`."""
         self._start.refuse_late("model")
         context = self._context
+        stored = None if weights is None else read_weights(Path(weights))
         if isinstance(given, list | tuple):
-            model, is_new = self._of_stages(given, weights)
+            model, is_new = self._of_stages(given, stored)
         else:
-            model, is_new = self._with_values(given, weights)
+            model, is_new = self._with_values(given, stored)
         check_model(model, self._state)
         moves_itself = isinstance(context.strategy, ComputesLoss) or (is_new and divides_construction(context.strategy))
         if not (moves_itself or spans_gpus(model)):
@@ -74,7 +78,7 @@ class Registration:
         return model
 
     def _of_stages(
-        self, stages: Sequence[nn.Module | Callable[[], nn.Module]], weights: str | os.PathLike[str] | None
+        self, stages: Sequence[nn.Module | Callable[[], nn.Module]], weights: Mapping[str, StoredTensor] | None
     ) -> tuple[nn.Module, bool]:
         """As `_with_values`, of the model that has these stages. Collective."""
         modules = [stage for stage in stages if isinstance(stage, nn.Module)]
@@ -85,13 +89,13 @@ class Registration:
                 f"run.model([{', '.join(type(stage).__name__ for stage in stages)}]): give stages that are modules, or "
                 "one function for each, which makes it"
             )
-        makers = [partial(made, stage) for stage in stages if not isinstance(stage, nn.Module)]
-        if weights is None and (model := make_stages(self._context.strategy, makers, give_values)) is not None:
+        makers = [partial(make_module, stage) for stage in stages if not isinstance(stage, nn.Module)]
+        if (model := make_stages(self._context.strategy, makers, weights)) is not None:
             return model, True
         # Each stage has its values before the next one is made, as where ranks make one at a time.
         return self._with_values(lambda: StageSequence([give_values(make()) for make in makers]), weights)
 
-    def _with_values(self, given: GivenModel, weights: str | os.PathLike[str] | None) -> tuple[nn.Module, bool]:
+    def _with_values(self, given: GivenModel, weights: Mapping[str, StoredTensor] | None) -> tuple[nn.Module, bool]:
         """The model, and whether it was made just now, or got its values just now. Collective."""
         if isinstance(given, nn.Module):
             check_model(given, self._state)
@@ -106,8 +110,7 @@ class Registration:
                 f"run.model({type(given).__name__}): give a torch.nn.Module, or a function that makes one, as in "
                 "run.model(lambda: Net())"
             )
-        stored = None if weights is None else read_weights(Path(weights))
-        return construct(self._context.strategy, lambda: give_values(made(make), stored)), True
+        return construct(self._context.strategy, lambda: give_values(make_module(make), weights)), True
 
     def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None) -> None:
         """See `Run.optimizer`."""

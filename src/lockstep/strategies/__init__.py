@@ -35,7 +35,6 @@ from lockstep.strategies.abilities import (
 )
 from lockstep.strategies.batchnorm import synchronize_batchnorm
 from lockstep.strategies.buffers import same
-from lockstep.strategies.divided_construction import allocates, without_values, written_by
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
     ParameterSet,
@@ -44,6 +43,7 @@ from lockstep.strategies.gradient_accumulation import (
     is_loss,
     parameters_of,
 )
+from lockstep.strategies.initial_values import give_values, is_on_meta, make_module
 from lockstep.strategies.multi_gpu import spans_gpus
 from lockstep.strategies.protocol import ReplicaAssignment, StateLayout, Strategy, StrategyContext
 from lockstep.strategies.sparse_gradients import sparse_parameters
@@ -63,7 +63,6 @@ __all__ = [
     "StatePart",
     "Strategy",
     "StrategyContext",
-    "allocates",
     "before_optimizer_step",
     "before_update",
     "begin_micro_batch",
@@ -77,9 +76,12 @@ __all__ = [
     "explain",
     "finish_training",
     "forward_is_collective",
+    "give_values",
     "has_gradient",
     "is_loss",
+    "is_on_meta",
     "load_strategy_state",
+    "make_module",
     "make_stages",
     "open_strategy",
     "parameters_of",
@@ -91,8 +93,6 @@ __all__ = [
     "strategy_state",
     "synchronize_batchnorm",
     "update_trainable",
-    "without_values",
-    "written_by",
 ]
 
 #: The words of `strategy_words`, each with its file. Loaded when asked for: some bring much of torch with them.

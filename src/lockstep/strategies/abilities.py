@@ -7,7 +7,7 @@ it, and does the usual thing where it has not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.batch import MicroBatchPosition
+from lockstep.collectives import StoredTensor
 from lockstep.errors import UsageError
 from lockstep.strategies.gradient_accumulation import LossCall, ParameterSet
 from lockstep.strategies.protocol import StateDict, StateLayout, Strategy
@@ -334,25 +335,29 @@ class MakesStages(Protocol):
     """A strategy under which a rank makes only those stages of a model that it will hold."""
 
     def make_stages(
-        self, makers: Sequence[Callable[[], nn.Module]], give_values: Callable[[nn.Module], object]
+        self, makers: Sequence[Callable[[], nn.Module]], weights: Mapping[str, StoredTensor] | None
     ) -> StageSequence:
         """The model of the stages that ``makers`` make; those of other ranks take no memory here. Collective.
 
-        All values are those that rank 0 draws as it makes one stage after the other, and lets ``give_values`` draw what
-        was made on the device ``meta``.
+        All values are those that rank 0 draws as it makes one stage after the other, or reads.
+
+        Args:
+            makers: of a stage each.
+            weights: of the model, by the names of its ``state_dict()``; None: as initialised.
 
         Raises:
             SettingError: for a stage that shares a tensor with one that was made before it.
+            UsageError: if ``weights`` are of another model.
         """
         ...
 
 
 def make_stages(
-    strategy: Strategy, makers: Sequence[Callable[[], nn.Module]], give_values: Callable[[nn.Module], object]
+    strategy: Strategy, makers: Sequence[Callable[[], nn.Module]], weights: Mapping[str, StoredTensor] | None
 ) -> StageSequence | None:
     """See `MakesStages`; None: a rank holds all stages, or ``strategy`` divides them otherwise. Collective."""
     makes: MakesStages | None = _first_with(MakesStages, strategy)
-    return None if makes is None else makes.make_stages(makers, give_values)
+    return None if makes is None else makes.make_stages(makers, weights)
 
 
 @runtime_checkable

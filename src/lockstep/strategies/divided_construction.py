@@ -29,9 +29,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.collectives import Group, StoredTensor, in_memory
+from lockstep.collectives import Group, StoredTensor, broadcast_from_rank0, in_memory
 from lockstep.errors import UsageError
-from lockstep.strategies.module_states import verify_random_state
+from lockstep.strategies.module_states import verify_module_states, verify_random_state
 
 #: Tensors of fewer bytes stay whole.
 _LEAST_BYTES: Final = 1 << 10
@@ -105,6 +105,8 @@ class DividedConstruction:
     def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
         """What ``make`` gives; of its parameters only this rank's rows have memory, until `restore_rows`. Collective.
 
+        Its buffers are whole, and rank 0's.
+
         Raises:
             MismatchError: if ranks made different models, or would draw different random numbers.
             UsageError: for a parameter to which nobody has given values.
@@ -113,6 +115,8 @@ class DividedConstruction:
         with _Operations(self), _Escapes(self):
             model = make()
         self._finish(model)
+        verify_module_states(self._everybody, model)
+        broadcast_from_rank0(self._everybody, model.buffers())
         return model
 
     def restore_rows(self, parameters: Iterable[nn.Parameter]) -> None:

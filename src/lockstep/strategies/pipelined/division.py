@@ -11,14 +11,18 @@ from typing import Final
 import torch
 from torch import fx, nn
 
-from lockstep.collectives import Group
+from lockstep.collectives import Group, StoredTensor
 from lockstep.errors import SettingError
 from lockstep.formatting import plural
+from lockstep.strategies.initial_values import check_names, give_values
 from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.pipelined import partition
 from lockstep.strategies.pipelined.pipelined_model import in_mode, keep_own_tensors
 from lockstep.strategies.pipelined.stage import AutocastContext, StageModules
 from lockstep.strategies.stage_sequence import StageSequence
+
+Sample = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,28 +85,78 @@ class _TensorsOfStages:
 
 def made_apart(
     makers: Sequence[Callable[[], nn.Module]],
-    give_values: Callable[[nn.Module], object],
+    weights: Mapping[str, StoredTensor] | None,
     own: Container[int],
     group: Group,
 ) -> StageSequence:
     """The model of the stages that ``makers`` make, of which only this rank's ``own`` take memory. Collective.
 
-    Its values are those of rank 0. At most one stage that is not this rank's is in memory at a time.
+    Its values are those of rank 0, or of ``weights``, by their names in the whole model. At most one stage that is not
+    this rank's is in memory at a time.
 
     Raises:
         SettingError: for a stage that shares a tensor with one before it, which other ranks may have let go of.
+        UsageError: if ``weights`` are of another model.
     """
     stages, tensors = [], _TensorsOfStages()
+    places = {str(place) for place in range(len(makers))}
+    check_names(StageSequence.__name__, (), [name for name in weights or () if name.partition(".")[0] not in places])
     for place, make in enumerate(makers):
         stage = make()
         tensors.add(place, stage)
-        give_values(stage)
+        give_values(stage, None if weights is None else _weights_of(place, weights))
         sync_module_states(group, stage)
         if place not in own:
             keep_own_tensors(stage, set(), group.device)
         tensors.add(place, stage)
         stages.append(stage)
     return StageSequence(stages)
+
+
+def _weights_of(place: int, weights: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Those of the stage at ``place``, by their names in the stage."""
+    prefix = f"{place}."
+    return {name.removeprefix(prefix): stored for name, stored in weights.items() if name.startswith(prefix)}
+
+
+def divide(
+    model: nn.Module,
+    wanted: int,
+    cut: str,
+    sample: Sample | None,
+    *,
+    group: Group,
+    autocast: AutocastContext,
+) -> Division:
+    """The stages of ``model``; the same on all ranks. Collective.
+
+    Args:
+        model: to be traced, or given as stages.
+        wanted: stages.
+        cut: the first module of each stage but the first, joined by ``+``; "": balanced.
+        sample: by whose times to balance; None: by parameters.
+        group: all ranks.
+        autocast: in which a sample is computed.
+
+    Raises:
+        SettingError: if it cannot be cut as was asked for.
+    """
+    if isinstance(model, StageSequence):
+        if cut or sample is not None:
+            raise SettingError(
+                "strategy pipeline: cut=... and sample=... are for a model that is cut by torch.fx, and this one "
+                "was given as stages; leave them out"
+            )
+        return of_given_stages(model, wanted)
+    if not cut:
+        return of_traced(model, balanced_cuts(model, wanted, group, sample, autocast))
+    cuts = cut.split("+")
+    if len(cuts) != wanted - 1:
+        raise SettingError(
+            f"strategy pipeline: cut={cut} makes {plural(len(cuts) + 1, 'stage')} of {wanted}; "
+            f"name {plural(wanted - 1, 'module')}"
+        )
+    return of_traced(model, cuts)
 
 
 def of_given_stages(model: StageSequence, wanted: int) -> Division:
@@ -157,7 +211,7 @@ def balanced_cuts(
     model: nn.Module,
     wanted: int,
     group: Group,
-    sample: tuple[tuple[int, ...], torch.dtype] | None,
+    sample: Sample | None,
     autocast: AutocastContext,
 ) -> list[str]:
     """The first module of each of ``wanted`` stages but the first; the same on all ranks. Collective.

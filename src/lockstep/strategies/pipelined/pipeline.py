@@ -22,7 +22,7 @@ numbers are those of one device, too: the state of the generators goes from stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -38,12 +38,25 @@ from torch.distributed.pipelining import (
 )
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.collectives import ObjectChannel, ShardGroups, open_all_reduce, translating_peer_errors
+from lockstep.collectives import (
+    ObjectChannel,
+    ShardGroups,
+    StoredTensor,
+    open_all_reduce,
+    translating_peer_errors,
+)
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
-from lockstep.strategies.abilities import CommunicatesInForward, ComputesLoss, ExplainsErrors, MakesStages
+from lockstep.strategies.abilities import (
+    CommunicatesInForward,
+    ComputesLoss,
+    DividesConstruction,
+    ExplainsErrors,
+    MakesStages,
+)
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.divided_construction import DividedConstruction
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
     ParameterSet,
@@ -52,15 +65,7 @@ from lockstep.strategies.gradient_accumulation import (
 )
 from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.partial_models import outside_forward
-from lockstep.strategies.pipelined.division import (
-    Division,
-    balanced_cuts,
-    made_apart,
-    neighbours,
-    of_given_stages,
-    of_traced,
-    stage_ranks,
-)
+from lockstep.strategies.pipelined.division import Sample, divide, made_apart, neighbours, stage_ranks
 from lockstep.strategies.pipelined.pipelined_model import USE_RUN_STEP, keep_own_tensors, prepare_in_place
 from lockstep.strategies.pipelined.schedule_run import ScheduleRun, schedule_runs
 from lockstep.strategies.pipelined.stage import (
@@ -122,7 +127,7 @@ class Options:
         """Stages on each rank."""
         return self.chunks or _SCHEDULES[self.schedule][1]
 
-    def sample_like(self) -> tuple[tuple[int, ...], torch.dtype] | None:
+    def sample_like(self) -> Sample | None:
         """Shape and type of the sample; None without one."""
         shape, _, dtype = self.sample.partition(":")
         try:
@@ -153,7 +158,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return Pipeline(context, options, stages)
 
 
-class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors, MakesStages):
+class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, DividesConstruction, ExplainsErrors, MakesStages):
     """The strategy ``pipeline``."""
 
     forward_is_collective = True
@@ -178,7 +183,8 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors, Ma
         self.state_layout = self._layout
         self._names: dict[nn.Parameter, str] = {}
         self._stages: list[Stage] = []
-        self._made: nn.Module | None = None  # a model of which this rank has made its stages only
+        self._construction: Final = DividedConstruction(group, group)
+        self._made: nn.Module | None = None  # a model that was made here, divided by rows or into stages
         self._find_unused = False
         self._queued: list[StageMicroBatch] = []
         self._schedules: dict[tuple[str, int, object], Any] = {}
@@ -203,9 +209,14 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors, Ma
         self._find_unused = find_unused_parameters
         if model is not self._made:
             sync_module_states(self._context.group, model)
-        division, ranks, rank = self._divide(model), self._replica_group.size, self._replica_group.rank
+        if sample := self._options.sample_like():
+            self._construction.restore(model.parameters())  # for it is computed
+        wanted, cut = len(self._rank_of), self._options.cut
+        division = divide(model, wanted, cut, sample, group=self._context.group, autocast=self._autocast)
+        ranks, rank = self._replica_group.size, self._replica_group.rank
         rank_of = {name: self._rank_of[stage] for name, stage in division.stage_of.items()}
-        keep_own_tensors(model, {name for name, owner in rank_of.items() if owner == rank}, self._context.group.device)
+        own = {name for name, owner in rank_of.items() if owner == rank}
+        keep_own_tensors(model, own, self._context.group.device, lambda one: self._construction.restore([one]))
         splits = self._options.schedule in _SPLITTING
         for number in (number for number, owner in enumerate(self._rank_of) if owner == rank):
             modules = division.modules(number)
@@ -232,42 +243,31 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, ExplainsErrors, Ma
         prepare_in_place(model, self._evaluate, self._stages, absent)
         return model
 
+    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """What ``make`` gives; of its parameters each rank holds rows, until `setup_model`. Collective.
+
+        Raises:
+            MismatchError: if ranks made different models.
+        """
+        self._made = model = self._construction.construct(make)
+        return model
+
     def make_stages(
-        self, makers: Sequence[Callable[[], nn.Module]], give_values: Callable[[nn.Module], object]
+        self, makers: Sequence[Callable[[], nn.Module]], weights: Mapping[str, StoredTensor] | None
     ) -> StageSequence:
         """A model of the stages that ``makers`` make one after the other; this rank keeps its own. Collective.
 
-        Its values are those that rank 0 draws. At most one stage that is another rank's is in memory at a time.
+        Its values are those that rank 0 draws, or reads. At most one stage that is another rank's is in memory at a
+        time.
 
         Raises:
             SettingError: for a stage that shares a tensor with one before it.
+            UsageError: if ``weights`` are of another model.
         """
-        own = set[int]()
-        for number, run in enumerate(neighbours(len(makers), len(self._rank_of))):
-            own |= set(run) if self._rank_of[number] == self._replica_group.rank else set()
-        self._made = model = made_apart(makers, give_values, own, self._context.group)
+        runs = zip(self._rank_of, neighbours(len(makers), len(self._rank_of)), strict=True)
+        own = {place for rank, run in runs if rank == self._replica_group.rank for place in run}
+        self._made = model = made_apart(makers, weights, own, self._context.group)
         return model
-
-    def _divide(self, model: nn.Module) -> Division:
-        """The stages of ``model``; the same on all ranks."""
-        wanted, cut = len(self._rank_of), self._options.cut
-        if isinstance(model, StageSequence):
-            if cut or self._options.sample:
-                raise SettingError(
-                    "strategy pipeline: cut=... and sample=... are for a model that is cut by torch.fx, and this one "
-                    "was given as stages; leave them out"
-                )
-            return of_given_stages(model, wanted)
-        if not cut:
-            sample = self._options.sample_like()
-            return of_traced(model, balanced_cuts(model, wanted, self._context.group, sample, self._autocast))
-        cuts = cut.split("+")
-        if len(cuts) != wanted - 1:
-            raise SettingError(
-                f"strategy pipeline: cut={cut} makes {plural(len(cuts) + 1, 'stage')} of {wanted}; "
-                f"name {plural(wanted - 1, 'module')}"
-            )
-        return of_traced(model, cuts)
 
     def _evaluate(self, inputs: tuple[Any, ...]) -> Any:
         """The model's output, on every rank of the replica. Collective for its ranks, with the same inputs."""

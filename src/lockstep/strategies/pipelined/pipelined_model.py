@@ -86,10 +86,21 @@ def in_mode(model: nn.Module, training: bool, do: Callable[[], T]) -> T:
             module.training = before
 
 
-def keep_own_tensors(model: nn.Module, names: set[str], device: torch.device) -> None:
+def keep_own_tensors(
+    model: nn.Module,
+    names: set[str],
+    device: torch.device,
+    restore: Callable[[nn.Parameter], object] = lambda _parameter: None,
+) -> None:
     """Move the parameters and buffers of these names to ``device``.
 
     The others keep their shapes and take no memory; shared tensors stay shared.
+
+    Args:
+        model: of which the rest is on other ranks.
+        names: of what stays here.
+        device: where it is computed.
+        restore: gives a parameter its values; called for one after the other, in the same order on all ranks.
     """
     instead: dict[int, torch.Tensor] = {}
     for module_name, module in model.named_modules():
@@ -97,6 +108,7 @@ def keep_own_tensors(model: nn.Module, names: set[str], device: torch.device) ->
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
+            restore(parameter)
             if prefix + name in names:
                 parameter.data = parameter.data.to(device)
                 continue

@@ -43,7 +43,6 @@ from torch.distributed.tensor import DTensor
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import (
     ShardGroups,
-    broadcast_from_rank0,
     open_all_reduce,
     open_gather,
     open_reduce_scatter,
@@ -64,7 +63,7 @@ from lockstep.strategies.abilities import (
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.divided_construction import DividedConstruction
 from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
-from lockstep.strategies.module_states import sync_module_states, verify_module_states
+from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.partial_models import PickleGuard, half_a_model, outside_forward, refuse_copies
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.sharded import division_checks as checks
@@ -223,9 +222,7 @@ class FullySharded(
         """
         refuse_sparse(model, self._name)
         if model is self._constructed:
-            verify_module_states(self._group, model)  # its parameters were compared when they were made
             _move(model.buffers(), self._group.device)
-            broadcast_from_rank0(self._group, model.buffers())
         else:
             sync_module_states(self._group, model)
         blocks = blocks_of(model, self._options.wrap)

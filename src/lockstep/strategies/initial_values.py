@@ -8,7 +8,7 @@ run.model(..., weights="model.safetensors")    what the file says, by the names 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.collectives import StoredTensor
 from lockstep.errors import UsageError
-from lockstep.strategies import allocates, without_values, written_by
+from lockstep.strategies.divided_construction import allocates, without_values, written_by
 
 _RESETS: Final = ("reset_parameters", "_reset_parameters")
 
@@ -27,7 +27,7 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def made(make: Callable[[], nn.Module]) -> nn.Module:
+def make_module(make: Callable[[], nn.Module]) -> nn.Module:
     """What ``make`` gives.
 
     Raises:
@@ -127,17 +127,7 @@ def _read(model: nn.Module, weights: Mapping[str, StoredTensor]) -> None:
     tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     there = {id(tensors[name]) for name in weights if name in tensors}
     missing = [name for name, tensor in tensors.items() if id(tensor) not in there]
-    unknown = [name for name in weights if name not in tensors]
-    if missing or unknown:
-        raise UsageError(
-            f"weights of another model than {type(model).__name__}: "
-            + "; ".join(
-                f"{len(names)} {what}, such as {', '.join(names[:3])}"
-                for names, what in ((missing, "of its tensors are not there"), (unknown, "are not its own"))
-                if names
-            )
-            + ". The names must be those of model.state_dict()"
-        )
+    check_names(type(model).__name__, missing, [name for name in weights if name not in tensors])
     with torch.no_grad():
         for name, stored in weights.items():
             if tensors[name].shape != stored.shape:
@@ -146,6 +136,21 @@ def _read(model: nn.Module, weights: Mapping[str, StoredTensor]) -> None:
                     f"{type(model).__name__}"
                 )
             tensors[name].copy_(stored)
+
+
+def check_names(model: str, missing: Sequence[str], unknown: Sequence[str]) -> None:
+    """Check that weights are those of a ``model``: none of its tensors is ``missing``, and none ``unknown`` to it.
+
+    Raises:
+        UsageError: if they are not.
+    """
+    found = ((missing, "of its tensors are not there"), (unknown, "are not its own"))
+    if missing or unknown:
+        raise UsageError(
+            f"weights of another model than {model}: "
+            + "; ".join(f"{len(names)} {what}, such as {', '.join(names[:3])}" for names, what in found if names)
+            + ". The names must be those of model.state_dict()"
+        )
 
 
 class _Written(TorchDispatchMode):
