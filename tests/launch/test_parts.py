@@ -18,6 +18,7 @@ from lockstep.launch.diagnosis.part_monitor import PartMonitor
 from lockstep.launch_contract import CHANNEL
 from waiting import wait_until
 
+SOURCE = str(Path(lockstep.__file__).parents[1])
 RAISES_WHEN_TOLD = """
     import os, signal, sys, time
     from pathlib import Path
@@ -91,6 +92,15 @@ def test_each_part_that_dies_is_named_and_costs_one_generation_and_the_cause_is_
     assert blocks[2].startswith("run failed: rank 1 of 2 (host ")
     assert "the true cause" in blocks[2]
     assert screen().count("restarting all 2 ranks") == 2
+
+
+def test_a_fork_server_that_cannot_serve_says_why(workshop):
+    workshop.script("raise ImportError('libcudart.so.13 is not there')", "torch.py")
+    ended = workshop.run(workshop.script("pass"), PYTHONPATH=f"{workshop.here}:{SOURCE}")
+    assert ended.code == 1
+    _, failure = ended.err.split("✗ ")
+    assert "left with exit code 1: ImportError: libcudart.so.13 is not there\n" in failure
+    assert "no rank is to blame" in failure
 
 
 def test_a_run_directory_that_goes_away_does_not_hide_the_cause(workshop, launched):
