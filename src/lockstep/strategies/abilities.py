@@ -7,7 +7,7 @@ it, and does the usual thing where it has not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -77,6 +77,26 @@ def construct(strategy: Strategy, make: Callable[[], nn.Module]) -> nn.Module:
     """What ``make`` gives, divided where ``strategy`` can divide it while it is made. Collective."""
     divides = _first_with(DividesConstruction, strategy)
     return make() if divides is None else divides.construct(make)
+
+
+TensorPlan = Mapping[str, object]
+"""How layers are divided, by patterns of their names: words such as ``colwise``, or torch's `ParallelStyle`."""
+
+
+@runtime_checkable
+class DividesLayers(Protocol):
+    """A strategy under which several ranks compute each layer together, by a plan."""
+
+    def plan_layers(self, plan: TensorPlan | None) -> None:
+        """Divide the model that is set up next by ``plan``; None: by a plan that the model brings."""
+        ...
+
+
+def plan_layers(strategy: Strategy, plan: TensorPlan | None) -> None:
+    """Divide the layers of the model that is set up next by ``plan``, where ``strategy`` divides layers."""
+    divides: DividesLayers | None = _first_with(DividesLayers, strategy)
+    if divides is not None:
+        divides.plan_layers(plan)
 
 
 @runtime_checkable
