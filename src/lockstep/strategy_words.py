@@ -19,7 +19,7 @@ STRATEGY_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "dp": ("devices",),
     "ddp": ("compress", "rank", "start"),
     "zero": ("stage",),
-    "fsdp": _FSDP,
+    "fsdp": (*_FSDP, "tensor"),
     "hsdp": ("shard", *_FSDP),
     "local-sgd": ("period", "warmup", "node_period", "moments"),
     "diloco": ("period", "outer_lr", "outer_momentum", "fragments", "overlap", "mix", "wire"),
