@@ -2,8 +2,8 @@
 
     switch (a network namespace of its own: a bridge, no address)
       ├── port-n1 ═══ eth0  n1  10.77.0.1      each host is one process, the first of its own process namespace,
-      ├── port-n2 ═══ eth0  n2  10.77.0.2      with a host name, an /etc/hosts that names all of them, and no other
-      └── ...                                  way out
+      ├── port-n2 ═══ eth0  n2  10.77.0.2      with a host name, an /etc/hosts that names all of them, a /dev/shm of
+      └── ...                                  its own, and no other way out
 
 All of it hangs on processes that die with this one: however a test ends, nothing is left, and the machine's own
 network, names and routes are never touched. Needs root and iproute2.
@@ -47,6 +47,14 @@ def why_not() -> str:
 _A_NETWORK_AT_ALL = "ip link add br0 type bridge && ip link add v0 type veth peer name v1 && ip link set v0 master br0"
 
 
+def _bucket(rate: str, burst: str) -> tuple[str, ...]:
+    return ("tbf", "rate", rate, "burst", burst, "latency", "400ms")
+
+
+#: A bucket that holds less than any packet.
+_NOTHING_PASSES = _bucket("1kbit", "10b")
+
+
 @dataclass
 class Host:
     """One machine."""
@@ -56,6 +64,7 @@ class Host:
     place: int  #: process number, as seen from here, of its first process
     keeper: subprocess.Popen[str]
     switch: int
+    hosts_file: Path  #: its /etc/hosts
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(
@@ -112,9 +121,59 @@ class Host:
 
     def slow(self, rate: str, burst: str = "32kb") -> None:
         """Limit what this host sends and is sent to ``rate`` each, such as ``10mbit``."""
-        shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "400ms")
-        _in(self.switch, "tc", "qdisc", "replace", "dev", f"port-{self.name}", *shape)
-        self.run("tc", "qdisc", "replace", "dev", "eth0", *shape)
+        self._shape_sent("replace", *_bucket(rate, burst))
+        self._shape_received("replace", *_bucket(rate, burst))
+
+    def mute(self) -> None:
+        """Nothing that this host sends arrives any more, and nobody is told; what it is sent does arrive."""
+        self._shape_sent("replace", *_NOTHING_PASSES)
+
+    def deafen(self) -> None:
+        """Nothing that this host is sent arrives any more, and nobody is told; what it sends does arrive."""
+        self._shape_received("replace", *_NOTHING_PASSES)
+
+    def clear(self) -> None:
+        """Undo `slow`, `mute` and `deafen`, whichever was done."""
+        for shape in (self._shape_sent, self._shape_received):
+            with contextlib.suppress(AssertionError):  # there is nothing to undo in this direction
+                shape("del")
+
+    def processes(self) -> dict[int, str]:
+        """What runs on this host, by process number as seen from here; not its first process, which keeps it up."""
+        space, found = os.stat(f"/proc/{self.place}/ns/pid").st_ino, {}
+        for directory in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.stat(directory / "ns" / "pid").st_ino == space and int(directory.name) != self.place:
+                    # The first process reaps no orphans, as that of many containers does not: zombies stay.
+                    dead = (directory / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+                    found |= {} if dead else {int(directory.name): (directory / "comm").read_text().strip()}
+        return found
+
+    @property
+    def root(self) -> Path:
+        """The root of this host's file system, as seen from here."""
+        return Path(f"/proc/{self.place}/root")
+
+    def _shape_sent(self, what: str, *shape: str) -> None:
+        self.run("tc", "qdisc", what, "dev", "eth0", "root", *shape)
+
+    def _shape_received(self, what: str, *shape: str) -> None:
+        _in(self.switch, "tc", "qdisc", what, "dev", f"port-{self.name}", "root", *shape)
+
+    def plug(self, card: str, address: str) -> None:
+        """Add the network interface ``card``, with ``address/prefix``, to the same switch."""
+        port = f"{card}-{self.name}"
+        _in(self.switch, "ip", "link", "add", port, "type", "veth", "peer", "name", card, "netns", str(self.place))
+        _in(self.switch, "ip", "link", "set", port, "master", "bridge", "up")
+        self.run("sh", "-c", f"ip address add {address} dev {card} nodad && ip link set {card} up")
+
+    def like_debian(self) -> None:
+        """Its own name stands for its loopback, here alone; and it has a bridge of containers, as every host has."""
+        lines = self.hosts_file.read_text().splitlines()
+        own = [f"127.0.1.1 {self.name}.lan {self.name}" if line.split()[1] == self.name else line for line in lines]
+        self.hosts_file.write_text("\n".join(own) + "\n")
+        bridge = "ip link add docker0 type bridge && ip address add 172.17.0.1/16 dev docker0 && ip link set docker0 up"
+        self.run("sh", "-c", bridge)
 
     def _enter(self, *more: str) -> list[str]:
         return ["nsenter", f"--target={self.place}", "--net", "--uts", "--mount", "--pid", *more, "--"]
@@ -139,6 +198,8 @@ class Hosts:
         address = f"{_NETWORK_6}{number}" if self.ipv6 else f"{_NETWORK}.{number}"
         with contextlib.suppress(AssertionError):  # of one that was killed a moment ago
             _in(self.switch, "ip", "link", "delete", f"port-{name}")
+        hosts_file = self.directory / f"hosts-{name}"
+        shutil.copyfile(self.directory / "hosts", hosts_file)
         keeper = _keep(
             "--net",
             "--uts",
@@ -146,8 +207,9 @@ class Hosts:
             "--pid",
             "--mount-proc",
             script=f"""
-            mount --bind {self.directory}/hosts /etc/hosts &&
+            mount --bind {hosts_file} /etc/hosts &&
             {{ [ ! -e /etc/resolv.conf ] || mount --bind {self.directory}/resolv.conf /etc/resolv.conf; }} &&
+            mount -t tmpfs shm /dev/shm &&
             hostname {name} && ip link set lo up && echo up && exec sleep infinity""",
         )
         place = _children(keeper.pid)[0]
@@ -156,7 +218,7 @@ class Hosts:
         card = ("peer", "name", "eth0", "address", f"02:00:00:00:00:{number:02x}", "netns", str(place))
         _in(self.switch, "ip", "link", "add", port, "type", "veth", *card)
         _in(self.switch, "ip", "link", "set", port, "master", "bridge", "up")
-        host = Host(name, address, place, keeper, self.switch)
+        host = Host(name, address, place, keeper, self.switch, hosts_file)
         # Without nodad an address of IPv6 could not be used for a second or two.
         added = f"{address}/64 dev eth0 nodad" if self.ipv6 else f"{address}/24 dev eth0"
         host.run("sh", "-c", f"ip address add {added} && ip link set eth0 up")

@@ -1,6 +1,7 @@
 """The command line: what it accepts, how it refuses, and how fast it answers."""
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import lockstep
 from lockstep import cli
 from lockstep.cli.bench import bench_options
+from lockstep.cli.other_launchers import INSTEAD
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
 
@@ -97,7 +99,14 @@ def test_help_of_run_fits_a_screen(capsys):
             "run --attach 0 --nnodes 2 --master-addr n1 train.py",
             "--attach 0: a terminal is for the ranks of its own machine",
         ),
-        ("run --strategy fsdpp train.py", "strategy='fsdpp': give one of none, dp, ddp"),
+        ("run --strategy fsdpp train.py", "strategy='fsdpp': did you mean fsdp? give one of none, dp, ddp"),
+        ("run --strategy deepspeed_stage_2 train.py", "did you mean zero:stage=2? give one of none"),
+        ("run --strategy tensor train.py", "strategy='tensor': give one of none, dp, ddp"),
+        ("run --num_processes 2 train.py", "no such option: --num_processes; say --nproc-per-node N"),
+        ("run -np 2 train.py", "no such option: -np; say --nproc-per-node N"),
+        ("run --devices=2 train.py", "no such option: --devices; say --nproc-per-node N"),
+        ("run --monitor-interval 1 train.py", "no such option: --monitor-interval; leave it out"),
+        ("job slurm --num-gpus 2 train.py", "no such option: --num-gpus; say --nproc-per-node N"),
         ("run --strategy ddp:compres=fp16 train.py", "strategy ddp has no option compres; did you mean compress?"),
         ("run --keep 3 train.py", "it is a setting: --set keep=VALUE"),
         ("run --set keep train.py", "give NAME=VALUE"),
@@ -121,6 +130,14 @@ def test_what_cannot_be_used_is_refused_in_one_line_with_a_way_out(here, capsys,
     assert says in said.err
     assert len(said.err.splitlines()) == 1
     assert sorted(path.name for path in here.iterdir()) == ["train.py"]
+
+
+def test_what_is_said_of_the_options_of_other_launchers_is_true():
+    """None of them is ours in the same spelling, and each option that is named instead is."""
+    known = set(cli.run_options()._option_string_actions)
+    assert not known & set(INSTEAD)
+    named = {option for text in INSTEAD.values() for option in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", text)}
+    assert named <= known
 
 
 @pytest.mark.parametrize(

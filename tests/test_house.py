@@ -18,7 +18,10 @@ HOUSE = Path(__file__).parents[1] / "src" / "lockstep"
 
 #: From the bottom to the top. A room may use the floors below its own.
 FLOORS = (
-    ("errors", "launch_contract", "trial_contract", "slurm_syntax", "formatting", "memory_use"),
+    (
+        *("errors", "launch_contract", "trial_contract", "slurm_syntax", "formatting", "memory_use"),
+        "network_interface",
+    ),
     (
         *("world", "batch", "progress", "settings", "size_balancing", "heartbeat_message"),
         *("peer_failure", "strategy_words", "script_end", "step_record"),
@@ -33,7 +36,7 @@ FLOORS = (
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     *("errors", "launch_contract", "trial_contract", "slurm_syntax", "world", "batch", "progress", "settings"),
-    *("size_balancing", "memory_use"),
+    *("size_balancing", "memory_use", "network_interface"),
     *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
     *("cpu_use", "launch", "strategy_words", "saved_run", "error_advice", "step_record"),
     *("cli", "__init__", "__main__"),

@@ -156,6 +156,8 @@ def test_two_hosts_train_the_bits_of_one_over_a_slow_link_with_addresses_of_ipv6
 
 
 def test_the_cause_on_one_host_is_told_on_all_with_one_exit_code(cluster):
+    for machine in cluster.machines.up.values():
+        machine.like_debian()  # see `test_networks.py`
     (cluster.here / "fails.py").write_text(
         "import os, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"

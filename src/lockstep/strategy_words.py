@@ -19,7 +19,7 @@ STRATEGY_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "dp": ("devices",),
     "ddp": ("compress", "rank", "start"),
     "zero": ("stage",),
-    "fsdp": _FSDP,
+    "fsdp": (*_FSDP, "tensor"),
     "hsdp": ("shard", *_FSDP),
     "local-sgd": ("period", "warmup", "node_period", "moments"),
     "diloco": ("period", "outer_lr", "outer_momentum", "fragments", "overlap", "mix", "wire"),
@@ -27,6 +27,18 @@ STRATEGY_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "hybrid": ("servers", "served"),
     "pipeline": ("stages", "schedule", "chunks", "cut", "sample"),
     "auto": (),
+}
+#: What other libraries call them, in small letters and with hyphens.
+_ELSEWHERE: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("single-device", "single"), "none"),
+    **dict.fromkeys(("data-parallel", "dataparallel"), "dp"),
+    **dict.fromkeys(("distributed-data-parallel", "distributeddataparallel", "ddp-spawn", "ddp-notebook"), "ddp"),
+    **dict.fromkeys(("ddp-find-unused-parameters-true", "horovod", "allreduce", "multi-gpu"), "ddp"),
+    **dict.fromkeys(("zero1", "zero-1", "deepspeed-stage-1", "shard-optimizer"), "zero"),
+    **dict.fromkeys(("deepspeed", "zero2", "zero-2", "deepspeed-stage-2", "shard-grad-op"), "zero:stage=2"),
+    **dict.fromkeys(("zero3", "zero-3", "deepspeed-stage-3", "full-shard", "fully-shard", "fsdp2"), "fsdp"),
+    **dict.fromkeys(("hybrid-shard", "hybrid-sharded"), "hsdp"),
+    **dict.fromkeys(("pp", "gpipe", "1f1b"), "pipeline"),
 }
 
 
@@ -39,7 +51,10 @@ def split(spec: str) -> tuple[str, dict[str, str]]:
     """
     name, _, rest = spec.partition(":")
     if name not in STRATEGY_WORDS:
-        raise SettingError(f"strategy={name!r}: give one of {', '.join(STRATEGY_WORDS)}")
+        plain = name.lower().replace("_", "-")
+        near = [_ELSEWHERE[plain]] if plain in _ELSEWHERE else difflib.get_close_matches(plain, STRATEGY_WORDS, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise SettingError(f"strategy={name!r}: {meant}give one of {', '.join(STRATEGY_WORDS)}")
     known, options = STRATEGY_WORDS[name], dict[str, str]()
     for word in rest.split(",") if rest else ():
         option, _, value = word.partition("=")

@@ -12,6 +12,7 @@ import pytest
 import slurm as slurm_daemons
 
 import lockstep
+from hosts import hosts
 from waiting import wait_until
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
@@ -146,9 +147,10 @@ def slurm(tmp_path_factory):
 def engine(tmp_path_factory):
     if lacking := gridengine.missing():
         pytest.skip(f"no Grid Engine of our own here: {', '.join(lacking)} missing")
-    found = gridengine.GridEngine(tmp_path_factory.mktemp("sge"))
-    try:
-        found.start()
-        yield found
-    finally:
-        found.stop()
+    with hosts(2) as machines:
+        found = gridengine.GridEngine(tmp_path_factory.mktemp("sge"), machines)
+        try:
+            found.start()
+            yield found
+        finally:
+            found.stop()

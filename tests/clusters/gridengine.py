@@ -1,19 +1,21 @@
-"""A private Grid Engine: qmaster and execd on ports and in a directory of their own.
+"""A private Grid Engine on two hosts (see `benchmarks/hosts.py`), in a directory of its own.
+
+    n1   sge_qmaster, sge_execd, and where commands are given      n2   sge_execd
 
 It needs root, for only then does execd start jobs; and Debian's gridengine-master, -exec and -client.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hosts import Hosts, why_not
 from waiting import wait_until
 
 LIBRARY = Path("/usr/lib/gridengine")
@@ -50,10 +52,12 @@ CONFIGURATION = {
 QUEUE = {
     "shell": "/bin/bash",
     "slots": "8",
-    "pe_list": "lockstep",
+    "pe_list": "lockstep spread",
     "rerun": "TRUE",
     "notify": "00:00:06",
     "load_thresholds": "NONE",
+    # The hosts share their file systems, and each removes a job's directory there when its part of the job is over.
+    "tmpdir": "/tmp,[n2={here}/tmp-n2]",
 }
 
 HOST = """\
@@ -68,8 +72,11 @@ usage_scaling NONE
 report_variables NONE
 """
 
+#: By name: where the slots of a job lie.
+PARALLEL_RULES = {"lockstep": "$pe_slots", "spread": "1"}
+
 PARALLEL = """\
-pe_name            lockstep
+pe_name            {name}
 slots              999
 user_lists         NONE
 xuser_lists        NONE
@@ -88,7 +95,7 @@ def missing() -> list[str]:
     """What this machine lacks for a Grid Engine of its own; nothing, if it can have one."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     absent += [] if (LIBRARY / "spooldefaults").exists() else [str(LIBRARY / "spooldefaults")]
-    return absent or ([] if os.geteuid() == 0 else ["root"])
+    return absent or [why for why in [why_not()] if why]
 
 
 @dataclass
@@ -96,8 +103,8 @@ class GridEngine:
     """Daemons that run until `stop`; commands are given with `__call__`."""
 
     here: Path
-    daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    ports: tuple[int, int] = (0, 0)
+    machines: Hosts
+    daemons: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
     def env(self) -> dict[str, str]:
@@ -105,49 +112,59 @@ class GridEngine:
         return {
             "SGE_ROOT": str(self.here),
             "SGE_CELL": "cell",
-            "SGE_QMASTER_PORT": str(self.ports[0]),
-            "SGE_EXECD_PORT": str(self.ports[1]),
+            "SGE_QMASTER_PORT": "6444",
+            "SGE_EXECD_PORT": "6445",
         }
 
     def start(self) -> None:
         """Return when a queue takes jobs."""
-        self.ports = _free_ports()
-        host = socket.gethostname()
+        hosts = sorted(self.machines.up)
         common = self.here / "cell" / "common"
-        for directory in (common, self.here / "qmaster" / "job_scripts", self.here / "execd" / host, self.here / "bin"):
+        for directory in (
+            common,
+            self.here / "qmaster" / "job_scripts",
+            *(self.here / "execd" / host for host in hosts),
+        ):
             directory.mkdir(parents=True)
-        (self.here / "bin" / "lx-amd64").symlink_to(LIBRARY)
-        (self.here / "utilbin").mkdir()
-        (self.here / "utilbin" / "lx-amd64").symlink_to(LIBRARY)
+        for directory in ("bin", "utilbin"):
+            (self.here / directory).mkdir()
+            (self.here / directory / "lx-amd64").symlink_to(LIBRARY)
+        (self.here / "tmp-n2").mkdir()
         (self.here / "util").symlink_to(SHARED / "util")
         (common / "bootstrap").write_text(BOOTSTRAP.format(here=self.here, library=LIBRARY))
-        (common / "act_qmaster").write_text(f"{host}\n")
-        # Grid Engine insists that the address of a host leads back to its name.
-        (common / "host_aliases").write_text(f"{host} localhost {socket.getfqdn('127.0.0.1')}\n")
+        (common / "act_qmaster").write_text("n1\n")
         self._spool()
-        self._daemon("sge_qmaster")
+        self._daemon("n1", "sge_qmaster")
         wait_until(lambda: self("qconf", "-ss").returncode == 0 or "no submit host" in self("qconf", "-ss").stderr,
                lambda: f"qmaster to answer\n{self('qconf', '-ss')}\n{self.logs()}")  # fmt: skip
-        self.must("qconf", "-as", host)
-        self._from_file("-Ae", HOST.format(host=host))
+        for host in hosts:
+            self.must("qconf", "-ah", host)
+            self.must("qconf", "-as", host)
+            self._from_file("-Ae", HOST.format(host=host))
         schedule = re.sub(r"(?m)^schedule_interval .*$", "schedule_interval 0:0:1", self.must("qconf", "-ssconf"))
         schedule = re.sub(r"(?m)^flush_(submit|finish)_sec .*$", r"flush_\1_sec 1", schedule)
         self._from_file("-Msconf", schedule)
-        self._from_file("-Ap", PARALLEL.format(rule="$pe_slots"))
-        queue = self.must("qconf", "-sq")
-        queue = re.sub(r"(?m)^qname .*$", "qname all.q", re.sub(r"(?m)^hostlist .*$", f"hostlist {host}", queue))
+        for name, rule in PARALLEL_RULES.items():
+            self._from_file("-Ap", PARALLEL.format(name=name, rule=rule))
+        queue = re.sub(r"(?m)^hostlist .*$", f"hostlist {' '.join(hosts)}", self.must("qconf", "-sq"))
+        queue = re.sub(r"(?m)^qname .*$", "qname all.q", queue)
         for name, value in QUEUE.items():
-            queue = re.sub(rf"(?m)^{name} .*$", f"{name} {value}", queue)
-        self._daemon("sge_execd")
+            queue = re.sub(rf"(?m)^{name} .*$", f"{name} {value.format(here=self.here)}", queue)
+        for host in hosts:
+            self._daemon(host, "sge_execd")
         self._from_file("-Aq", queue)
-        wait_until(lambda: "-NA-" not in self("qstat", "-f").stdout and "lx" in self("qstat", "-f").stdout,
-               lambda: f"the queue to open\n{self('qstat', '-f').stdout}\n{self.logs()}")  # fmt: skip
+        wait_until(
+            lambda: "-NA-" not in (told := self("qstat", "-f").stdout) and told.count("lx") == len(hosts),
+            lambda: f"the queue to open\n{self('qstat', '-f').stdout}\n{self.logs()}",
+        )
 
     def __call__(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Give a command, such as ``engine("qstat")``."""
-        return subprocess.run(
-            words, env={**os.environ, **self.env, **env}, capture_output=True, text=True, timeout=60, cwd=self.here
+        given = self.machines["n1"].start(
+            words, cwd=self.here, env={**os.environ, **self.env, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
+        out, err = given.communicate(timeout=60)
+        return subprocess.CompletedProcess(words, given.returncode, out, err)
 
     def must(self, *words: str) -> str:
         """As `__call__`; what it printed. It must succeed."""
@@ -161,16 +178,13 @@ class GridEngine:
         return "\n".join(f"{file.name}: {file.read_text()[-2000:]}" for file in files)
 
     def stop(self) -> None:
-        """End all jobs, then all daemons."""
+        """End all jobs, then all daemons; those that stay go with their hosts."""
         self("qdel", "-f", "-u", "*")
         self("qconf", "-kej")
         self("qconf", "-km")
         for daemon in self.daemons:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(15)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
 
     def _spool(self) -> None:
         settings = {name: value.format(here=self.here) for name, value in CONFIGURATION.items()}
@@ -194,23 +208,15 @@ class GridEngine:
         file.write_text(text)
         self.must("qconf", option, str(file))
 
-    def _daemon(self, name: str) -> None:
+    def _daemon(self, host: str, name: str) -> None:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SGE_", "LOCKSTEP_"))}
-        with (self.here / f"{name}.out").open("w") as out:
+        with (self.here / f"{name}-{host}.out").open("w") as out:
             self.daemons.append(
-                subprocess.Popen([LIBRARY / name], env={**env, **self.env, "SGE_ND": "true"}, cwd=self.here,
-                                 stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                                 preexec_fn=_die_with_parent)  # noqa: PLW1509
-            )  # fmt: skip
-
-
-def _die_with_parent() -> None:
-    """A test session that is killed leaves no daemon."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-
-
-def _free_ports() -> tuple[int, int]:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        return one.getsockname()[1], other.getsockname()[1]
+                self.machines[host].start(
+                    [str(LIBRARY / name)],
+                    cwd=self.here,
+                    env={**env, **self.env, "SGE_ND": "true"},
+                    stdout=out,
+                    stderr=out,
+                )
+            )

@@ -112,6 +112,12 @@ class Slurm:
             words, env={**os.environ, **self.env, **env}, capture_output=True, text=True, timeout=60, cwd=self.here
         )
 
+    def must(self, *words: str) -> str:
+        """As `__call__`; what it printed. It must succeed."""
+        done = self(*words)
+        assert done.returncode == 0, f"{words}: {done}"
+        return done.stdout
+
     def idle(self) -> int:
         """How many nodes wait for work."""
         return len(self("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").stdout.split())

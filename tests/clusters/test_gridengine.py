@@ -7,7 +7,11 @@ import pytest
 from lockstep.launch.schedulers.grid_engine import GridEngine
 from lockstep.launch.schedulers.scheduler import Allocation, Node
 
-SCRIPT = "job sge --cpus 2 --pe lockstep --time {time} -o train.sh --nproc-per-node 2 --save-every '2 steps' train.py"
+SCRIPT = "job sge {place} --time {time} -o train.sh --save-every '2 steps' train.py"
+#: What is asked for; two ranks each.
+ONE_HOST = "--cpus 2 --pe lockstep --nproc-per-node 2"
+TWO_HOSTS = "--nodes 2 --cpus 1 --pe spread --nproc-per-node 1"
+everywhere = pytest.mark.parametrize("place", [ONE_HOST, TWO_HOSTS], ids=["one host", "two hosts"])
 
 # Jobs of a minute, and a scheduler that lets them wait.
 pytestmark = pytest.mark.timeout(300)
@@ -40,23 +44,26 @@ def gone(engine, bench):
 def written(bench):
     """Write a job script with a time limit."""
 
-    def write(time):
-        done = bench.command("-m", "lockstep", *shlex.split(SCRIPT.format(time=time)))
+    def write(time, place=ONE_HOST):
+        done = bench.command("-m", "lockstep", *shlex.split(SCRIPT.format(time=time, place=place)))
         assert done.returncode == 0, done.stderr
         return str(bench.here / "train.sh")
 
     return write
 
 
-def test_the_script_that_we_write_runs_as_it_is(engine, submit, gone, bench, expected, written):
-    job = submit(written("10m"))
+@everywhere
+def test_the_script_that_we_write_runs_as_it_is(engine, submit, gone, bench, expected, written, place):
+    job = submit(written("10m", place))
     gone(job)
+    assert ("(2 nodes: n" in bench.out()) == (place == TWO_HOSTS)
     assert bench.result() == (expected(), 2), bench.out()
     assert [path.name for path in (bench.here / "runs").iterdir()] == [f"train-job{job}"]
 
 
-def test_a_deleted_job_saves_first_and_stays_deleted(engine, submit, gone, bench, expected, written):
-    job = submit(written("10m"), PAUSE="0.2", EPOCHS="12")
+@everywhere
+def test_a_deleted_job_saves_first_and_stays_deleted(engine, submit, gone, bench, expected, written, place):
+    job = submit(written("10m", place), PAUSE="0.2", EPOCHS="12")
     bench.under_way()
     engine("qdel", job)
     gone(job)
@@ -68,11 +75,12 @@ def test_a_deleted_job_saves_first_and_stays_deleted(engine, submit, gone, bench
     assert bench.result() == (expected(12), 3)
 
 
+@everywhere
 def test_a_job_whose_time_is_up_saves_starts_again_and_ends_in_the_same_bits(
-    engine, submit, gone, bench, expected, written
+    engine, submit, gone, bench, expected, written, place
 ):
-    # Of 40 seconds the last ten are for saving.
-    job = submit(written("40s"), PAUSE="0.5", EPOCHS="12")
+    # Of 80 seconds the last twenty are for saving; there is more work than that, but for a run that goes on.
+    job = submit(written("80s", place), PAUSE="2", EPOCHS="12")
     gone(job)
     assert f"Grid Engine starts job {job} again" in bench.out()
     assert "so its run goes on" in bench.out()
@@ -81,16 +89,24 @@ def test_a_job_whose_time_is_up_saves_starts_again_and_ends_in_the_same_bits(
 
 
 def test_a_launcher_on_another_node_gets_the_words_as_they_are_meant(engine, submit, gone, bench):
-    """There is one host here, which qrsh serves like any other of the job's."""
-    words = ["sh", "-c", 'pwd > there; printf "%s\\n" "$@" >> there', "run", "a b", "$HOME", "it's", '"', "*"]
-    host = engine.must("qconf", "-sel").strip()
-    nodes = (Node("first", 2), Node(host, 2))
-    scheduler = GridEngine()
-    given = Allocation(scheduler, "1", nodes)
-    _, there = scheduler.start_commands(given, words, endpoint="h:1", directory=str(bench.here))
-    gone(submit("-pe", "lockstep", "2", "-o", "qrsh.out", "-j", "y", bench.batch(shlex.join(there.argv))))
+    words = [
+        "sh",
+        "-c",
+        'hostname > there; pwd >> there; printf "%s\\n" "$@" >> there',
+        "run",
+        "a b",
+        "$HOME",
+        "it's",
+        '"',
+        "*",
+    ]
+    given = Allocation(GridEngine(), "1", (Node("n1", 2), Node("n2", 2)))
+    _, there = given.scheduler.start_commands(given, words, endpoint="h:1", directory=str(bench.here))
+    batch = bench.batch(shlex.join(there.argv))
+    gone(submit("-pe", "spread", "2", "-masterq", "all.q@n1", "-o", "qrsh.out", "-j", "y", batch))
     said = (bench.here / "there").read_text().splitlines() if (bench.here / "there").exists() else bench.out()
     assert said == [
+        "n2",
         str(bench.here),
         *shlex.split("--nnodes 2 --rdzv-endpoint h:1 --rdzv-id 1"),
         "a b",

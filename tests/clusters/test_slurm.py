@@ -1,5 +1,6 @@
 """A real Slurm: where it starts us, what it sends us, and what comes of it."""
 
+import re
 import shutil
 import sys
 
@@ -102,7 +103,8 @@ def test_a_cancelled_job_saves_first_and_stays_cancelled(slurm, submit, ended, b
     bench.under_way()
     slurm("scancel", job)
     assert ended(job)["JobState"] == "CANCELLED"
-    assert "by SIGTERM at step" in bench.out()
+    # On several nodes the launcher that has started the others asks them with SIGUSR1, which may come before.
+    assert re.search(r"by SIG(TERM|USR1) at step", bench.out()), bench.out()
     assert slurm.state(job)["Restarts"] == "0"
     bench.until(lambda: slurm.idle() == slurm.nodes, "all nodes to be idle")
     # Another job, on another number of ranks, goes on where it stopped.
@@ -124,11 +126,16 @@ def test_a_cancelled_job_saves_first_and_stays_cancelled(slurm, submit, ended, b
 def test_a_warned_job_saves_starts_again_and_ends_in_the_same_bits(
     slurm, submit, ended, bench, expected, options, line, ranks
 ):
-    # More work than there is until the warning, which comes within 50 seconds; what goes on afterwards is quick.
+    # More work than there is until the warning; what goes on afterwards is quick.
     line = line.replace("lockstep run", "lockstep run --requeue")
-    job = submit("--requeue", "--time=2", *options, bench.batch(line), PAUSE="2", EPOCHS="12")
+    job = submit("--requeue", "--time=30", *options, bench.batch(line), PAUSE="2", EPOCHS="12")
+    bench.under_way()
+    # A minute or two are left, and the warning comes within fifty seconds, while there is something to save.
+    hours, minutes, _ = map(int, slurm.state(job)["RunTime"].split(":"))
+    slurm.must("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + 2}")
     bench.until(lambda: "in the queue again" in bench.out(), "the job to be put in the queue again")
     assert not (bench.here / "hash").exists(), "it ended before it was warned"
+    slurm.must("scontrol", "update", f"JobId={job}", "TimeLimit=30")
     told = ended(job)
     assert told["JobState"] == "COMPLETED", bench.out()
     assert int(told["Restarts"]) >= 1

@@ -1,10 +1,14 @@
 """The end of a process that has been a rank: gloo's threads do not abort it."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import lockstep
 
 DEADLINE_S = 90
 
@@ -45,3 +49,41 @@ def test_a_thread_that_is_late_does_not_abort_the_process():
     words = [sys.executable, "-c", RANKS, "group.close()"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
+
+
+#: What a rank does that trains a little: it opens groups of its own, and leaves right after the last collective.
+TRAINS = """
+import torch, lockstep
+from torch.nn import functional as F
+
+with lockstep.Run(seed=0) as run:
+    model = run.model(torch.nn.Linear(4, 1))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    data = torch.utils.data.TensorDataset(torch.ones(40, 4), torch.ones(40, 1))
+    for _ in run.epochs(2):
+        for x, y in run.train(run.loader(data, global_batch=20, micro_batch=2, workers=0)):
+            run.step(F.mse_loss(model(x), y))
+"""
+LAUNCHERS = {
+    "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"),
+    "mpirun": ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np"),
+}
+#: Together 300 with each launcher. More at once than there are CPUs, so that threads are late.
+RANKS, RUNS, PARTS = 10, 3, 10
+
+
+@pytest.mark.timeout(290)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_no_rank_aborts_at_its_end(launcher, part, tmp_path):
+    """Where nothing waits for gloo's threads one in thirty does ("terminate called without an active exception")."""
+    if launcher == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("no mpirun here")
+    (tmp_path / "train.py").write_text(TRAINS)
+    env = {**os.environ, "PYTHONPATH": str(Path(lockstep.__file__).parents[1])}
+    program = [sys.executable, "train.py"] if launcher == "mpirun" else ["train.py"]
+    for _ in range(RUNS):
+        words = [*LAUNCHERS[launcher], str(RANKS), *program]
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert done.returncode == 0, done.stderr
+        assert "terminate called" not in done.stderr, done.stderr

@@ -9,6 +9,7 @@ import re
 import subprocess
 import tarfile
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -192,9 +193,16 @@ def test_a_package_shuffles_alike_on_any_world_and_in_any_process(monkeypatch, m
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for world in (1, 2, 3):
-        assert read(stream, world, epoch=epoch, workers=workers) == expected
-    rest = {place: data for place, data in expected.items() if place[0] >= 4}
-    assert read(stream, 2, epoch=epoch, first_step=4, workers=workers) == rest
+        assert read(stream, world, epoch=epoch, workers=workers, in_order=True) == expected
+    # Divided by shard: in another order, but the same samples.
+    divided = read(stream, 1, epoch=epoch)
+    assert divided != expected
+    assert sorted(chain(*divided.values())) == sorted(chain(*expected.values()))
+    for world in (2, 3):
+        assert read(stream, world, epoch=epoch, workers=workers) == divided
+    for order, options in ((expected, {"in_order": True}), (divided, {})):
+        rest = {place: data for place, data in order.items() if place[0] >= 4}
+        assert read(stream, 2, epoch=epoch, first_step=4, workers=workers, **options) == rest
 
 
 class Trace(torch.nn.Module):
@@ -250,8 +258,8 @@ def test_training_on_a_package_is_the_same_on_any_number_of_ranks_and_after_a_re
 def test_what_shuffles_without_a_seed_is_refused_on_several_ranks(make):
     (results,) = on_ranks(2, [(train, make, {}, 0)])
     for told in results:
-        assert re.search(r"DataError: the ranks read different streams: in step [0-9] of epoch 0 .*Dataset", told), told
-        assert "give it a seed, such as shuffle(..., seed=0)" in told
+        assert re.search(r"MismatchError: rank 1 would visit the samples of epoch 0 in another order", told), told
+        assert "needs a seed of its own, such as shuffle(..., seed=0)" in told
 
 
 # ---- streams that differ all the same ------------------------------------------------------------------------------

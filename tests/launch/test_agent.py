@@ -11,8 +11,11 @@ from lockstep.launch.console import Screen
 from lockstep.launch.deadline_thread import FileThread
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit
+from lockstep.launch.rendezvous.lease import Lease
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message
 from lockstep.launch.rendezvous.plan import ElasticLimits, NodeReport
+from lockstep.launch.rendezvous.takeover import Moved
+from lockstep.launch_contract import EXIT_STOPPED
 
 RAISED = Failure(1, "n2", "ValueError", "bad label", "train.py", 5, "x", "Traceback...", False, 10.0, 7)
 FAILED = GenerationFailed.of(2, [RankExit(0, 0, 9.0), RankExit(1, 1, 11.0, failure=RAISED, host="n2")])
@@ -74,3 +77,21 @@ def test_a_message_that_is_a_failure_is_the_last_failure(err):
     node = agent(err, is_coordinator=True)
     node._show([Message("run failed: lost node n2", failure=True), Message("more")])
     assert node.last_failure == "run failed: lost node n2"
+
+
+def test_a_coordinator_that_was_replaced_while_it_stood_still_shows_nothing_of_the_new_leader(err):
+    """Its leader's log is one file with that of the next leader, and it looks at it as soon as it wakes up."""
+    node, did = agent(err, is_coordinator=True), []
+    moved = Moved(Lease(2, "m", "n2", "n2:29400"), None)
+    node._takeover = SimpleNamespace(poll=lambda silent_s, running: moved)
+    node._store.silent_s = lambda: 0.0
+    node._workers = SimpleNamespace(
+        running=False,
+        leave_log=lambda: did.append("leave log"),
+        stop=lambda mode: did.append("stop"),
+        poll=lambda timeout_s: did.append("poll"),
+    )
+    node._store.beat = node._look_after = node._check_stop_file = node._tell_failure = node._send_report = lambda: None
+    assert node._until_over() == EXIT_STOPPED
+    assert did == ["leave log", "stop", "poll"]
+    assert err.getvalue() == "n2 is the coordinator now (term 2)\n"

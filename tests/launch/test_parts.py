@@ -1,6 +1,8 @@
 """What the launcher stands on dies, is stopped, or does not answer: it is named, no rank is blamed, and all ends."""
 
+import contextlib
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -10,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+import lockstep
 from lockstep.launch import procfs
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
+from lockstep.launch_contract import CHANNEL
 from waiting import wait_until
 
+SOURCE = str(Path(lockstep.__file__).parents[1])
 RAISES_WHEN_TOLD = """
     import os, signal, sys, time
     from pathlib import Path
@@ -89,6 +94,15 @@ def test_each_part_that_dies_is_named_and_costs_one_generation_and_the_cause_is_
     assert screen().count("restarting all 2 ranks") == 2
 
 
+def test_a_fork_server_that_cannot_serve_says_why(workshop):
+    workshop.script("raise ImportError('libcudart.so.13 is not there')", "torch.py")
+    ended = workshop.run(workshop.script("pass"), PYTHONPATH=f"{workshop.here}:{SOURCE}")
+    assert ended.code == 1
+    _, failure = ended.err.split("✗ ")
+    assert "left with exit code 1: ImportError: libcudart.so.13 is not there\n" in failure
+    assert "no rank is to blame" in failure
+
+
 def test_a_run_directory_that_goes_away_does_not_hide_the_cause(workshop, launched):
     launcher, screen = launched()
     ranks_are_up(workshop, 0)
@@ -115,6 +129,46 @@ def test_nothing_is_left_where_the_fork_server_is_stopped(workshop, launched, ur
     # Soon, where a machine is not busy; without its deadlines it would never end.
     assert time.monotonic() - before_s < 30
     wait_until(lambda: not workshop.processes(), lambda: f"the end of {workshop.processes()}", deadline_s=30)
+
+
+def test_a_fork_server_that_imports_torch_does_not_outlive_its_launcher(workshop):
+    """On a busy machine that takes half a minute; here it would take longer, and orders wait to be read meanwhile."""
+    (workshop.here / "torch").mkdir()
+    begun = workshop.here / "begun"
+    workshop.script(f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(600)", "torch/__init__.py")
+    path = os.pathsep.join([str(workshop.here), str(Path(lockstep.__file__).parents[1])])
+    launcher = workshop.start("--run-dir", "r", workshop.script("1"), PYTHONPATH=path)
+    workshop.wait_for_file("begun")
+    variables = Path(f"/proc/{fork_server_of(launcher)}/environ").read_text().split("\0")
+    channel = next(Path(each.partition("=")[2]) for each in variables if each.startswith(f"{CHANNEL}="))
+    assert channel.parent.is_dir()
+    launcher.kill()
+    wait_until(lambda: not workshop.processes(), workshop.said_of_processes, deadline_s=20)
+    assert not channel.parent.exists(), "what the launcher had in the file system is gone, too"
+
+
+@pytest.mark.timeout(290)
+@pytest.mark.parametrize("seed", range(5))
+def test_wherever_in_its_start_a_launcher_is_killed_nothing_outlives_it(workshop, seed):
+    train = workshop.script("open('begun', 'w').close(); import time; time.sleep(600)")
+    begin_s = time.monotonic()
+    launcher = workshop.start("--nproc-per-node", 2, train)
+    workshop.wait_for_file("begun")
+    takes_s = 1.2 * (time.monotonic() - begin_s)
+    launcher.kill()
+    choose = random.Random(seed)
+    for kills in range(10):
+        launcher = workshop.start("--nproc-per-node", 2, train)
+        # Where it is then depends on the machine; any place will do.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(choose.uniform(0.0, takes_s))
+        assert launcher.poll() is None
+        launcher.kill()
+        wait_until(
+            lambda: not workshop.processes(),
+            lambda kills=kills: f"{workshop.said_of_processes()} (after {kills} kills)",
+            deadline_s=10,
+        )
 
 
 def test_a_part_is_told_to_go_on_before_it_is_given_up():

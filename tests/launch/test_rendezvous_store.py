@@ -13,7 +13,6 @@ from lockstep.errors import LaunchError, SettingError
 from lockstep.launch.deadline_thread import StoppedWaiting
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit
-from lockstep.launch.host import interface_of
 from lockstep.launch.program_sources import source_hashes
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract, differences
@@ -26,6 +25,7 @@ from lockstep.launch.rendezvous.store_connection import open_store, read_contrac
 from lockstep.launch.rendezvous.store_process import StoreProcess
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
 from lockstep.launch.request import Module, Nodes, Request, Script
+from lockstep.network_interface import interface_of
 from waiting import wait_until
 
 DEADLINE_S = 60

@@ -22,7 +22,7 @@ ALL_REDUCE = """
     dist.all_reduce(total)
     facts = {
         "rank": dist.get_rank(), "sum": total.item(), "argv": sys.argv, "name": __name__, "path": sys.path[0],
-        "main": sys.modules["__main__"].__file__, "env": dict(os.environ), "group": os.getpgid(0) == os.getpid(),
+        "main": sys.modules["__main__"].__file__, "env": dict(os.environ), "group": os.getpgid(0) == os.getsid(0) == os.getpid(),
         "unseeded": [random.random(), float(numpy.random.rand())], "threads": torch.get_num_threads(),
         "stdin": sys.stdin.read(), "tty": sys.stdout.isatty(),
     }
@@ -375,9 +375,14 @@ def test_a_closed_pipe_does_not_end_the_run(workshop):
 
 
 def test_a_function_runs_on_ranks_that_are_copies_and_gives_back_its_values(workshop):
+    """Also in a process in whose copies threads start, and whose output nobody reads while the ranks begin anew."""
     workshop.script("""
+        import fcntl, os, signal, sys, termios, threading, time
+        from pathlib import Path
         import lockstep, torch
         offset, changed = 5, []
+        torch.set_num_threads(2)  # which torch repeats in each copy, as some libraries do with theirs
+        end, full = os.pipe()
 
         def main():
             import torch.distributed as dist
@@ -390,15 +395,42 @@ def test_a_function_runs_on_ranks_that_are_copies_and_gives_back_its_values(work
         def fails():
             raise ValueError("bad label")
 
+        def is_full():
+            return int.from_bytes(fcntl.ioctl(end, termios.FIONREAD, bytes(4)), "little") >= 1 << 16
+
+        def begins_anew():
+            if os.environ["LOCKSTEP_GENERATION"] == "1":
+                Path("again").touch()
+                return "begun anew"
+            print("much\\n" * 50_000)
+            while not is_full():
+                time.sleep(0.01)
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+
+        def read_late():
+            while not Path("again").exists():
+                time.sleep(0.01)
+            while os.read(end, 1 << 16):
+                pass
+
         print(lockstep.launch(main, ranks=2), changed)
         try:
             lockstep.launch(fails, ranks=2)
         except lockstep.LaunchError as error:
             print(str(error).splitlines()[:2])
+        screen, sys.stdout = sys.stdout, os.fdopen(full, "w")
+        reader = threading.Thread(target=read_late, daemon=True)
+        reader.start()
+        print(*lockstep.launch(begins_anew, ranks=1, max_restarts=1), file=screen)
+        sys.stdout.close()
+        sys.stdout = screen
+        reader.join()
     """)
     process = workshop.start(command=("train.py",))
-    out, _err = process.communicate(timeout=90)
-    values, failure = out.splitlines()
+    out, err = process.communicate(timeout=90)
+    values, failure, again = out.splitlines()
+    assert again == "begun anew", err
     assert values == "[(5, 2.0), (6, 2.0)] []"
     assert "all 2 ranks" in failure
     assert "raised ValueError" in failure
@@ -429,7 +461,8 @@ def test_a_process_with_threads_is_not_copied(workshop):
     ended = workshop.run(script, PYTHONPATH=f"{workshop.here / 'site'}:{SOURCE}")
     assert ended.code == 0, ended.err
     assert ended.out == "up\n"
-    assert "ranks start as separate processes, which is slower: importing torch started 1 threads" in ended.err
+    assert "ranks start as separate processes, which is slower" in ended.err
+    assert "importing torch, or another library, started 1 thread" in ended.err
 
 
 SPAWNS = """

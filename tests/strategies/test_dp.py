@@ -123,4 +123,5 @@ def test_what_it_is_not_for_is_refused():
     with pytest.raises(SettingError, match="devices=-1; give a number from 1"):
         learned("dp:devices=-1")
     (said,) = on_world(2, [(refused,)])
-    assert said == ["strategy dp is one process for all GPUs, and there are 2 ranks; use ddp"] * 2
+    refusal = "strategy dp is one process for all GPUs, and there are 2 ranks; use ddp, or start one rank, which uses "
+    assert said == [f"{refusal}them all: --nproc-per-node 1"] * 2

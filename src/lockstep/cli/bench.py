@@ -10,13 +10,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.command import Command, Parser, ScriptParser
 from lockstep.cli.site_file import site_prices
 from lockstep.errors import SettingError
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
 from lockstep.settings import Settings, parse
+
+if TYPE_CHECKING:  # they load what a command needs that measures
+    from lockstep.launch import Module, Script
+    from lockstep.scale import Sweep
 
 _PLACE = Path("bench")
 
@@ -115,7 +119,7 @@ def _bench(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     return _compare(parsed, program, sweep)
 
 
-def _find(parsed: argparse.Namespace, program: Any, sweep: Any) -> int:
+def _find(parsed: argparse.Namespace, program: Script | Module, sweep: Sweep) -> int:
     from lockstep.scale import BenchPlan, find, found_report
 
     found = find(BenchPlan(program, sweep, steps=parsed.steps, time_limit_s=parsed.time_limit), parsed.find, _say)
@@ -123,7 +127,7 @@ def _find(parsed: argparse.Namespace, program: Any, sweep: Any) -> int:
     return EXIT_FAILED if found.best is None else EXIT_OK
 
 
-def _memory(program: Any, sweep: Any) -> int:
+def _memory(program: Script | Module, sweep: Sweep) -> int:
     from lockstep.scale import FailedRun, look, memory_table, open_catalogue
 
     seen = look(program, sweep.settings)
@@ -133,7 +137,7 @@ def _memory(program: Any, sweep: Any) -> int:
     return EXIT_OK
 
 
-def _compare(parsed: argparse.Namespace, program: Any, sweep: Any) -> int:
+def _compare(parsed: argparse.Namespace, program: Script | Module, sweep: Sweep) -> int:
     from lockstep.scale import BenchPlan, bench, draw, table, trace
 
     plan = BenchPlan(
@@ -160,7 +164,7 @@ def _compare(parsed: argparse.Namespace, program: Any, sweep: Any) -> int:
     return EXIT_OK if any(row.measured for row in result.rows) else EXIT_FAILED
 
 
-def _profile(parsed: argparse.Namespace, program: Any, sweep: Any) -> int:
+def _profile(parsed: argparse.Namespace, program: Script | Module, sweep: Sweep) -> int:
     from lockstep.scale import profile_link, profile_script, write_profile
 
     ranks, file = max(sweep.ranks), Path(parsed.profile)
@@ -208,7 +212,7 @@ def _check_writable(option: str, directory: Path) -> None:
         raise SettingError(f"{option} {directory}: {there} is no directory that can be written to")
 
 
-def _directory(parsed: argparse.Namespace, program: Any) -> Path:
+def _directory(parsed: argparse.Namespace, program: Script | Module) -> Path:
     return Path(parsed.out) if parsed.out else _PLACE / f"{program.stem}-{datetime.now():%Y%m%d-%H%M%S}"
 
 

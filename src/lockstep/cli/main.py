@@ -23,6 +23,7 @@ from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
 from lockstep.cli.command import Command, Parser
 from lockstep.cli.fit import fitting_micro_batch
 from lockstep.cli.moment import moment
+from lockstep.cli.other_launchers import INSTEAD
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
 from lockstep.cli.rendezvous_options import add_rendezvous_options, among_nodes, rendezvous_of
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
@@ -40,14 +41,6 @@ examples:
   lockstep run --nproc-per-node 4 --max-restarts 3 train.py
   lockstep run --resume --run-dir runs/digits train.py  from the newest whole checkpoint"""
 
-#: What torchrun has and we do not, with what to do instead.
-_NOT_OURS = {
-    "--log-dir": "leave it out: each rank writes to RUN_DIR/logs; say which directory with --run-dir",
-    "--tee": "leave it out: rank 0 is shown, and each rank has a file in RUN_DIR/logs",
-    "--redirects": "leave it out: each rank has a file in RUN_DIR/logs",
-    "--role": "leave it out: all ranks have the same role",
-    "--gpus": "say --nproc-per-node",
-}
 #: Options of `run` that a job script does not take: the job says it.
 _PLACES = {
     *("--help", "--nnodes", "--standalone", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--rdzv-backend"),
@@ -377,8 +370,8 @@ def _names() -> list[str]:
 def _advice(unknown: str, command: Command) -> str:
     option = unknown.partition("=")[0]
     spelt = option.replace("_", "-")
-    if spelt in _NOT_OURS:
-        return f"{option}: {_NOT_OURS[spelt]}"
+    if command.name.startswith(("run", "job ")) and spelt in INSTEAD:
+        return f"no such option: {option}; {INSTEAD[spelt]}"
     parser = command.options()
     known = [o for action in parser._actions for o in action.option_strings if "_" not in o]
     if spelt.removeprefix("--").replace("-", "_") in _names():

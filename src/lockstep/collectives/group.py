@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lockstep.collectives.gloo_threads import destroy_process_groups
 from lockstep.errors import MismatchError, PeerLost, WorldError
+from lockstep.network_interface import INTERFACES, address_towards, interface_of, is_loopback
 from lockstep.peer_failure import is_peer_failure
 from lockstep.world import World
 
@@ -358,6 +360,8 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
     try:
         root_store = _store_at(world.address, world.port, world.rank, world.size, timeout)
         store = PrefixStore(f"lockstep/{next(_group_numbers)}", root_store)
+        if world.nodes > 1:
+            _lead_gloo_to_other_nodes(world, store)
         dist.init_process_group(
             backend,
             store=store,
@@ -378,6 +382,24 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
     if kept is not None:
         kept.world, kept.of = group, wanted
     return group
+
+
+def _lead_gloo_to_other_nodes(world: World, store: Store) -> None:
+    """Have gloo use the network interface that leads to the other nodes, where nothing else says which. Collective.
+
+    It would use that of the host's own name, which stands for the loopback on Debian, and for any network elsewhere.
+    """
+    own = address_towards(world.address, world.port)
+    store.set(f"address/{world.rank}", own)
+    if any(name in os.environ for name in INTERFACES):
+        return
+    if is_loopback(own):
+        # Rank 0's machine, which learns from the others which way they come; or all ranks are on it.
+        told = store.multi_get([f"address/{rank}" for rank in range(world.size)])
+        far = [address for each in told if not is_loopback(address := each.decode())]
+        own = address_towards(far[0], world.port) if far else own
+    if not is_loopback(own) and (interface := interface_of(own)):
+        os.environ.update(dict.fromkeys(INTERFACES, interface))
 
 
 # A process may open one group after another, as when a search makes several runs. Each finds only its own keys, and one

@@ -8,7 +8,12 @@
     map_dataset          data sets with an index: sample by sample, in loader processes
     sharded_dataset      shards of samples by index, read from beginning to end
     iterable_dataset     data sets that can only be iterated
-    stream_agreement     what ranks tell each other of those, for many steps at a time
+    shard_streams        those that can be read shard by shard: of `datasets`, of `webdataset`, of the user's
+    dealt_shards         pure: which shards each place of a step reads, and where they are after some steps
+    dealt_reader         reads them
+    stream_epoch         how a stream is told its epoch
+    stream_division      how an epoch of a stream is divided: read whole, by stride, or shard by shard
+    stream_agreement     what ranks tell each other of streams, for many steps at a time
     single_process_view  what a data set sees of ranks and loader processes: none but itself
     shared_slots         how micro-batches come from there: through shared memory that is used again
     workers              loader processes that end with their rank, and not before it
@@ -19,6 +24,7 @@
 No rank number decides what a micro-batch holds: a rank only decides which of them to compute.
 """
 
+from lockstep.data.dealt_shards import ShardsFound
 from lockstep.data.loader import is_in_memory, open_micro_batch_loader, open_order
 from lockstep.data.micro_batch_loader import MicroBatchLoader
 from lockstep.data.orders import Order, OrderFunction
@@ -33,6 +39,7 @@ __all__ = [
     "Order",
     "OrderFunction",
     "Padding",
+    "ShardsFound",
     "TorchLoader",
     "UserDataset",
     "WorkerOptions",

@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 from typing_extensions import override
 
 from lockstep.batch import EpochSteps
+from lockstep.data.dealt_shards import ShardsFound
 from lockstep.data.map_dataset import LoaderPass, MicroBatchSampler, Picks, SeededDataset
 from lockstep.data.micro_batch_loader import MicroBatchLoader
 from lockstep.data.sampling import Data, MicroBatch, Padding, TorchLoader, UserDataset
@@ -55,7 +56,9 @@ class IndexedLoader(MicroBatchLoader):
         return self._sampler.steps(epoch)
 
     @override
-    def epoch(self, epoch: int, first_step: int = 0, *, padding: Padding) -> Iterator[MicroBatch]:
+    def epoch(
+        self, epoch: int, first_step: int = 0, *, padding: Padding, found: ShardsFound | None = None
+    ) -> Iterator[MicroBatch]:
         return self._read(self._sampler.of_epoch(epoch, first_step, padding=padding))
 
     @override

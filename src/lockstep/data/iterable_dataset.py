@@ -28,6 +28,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lockstep.batch import BatchPlan
 from lockstep.data.sampling import Data, Sample, UserDataset
 from lockstep.data.single_process_view import single_process_view
+from lockstep.data.stream_epoch import tell_epoch
 from lockstep.data.workers import CollateFunction
 from lockstep.errors import DataError
 from lockstep.seeding import seed_generators, seed_of
@@ -45,6 +46,7 @@ class StreamStep(NamedTuple):
     batches: list[Data]  #: the data of those that hold any
     heads: list[Data]  #: in a step too short for all ranks, each sample as a micro-batch, if known here
     mark: int  #: a checksum of the step's first sample, for a stream that all ranks read; else 0
+    lengths: Sequence[tuple[int, int]] = ()  #: of shards that came to their end: their numbers, and all their samples
 
     @classmethod
     def of_parts(cls, parts: Sequence[StreamStep]) -> StreamStep:
@@ -55,7 +57,7 @@ class StreamStep(NamedTuple):
         counts = [parts[part].counts[within] for part, within in places]
         batches = [iter(part.batches) for part in parts]  # of those micro-batches that hold samples
         found = [next(batches[part]) for (part, _), count in zip(places, counts, strict=True) if count]
-        return cls(counts, found, [], 0)
+        return cls(counts, found, [], 0, [length for part in parts for length in part.lengths])
 
 
 class Reader(Protocol):
@@ -118,7 +120,7 @@ class StridedReader(Reader):
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
         """One open stride for each micro-batch of the run."""
         with single_process_view():
-            _tell_epoch(self._share.dataset, epoch)
+            tell_epoch(self._share.dataset, epoch)
             streams = [self._open(epoch, first_step, m) for m in self._share.run]
         for step in count(first_step):
             with single_process_view():
@@ -138,7 +140,7 @@ class StridedReader(Reader):
     def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Data]:
         """Opens the stride of each once more, in this process."""
         with single_process_view():
-            _tell_epoch(self._share.dataset, epoch)
+            tell_epoch(self._share.dataset, epoch)
             firsts = [self._next(self._open(epoch, step, m), epoch, step, m)[:1] for m in indices]
             return [self._share.collate(first, epoch, step, m) for m, first in zip(indices, firsts, strict=True)]
 
@@ -162,10 +164,16 @@ class StridedReader(Reader):
 
 
 class OnePassReader(Reader):
-    """Reads the whole stream on every rank and keeps what its run holds. A resume reads what it skips."""
+    """Reads the whole stream on every rank and keeps what its run holds. A resume reads what it skips.
 
-    def __init__(self, share: StreamShare) -> None:
+    Args:
+        share: of this rank.
+        first_step: of the epoch, that the stream begins with.
+    """
+
+    def __init__(self, share: StreamShare, first_step: int = 0) -> None:
         self._share = share
+        self._first_step = first_step
 
     def most_parts(self) -> int:
         """One: the stream can only be read whole."""
@@ -182,12 +190,12 @@ class OnePassReader(Reader):
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
         """One pass from the beginning of the stream."""
         with single_process_view():
-            _tell_epoch(self._share.dataset, epoch)
+            tell_epoch(self._share.dataset, epoch)
             # Also what the data set draws while it begins, or for samples of other ranks, such as the shuffling of a
             # buffer, must be drawn alike on every rank: so each step is seeded, also those that are skipped.
             seed_generators(seed_of(self._share.seed, "stream", epoch))
             stream = iter(self._share.dataset)
-            for step in range(first_step):
+            for step in range(self._first_step, first_step):
                 for _ in self._next(stream, epoch, step):
                     pass
         for step in count(first_step):
@@ -317,24 +325,6 @@ def _spread(length: int) -> int:
 def _collate(collate: CollateFunction, seed: int, samples: list[Sample], epoch: int, step: int, index: int) -> Data:
     seed_generators(seed_of(seed, "collate", epoch, step, index))
     return collate(samples)
-
-
-def _tell_epoch(dataset: UserDataset, epoch: int) -> None:
-    set_epoch = getattr(dataset, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
-    for stage in _stages_of_webdataset(dataset):
-        # It would count the passes begun in this process: in a loader process, or after a resume, they are others.
-        if isinstance(getattr(stage, "epoch", None), int):
-            stage.epoch = epoch - 1
-
-
-def _stages_of_webdataset(dataset: UserDataset) -> Iterator[Any]:
-    pipeline = getattr(dataset, "pipeline", None)
-    for stage in pipeline if isinstance(pipeline, list) else ():
-        if type(stage).__module__.startswith("webdataset."):
-            yield stage
-            yield from _stages_of_webdataset(stage)
 
 
 def refuse_unequal(plan: BatchPlan) -> None:

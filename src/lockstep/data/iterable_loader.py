@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -11,65 +12,81 @@ from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lockstep.batch import EpochSteps, MicroBatchPosition
-from lockstep.data.iterable_dataset import (
-    Batches,
-    OnePassReader,
-    Reader,
-    Steps,
-    StreamShare,
-    StreamStep,
-    StridedReader,
-    sizes_of,
-)
+from lockstep.data.dealt_shards import ShardsFound, begin_pass, note_length
+from lockstep.data.iterable_dataset import Batches, Reader, Steps, StreamShare, StreamStep, sizes_of
 from lockstep.data.micro_batch_loader import MicroBatchLoader
 from lockstep.data.sampling import MicroBatch, Padding, TorchLoader, UserDataset, count_of_steps, padding_of
 from lockstep.data.stream_agreement import Agree, agreed_steps
+from lockstep.data.stream_division import division_of
 from lockstep.data.workers import WorkerOptions, as_it_is, end_passes, open_loader
 from lockstep.errors import DataError
 
 
 class IterableLoader(MicroBatchLoader):
-    """Loader of an iterable. Its loader processes live for one pass."""
+    """Loader of an iterable. Its loader processes live for one part of a pass."""
 
     def __init__(
-        self, share: StreamShare, *, drop_last: bool, workers: WorkerOptions, agree: Agree, pin_memory: bool
+        self,
+        share: StreamShare,
+        *,
+        in_order: bool,
+        drop_last: bool,
+        workers: WorkerOptions,
+        agree: Agree,
+        pin_memory: bool,
     ) -> None:
-        dataset, plan = share.dataset, share.plan
-        strided = callable(getattr(dataset, "stride", None))
-        self._dataset = dataset
-        self._reader: Reader = StridedReader(share) if strided else OnePassReader(share)
+        self._dataset = share.dataset
+        self._division = division_of(share, in_order=in_order)
         self._rank = share.rank
         self._seed = share.seed
         self._drop_last = drop_last
-        self._workers = replace(workers, count=min(workers.count, self._reader.most_parts()))
+        self._workers = workers
         self._agree = agree
         self._pin = pin_memory
-        self._pass: Any = None
-        self.plan = plan
+        self._pass: TorchLoader | None = None
+        self.plan = share.plan
         self.length: int | None = None
         self.steps_per_epoch: int | None = None
-        wasteful = not strided and plan.world_size > 1
-        self.notes: tuple[str, ...] = (_note(dataset, plan.world_size),) if wasteful else ()
-        self.data_loader = self._open(Batches(dataset, self._reader), WorkerOptions(0))
+        self.notes: tuple[str, ...] = (self._division.note,) if self._division.note else ()
+        self.data_loader = self._open(Batches(share.dataset, self._division.reader), WorkerOptions(0))
 
     @override
     def draw(self, epoch: int) -> str | None:
-        return None
+        return self._division.digest(epoch)
 
     @override
     def steps(self, epoch: int) -> EpochSteps:
         raise DataError(f"{type(self._dataset).__name__} can only be iterated: its steps are known when they are read")
 
     @override
-    def epoch(self, epoch: int, first_step: int = 0, *, padding: Padding) -> Iterator[MicroBatch]:
-        loader = self._open(Steps(self._reader, epoch, first_step), self._workers)
+    def epoch(
+        self, epoch: int, first_step: int = 0, *, padding: Padding, found: ShardsFound | None = None
+    ) -> Iterator[MicroBatch]:
         self._close_pass()
-        self._pass = (loader, iter(loader))
-        steps = agreed_steps(self._found(), self._agree, self.plan, type(self._dataset).__name__, epoch, first_step)
-        for step, (found, samples) in enumerate(steps, first_step):
-            if samples == self.plan.global_batch or not self._drop_last:
-                yield from self._step(found, epoch, step, samples, padding)
-        self._close_pass()
+        found = {} if found is None else found
+        # Without what the pass has found of the shards so far, all before the step is read again.
+        step = first_step if begin_pass(found) or not self._division.needs_found else 0
+        ended = [end for end in found["ends"] if end <= step]
+        while True:
+            part = self._division.part(epoch, ended, found)
+            steps = agreed_steps(
+                self._begin(part.reader, epoch, step),
+                self._agree,
+                step,
+                self.plan.global_batch,
+                part.samples_of,
+                partial(note_length, found, name=type(self._dataset).__name__),
+            )
+            for own, samples in steps:
+                is_full = samples == self.plan.global_batch
+                if step >= first_step and (is_full or (part.ends_epoch and not self._drop_last)):
+                    yield from self._step(part.reader, own, epoch, step, samples, padding)
+                step += is_full
+            self._close_pass()
+            if part.ends_epoch:
+                return
+            ended.append(step)
+            found["ends"][len(ended) - 1 :] = [step]
 
     @override
     def evaluation(self, *, padding: Padding) -> Iterator[MicroBatch]:
@@ -94,13 +111,19 @@ class IterableLoader(MicroBatchLoader):
         self._close_pass()
         end_passes(self.data_loader)
 
-    def _found(self) -> Iterator[StreamStep]:
-        """What the loader processes find for each step, without end."""
-        _, batches = self._pass
-        while True:
-            yield StreamStep.of_parts(list(islice(batches, max(1, self._workers.count))))
+    def _begin(self, reader: Reader, epoch: int, step: int) -> Iterator[StreamStep]:
+        """What ``reader`` finds for each step from ``step`` on, without end; read ahead from now on."""
+        workers = replace(self._workers, count=min(self._workers.count, reader.most_parts()))
+        self._pass = self._open(Steps(reader, epoch, step), workers)
+        return self._whole_steps(iter(self._pass), max(1, workers.count))
 
-    def _step(self, found: StreamStep, epoch: int, step: int, samples: int, padding: Padding) -> Iterator[MicroBatch]:
+    def _whole_steps(self, batches: Iterator[StreamStep], parts: int) -> Iterator[StreamStep]:
+        while True:
+            yield StreamStep.of_parts(list(islice(batches, parts)))
+
+    def _step(
+        self, reader: Reader, found: StreamStep, epoch: int, step: int, samples: int, padding: Padding
+    ) -> Iterator[MicroBatch]:
         sizes = [size for size in sizes_of(self.plan, samples) if size]
         run = self.plan.run(self._rank, len(sizes))
         before = padding_of(self.plan, len(run), len(sizes), padding)
@@ -108,7 +131,7 @@ class IterableLoader(MicroBatchLoader):
         # So they do where this rank holds no micro-batch of a full step, in an evaluation.
         if len(sizes) < self.plan.micro_batches or not found.batches:
             indices = [len(sizes) - 1] * before + [*run]
-            data = self._reader.heads(epoch, step, found, indices)
+            data = reader.heads(epoch, step, found, indices)
         else:
             indices = [run.start] * before + [*run]
             data = [*found.batches[:1] * before, *found.batches]
@@ -141,7 +164,7 @@ class IterableLoader(MicroBatchLoader):
 
     def _close_pass(self) -> None:
         if self._pass is not None:
-            end_passes(self._pass[0])
+            end_passes(self._pass)
         self._pass = None
 
 
@@ -151,11 +174,3 @@ def _length_if_known(dataset: UserDataset) -> int | None:
         return len(dataset) if isinstance(dataset, Sized) else None
     except (TypeError, NotImplementedError):  # such as a chain of streams of which one does not know
         return None
-
-
-def _note(dataset: UserDataset, ranks: int) -> str:
-    return (
-        f"each of {ranks} ranks reads the whole of {type(dataset).__name__} and keeps its share, as it has no method "
-        "stride(start, step) that gives every step-th sample from start on; a data set with shard_lengths and "
-        "read_shard(shard, start) is read once, by several loader processes (docs/data.md)"
-    )

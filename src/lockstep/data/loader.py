@@ -24,6 +24,7 @@ from lockstep.data.orders import (
 )
 from lockstep.data.sampling import UserDataset
 from lockstep.data.shard_order import ShardOrder
+from lockstep.data.shard_streams import shard_stream_of
 from lockstep.data.sharded_dataset import ShardedSamples, is_sharded
 from lockstep.data.stream_agreement import Agree
 from lockstep.data.tensor_dataset import columns_of
@@ -72,6 +73,8 @@ def open_order(
             )
         return ShardOrder(dataset.shard_lengths, seed, shuffle=shuffle is not False)
     if _is_stream(dataset):
+        if names == ["shuffle"] and shard_stream_of(dataset) is not None:
+            return None
         if names == ["shuffle"]:
             raise DataError(
                 f"shuffle=True, but {type(dataset).__name__} can only be iterated: its order is its own; "
@@ -104,6 +107,7 @@ def open_micro_batch_loader(
     drop_last: bool,
     workers: WorkerOptions,
     agree: Agree,
+    in_order: bool = False,
     collate_fn: CollateFunction | None = None,
     pin_memory: bool = False,
 ) -> MicroBatchLoader:
@@ -118,9 +122,11 @@ def open_micro_batch_loader(
         order: what `open_order` gave for ``dataset``.
         seed: of each sample's random augmentation.
         drop_last: leave out the short step at the end of an epoch.
-        workers: loader processes. Data in memory takes none; shards, and an iterable with ``stride``, at most one for
-            each of the rank's micro-batches of a step; any other iterable at most one, as it is read in order.
+        workers: loader processes. Data in memory takes none; shards, and an iterable with ``stride`` or with shards,
+            at most one for each of the rank's micro-batches of a step; any other iterable at most one, as it is read
+            in order.
         agree: gathers the numbers of all ranks; collective, and used only for iterables, once for many steps.
+        in_order: an iterable's samples come in its own order, also where it has shards that ranks could divide.
         collate_fn: makes a batch of a list of samples, as for `torch.utils.data.DataLoader`.
         pin_memory: hand out tensors in page-locked memory, for asynchronous copies to a GPU.
 
@@ -131,7 +137,9 @@ def open_micro_batch_loader(
     if order is None:
         refuse_unequal(plan)
         share = StreamShare.of(dataset, plan, rank, seed, collate_fn or default_collate)
-        return IterableLoader(share, drop_last=drop_last, workers=workers, agree=agree, pin_memory=pin_memory)
+        return IterableLoader(
+            share, in_order=in_order, drop_last=drop_last, workers=workers, agree=agree, pin_memory=pin_memory
+        )
     sampler = MicroBatchSampler(plan, rank, order, seed, drop_last=drop_last)
     if is_sharded(dataset):
         samples = ShardedSamples(dataset, most_open=plan.micro_batches + 1)
@@ -164,7 +172,7 @@ def _even_part(micro_batches: int, workers: int) -> int:
 def _is_stream(dataset: UserDataset) -> bool:
     # torch's IterableDataset has a __getitem__ too, which only raises.
     return isinstance(dataset, IterableDataset) or (
-        not hasattr(dataset, "__getitem__") and (hasattr(dataset, "__iter__") or hasattr(dataset, "stride"))
+        not hasattr(dataset, "__getitem__") and any(hasattr(dataset, name) for name in ("__iter__", "stride", "read_shard"))
     )
 
 

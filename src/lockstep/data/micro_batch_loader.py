@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from lockstep.batch import BatchPlan, EpochSteps
+from lockstep.data.dealt_shards import ShardsFound
 from lockstep.data.sampling import MicroBatch, Padding, TorchLoader
 
 
@@ -33,11 +34,16 @@ class MicroBatchLoader(Protocol):
             DataError: for a stream.
         """
 
-    def epoch(self, epoch: int, first_step: int = 0, *, padding: Padding) -> Iterator[MicroBatch]:
+    def epoch(
+        self, epoch: int, first_step: int = 0, *, padding: Padding, found: ShardsFound | None = None
+    ) -> Iterator[MicroBatch]:
         """This rank's micro-batches of ``epoch`` from step ``first_step`` on, in the order it computes them.
 
         All ranks go through it alike, on any number of them: a micro-batch holds the same samples, with the same
         random augmentation, on whichever rank. Every place of the epoch's order comes exactly once, over all ranks.
+
+        What a stream finds of its shards is kept in ``found``, the same on all ranks: a resume that is given it again
+        need not read what is behind. None, and an empty one, are good for every step.
 
         With ``padding``, it first gets those that it is to compute in a step. One pass at a time: a new one ends those
         before it.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +24,21 @@ from lockstep.errors import DataError
 #: Collective: each rank gives its numbers, and gets those of every rank, in the order of ranks.
 Agree = Callable[[list[int]], list[list[int]]]
 
+#: Of each rank: the mark of its step, and the samples of its micro-batches there.
+RanksFound = list[tuple[int, list[int]]]
+
 _SMALL_OBJECT: Final = 64  # bytes
 _MOST_STEPS: Final = 32
 _MOST_BYTES: Final = 16 * 2**20  # of a block on one rank; what loader processes have read lies in /dev/shm
 
 
 def agreed_steps(
-    found: Iterator[StreamStep], agree: Agree, plan: BatchPlan, name: str, epoch: int, first_step: int
+    found: Iterator[StreamStep],
+    agree: Agree,
+    first_step: int,
+    full: int,
+    samples_of: Callable[[int, RanksFound], int],
+    note_length: Callable[[int, int], None],
 ) -> Iterator[tuple[StreamStep, int]]:
     """Each step as this rank ``found`` it, with its samples over all ranks, up to the first that is not full.
 
@@ -40,29 +48,52 @@ def agreed_steps(
     Args:
         found: what this rank finds from ``first_step`` on, without end: steps of no samples after the last.
         agree: tells the other ranks.
-        plan: how a full step is divided.
-        name: of the data set, for messages.
-        epoch: that is read, for messages.
         first_step: of the pass, within the epoch.
-
-    Raises:
-        DataError: in the first step that the ranks find in different streams; for a stream of nothing.
+        full: samples of a full step.
+        samples_of: how many a step holds over all ranks, of its number and what each rank found; it raises what is
+            wrong with them.
+        note_length: is called for each shard whose end a rank has seen, with its number and all its samples; on every
+            rank alike.
     """
     step, block = first_step, [next(found)]
     while True:
-        everyone = agree([_next_size(block), *(number for each in block for number in (each.mark, *each.counts))])
-        size = min(numbers[0] for numbers in everyone)
+        everyone = [_Told.of(numbers, len(block)) for numbers in agree(_numbers_of(block))]
+        for told in everyone:
+            for shard, length in told.lengths:
+                note_length(shard, length)
+        size = min(told.next_size for told in everyone)
         following: list[StreamStep] = []
         for done, own in enumerate(block, 1):
-            at = [_of_step(numbers, done - 1, len(block)) for numbers in everyone]
-            samples = _samples_of(at, plan, name, epoch, step)
+            samples = samples_of(step, [told.steps[done - 1] for told in everyone])
             yield own, samples
-            if samples < plan.global_batch:
+            if samples < full:
                 return
             step += 1
             while len(following) * len(block) < size * done:
                 following.append(next(found))
         block = following
+
+
+class _Told(NamedTuple):
+    """What one rank says of a block."""
+
+    next_size: int
+    lengths: list[tuple[int, int]]
+    steps: RanksFound  # of this rank, one for each step
+
+    @classmethod
+    def of(cls, numbers: list[int], steps: int) -> _Told:
+        next_size, shards, *rest = numbers
+        lengths = list(zip(rest[: 2 * shards : 2], rest[1 : 2 * shards : 2], strict=True))
+        rest = rest[2 * shards :]
+        each = len(rest) // steps
+        return cls(next_size, lengths, [(rest[at], rest[at + 1 : at + each]) for at in range(0, len(rest), each)])
+
+
+def _numbers_of(block: list[StreamStep]) -> list[int]:
+    lengths = [number for step in block for length in step.lengths for number in length]
+    steps = [number for step in block for number in (step.mark, *step.counts)]
+    return [_next_size(block), len(lengths) // 2, *lengths, *steps]
 
 
 def _next_size(block: list[StreamStep]) -> int:
@@ -71,15 +102,17 @@ def _next_size(block: list[StreamStep]) -> int:
     return max(1, min(2 * len(block), _MOST_STEPS, _MOST_BYTES // max(1, of_step)))
 
 
-def _of_step(numbers: list[int], step: int, steps: int) -> tuple[int, list[int]]:
-    """The mark and the counts of one step of a block, in the ``numbers`` of a rank."""
-    each = (len(numbers) - 1) // steps
-    mark, *counts = numbers[1 + step * each : 1 + (step + 1) * each]
-    return mark, counts
+def samples_of_dealt_step(plan: BatchPlan, step: int, ranks: RanksFound) -> int:
+    """All samples of a full step; 0 where a micro-batch is missing: the deal ended before this step."""
+    return plan.global_batch if all(count == plan.micro_batch for _, counts in ranks for count in counts) else 0
 
 
-def _samples_of(ranks: list[tuple[int, list[int]]], plan: BatchPlan, name: str, epoch: int, step: int) -> int:
-    """Samples of a step over all ranks, if all found what belongs to them."""
+def samples_of_stream_step(plan: BatchPlan, name: str, epoch: int, step: int, ranks: RanksFound) -> int:
+    """Samples of a step over all ranks, if all found what belongs to them.
+
+    Raises:
+        DataError: for a step that the ranks find in different streams; for a stream of nothing.
+    """
     found = {
         index: count
         for rank, (_, of_rank) in enumerate(ranks)

@@ -12,7 +12,7 @@ for the store where the launchers meet.
 from lockstep.launch.agent import AfterFailure, Stops
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
 from lockstep.launch.diagnosis.error_record import Failure, first_failure
-from lockstep.launch.diagnosis.root_cause import RankExit, failure_line
+from lockstep.launch.diagnosis.root_cause import RankExit, failure_line, how_it_ended
 from lockstep.launch.host import Machine
 from lockstep.launch.launcher import launch, start, watch
 from lockstep.launch.program import asks_for_help, check_program, show_help
@@ -54,6 +54,7 @@ __all__ = [
     "die_with_parent",
     "failure_line",
     "first_failure",
+    "how_it_ended",
     "import_torch",
     "is_in_use",
     "job_script",

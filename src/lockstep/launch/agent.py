@@ -158,13 +158,14 @@ class Agent:
 
     def _until_over(self) -> int:
         while True:
+            # First: a node that was stopped may have been replaced, and its leader's log is another one's then.
+            code = self._look_at_lease()
             self._workers.poll(_TICK_S if self._report.plan_seen else 0.0)
             self._store.beat()
             self._look_after()
             self._check_stop_file()
             self._tell_failure()
             self._send_report()
-            code = self._look_at_lease()
             if code is None and not self._suspended:
                 if self._store.is_coordinator:
                     self._decide()
@@ -180,6 +181,7 @@ class Agent:
                     who = "this node" if moved.listening else moved.lease.host
                     self._screen.say(f"{who} is the coordinator now (term {moved.lease.term})")
                 self.moved, self._suspended = moved, True
+                self._workers.leave_log()
             case "suspend":
                 if not self._suspended:
                     self._screen.say(

@@ -1,11 +1,9 @@
-"""The CPUs, GPUs and network addresses of this machine, found without importing torch."""
+"""The CPUs, GPUs and ports of this machine, found without importing torch."""
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +12,6 @@ from typing import Self
 from lockstep.cpu_affinity import allotted_cpus
 from lockstep.memory_use import text_of
 
-#: Variables that name the network interface of torch's CPU backends.
-INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-_IP = (socket.AF_INET, socket.AF_INET6)
 # One of them is there where NVIDIA's driver is: on Linux, in WSL, and on Jetson boards.
 _DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu", "/dev/nvgpu")
 
@@ -74,18 +69,6 @@ def _driver_gpus() -> int:
         pynvml.nvmlShutdown()
 
 
-def interface_of(address: str) -> str:
-    """The name of the network interface that has this IPv4 or IPv6 ``address``; "" if none has."""
-    # Late, for most commands do without it.
-    import psutil
-
-    host = _without_zone(address)
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.family in _IP and _without_zone(each.address) == host for each in addresses):
-            return str(name)
-    return ""
-
-
 def holder_of(port: int) -> tuple[int, str] | None:
     """The process that listens at TCP ``port`` here, with its command; None if it cannot be seen."""
     import psutil
@@ -97,11 +80,6 @@ def holder_of(port: int) -> tuple[int, str] | None:
                 process = psutil.Process(connection.pid)
                 return process.pid, " ".join(process.cmdline()) or process.name()
     return None
-
-
-def _without_zone(address: str) -> str:
-    """``fe80::1%eth0`` as ``fe80::1``, in one spelling."""
-    return str(ipaddress.ip_address(address.partition("%")[0]))
 
 
 def _cpu_quota() -> str:

@@ -87,6 +87,8 @@ class NodePart:
                 f"--node-rank 0, but this machine cannot listen at {endpoint}: --master-addr names the machine that "
                 "has --node-rank 0, and no other job may use its port"
             )
+        if listening is not None and moved is None and nodes.node_rank is None and (note := endpoint.note()):
+            screen.say(note)
         follows = listening is None or moved is not None
         job = prepared(request, self.machine, self.given, follows=follows)
         if listening is not None:

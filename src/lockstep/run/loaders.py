@@ -11,6 +11,7 @@ from lockstep.data import (
     MicroBatch,
     MicroBatchLoader,
     Padding,
+    ShardsFound,
     TorchLoader,
     WorkerOptions,
     choose_workers,
@@ -75,6 +76,7 @@ class Loaders:
             order=order,
             seed=settings.seed,
             drop_last=arguments.drop_last,
+            in_order=arguments.shuffle is False,
             collate_fn=arguments.collate_fn,
             workers=WorkerOptions(
                 self._workers_for(arguments),
@@ -141,14 +143,14 @@ class Loaders:
             self._begun[id(loader)] = order
             self._compare_order(loader, order)
 
-    def step(self, loader: MicroBatchLoader, order: int, step: int) -> Iterator[MicroBatch]:
+    def step(self, loader: MicroBatchLoader, order: int, step: int, found: ShardsFound) -> Iterator[MicroBatch]:
         """This rank's micro-batches of one step of the pass in ``order``, on its device; none at the end of the pass.
 
-        Steps that follow each other are read in one go, also where something else comes between them.
+        What the pass finds of shards is kept in ``found``. Steps that follow each other are read in one go, also where something else comes between them.
         """
         held = self._passes.pop(id(loader), None)
         if held is None or (held.order, held.step) != (order, step):
-            batches = loader.epoch(order, step, padding=self._padding("train"))
+            batches = loader.epoch(order, step, padding=self._padding("train"), found=found)
             held = _OpenPass(self._on_device(loader, batches), order, step)
         for batch in held.batches:
             if batch.position.last:
@@ -211,7 +213,7 @@ class Loaders:
         digest, name = self._draw(loader, epoch), self.name(loader)
         if digest is None:
             return
-        if self._context.settings.sync_batchnorm:
+        if self._context.settings.sync_batchnorm and loader.length is not None:
             _refuse_uneven_epoch(loader.steps(epoch), self._context.group.size, epoch)
         if loader.steps_per_epoch is None:
             self._context.position.length.steps_per_epoch = None
@@ -234,7 +236,8 @@ class Loaders:
             raise MismatchError(
                 f"{format_ranks(odd)} would visit the samples of epoch {epoch} in another order than rank 0: a sampler "
                 "must give every rank the same order of the whole data set, from the epoch and from generators that "
-                "Lockstep can seed; order=function of (epoch, generator) is given one; shard_lengths must be the same"
+                "Lockstep can seed; order=function of (epoch, generator) is given one; shard_lengths must be the same; a "
+                "stream that shuffles needs a seed of its own, such as shuffle(..., seed=0)"
             )
         return digest
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import CodeType
 from typing import Any, Final, Literal
 
 from lockstep.checkpoint import SavedTree, StateTree
+from lockstep.data import ShardsFound
 from lockstep.errors import UsageError
 from lockstep.seeding import seed_of
 
@@ -37,6 +38,7 @@ class Cursor:
     complete: bool = False  #: whether the pass came to its end; the next one is another
     site: str = ""  #: where the script took the pass up last
     moved: bool = False  #: whether it began elsewhere, so that the place tells which loop goes on
+    shards: ShardsFound = field(default_factory=dict)  #: what the pass has found of the shards of a stream
 
 
 class Passes:
@@ -89,6 +91,7 @@ class Passes:
         for cursor in cursors:
             if cursor.complete:
                 cursor.number, cursor.step, cursor.complete = cursor.number + 1, 0, False
+                cursor.shards = {}
                 cursor.site, cursor.moved = "", False
             cursor.moved |= cursor.site not in ("", site)
             cursor.site = site
@@ -132,6 +135,10 @@ class Passes:
         """The next step of the loader's pass."""
         return self._cursors[name].step
 
+    def shards(self, name: str) -> ShardsFound:
+        """What the loader's pass has found of the shards of a stream: the loader fills it as it reads."""
+        return self._cursors[name].shards
+
     def next(self, name: str, epoch: int) -> tuple[int, int]:
         """The order and the step at which a call of `Run.train` would begin; ``epoch`` is the run's."""
         cursor = self._cursors.get(name, Cursor())
@@ -147,7 +154,7 @@ class Passes:
     def next_pass(self, name: str) -> None:
         """In `Run.steps`, the loader has come to its end, and starts over."""
         cursor = self._cursors[name]
-        cursor.number, cursor.step = cursor.number + 1, 0
+        cursor.number, cursor.step, cursor.shards = cursor.number + 1, 0, {}
 
     def complete(self) -> None:
         """The open pass came to its end. In `Run.steps` the turn did, and the loaders stay where they are."""

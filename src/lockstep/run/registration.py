@@ -25,6 +25,7 @@ from lockstep.run.state import State
 from lockstep.strategies import (
     ComputesLoss,
     StageSequence,
+    TensorPlan,
     check_can_step,
     construct,
     divides_construction,
@@ -33,6 +34,7 @@ from lockstep.strategies import (
     make_module,
     make_stages,
     parameters_of,
+    plan_layers,
     spans_gpus,
     synchronize_batchnorm,
 )
@@ -56,6 +58,7 @@ class Registration:
         weights: str | os.PathLike[str] | None,
         find_unused_parameters: bool,
         static_graph: bool,
+        tensor_plan: TensorPlan | None,
     ) -> nn.Module:
         """See `Run.model`."""
         self._start.refuse_late("model")
@@ -71,6 +74,7 @@ class Registration:
             model = model.to(context.device)
         if context.settings.sync_batchnorm and context.group.size > 1:
             model = synchronize_batchnorm(model, context.group)
+        plan_layers(context.strategy, tensor_plan)
         context.strategy.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
         self._state.add_model(model)
         if context.settings.compile:

@@ -58,6 +58,7 @@ from lockstep.run.whole_models import WholeModels
 from lockstep.script_end import close_at_script_end
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.settings import ResolvedSettings, Settings, changed
+from lockstep.strategies import TensorPlan
 from lockstep.world import World
 
 T = TypeVar("T")
@@ -272,6 +273,7 @@ class Run:
         weights: str | os.PathLike[str] | None = None,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
+        tensor_plan: TensorPlan | None = None,
     ) -> nn.Module:
         """``model`` itself, on this rank's device, equal on all ranks and kept so. Collective.
 
@@ -297,6 +299,10 @@ class Run:
             find_unused_parameters: as DDP's: for models of which a forward pass may leave out parameters.
             static_graph: as DDP's: every forward pass uses the same parameters equally often. Those that are never
                 used are found once, and what is checkpointed with ``use_reentrant=True`` may be called several times.
+            tensor_plan: which layers the ranks of a tensor group compute together under ``fsdp:tensor=N``, such as
+                ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; other strategies ignore it. The words are
+                those of transformers, or torch's `ColwiseParallel` and `RowwiseParallel`. None: the plan that the model
+                brings as ``tensor_parallel_plan`` or, in transformers, ``tp_plan``.
 
         Raises:
             MismatchError: if ranks made different models.
@@ -305,7 +311,11 @@ class Run:
                 not its own; and for what is on the device ``meta`` and initialised by nobody.
         """
         return self._registration.model(
-            model, weights=weights, find_unused_parameters=find_unused_parameters, static_graph=static_graph
+            model,
+            weights=weights,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            tensor_plan=tensor_plan,
         )
 
     def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None = None) -> torch.optim.Optimizer:

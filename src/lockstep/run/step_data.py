@@ -61,7 +61,8 @@ class StepData:
         return self._passes.loop == "steps" and self._position.progress.step >= self._passes.until
 
     def _step_of(self, loader: MicroBatchLoader) -> Iterator[MicroBatch] | None:
-        batches = self._loaders.step(loader, self._begun_order(loader), self._step_number(loader))
+        found = self._passes.shards(self._loaders.name(loader))
+        batches = self._loaders.step(loader, self._begun_order(loader), self._step_number(loader), found)
         first = next(batches, None)
         return None if first is None else chain([first], batches)
 

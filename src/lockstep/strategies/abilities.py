@@ -80,6 +80,26 @@ def construct(strategy: Strategy, make: Callable[[], nn.Module]) -> nn.Module:
     return make() if divides is None else divides.construct(make)
 
 
+TensorPlan = Mapping[str, object]
+"""How layers are divided, by patterns of their names: words such as ``colwise``, or torch's `ParallelStyle`."""
+
+
+@runtime_checkable
+class DividesLayers(Protocol):
+    """A strategy under which several ranks compute each layer together, by a plan."""
+
+    def plan_layers(self, plan: TensorPlan | None) -> None:
+        """Divide the model that is set up next by ``plan``; None: by a plan that the model brings."""
+        ...
+
+
+def plan_layers(strategy: Strategy, plan: TensorPlan | None) -> None:
+    """Divide the layers of the model that is set up next by ``plan``, where ``strategy`` divides layers."""
+    divides: DividesLayers | None = _first_with(DividesLayers, strategy)
+    if divides is not None:
+        divides.plan_layers(plan)
+
+
 @runtime_checkable
 class PreparesForward(Protocol):
     """A strategy with something to do before a forward pass."""

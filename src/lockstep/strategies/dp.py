@@ -45,7 +45,10 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """
     ranks, gpus = context.group.size, torch.cuda.device_count()
     if ranks > 1:
-        raise SettingError(f"strategy dp is one process for all GPUs, and there are {ranks} ranks; use ddp")
+        raise SettingError(
+            f"strategy dp is one process for all GPUs, and there are {ranks} ranks; use ddp, or start one rank, which "
+            "uses them all: --nproc-per-node 1"
+        )
     if context.group.device.type == "cuda":
         if options.devices > gpus:
             raise SettingError(f"strategy dp: devices={options.devices}, and there are {gpus} GPUs")

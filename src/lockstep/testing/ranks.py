@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -146,7 +147,9 @@ def _module_of(fn: Callable[..., Any]) -> tuple[str, str | None]:
     return name, getattr(sys.modules.get(name), "__file__", None)
 
 
-def _collect(ends: Sequence[Connection], processes: Sequence[Any], stacks: Path, timeout_s: float) -> list[Outcome]:
+def _collect(
+    ends: Sequence[Connection], processes: Sequence[BaseProcess], stacks: Path, timeout_s: float
+) -> list[Outcome]:
     """How each rank ended: in its own words, or by what is known of its death."""
     outcomes: dict[int, Outcome] = {}
     deadline = time.monotonic() + timeout_s
@@ -172,15 +175,16 @@ def _collect(ends: Sequence[Connection], processes: Sequence[Any], stacks: Path,
     return [outcomes[rank] for rank in range(len(ends))]
 
 
-def _outcome_of(rank: int, end: Connection, process: Any) -> Outcome:
+def _outcome_of(rank: int, end: Connection, process: BaseProcess) -> Outcome:
     with contextlib.suppress(EOFError, ConnectionResetError):
         if end.poll():
             return _unpacked(rank, *end.recv())
     return _died(rank, process)
 
 
-def _stacks_of(process: Any, file: Path) -> str:
+def _stacks_of(process: BaseProcess, file: Path) -> str:
     """What each thread of a rank does; nothing, if it does not answer within a second."""
+    assert process.pid is not None  # it has started
     before = 0
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, _STACKS_SIGNAL)
@@ -202,15 +206,16 @@ def _unpacked(rank: int, packed: bytes, trace: str, collateral: bool) -> Outcome
     return Outcome(rank, value, error, trace, collateral)
 
 
-def _died(rank: int, process: Any) -> Outcome:
+def _died(rank: int, process: BaseProcess) -> Outcome:
     process.join(_STACKS_S)
     code = process.exitcode
     how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"left with exit code {code}"
     return Outcome(rank, error=ChildProcessError(f"rank {rank} {how} before the function returned"))
 
 
-def _kill(process: Any) -> None:
+def _kill(process: BaseProcess) -> None:
     """The process is gone, and what it started, such as loader processes."""
+    assert process.pid is not None  # it has started
     for kill in (os.killpg, os.kill):  # its group too, unless it died before it had one
         with contextlib.suppress(ProcessLookupError):
             kill(process.pid, signal.SIGKILL)

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Final
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import SettingError
 from lockstep.tune.claims import TrialClaims
@@ -25,8 +26,9 @@ from lockstep.tune.search.dimensions import Dimension, decoded, encoded
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.trial import Trial
 
-Study = Any  # optuna's own types: the package need not be installed
-Distribution = Any
+if TYPE_CHECKING:  # the package need not be installed
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial
 
 _SPACE: Final = "lockstep:space"
 _TRIAL: Final = "lockstep:trial"
@@ -118,7 +120,7 @@ def import_optuna(
     return len(frozen)
 
 
-def _optuna() -> Any:
+def _optuna() -> ModuleType:
     try:
         import optuna
     except ImportError:
@@ -127,7 +129,7 @@ def _optuna() -> Any:
     return optuna
 
 
-def _storage(storage: str | os.PathLike[str] | object) -> Any:
+def _storage(storage: str | os.PathLike[str] | object) -> str | object:
     """The storage for Optuna to open; for a path, of the kind that its suffix names."""
     if not isinstance(storage, str | os.PathLike):
         return storage
@@ -142,7 +144,7 @@ def _storage(storage: str | os.PathLike[str] | object) -> Any:
     return JournalStorage(JournalFileBackend(path))
 
 
-def _frozen(optuna: Any, trial: Trial, space: Space, objectives: int) -> Any:
+def _frozen(optuna: ModuleType, trial: Trial, space: Space, objectives: int) -> FrozenTrial:
     distributions = _distributions(space, trial.point)
     params = space.params(trial.point)  # not the journal's: JSON knows no tuples
     states = optuna.trial.TrialState
@@ -153,7 +155,7 @@ def _frozen(optuna: Any, trial: Trial, space: Space, objectives: int) -> Any:
         "reason": trial.reason, "converged": trial.converged,
         "reports_at_s": [report.at_s for report in trial.reports],
     }  # fmt: skip
-    made = optuna.trial.create_trial(
+    made: FrozenTrial = optuna.trial.create_trial(
         state={"done": states.COMPLETE, "stopped": states.PRUNED, "failed": states.FAIL}[trial.state],
         params={name: _within(_plain(params[name]), of) for name, of in distributions.items()},
         distributions=distributions,
@@ -167,12 +169,12 @@ def _frozen(optuna: Any, trial: Trial, space: Space, objectives: int) -> Any:
     return made
 
 
-def _distributions(space: Space, point: Point) -> dict[str, Distribution]:
+def _distributions(space: Space, point: Point) -> dict[str, BaseDistribution]:
     genes = zip(space.genes, space.active(point), strict=True)
     return {gene.name: _distribution(gene.dimension) for gene, exists in genes if exists}
 
 
-def _distribution(dimension: Dimension) -> Distribution:
+def _distribution(dimension: Dimension) -> BaseDistribution:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     match dimension:
@@ -191,7 +193,7 @@ def _plain(value: object) -> Any:
     return value if value is None or isinstance(value, str | bool | int | float) else json.dumps(encoded(value))
 
 
-def _within(plain: Any, distribution: Distribution) -> Any:
+def _within(plain: Any, distribution: BaseDistribution) -> Any:
     """``plain``, of which rounding may have made more than the last of the steps that Optuna counts as decimals."""
     return min(plain, distribution.high) if isinstance(plain, float) and hasattr(distribution, "high") else plain
 
@@ -202,17 +204,17 @@ def _value(plain: object, dimension: Dimension) -> object:
     return plain
 
 
-def _number(frozen: Any) -> int:
+def _number(frozen: FrozenTrial) -> int:
     """The number of the trial from which ``frozen`` was exported, else Optuna's number."""
     return int(frozen.user_attrs.get(_TRIAL, {}).get("number", frozen.number))
 
 
-def _params(frozen: Any, space: Space) -> dict[str, Any]:
+def _params(frozen: FrozenTrial, space: Space) -> dict[str, Any]:
     dimensions = {gene.name: gene.dimension for gene in space.genes}
     return {name: _value(value, dimensions[name]) for name, value in frozen.params.items()}
 
 
-def _fits(frozen: Any, space: Space) -> bool:
+def _fits(frozen: FrozenTrial, space: Space) -> bool:
     """Whether its parameters are a point of ``space``."""
     try:
         space.point(_params(frozen, space))
@@ -221,7 +223,7 @@ def _fits(frozen: Any, space: Space) -> bool:
     return True
 
 
-def _records(frozen: Any, space: Space, signs: Sequence[float]) -> Iterator[Record]:
+def _records(frozen: FrozenTrial, space: Space, signs: Sequence[float]) -> Iterator[Record]:
     about: Mapping[str, Any] = frozen.user_attrs.get(_TRIAL, {})
     number = _number(frozen)
     began = frozen.datetime_start.timestamp() if frozen.datetime_start else time.time()
@@ -263,9 +265,9 @@ def _records(frozen: Any, space: Space, signs: Sequence[float]) -> Iterator[Reco
     )
 
 
-def _space_of(trials: Sequence[Any]) -> Space:
+def _space_of(trials: Sequence[FrozenTrial]) -> Space:
     """The space of the trials of a study; what only some of them have is opened by a choice."""
-    known: dict[str, Distribution] = {}
+    known: dict[str, BaseDistribution] = {}
     for trial in trials:
         for name, distribution in trial.distributions.items():
             if known.setdefault(name, distribution) != distribution:
@@ -285,28 +287,38 @@ def _space_of(trials: Sequence[Any]) -> Space:
 
 
 def _opened_by(
-    name: str, always: Sequence[str], known: Mapping[str, Distribution], trials: Sequence[Any]
+    name: str, always: Sequence[str], known: Mapping[str, BaseDistribution], trials: Sequence[FrozenTrial]
 ) -> tuple[str, list[Any]]:
     """The categorical parameter that decides whether a trial has ``name``, and the values with which it has."""
     for choice in always:
-        if not hasattr(known[choice], "choices"):
+        values = getattr(known[choice], "choices", None)
+        if values is None:
             continue
         having = {trial.params[choice] for trial in trials if name in trial.params}
         lacking = {trial.params[choice] for trial in trials if name not in trial.params}
         if not having & lacking:
-            return choice, [value for value in known[choice].choices if value in having]
+            return choice, [value for value in values if value in having]
     raise SettingError(
         f"some trials of the study have {name} and some do not, and no categorical parameter says which; import a "
         "study whose parameters depend on one choice at most"
     )
 
 
-def _dimension(distribution: Distribution, opens: Mapping[Any, Mapping[str, Dimension]] | None = None) -> Dimension:
-    if hasattr(distribution, "choices"):
-        return Choice(*distribution.choices, opens=opens)
-    low, high = distribution.low, distribution.high
-    if low == high:
-        return Choice(low)
-    if isinstance(low, int):
-        return Int(low, high, distribution.log, distribution.step if distribution.step != 1 else None)
-    return Float(low, high, distribution.log, distribution.step)
+def _dimension(distribution: BaseDistribution, opens: Mapping[Any, Mapping[str, Dimension]] | None = None) -> Dimension:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    match distribution:
+        case CategoricalDistribution():
+            return Choice(*distribution.choices, opens=opens)
+        case IntDistribution() | FloatDistribution() if distribution.low == distribution.high:
+            return Choice(distribution.low)
+        case IntDistribution():
+            return Int(
+                distribution.low,
+                distribution.high,
+                distribution.log,
+                distribution.step if distribution.step != 1 else None,
+            )
+        case FloatDistribution():
+            return Float(distribution.low, distribution.high, distribution.log, distribution.step)
+    raise SettingError(f"the study has {distribution}, which is of no kind that a space can have")

@@ -6,11 +6,17 @@ import contextlib
 import errno
 import ipaddress
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from lockstep.errors import SettingError
 from lockstep.launch.host import holder_of
+from lockstep.network_interface import address_towards, is_loopback, own_address
+
+#: A family, and an address of it as sockets have it.
+_Address = tuple[int, tuple[Any, ...]]
+_CONNECT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,40 +55,75 @@ class Endpoint:
         Raises:
             SettingError: if a program that is not a launcher is seen to use the port.
         """
-        for family, kind, _, _, address in self.addresses():
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((address[0], 0))
-                except OSError:
-                    continue  # an address of another host
-            try:
-                return listen(family, self._bound_to(family, address))
-            except OSError as error:
-                holder = holder_of(self.port) if error.errno == errno.EADDRINUSE else None
-                if holder is not None and "lockstep" not in holder[1]:
-                    raise SettingError(
-                        f"port {self.port} of this machine is used by process {holder[0]} ({holder[1]:.60}); "
-                        f"give another one to all nodes: --rdzv-endpoint {str(self).rpartition(':')[0]}:PORT"
-                    ) from error
-                return None
-        return None
+        own = [(family, address) for family, _, _, _, address in self.addresses() if _is_of_this_host(family, address)]
+        if not own:
+            return None
+        try:
+            return listen(*self._listening_at(own))
+        except OSError as error:
+            holder = holder_of(self.port) if error.errno == errno.EADDRINUSE else None
+            if holder is not None and "lockstep" not in holder[1]:
+                raise SettingError(
+                    f"port {self.port} of this machine is used by process {holder[0]} ({holder[1]:.60}); "
+                    f"give another one to all nodes: --rdzv-endpoint {str(self).rpartition(':')[0]}:PORT"
+                ) from error
+            return None
 
-    def _bound_to(self, family: int, address: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Where to listen: at that address only, unless its name stands for the network elsewhere."""
-        loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
-        if not loopback or self.host in ("localhost", "127.0.0.1", "::1"):
-            return address
-        return ("::" if family == socket.AF_INET6 else "", self.port)
+    def _listening_at(self, own: Sequence[_Address]) -> _Address:
+        """Where to listen, if this host has the addresses ``own`` of the endpoint.
+
+        At one address only, so that nobody reaches the store by another network. But a name may stand for several, of
+        which other hosts may know or reach one only; and for the loopback, here alone, as on Debian.
+        """
+        alone = len(own) == 1 and not is_loopback(str(own[0][1][0]))
+        if alone or self.host in ("localhost", "127.0.0.1", "::1"):
+            return own[0]
+        return (socket.AF_INET6, ("::", self.port)) if _has_both_families() else (socket.AF_INET, ("", self.port))
+
+    def note(self) -> str:
+        """What the user of this host should know of the endpoint's name here; "" for nothing."""
+        name = socket.gethostname()
+        if self.host == "localhost" or _short(self.host) == _short(name):
+            return ""
+        with contextlib.suppress(ValueError):  # it is no address
+            ipaddress.ip_address(self.host.partition("%")[0])
+            return ""
+        if not any(is_loopback(str(address[0])) for *_, address in self.addresses()):
+            return ""
+        return (
+            f"note: on this machine, {name}, the name {self.host} of --rdzv-endpoint stands for the machine itself; if "
+            "the nodes are to meet on another one, correct /etc/hosts here, or give an address"
+        )
 
     def local_address(self) -> str:
-        """This host's own address on the route to the endpoint; "" if there is no route."""
-        with contextlib.suppress(SettingError):
-            for family, _, _, _, address in self.addresses():
-                with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect(address)
-                    return str(probe.getsockname()[0])
-        return ""
+        """This host's own address on a connection to the endpoint, or on the route where nothing answers; "" for none.
+
+        May take some seconds where nothing answers.
+        """
+        # Of two families one may lead nowhere, which only a connection shows.
+        with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), _CONNECT_S) as connection:
+            return own_address(connection)
+        return address_towards(self.host, self.port)
+
+
+def _is_of_this_host(family: int, address: tuple[Any, ...]) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            # With the zone of a link-local address, if it has one.
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+        return True
+
+
+def _has_both_families() -> bool:
+    """Whether a socket may listen at all addresses of both."""
+    return socket.has_dualstack_ipv6() and _is_of_this_host(socket.AF_INET6, ("::",))
+
+
+def _short(host: str) -> str:
+    return host.partition(".")[0].lower()
 
 
 def listen(family: int, address: tuple[Any, ...]) -> socket.socket:

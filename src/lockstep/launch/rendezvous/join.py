@@ -23,7 +23,6 @@ from typing import NoReturn
 
 from lockstep.errors import SettingError
 from lockstep.launch.deadline_thread import FileThread, TaskThread, call_in_time
-from lockstep.launch.host import INTERFACES, interface_of
 from lockstep.launch.program_sources import source_hashes
 from lockstep.launch.rendezvous.endpoint import Endpoint, listen
 from lockstep.launch.rendezvous.job_contract import JobContract, differences
@@ -37,6 +36,7 @@ from lockstep.launch.rendezvous.takeover import LeaseFollower, LeaseHolder, NoTa
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
 from lockstep.launch.request import Function, Nodes, Request
 from lockstep.launch.run_directory import Job, versions
+from lockstep.network_interface import INTERFACES, address_towards, interface_of
 
 #: How long a shared file system may take to show one node what another one wrote.
 _VISIBLE_S = 20.0
@@ -300,7 +300,7 @@ def _placement(plan: Plan, endpoint: Endpoint, report: NodeReport, listening: so
     if not any(name in os.environ for name in INTERFACES):
         # The coordinator's own name may stand for its loopback; the route to another node does not use that.
         others = [m.address for m in plan.members if m.address and m.node_id != report.node_id]
-        own = report.address or (Endpoint(others[0], endpoint.port).local_address() if others else "127.0.0.1")
+        own = report.address or (address_towards(others[0], endpoint.port) if others else "127.0.0.1")
         interface = interface_of(own)
     return NodePlacement(node_rank, endpoint.host, listening, report.host, interface)
 

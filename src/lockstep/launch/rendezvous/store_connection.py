@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from lockstep.errors import LaunchError, SettingError
 from lockstep.launch.deadline_thread import StoppedWaiting, TaskThread
@@ -25,7 +25,26 @@ _TICK_S = 0.1
 _WAIT_NOTICE_S = (3.0, 60.0)
 
 
-def open_store(endpoint: Endpoint) -> Any:
+class ConnectedStore(Protocol):
+    """What the launcher uses of torch's TCPStore, whose own types know only a part of it."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def append(self, key: str, value: str, /) -> None:
+        """Write ``value`` behind what is there."""
+
+    def get(self, key: str, /) -> bytes:
+        """Read a value; waits for one."""
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Read several values in one exchange; waits for all of them."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of the keys are there; does not wait."""
+
+
+def open_store(endpoint: Endpoint) -> ConnectedStore:
     """A connection to the store at ``endpoint``.
 
     Raises:
@@ -34,8 +53,8 @@ def open_store(endpoint: Endpoint) -> Any:
     """
     # First with a plain socket: torch would try for long, and write about each try.
     socket.create_connection((endpoint.host, endpoint.port), _CONNECT_S).close()
-    TCPStore = _tcp_store_class()  # noqa: N806 - a class
-    return TCPStore(
+    make_store = _tcp_store_class()
+    return make_store(
         endpoint.host,
         endpoint.port,
         world_size=None,
@@ -45,7 +64,7 @@ def open_store(endpoint: Endpoint) -> Any:
     )
 
 
-def ask_store(endpoint: Endpoint, ask: Callable[[Any], T], stopped: Callable[[], bool] = lambda: False) -> T:
+def ask_store(endpoint: Endpoint, ask: Callable[[ConnectedStore], T], stopped: Callable[[], bool] = lambda: False) -> T:
     """What ``ask`` returns for the store at ``endpoint``, once it is connected.
 
     Once torch is loaded it takes some seconds at most, also where who listens does not answer: torch waits for ever
@@ -72,7 +91,7 @@ def ask_store(endpoint: Endpoint, ask: Callable[[Any], T], stopped: Callable[[],
     return asked.result()
 
 
-def _tcp_store_class() -> Any:
+def _tcp_store_class() -> Callable[..., ConnectedStore]:
     """Torch's TCPStore, imported so that it writes errors only: it would warn of names that it need not resolve."""
     before = os.environ.get(LOG_LEVEL)
     os.environ.setdefault(LOG_LEVEL, "ERROR")
@@ -80,7 +99,7 @@ def _tcp_store_class() -> Any:
         # Imported late, so that the launcher of one machine does not load torch.
         from torch._C._distributed_c10d import TCPStore  # as torch.distributed hands it on, with types
 
-        return TCPStore
+        return cast("Callable[..., ConnectedStore]", TCPStore)
     finally:
         if before is None:
             del os.environ[LOG_LEVEL]

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from lockstep.errors import LaunchError
 from lockstep.launch.diagnosis.root_cause import RankExit
@@ -42,7 +42,7 @@ from lockstep.launch.rendezvous.notices import (
 from lockstep.launch.rendezvous.plan import NodeReport, NodeView, Plan
 from lockstep.launch.rendezvous.signature import Signature
 from lockstep.launch.rendezvous.store import RendezvousStore
-from lockstep.launch.rendezvous.store_connection import ask_store, open_store
+from lockstep.launch.rendezvous.store_connection import ConnectedStore, ask_store, open_store
 
 _EVERY_S = 0.2  #: how often the thread writes and reads, at least
 _CREATE_S = 60.0  #: how long the store's own process may take to answer first
@@ -181,7 +181,7 @@ class TcpStoreClient(RendezvousStore):
 
     def _exchange(self, number: int) -> None:
         """The thread: write and read until another thread, with a higher number, has taken over."""
-        store: Any = None
+        store: ConnectedStore | None = None
         while True:
             with self._lock:
                 if number != self._thread_number:
@@ -199,7 +199,7 @@ class TcpStoreClient(RendezvousStore):
             self._wake.wait(_EVERY_S)
             self._wake.clear()
 
-    def _join(self, store: Any) -> None:
+    def _join(self, store: ConnectedStore) -> None:
         node_id = self._report.node_id
         if self.is_coordinator and not store.check(["contract"]):
             # The store's process has died, and a new one is empty.
@@ -220,7 +220,7 @@ class TcpStoreClient(RendezvousStore):
             self._set(store, f"node/{node_id}", record)
             store.append("nodes", f"{node_id} ")
 
-    def _fill(self, store: Any) -> None:
+    def _fill(self, store: ConnectedStore) -> None:
         """Write what a store holds from its beginning; what else it held, the nodes write again."""
         with self._lock:
             contract, node_id, record, plan = self._contract, self._report.node_id, self._next_record(), self._plan
@@ -235,10 +235,10 @@ class TcpStoreClient(RendezvousStore):
         self._set(store, "plan", plan.to_json())
         self._set(store, "contract", contract.to_json())
 
-    def _get(self, store: Any, key: str) -> str:
+    def _get(self, store: ConnectedStore, key: str) -> str:
         return self._signature.text_of(key, store.get(key))
 
-    def _set(self, store: Any, key: str, text: str) -> None:
+    def _set(self, store: ConnectedStore, key: str, text: str) -> None:
         store.set(key, self._signature.sign(key, text))
 
     def _next_record(self) -> str:
@@ -246,7 +246,7 @@ class TcpStoreClient(RendezvousStore):
         self._writes += 1
         return record_text(self._report, self._beat, sorted(self._endings))
 
-    def _write(self, store: Any, number: int) -> None:
+    def _write(self, store: ConnectedStore, number: int) -> None:
         with self._lock:
             endings = self._endings.get(self._report.generation)
             generation, node_id = self._report.generation, self._report.node_id
@@ -261,7 +261,7 @@ class TcpStoreClient(RendezvousStore):
             self._set(store, "plan", plan.to_json())
         self._set(store, f"node/{node_id}", record)
 
-    def _read(self, store: Any, number: int) -> None:
+    def _read(self, store: ConnectedStore, number: int) -> None:
         if self.is_coordinator:
             self._read_nodes(store, store.get("nodes").decode(errors="replace").split(), number)
             return
@@ -269,7 +269,7 @@ class TcpStoreClient(RendezvousStore):
         if self._report.places:
             self._read_nodes(store, [member.node_id for member in self._plan.members], number)
 
-    def _read_plan(self, store: Any, number: int) -> None:
+    def _read_plan(self, store: ConnectedStore, number: int) -> None:
         key = f"node/{self.coordinator}"
         plan_text, coordinator = store.multi_get(["plan", key])
         plan = Plan.from_json(self._signature.text_of("plan", plan_text))
@@ -285,7 +285,7 @@ class TcpStoreClient(RendezvousStore):
                 if beat > self._coordinator_beat:
                     self._coordinator_beat, self._heard_s = beat, time.monotonic()
 
-    def _read_nodes(self, store: Any, found: Sequence[str], number: int) -> None:
+    def _read_nodes(self, store: ConnectedStore, found: Sequence[str], number: int) -> None:
         ids = list(dict.fromkeys(found))[:_MOST_NODES]
         # Reading a key that is not there would wait for it.
         keys = [f"node/{node_id}" for node_id in ids]

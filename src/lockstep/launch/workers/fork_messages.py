@@ -38,6 +38,7 @@ class ForkServerDied:
     """The fork server has ended, and its ranks with it."""
 
     status: int | None  #: exit code, or minus the signal that killed it; None: it lives on without its connection
+    why: str = ""  #: the error by which it ended, in one line; "" if it had no time to tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,13 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class LastWords:
+    """The fork server ends because of an error."""
+
+    why: str  #: the error, in one line
+
+
+@dataclass(frozen=True, slots=True)
 class OrderReceived:
     """The fork server is about to carry out this order, and has carried out those before it."""
 
@@ -74,7 +82,7 @@ class OrderReceived:
 
 
 Event = RankExited | ForkUnavailable | ForkServerDied | StoreExited | StoreUnused | LeaseExpired
-_EVENTS: Mapping[str, type[Event | Started | OrderReceived]] = {
+_EVENTS: Mapping[str, type[Event | Started | OrderReceived | LastWords]] = {
     "rank-exited": RankExited,
     "fork-unavailable": ForkUnavailable,
     "store-exited": StoreExited,
@@ -82,6 +90,7 @@ _EVENTS: Mapping[str, type[Event | Started | OrderReceived]] = {
     "lease-expired": LeaseExpired,
     "started": Started,
     "order-received": OrderReceived,
+    "last-words": LastWords,
 }
 
 
@@ -90,7 +99,7 @@ def message(**fields: object) -> bytes:
     return json.dumps(fields).encode() + b"\n"
 
 
-def event_from(line: bytes) -> Event | Started | OrderReceived:
+def event_from(line: bytes) -> Event | Started | OrderReceived | LastWords:
     """The event that the fork server has sent as ``line``."""
     fields: dict[str, Any] = json.loads(line)
     return _EVENTS[fields.pop("event")](**fields)

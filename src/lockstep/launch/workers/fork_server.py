@@ -10,29 +10,36 @@ in whatever way, its end of the socket closes, and the fork server kills the pro
 has it go on for that if it is stopped. When the fork server dies, the kernel kills the ranks. When it does not
 answer, the launcher, which was told each process id, kills them itself. So no process is left over in any case.
 
-The fork server must not have threads when it forks, since locks that other threads hold would stay locked in the
-copies. It counts its threads, and where there are others it starts ranks as separate Python processes.
+The fork server should not have threads when it forks, since locks that other threads hold would stay locked in the
+copies. It counts its threads, and where there are others it starts ranks as separate Python processes. A function can
+only be run by a copy: there the threads are those that some libraries start anew in every copy of a process, such as
+exporters of traces, and they are ready to be copied.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
 import os
+import select
 import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
 from multiprocessing import util
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lockstep.formatting import plural
 from lockstep.launch.child_process import STOP_SIGNALS, kill_group, own_python, signal_when_parent_dies
 from lockstep.launch.request import Function, Program, StartMethod
 from lockstep.launch.workers.fork_messages import RankSpec, message
@@ -45,6 +52,7 @@ _IMPORTED_ONCE = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.pa
 _CHUNK_BYTES = 1 << 16
 #: How long the store may take to answer.
 _ANSWER_S = 2.0
+_streams_of_original: list[object] = []
 
 
 class ForkServer:
@@ -58,7 +66,8 @@ class ForkServer:
         # When the launcher is gone the connection closes, and a process that is stopped would not see that.
         signal_when_parent_dies(signal.SIGCONT)
         self._connection, self._program = connection, program
-        self._method = _import_torch_once(connection) if method == "fork" else method
+        with _ending_when_closed(connection):
+            self._method = _import_torch_once(connection, program) if method == "fork" else method
         self._ranks: dict[int, int] = {}  # process id: rank
         self._store = 0  # process id; 0: none
         self._questions: socket.socket | None = None  # for the store
@@ -125,12 +134,7 @@ class ForkServer:
     def _exit(self) -> NoReturn:
         self._kill()
         self._wait_all()
-        # A launcher that was killed could not remove what it had in the file system.
-        if (home := Path(os.environ.get(CHANNEL, "")).parent).name.startswith(PRIVATE):
-            shutil.rmtree(home, ignore_errors=True)
-        if EMERGENCY in os.environ:
-            shutil.rmtree(os.environ[EMERGENCY], ignore_errors=True)
-        os._exit(0)
+        _leave()
 
     def _start(self, ranks: list[RankSpec], listening: int | None, port: int) -> None:
         own_pid = os.getpid()
@@ -243,17 +247,55 @@ class ForkServer:
             os.close(descriptor)
 
 
+@contextlib.contextmanager
+def _ending_when_closed(connection: socket.socket) -> Iterator[None]:
+    """End this process as soon as the launcher's end of ``connection`` is closed, whatever is done inside.
+
+    That may take long, such as an import on a busy machine, and a launcher that was killed must leave nothing behind.
+    """
+
+    def look(*_: object) -> None:
+        closed = select.poll()
+        closed.register(connection, 0)  # orders may wait there to be read, and its end comes behind them
+        if any(found & select.POLLHUP for _, found in closed.poll(0)):
+            _leave()
+
+    before = signal.signal(signal.SIGIO, look)
+    signal.siginterrupt(signal.SIGIO, False)
+    flags = fcntl.fcntl(connection, fcntl.F_GETFL)
+    # The kernel sends the signal when something happens to the connection.
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
+    try:
+        look()
+        yield
+    finally:
+        fcntl.fcntl(connection, fcntl.F_SETFL, flags)
+        signal.signal(signal.SIGIO, before)
+
+
+def _leave() -> NoReturn:
+    """End this process; and remove what a launcher that was killed could not remove from the file system."""
+    if (home := Path(os.environ.get(CHANNEL, "")).parent).name.startswith(PRIVATE):
+        shutil.rmtree(home, ignore_errors=True)
+    if EMERGENCY in os.environ:
+        shutil.rmtree(os.environ[EMERGENCY], ignore_errors=True)
+    os._exit(0)
+
+
 def import_torch() -> None:
     """Import what all ranks need."""
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)
 
 
-def _import_torch_once(connection: socket.socket) -> StartMethod:
+def _import_torch_once(connection: socket.socket, program: Program) -> StartMethod:
     """Import what all ranks need; returns how they can be started afterwards."""
     import_torch()
-    if sys.platform == "linux" and (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
-        connection.sendall(message(event="fork-unavailable", why=f"importing torch started {threads - 1} threads"))
+    others = len(list(Path("/proc/self/task").iterdir())) - 1 if sys.platform == "linux" else 0
+    if others and not isinstance(program, Function):
+        why = f"importing torch, or another library, started {plural(others, 'thread')}"
+        connection.sendall(message(event="fork-unavailable", why=why))
         return "plain"
     # Objects that exist now are shared by all copies and will not become garbage.
     gc.collect()
@@ -266,6 +308,7 @@ def serve_copied(
 ) -> None:
     """Be the fork server, as a copy of a process that is used for something else as well, such as a notebook."""
     launchers_end.close()
+    _open_own_streams()
     # What that process registered for its own end, such as saving a history, is not for its copies to do.
     atexit._clear()
     atexit.register(util._exit_function)  # type: ignore[attr-defined]
@@ -275,15 +318,34 @@ def serve_copied(
     if not isinstance(program, Function) and not sys.flags.safe_path:
         # A script finds what lies beside itself, not what lies beside the command that starts it.
         del sys.path[0]
-    # Threads are not copied by a fork, and OpenMP would wait for its thread pool forever.
-    importlib.import_module("torch").set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
-    ForkServer(connection, "fork", program).serve()
+    with _last_words_to(connection):
+        # Threads are not copied by a fork, and OpenMP would wait for its thread pool forever.
+        importlib.import_module("torch").set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
+        ForkServer(connection, "fork", program).serve()
+
+
+def _open_own_streams() -> None:
+    """Leave the standard streams of the process that was copied alone, for good.
+
+    They may hold text that the original will write, and locks of threads that were not copied. What they hold would be
+    written once more when they are collected.
+    """
+    _streams_of_original.extend((sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        stream = None
+        with contextlib.suppress(OSError):
+            stream = open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _fork() -> int:
     """As `os.fork`, with all signals blocked in the copy until it is ready for them."""
     before = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-    child = os.fork()
+    with warnings.catch_warnings():
+        # Python warns of threads: see the top of this file.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return child
@@ -291,6 +353,18 @@ def _fork() -> int:
 
 def _spawn(command: list[str], env: Mapping[str, str]) -> int:
     return os.posix_spawn(command[0], command, {**os.environ, **env}, setsigdef=STOP_SIGNALS)
+
+
+@contextlib.contextmanager
+def _last_words_to(launcher: socket.socket) -> Iterator[None]:
+    """Tell the launcher of an error that ends the fork server, as the traceback may be where nobody reads it."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            why = traceback.format_exception_only(error)[-1].strip()
+            launcher.sendall(message(event="last-words", why=why))
+        raise
 
 
 @contextlib.contextmanager
@@ -308,4 +382,5 @@ def main(argv: list[str]) -> NoReturn:
     """Be the fork server: ``CONNECTION fork|plain KIND NAME ARGS...``, the first an open descriptor."""
     descriptor, method, *args = argv
     connection = socket.socket(fileno=int(descriptor))
-    ForkServer(connection, "fork" if method == "fork" else "plain", program_from(args)).serve()
+    with _last_words_to(connection):
+        ForkServer(connection, "fork" if method == "fork" else "plain", program_from(args)).serve()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import select
 import socket
@@ -13,6 +12,9 @@ import time
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing import popen_fork
+from multiprocessing.context import ForkProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from lockstep.errors import LaunchError
@@ -23,6 +25,7 @@ from lockstep.launch.workers.fork_messages import (
     Event,
     ForkServerDied,
     ForkUnavailable,
+    LastWords,
     LeaseExpired,
     OrderReceived,
     RankExited,
@@ -57,6 +60,7 @@ class ForkServerClient:
         self._orders, self._answered, self._unanswered_since_s = 0, 0, 0.0
         self._ranks: dict[int, _Process] = {}
         self._store: int | None = None
+        self._last_words = ""
 
     @property
     def pid(self) -> int:
@@ -141,7 +145,7 @@ class ForkServerClient:
             status = _status_of(self._process, _ANSWER_S)
             for process in self._ranks.values():
                 process.kill_group()
-            return [ForkServerDied(status)]
+            return [ForkServerDied(status, self._last_words)]
         *lines, self._unread = (self._unread + chunk).split(b"\n")
         return [event for line in lines if (event := self._taken_in(event_from(line))) is not None]
 
@@ -162,7 +166,7 @@ class ForkServerClient:
             self.kill_directly()
         return _status_of(self._process, _GONE_S) is not None and self._wait_for_ranks(_GONE_S)
 
-    def _taken_in(self, event: Event | Started | OrderReceived) -> Event | None:
+    def _taken_in(self, event: Event | Started | OrderReceived | LastWords) -> Event | None:
         """``event`` if it is for the caller."""
         match event:
             case Started(process, None):
@@ -171,6 +175,8 @@ class ForkServerClient:
                 self._ranks[rank] = _Process(process, procfs.begun(process))
             case OrderReceived(number):
                 self._answered, self._unanswered_since_s = number, time.monotonic()
+            case LastWords(why):
+                self._last_words = why
             case RankExited(rank):
                 self._ranks.pop(rank, None)
                 return event
@@ -259,6 +265,21 @@ def _status_of(process: subprocess.Popen[bytes] | Any, within_s: float) -> int |
     return None if process.exitcode is None else int(process.exitcode)
 
 
+class _Copy(ForkProcess):
+    """A process that starts as a copy of this one, at once.
+
+    `multiprocessing` would first flush the standard streams, and wait for whoever reads them: the thread of the screen
+    may be writing to a pipe that nobody reads. What a stream still holds is the original's to write.
+    """
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> popen_fork.Popen:  # noqa: N802 - multiprocessing's name
+        started = object.__new__(popen_fork.Popen)
+        started.returncode, started.finalizer = None, None
+        started._launch(process_obj)  # type: ignore[attr-defined]
+        return started
+
+
 def open_fork_server(program: Program, method: StartMethod, env: Mapping[str, str]) -> ForkServerClient:
     """Start the fork server for the ranks of ``program``; ``env`` is what they have in common.
 
@@ -277,9 +298,7 @@ def open_fork_server(program: Program, method: StartMethod, env: Mapping[str, st
                 "CUDA is in use in this process, and such a process cannot be copied into ranks; restart the kernel "
                 "and call launch before anything touches a GPU"
             )
-        copied = multiprocessing.get_context("fork").Process(
-            target=serve_copied, args=(theirs, ours, program, dict(env)), name="lockstep fork server"
-        )
+        copied = _Copy(target=serve_copied, args=(theirs, ours, program, dict(env)), name="lockstep fork server")
         with warnings.catch_warnings():
             # Python warns of other threads, such as a notebook's own: the copy uses none of them.
             warnings.simplefilter("ignore", DeprecationWarning)

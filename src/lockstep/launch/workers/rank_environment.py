@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Mapping
 
-from lockstep.launch.host import INTERFACES
 from lockstep.launch.program import local_rank_option
 from lockstep.launch.rendezvous.signature import SECRET
 from lockstep.launch.run_directory import Job
@@ -25,6 +24,7 @@ from lockstep.launch_contract import (
     STACKS,
     STATUS,
 )
+from lockstep.network_interface import INTERFACES
 from lockstep.settings import OPTIONS_VARIABLE
 from lockstep.world import World
 

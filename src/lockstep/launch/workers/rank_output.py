@@ -76,6 +76,11 @@ class RankOutput:
             pass
         if self._leader_log is not None:
             self._screen.leader(self._leader_log.unfinished())
+        self.leave_log()
+
+    def leave_log(self) -> None:
+        """Show no more of the leader's log, nor of its progress, in this generation."""
+        if self._leader_log is not None:
             self._leader_log.close()
             self._leader_log = None
         self._leads = False

@@ -79,13 +79,12 @@ def become_rank(env: Mapping[str, str], log: str, parent: int, program: Program)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Signals that came meanwhile are delivered now.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # A group of its own, so that the rank can be killed together with all that it starts.
-    terminal = env.get(TERMINAL, "")
+    # A session of its own, which is also a group: the rank can be killed together with all that it starts, and given a
+    # terminal. Where Linux shares CPUs out among sessions (sched_autogroup), ranks of one session would get, beside other
+    # programs, what a single process gets.
     with contextlib.suppress(OSError):
-        if terminal:
-            os.setsid()  # only the first process of a session can be given a terminal
-        else:
-            os.setpgid(0, 0)
+        os.setsid()
+    terminal = env.get(TERMINAL, "")
     os.environ.clear()
     os.environ.update(env)
     if env.get(BIND) == "1" and hasattr(os, "sched_setaffinity"):

@@ -12,6 +12,7 @@ import socket
 from typing import NoReturn
 
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
+from lockstep.network_interface import own_address
 
 USED, UNUSED = b"1", b"0"
 
@@ -49,8 +50,9 @@ def serve_store(listening: int, port: int, parent: int, questions: socket.socket
 def _own_address(listening: int) -> str:
     """The address of the socket ``listening``, with which this process becomes a client of its own store."""
     with socket.socket(fileno=os.dup(listening)) as own:
-        host = str(own.getsockname()[0])
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        host = own_address(own)
+    # Who listens at all addresses of IPv6 does so at those of IPv4, too; and a host may have no loopback of IPv6.
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
 
 
 def main(argv: list[str]) -> NoReturn:

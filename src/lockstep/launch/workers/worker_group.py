@@ -226,6 +226,10 @@ class WorkerGroup:
         """Forget the last generation, since another coordinator counts generations from 0."""
         self._generation, self._ranks, self._exited, self.endings = -1, range(0), {}, ()
 
+    def leave_log(self) -> None:
+        """Show no more of the leader's log, since the leader of another coordinator writes to it."""
+        self._output.leave_log()
+
     def close(self) -> None:
         """Kill the ranks that still live, end the fork server, and show what the leader wrote last."""
         self._output.close()
@@ -308,17 +312,17 @@ class WorkerGroup:
                 self._lose_part(f"{_STORE} {how_it_ended(status)}", at_s)
             case StoreUnused():
                 self._store_unused = True
-            case ForkServerDied(status):
-                self._lose_fork_server(status)
+            case ForkServerDied(status, why):
+                self._lose_fork_server(status, why)
             case LeaseExpired():
                 self._stop_mode = StopMode.KILL
                 self._screen.say("this launcher stood still for so long that its ranks were ended")
 
-    def _lose_fork_server(self, status: int | None) -> None:
+    def _lose_fork_server(self, status: int | None, why: str) -> None:
         """The fork server is dead, and all ranks with it."""
         assert self._fork_server is not None, "it has told so itself"
         now_s, how = time.monotonic(), "closed its connection" if status is None else how_it_ended(status)
-        self._lose_part(f"{_FORK_SERVER} {how}", now_s)
+        self._lose_part(f"{_FORK_SERVER} {how}{f': {why}' if why else ''}", now_s)
         stopped = self._stop_mode is not StopMode.NONE
         for rank in set(self._ranks) - self._exited.keys():
             self._hang_monitor.rank_exited(rank, -signal.SIGKILL)

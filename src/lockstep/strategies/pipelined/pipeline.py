@@ -75,12 +75,11 @@ from lockstep.strategies.pipelined.stage import (
     StageInterface,
     StageMicroBatch,
     fold_passes,
-    random_state,
-    set_random_state,
     shapes_in,
 )
 from lockstep.strategies.pipelined.stage_reduction import StageReduction
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategies.random_state import random_state, set_random_state
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.stage_sequence import StageSequence

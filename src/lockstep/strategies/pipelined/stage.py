@@ -24,6 +24,7 @@ from lockstep.strategies.gradient_accumulation import (
     is_loss,
     pop_gradients,
 )
+from lockstep.strategies.random_state import random_state, set_random_state
 
 Losses = list[tuple[int, torch.Tensor]]
 TensorSpec = tuple[tuple[int, ...], torch.dtype, bool]
@@ -317,21 +318,6 @@ def _leaves_behind(tensors: Sequence[torch.Tensor]) -> set[int]:
             leaves.add(id(variable))
         todo += [behind for behind, _ in node.next_functions]
     return leaves
-
-
-def random_state(device: torch.device) -> torch.Tensor:
-    """The state of torch's generators for ``device`` and for the CPU, as bytes on the CPU."""
-    state = torch.get_rng_state()
-    return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state
-
-
-def set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    """Set the generators to ``state``, of `random_state`, which may be on any device."""
-    state = state.cpu()
-    length = len(torch.get_rng_state())
-    torch.set_rng_state(state[:length])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[length:], device)
 
 
 def shapes_in(value: object) -> tuple[Any, ...]:

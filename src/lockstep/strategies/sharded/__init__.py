@@ -1,6 +1,7 @@
 """Replicas of which each rank holds rows of every parameter: ``fsdp`` and ``hsdp``, on torch's ``fully_shard``.
 
 `fully_sharded`     the strategy ``fsdp``
+`fsdp_options`      its options
 `hybrid_sharded`    the strategy ``hsdp``: replicas of such groups
 `wrapping`          which modules are gathered together, as blocks, and what else is done to them
 `division_checks`   which models can be divided by rows

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
@@ -76,55 +76,20 @@ from lockstep.strategies.sharded.fsdp_gradients import (
     Gradients,
     TrackedUse,
 )
+from lockstep.strategies.sharded.fsdp_options import MIXED, Options
 from lockstep.strategies.sharded.prefetch import Prefetch
 from lockstep.strategies.sharded.whole_gradients import by_type
 from lockstep.strategies.sharded.wrapping import BlockCompiler, blocks_of, ignored_parameters, recompute
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
-
-_MIXED: Final = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_RESHARD: Final = ("true", "false", "step")
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of ``fsdp``."""
-
-    #: Which modules are gathered as one: ``auto`` (members of lists of modules), ``whole`` (the model), a least number
-    #: of parameters such as ``1M``, names of classes such as ``Block+Head``, or ``package.module:function``.
-    wrap: str = "auto"
-    #: ``bf16`` or ``fp16``: blocks are gathered and computed in it, with master parameters and sums in fp32. The bits
-    #: are the same for any number of ranks, and those of no other strategy. ``fp16`` needs ``precision="fp16"``.
-    mixed: str = "none"
-    #: When a gathered block is dropped: ``true``, after its forward pass, and it is gathered again for the backward
-    #: pass; ``false``, after its backward pass; ``step``, after that of the step's last micro-batch: less traffic, more
-    #: memory.
-    reshard: str = "true"
-    #: Modules whose parameters stay whole on each rank, by class or by name in the model, joined by ``+``.
-    ignored_modules: str = ""
-    #: How many blocks are gathered ahead of the one that computes; 0: as torch does, one, on GPUs only.
-    prefetch: int = 0
-    #: Keep parameters, gradients and optimizer state in the memory of the CPU, for models on GPUs.
-    offload: bool = False
-    #: Keep only the inputs of blocks, and compute their forward pass once more in the backward pass; the same bits.
-    checkpoint_activations: bool = False
-
-    def __post_init__(self) -> None:
-        if self.mixed not in _MIXED:
-            raise SettingError(f"mixed={self.mixed!r}: give one of {', '.join(_MIXED)}")
-        if self.mixed != "none" and self.ignored_modules:
-            raise SettingError(
-                f"mixed={self.mixed} with ignored_modules={self.ignored_modules}: they would stay fp32 between modules "
-                f"in {self.mixed}; use precision='{self.mixed}' without mixed={self.mixed}"
-            )
-        if self.reshard not in _RESHARD:
-            raise SettingError(f"reshard={self.reshard!r}: give one of {', '.join(_RESHARD)}")
-        if self.prefetch < 0:
-            raise SettingError(f"prefetch={self.prefetch}: give the number of blocks to gather ahead, 0 or more")
+from lockstep.strategies.tensor_parallel.tensor_parallel import TensorParallel
 
 
 def open_strategy(context: StrategyContext, options: Options, name: str = "fsdp") -> Strategy:
     """The strategy ``fsdp``, or one that is the same by another ``name``; one rank divides nothing. Collective."""
+    if options.tensor > 1:
+        data_parallel = replace(options, tensor=1)
+        return TensorParallel(context, options.tensor, name, lambda inner: open_strategy(inner, data_parallel, name))
     if context.group.size == 1 and options.mixed == "none" and not options.checkpoint_activations:
         return SingleProcess(
             context.group,
@@ -250,7 +215,7 @@ class FullySharded(
         ignored = ignored_parameters(model, options.ignored_modules)
         checks.check_divisible(model, self._name, ignored)
         checks.check_without_hooks(model, self._name, ignored)
-        lower = _MIXED[options.mixed]
+        lower = MIXED[options.mixed]
         if lower:
             checks.check_stateless(model, options.mixed)
         offload = options.offload and self._group.device.type != "cpu"

@@ -1,0 +1,272 @@
+"""The kinds of faults of the campaign that befall machines and the network between them, on two to four hosts.
+
+What befalls a host befalls the last one that takes part, or `n1`, which is the host of the endpoint. A kind that needs
+another host while only `n1` is left brings those that are gone back first (`complete`).
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from campaign_faults import KILL, STOP, Fault, itself
+from campaign_training import Training, send, wait_for
+from hosts import Host
+
+#: A host that takes part beside those that train, with something else than they have.
+_OTHER = "n8"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Kinds that strike trainings which are started in one way."""
+
+    kinds: dict[str, Fault]
+    lost_after_s: int = 30
+    ipv6: bool = False
+    takeover: bool = False
+    nodes: Sequence[int] = (2, 3, 4)
+    most: int = 4  #: faults of one training
+
+
+def others_there(training: Training) -> None:
+    """Have another host than `n1` take part."""
+    if training.alive in ([], ["n1"]) or training.steps()[-1].ranks < training.manner.ranks * 2:
+        complete(training)
+
+
+def one_gone(training: Training) -> None:
+    """Have a host be gone, and the others train without it."""
+    if not _gone(training):
+        training.machines[_victim(training).name].kill()
+        training.wait_for_steps(2, ranks=training.manner.ranks * len(training.alive))
+
+
+def complete(training: Training) -> None:
+    """Bring hosts back that are gone, and wait until all train."""
+    for name in _gone(training):
+        _bring_back(training, name)
+    training.wait_for_steps(2, ranks=training.manner.nodes * training.manner.ranks)
+
+
+def _gone(training: Training) -> list[str]:
+    every = [f"n{number}" for number in range(1, training.manner.nodes + 1)]
+    return [name for name in every if name not in training.alive]
+
+
+def _bring_back(training: Training, name: str) -> None:
+    if training.machines[name].keeper.poll() is not None:
+        training.machines.boot(name)
+    training.launch(name)
+
+
+def _victim(training: Training) -> Host:
+    """The last host that takes part, which is not `n1`."""
+    return training.machines[max(name for name in training.alive if name != "n1")]
+
+
+def for_seconds(
+    seconds: float, begin: Callable[[Host], None], end: Callable[[Host], None], *, back: bool = False
+) -> Callable[[Training], None]:
+    """Something befalls a host for some seconds; with ``back`` it has then to come back and train again."""
+
+    def strike(training: Training) -> None:
+        host = _victim(training)
+        begin(host)
+        time.sleep(seconds)
+        end(host)
+        if back:
+            training.wait_for_steps(2, ranks=training.manner.ranks * len(training.alive))
+
+    return strike
+
+
+def host_killed(training: Training) -> None:
+    """The power of a host goes."""
+    _victim(training).kill()
+
+
+def host_comes(training: Training) -> None:
+    """A host that is gone comes back."""
+    _bring_back(training, _gone(training)[0])
+
+
+def launcher_killed(training: Training) -> None:
+    """The launcher of a host is killed."""
+    host = _victim(training).name
+    training.excused.add(host)
+    send(training.launcher(host), KILL)
+
+
+def of_host(process: Callable[[Training, str], int], signum: signal.Signals) -> Callable[[Training], None]:
+    """A process of a host other than `n1` gets ``signum``."""
+    return lambda training: send(process(training, _victim(training).name), signum)
+
+
+def launcher_stands(training: Training) -> None:
+    """The launcher of a host is stopped for eight seconds."""
+    name = _victim(training).name
+    send(training.launcher(name), STOP)
+    time.sleep(8.0)
+    training.launchers[name].send_signal(signal.SIGCONT)
+    send(training.launcher(name), signal.SIGCONT)
+
+
+def endpoint_killed(training: Training) -> None:
+    """The power of the endpoint's host goes, and is back when the others have said what is to be done."""
+    since = training.screens()
+    training.machines["n1"].kill()
+    wait_for(lambda: "cut off: " in training.said(since), "the others to be cut off")
+    training.machines.boot("n1")
+    training.launch("n1", "--resume")
+
+
+def endpoint_killed_for_good(training: Training) -> None:
+    """The power of the endpoint's host goes."""
+    training.machines["n1"].kill()
+
+
+def endpoint_sleeps(training: Training) -> None:
+    """The endpoint's host is paused until another one has taken over, and then wakes up."""
+    since = training.screens()
+    training.machines["n1"].freeze()
+    wait_for(lambda: "this node is the coordinator now" in training.said(since), "a new coordinator")
+    training.machines["n1"].thaw()
+
+
+def wanted_back(name: str = "") -> Callable[[Training], None]:
+    """A host, ``name`` or another one than `n1`, is told that its machine is wanted back."""
+
+    def strike(training: Training) -> None:
+        host = _victim(training).name
+        launcher = training.launcher(name or host)
+        training.excused.add(name or host)
+        send(launcher, signal.SIGTERM)
+        wait_for(lambda: training.ended(name or host), "the end of the host that is told to stop")
+
+    return strike
+
+
+def other(*options: str, text: tuple[str, str] = ("", ""), env: dict[str, str] | None = None) -> Fault:
+    """A host comes to take part that has another script, other options or another environment."""
+
+    def strike(training: Training) -> None:
+        script = "other/train.py"
+        (training.here / "other").mkdir(exist_ok=True)
+        (training.here / script).write_text((training.here / "train.py").read_text().replace(*text))
+        training.machines.boot(_OTHER)
+        training.launch(_OTHER, *options, script=script if text[0] else "train.py", env=env)
+        wait_for(lambda: training.ended(_OTHER), "the end of the host that is refused")
+        training.machines[_OTHER].kill()
+
+    return Fault(strike, rf"this node cannot take part in the job at .*on {_OTHER}", ends=False)
+
+
+_LOST = r"lost node n\d \(rank"
+_OUT = r"cut off: nothing heard of the coordinator"
+_RANK = r"run failed: rank \d of \d \(host n\d\) "
+
+_GROUPS: dict[str, Group] = {
+    "lost after 6 s": Group(
+        {
+            "a node is killed": Fault(host_killed, _LOST, "disk", beside=True),
+            "a node is cut off for 15 s": Fault(
+                for_seconds(15.0, Host.cut, Host.mend, back=True), _LOST, "disk", beside=True
+            ),
+            "a node is paused for 12 s": Fault(for_seconds(12.0, Host.freeze, Host.thaw, back=True), _LOST, "disk"),
+            "a node comes": Fault(host_comes, r" came: stopping at a checkpoint", prepare=one_gone),
+            "the launcher of a node is killed": Fault(launcher_killed, _LOST, "disk", beside=True),
+            "the endpoint's host is killed, and comes back": Fault(
+                endpoint_killed, r"(?s)cut off: .*to go on, on n1: ", "disk"
+            ),
+        },
+        lost_after_s=6,
+    ),
+    "lost after 30 s": Group(
+        {
+            "a node is cut off for 3 s": Fault(for_seconds(3.0, Host.cut, Host.mend), ends=False, beside=True),
+            "a node is cut off for 12 s": Fault(
+                for_seconds(12.0, Host.cut, Host.mend), r"nothing heard of", ends=False, beside=True
+            ),
+            "what a node sends is lost for 12 s": Fault(
+                for_seconds(12.0, Host.mute, Host.clear), r"nothing heard of", ends=False, beside=True
+            ),
+            "what a node is sent is lost for 12 s": Fault(
+                for_seconds(12.0, Host.deafen, Host.clear), r"nothing heard of", ends=False, beside=True
+            ),
+            "a node's link has 64 kbit/s for 10 s": Fault(
+                for_seconds(10.0, lambda host: host.slow("64kbit", "2kb"), Host.clear), ends=False, beside=True
+            ),
+            "a rank of one node is killed": Fault(
+                of_host(Training.rank, KILL), _RANK + "was killed by SIGKILL", beside=True
+            ),
+            "exception on one node": Fault(itself("raise"), _RANK + "raised ValueError", beside=True),
+            "the fork server of a node is killed": Fault(
+                of_host(Training.fork_server, KILL),
+                r"run failed: the fork server, which starts the ranks, was killed by SIGKILL",
+            ),
+            "the ranks' store is killed": Fault(
+                lambda training: send(training.ranks_store(), KILL),
+                r"run failed: the store where the ranks meet was killed by",
+            ),
+            "the launchers' store is killed": Fault(
+                lambda training: send(training.launchers_store(), KILL),
+                r"the store where the launchers meet was killed by SIGKILL: starting another one",
+                ends=False,
+            ),
+            "the launchers' store is stopped": Fault(
+                lambda training: send(training.launchers_store(), STOP),
+                r"the store where the launchers meet was stopped",
+                ends=False,
+            ),
+            "the launcher of a node is stopped for 8 s": Fault(launcher_stands, r"nothing heard of", ends=False),
+            "spot notice on one node": Fault(
+                wanted_back(), r"n\d was told to stop \(SIGTERM\) and leaves", beside=True
+            ),
+            "another script on one node": other(text=("lr=0.01", "lr=0.02")),
+            "another variable on one node": other(env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
+            "another setting on one node": other("--set", "clip_norm=2"),
+        }
+    ),
+    "takeover": Group(
+        {
+            "the endpoint's host is killed, with --rdzv-takeover": Fault(
+                endpoint_killed_for_good, r"this node is the coordinator now", "disk"
+            ),
+            "the endpoint's host is paused, with --rdzv-takeover": Fault(
+                endpoint_sleeps, r"this node is the coordinator now", "disk"
+            ),
+            "spot notice on the endpoint's host, with --rdzv-takeover": Fault(
+                wanted_back("n1"), r"this node is the coordinator now"
+            ),
+        },
+        lost_after_s=6,
+        takeover=True,
+        nodes=(3,),
+        most=1,
+    ),
+    "IPv6 only": Group(
+        {
+            "IPv6 only: a node is killed": Fault(host_killed, _LOST, "disk"),
+            "IPv6 only: a rank of one node is killed": Fault(
+                of_host(Training.rank, KILL), _RANK + "was killed by SIGKILL"
+            ),
+            "IPv6 only: the endpoint's host is killed, and comes back": Fault(
+                endpoint_killed, r"(?s)cut off: .*to go on, on n1: ", "disk"
+            ),
+        },
+        lost_after_s=6,
+        ipv6=True,
+    ),
+}
+_READY = {
+    name: {
+        kind: fault if fault.prepare is one_gone else replace(fault, prepare=others_there)
+        for kind, fault in group.kinds.items()
+    }
+    for name, group in _GROUPS.items()
+}
+#: Every kind but one needs another host than `n1`.
+HOSTS: dict[str, Group] = {name: replace(group, kinds=_READY[name]) for name, group in _GROUPS.items()}

@@ -1,0 +1,178 @@
+"""How an epoch of a stream is divided among ranks: one reader after another, each for some of its steps.
+
+    WholeStream     one reader: every rank reads it all, or strides through it
+    DealtStream     one for each deal of shards, and one that reads the rest on every rank
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
+from typing import Final, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import IterableDataset
+from typing_extensions import override
+
+from lockstep.data.dealt_reader import DealtReader
+from lockstep.data.dealt_shards import Deal, Piece, ShardsFound, first_deal, next_deal
+from lockstep.data.iterable_dataset import OnePassReader, Reader, StreamShare, StridedReader, checksum
+from lockstep.data.orders import generator_of
+from lockstep.data.sampling import Sample, UserDataset
+from lockstep.data.shard_streams import ShardStream, shard_stream_of
+from lockstep.data.single_process_view import single_process_view
+from lockstep.data.stream_agreement import RanksFound, samples_of_dealt_step, samples_of_stream_step
+from lockstep.seeding import seed_generators, seed_of
+
+_LOOKED_AT: Final = 8  # samples of a shard that tell whether ranks read the same
+
+
+class StreamPart(NamedTuple):
+    """Steps of an epoch that one reader finds, from some step on."""
+
+    reader: Reader
+    samples_of: Callable[[int, RanksFound], int]  #: of a step, of what each rank found there
+    ends_epoch: bool  #: whether the first step that is not full is the last
+
+
+class StreamDivision(Protocol):
+    """How an epoch is read."""
+
+    note: str | None  #: what the user is told, where several ranks read the same
+    reader: Reader  #: of the whole epoch, on this rank by itself
+    needs_found: bool  #: whether a step can be found only with what was found of the shards before it
+
+    def part(self, epoch: int, ended: Sequence[int], found: ShardsFound) -> StreamPart:
+        """What is read after the parts that ``ended`` before these steps."""
+
+    def digest(self, epoch: int) -> str | None:
+        """Of what the order of ``epoch`` depends on, for ranks to compare; None if they compare what they read."""
+
+
+class WholeStream(StreamDivision):
+    """One reader for all."""
+
+    needs_found = False
+
+    def __init__(self, share: StreamShare, note: str | None) -> None:
+        strided = callable(getattr(share.dataset, "stride", None))
+        self.reader: Reader = StridedReader(share) if strided else OnePassReader(share)
+        self.note = None if strided or share.plan.world_size == 1 else note
+        self._share = share
+
+    @override
+    def part(self, epoch: int, ended: Sequence[int], found: ShardsFound) -> StreamPart:
+        return StreamPart(self.reader, _judge(self._share, epoch), ends_epoch=True)
+
+    @override
+    def digest(self, epoch: int) -> str | None:
+        return None
+
+
+class DealtStream(StreamDivision):
+    """Shards are dealt, in another order each epoch."""
+
+    note = None
+    needs_found = True
+
+    def __init__(self, share: StreamShare, stream: ShardStream) -> None:
+        self._share = share
+        self._stream = stream
+        self.reader: Reader = OnePassReader(replace(share, dataset=_Pieces(stream, _all_of(stream))))
+        self._digest: tuple[int, str] | None = None
+
+    @override
+    def part(self, epoch: int, ended: Sequence[int], found: ShardsFound) -> StreamPart:
+        plan, deal = self._share.plan, first_deal(self._order(epoch), self._share.plan.micro_batches)
+        for end in ended:
+            deal = next_deal(deal, end, plan.micro_batch, found)
+        if not deal.is_rest:
+            reader = DealtReader(self._share, self._stream, deal, found)
+            return StreamPart(reader, partial(samples_of_dealt_step, plan), ends_epoch=False)
+        return StreamPart(self._rest(deal), _judge(self._share, epoch), ends_epoch=True)
+
+    @override
+    def digest(self, epoch: int) -> str | None:
+        """Of the shards, and of the first samples of one of them: what shuffles without a seed gives others."""
+        if self._digest is None or self._digest[0] != epoch:
+            self._digest = epoch, self._looked_at(epoch)
+        return self._digest[1]
+
+    def _order(self, epoch: int) -> list[int]:
+        shards: list[int] = torch.randperm(
+            self._stream.num_shards, generator=generator_of(self._share.seed, epoch)
+        ).tolist()
+        return shards
+
+    def _rest(self, deal: Deal) -> Reader:
+        (pieces,) = deal.hands
+        return OnePassReader(replace(self._share, dataset=_Pieces(self._stream, pieces)), deal.first_step)
+
+    def _looked_at(self, epoch: int) -> str:
+        with single_process_view():
+            seed_generators(seed_of(self._share.seed, "stream", epoch))
+            shards = (self._stream.open(epoch, shard, 0) for shard in self._order(epoch))
+            mark = checksum(list(islice(chain.from_iterable(shards), _LOOKED_AT)))
+        found = repr((self._stream.num_shards, self._share.plan.micro_batches, mark))
+        return hashlib.blake2b(found.encode(), digest_size=8).hexdigest()
+
+
+def division_of(share: StreamShare, *, in_order: bool) -> StreamDivision:
+    """How the data set of ``share`` is read: by its shards if it has enough of them, else whole.
+
+    Args:
+        share: of this rank.
+        in_order: whether the samples are to come in the order of the data set.
+    """
+    stream = None if callable(getattr(share.dataset, "stride", None)) else shard_stream_of(share.dataset)
+    places, name = share.plan.micro_batches, type(share.dataset).__name__
+    if stream is None:
+        return WholeStream(
+            share,
+            f"each of {share.plan.world_size} ranks reads the whole of {name} and keeps its share, as it has no method "
+            "stride(start, step) that gives every step-th sample from start on; a data set with shards is read once, "
+            "by several loader processes (docs/data.md)",
+        )
+    if in_order or stream.num_shards < places:
+        why = (
+            "shuffle=False takes the samples in its order"
+            if in_order
+            else f"its {stream.num_shards} shards are fewer than the {places} micro-batches of a step; a larger "
+            "micro_batch, or more files, would do"
+        )
+        whole = replace(share, dataset=_Pieces(stream, _all_of(stream)) if _is_bare(share.dataset) else share.dataset)
+        return WholeStream(whole, f"each of {share.plan.world_size} ranks reads the whole of {name}: {why}")
+    return DealtStream(share, stream)
+
+
+class _Pieces(IterableDataset[Sample]):
+    """Pieces of shards, one after another."""
+
+    def __init__(self, stream: ShardStream, pieces: Sequence[Piece]) -> None:
+        self._stream = stream
+        self._pieces = pieces
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """What is read next is of ``epoch``."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Sample]:
+        for shard, start in self._pieces:
+            yield from self._stream.open(self._epoch, shard, start)
+
+
+def _all_of(stream: ShardStream) -> list[Piece]:
+    return [Piece(shard) for shard in range(stream.num_shards)]
+
+
+def _is_bare(dataset: UserDataset) -> bool:
+    """Whether it cannot be iterated by itself."""
+    return not hasattr(dataset, "__iter__")
+
+
+def _judge(share: StreamShare, epoch: int) -> Callable[[int, RanksFound], int]:
+    return partial(samples_of_stream_step, share.plan, type(share.dataset).__name__, epoch)

@@ -1,0 +1,56 @@
+"""Which of this host's addresses and network interfaces leads to another host.
+
+A host may have several: a network for management beside a fast one, bridges of containers with the same address on
+every host, two families. And its own name may stand for its loopback, as on Debian: ``127.0.1.1 n1`` in ``/etc/hosts``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from typing import Final
+
+#: Variables that name the network interface of torch's CPU backends. Gloo takes its first address, IPv4 before IPv6.
+INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_IP = (socket.AF_INET, socket.AF_INET6)
+
+
+def address_towards(host: str, port: int) -> str:
+    """This host's own address on the route to ``host``; "" if there is no route. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return own_address(probe)
+    return ""
+
+
+def own_address(connected: socket.socket) -> str:
+    """The address of this end of a socket; one that holds on one network only with its zone, ``fe80::1%eth0``."""
+    address, _, *rest = connected.getsockname()
+    return f"{address}%{socket.if_indextoname(rest[1])}" if rest and rest[1] else str(address)
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has this IPv4 or IPv6 ``address``; "" if none has, or there is none."""
+    # Late, for most commands do without it.
+    import psutil
+
+    if not address:
+        return ""
+    host = _without_zone(address)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family in _IP and _without_zone(each.address) == host for each in addresses):
+            return str(name)
+    return ""
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host can reach this IPv4 or IPv6 ``address``; of none ("") that is true, too."""
+    return not address or ipaddress.ip_address(_without_zone(address)).is_loopback
+
+
+def _without_zone(address: str) -> str:
+    """``fe80::1%eth0`` as ``fe80::1``, in one spelling."""
+    return str(ipaddress.ip_address(address.partition("%")[0]))

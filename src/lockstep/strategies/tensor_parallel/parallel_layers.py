@@ -1,0 +1,203 @@
+"""The forward passes of layers of which each rank of a tensor group holds a part.
+
+             whole input                    input divided in the last dimension
+colwise      x ──► x W_rᵀ + b_r  ──────►    rowwise   h_r ──► h_r W_rᵀ ── sum over ranks ── + b ──► whole output
+                                 in between, each rank has its own part of the activations
+
+What a layer computes is written anew, since a bias is added once, after the sum; it stays the layer's ``forward``, so
+that hooks and `fully_shard` see the calls that they see without a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.strategies.random_state import random_state, set_random_state
+from lockstep.strategies.tensor_parallel import tensor_plan
+from lockstep.strategies.tensor_parallel.tensor_group import TensorGroup
+from lockstep.strategies.tensor_parallel.tensor_plan import TensorDivision
+
+
+class DividedRegion:
+    """Between a ``colwise`` layer and the ``rowwise`` one after it: there each rank draws random numbers of its own.
+
+    Outside, ranks of a group draw the same numbers, for they compute the same; inside, dropout must not drop the same
+    elements of every rank's part. Both follow from the seed of the micro-batch, so that a forward pass that is computed
+    again (as for checkpointed activations) draws the same: which numbers are drawn is told by the generators alone.
+
+    Args:
+        rank: in the tensor group.
+        device: whose generators it seeds, beside those of the CPU.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank: Final = rank
+        self._device: Final = device
+        # What the generators go on from outside, by the seed that they have inside; of this micro-batch.
+        self._outside: Final[dict[int, torch.Tensor]] = {}
+        self._input: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def shared_input(self, value: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        """`TensorGroup.to_each_rank` of ``value``; layers with the same input, as for queries and keys, get one tensor.
+
+        So its gradient is summed over ranks once.
+        """
+        if self._input is None or self._input[0] is not value or self._input[1].requires_grad != _records(value):
+            self._input = (value, group.to_each_rank(value))
+        return self._input[1]
+
+    def enter(self) -> None:
+        """Activations are divided from now on; nothing, if they are already."""
+        if torch.initial_seed() in self._outside:
+            return
+        drawn = int(torch.randint(1 << 48, ()))  # the same on all ranks of the group
+        outside = random_state(self._device)
+        seed = (drawn << 12) + self._rank + 1
+        torch.manual_seed(seed)
+        self._outside[seed] = outside
+
+    def leave(self) -> None:
+        """Activations are whole from now on."""
+        self._input = None
+        outside = self._outside.get(torch.initial_seed())
+        if outside is not None:
+            set_random_state(outside, self._device)
+
+    def forget(self) -> None:
+        """Another micro-batch begins, or the last one is over."""
+        self._input = None
+        self._outside.clear()
+
+
+class _Colwise:
+    """Each rank computes some of the outputs."""
+
+    def __init__(self, layer: nn.Linear, group: TensorGroup, region: DividedRegion) -> None:
+        self._layer, self._group, self._region = layer, group, region
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        shared = self._region.shared_input(value, self._group)
+        out = F.linear(shared, self._layer.weight, self._layer.bias)
+        if self._layer.training:
+            self._region.enter()
+        return out
+
+
+class _ColwiseGathered:
+    """Each rank computes some of the outputs, and gets them all."""
+
+    def __init__(self, layer: nn.Linear, group: TensorGroup) -> None:
+        self._layer, self._group = layer, group
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        shared = self._group.to_each_rank(value)
+        return self._group.gathered(F.linear(shared, self._layer.weight, self._layer.bias))
+
+
+class _Rowwise:
+    """Each rank computes all outputs from some of the inputs, and gets their sum."""
+
+    def __init__(self, layer: nn.Linear, group: TensorGroup, region: DividedRegion, *, splits: bool) -> None:
+        self._layer, self._group, self._region, self._splits = layer, group, region, splits
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        part = self._group.own_part(value) if self._splits else value
+        out = self._group.sum_of_ranks(F.linear(part, self._layer.weight))
+        self._region.leave()
+        bias: torch.Tensor | None = self._layer.bias
+        return out if bias is None else out + bias.to(out.dtype)  # as autocast would: the output has one type
+
+
+class _EmbeddingRowwise:
+    """Each rank looks up the rows that it holds; those of the others are zeros in the sum."""
+
+    def __init__(self, layer: nn.Embedding, group: TensorGroup, rows: TensorDivision) -> None:
+        self._layer, self._group = layer, group
+        self._first, self._rows = rows.start, rows.length
+        padding = layer.padding_idx
+        here = padding is not None and rows.start <= padding < rows.start + rows.length
+        self._padding: Final = padding - rows.start if padding is not None and here else None
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        own = value - self._first
+        elsewhere = (own < 0) | (own >= self._rows)
+        rows = F.embedding(own.masked_fill(elsewhere, 0), self._layer.weight, self._padding)
+        return self._group.sum_of_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+class _EmbeddingColwise:
+    """Each rank looks up some columns of every row, and gets them all."""
+
+    def __init__(self, layer: nn.Embedding, group: TensorGroup) -> None:
+        self._layer, self._group = layer, group
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return self._group.gathered(F.embedding(value, self._layer.weight, self._layer.padding_idx))
+
+
+class _Summed:
+    """A module that each rank holds whole, and calls with its part of the activations: gradients are summed."""
+
+    def __init__(self, module: nn.Module, group: TensorGroup) -> None:
+        self._module, self._group, self._forward = module, group, module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        held = self._module._parameters
+        # In place of each parameter, for this call: what sums the gradient over ranks before it reaches the parameter.
+        self._module._parameters = {
+            name: None if parameter is None else self._group.to_each_rank(parameter)  # type: ignore[misc]
+            for name, parameter in held.items()
+        }
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._module._parameters = held
+
+
+def compute_in_parallel(
+    model: nn.Module,
+    styles: Mapping[str, str],
+    divisions: Mapping[str, TensorDivision],
+    group: TensorGroup,
+    region: DividedRegion,
+) -> None:
+    """Let each layer of ``model`` that ``styles`` names compute with this rank's part of its parameters.
+
+    Args:
+        model: prepared in place; its parameters are this rank's parts already.
+        styles: of layers, by their names.
+        divisions: of tensors, by their names.
+        group: that computes together.
+        region: what all layers of the model share.
+    """
+    for name, style in styles.items():
+        forward = _forward_of(style, model.get_submodule(name), divisions.get(f"{name}.weight"), group, region)
+        model.get_submodule(name).forward = forward
+
+
+def _forward_of(
+    style: str, layer: Any, weight: TensorDivision | None, group: TensorGroup, region: DividedRegion
+) -> Callable[..., Any]:
+    match style:
+        case tensor_plan.COLWISE:
+            return _Colwise(layer, group, region)
+        case tensor_plan.COLWISE_GATHERED:
+            return _ColwiseGathered(layer, group)
+        case tensor_plan.ROWWISE | tensor_plan.ROWWISE_SPLIT:
+            return _Rowwise(layer, group, region, splits=style == tensor_plan.ROWWISE_SPLIT)
+        case tensor_plan.EMBEDDING_ROWWISE:
+            assert weight is not None
+            return _EmbeddingRowwise(layer, group, weight)
+        case tensor_plan.EMBEDDING_COLWISE:
+            return _EmbeddingColwise(layer, group)
+    return _Summed(layer, group)
+
+
+def _records(value: torch.Tensor) -> bool:
+    """Whether what is computed from ``value`` now has a gradient."""
+    return value.requires_grad and torch.is_grad_enabled()

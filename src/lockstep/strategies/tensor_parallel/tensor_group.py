@@ -1,0 +1,117 @@
+"""Sums and gatherings of activations, and of their gradients, between the ranks of a tensor group.
+
+                     forward pass                        backward pass
+to_each_rank         nothing                             the sum of the ranks' gradients
+sum_of_ranks         the sum of the ranks' values        nothing
+gathered             the ranks' last dimensions joined   this rank's part
+own_part             this rank's part                    the ranks' parts joined
+
+Sums follow the tree over the ranks of the group: their bits depend on the values, and on how many ranks the group has.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from lockstep.collectives import RankOrderAllReduce, ShardGroups, translating_peer_errors
+
+
+class TensorGroup:
+    """The ranks that compute each layer of a model together; each call is collective for them.
+
+    Args:
+        shard_groups: of which a tensor group is a copy.
+    """
+
+    def __init__(self, shard_groups: ShardGroups) -> None:
+        self.rank: Final = shard_groups.within.rank
+        self.size: Final = shard_groups.within.size
+        self._shard_groups: Final = shard_groups
+        self._all_reduce: Final = RankOrderAllReduce(shard_groups.within)
+
+    def to_each_rank(self, value: torch.Tensor) -> torch.Tensor:
+        """``value``, which is the same on all ranks, for each to compute with by itself."""
+        return _ToEachRank.apply(value, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def sum_of_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of each rank's ``value``, to compute the same with on all of them."""
+        return _SumOfRanks.apply(value, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def gathered(self, value: torch.Tensor) -> torch.Tensor:
+        """Each rank's ``value``, joined in the last dimension, to compute the same with on all of them."""
+        return _Gathered.apply(value, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def own_part(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part, in the last dimension, of ``value``, which is the same on all of them."""
+        return _OwnPart.apply(value, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of each rank's ``value``, without a gradient."""
+        total = value.detach().clone(memory_format=torch.contiguous_format)
+        if total.numel():
+            with translating_peer_errors("a sum within a tensor group"):
+                self._all_reduce.begin(total.view(-1))
+                self._all_reduce.finish()
+        return total
+
+    def gather(self, value: torch.Tensor) -> torch.Tensor:
+        """Each rank's ``value``, joined in the last dimension, without a gradient."""
+        if not value.numel():
+            return value.new_empty((*value.shape[:-1], self.size * value.shape[-1]))
+        sent = value.detach().contiguous().view(-1).view(torch.uint8)  # as bytes: transports do not support every type
+        parts = self._shard_groups.gather(sent).view(value.dtype).view(self.size, *value.shape)
+        return torch.cat(parts.unbind(), dim=-1)
+
+    def part(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``value`` in the last dimension, without a gradient."""
+        length = value.shape[-1] // self.size
+        return value.detach().narrow(-1, self.rank * length, length).contiguous()
+
+    def close(self) -> None:
+        """End the threads and connections."""
+        self._all_reduce.close()
+
+
+class _ToEachRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.sum(gradient), None
+
+
+class _SumOfRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        return group.sum(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return group.gather(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.part(gradient), None
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return group.part(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.gather(gradient), None

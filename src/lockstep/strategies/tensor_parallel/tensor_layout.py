@@ -1,0 +1,174 @@
+"""Where tensors lie that are divided within a tensor group, and what is left of them among data-parallel ranks.
+
+                   the whole        a tensor group divides it     another strategy divides what each rank has
+colwise.weight     8 rows of 6      rows 0..3 | rows 4..7         rows 0..1, 2..3 | rows 4..5, 6..7
+rowwise.weight     6 rows of 8      columns 0..3 | columns 4..7   rows 0..2, 3..5 of each
+norm.weight        6                the same on both              rows 0..2, 3..5; the first rank of a group gives them
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lockstep.collectives import Group, ShardGroups, TensorShard
+from lockstep.errors import MismatchError, UsageError
+from lockstep.strategies.gradient_accumulation import parameters_of
+from lockstep.strategies.protocol import StateDict, StateLayout
+from lockstep.strategies.tensor_parallel.tensor_plan import TensorDivision
+
+
+class TensorDivisions:
+    """The divisions of all models' tensors, for this rank; the other strategy may put new parameters in their place."""
+
+    def __init__(self) -> None:
+        self._by_model: Final[dict[nn.Module, Mapping[str, TensorDivision]]] = {}
+        self._by_parameter: Final[dict[nn.Parameter, TensorDivision]] = {}
+
+    def add(self, model: nn.Module, divisions: Mapping[str, TensorDivision]) -> None:
+        """Remember ``divisions`` by their names in ``model``, whose parameters are those that optimizers step."""
+        self._by_model[model] = divisions
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in divisions:
+                self._by_parameter[parameter] = divisions[name]
+
+    def of_model(self, model: nn.Module) -> Mapping[str, TensorDivision]:
+        """The divisions of a model's tensors, by their names."""
+        return self._by_model[model]
+
+    def of_parameter(self, parameter: nn.Parameter) -> TensorDivision | None:
+        """The division of a parameter; None: each rank of a tensor group has it whole."""
+        return self._by_parameter.get(parameter)
+
+
+class TensorLayout(StateLayout):
+    """The layout of a strategy's tensors, each of which is a part of a tensor group's.
+
+    Args:
+        inner: of the strategy, for what this rank would hold if its part were the whole.
+        shard_groups: of which a tensor group is a copy.
+        divisions: into such parts.
+        alone: whether states are what lies on this rank, and no other one is asked.
+    """
+
+    def __init__(
+        self, inner: StateLayout, shard_groups: ShardGroups, divisions: TensorDivisions, *, alone: bool = False
+    ) -> None:
+        self._inner: Final = inner
+        self._shard_groups: Final = shard_groups
+        self._group: Final[Group] = shard_groups.within
+        self._divisions: Final = divisions
+        self._alone: Final = alone
+
+    def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """The 2-norm of all gradients, from those of the parts, and of what is whole. Collective."""
+        divided = [p for p in parameters if self._divisions.of_parameter(p) is not None]
+        known = set(divided)
+        whole = [p for p in parameters if p not in known]
+        of_whole, of_part = (self._inner.norm(some) if some else None for some in (whole, divided))
+        norms = [] if of_whole is None else [of_whole.view(1)]
+        norms += [] if of_part is None else [self._shard_groups.gather(of_part.view(1))]
+        kind = norms[0].dtype
+        return torch.cat([n.double() for n in norms]).square().sum().sqrt().to(kind)
+
+    def any(self, found: torch.Tensor) -> torch.Tensor:
+        """1.0 if ``found`` is not zero on some rank, else 0.0. Collective."""
+        own = self._inner.any(found)
+        return (self._group.sum_tensor(own, "whether all gradients are finite") != 0).to(own)
+
+    def model_state(self, model: nn.Module) -> StateDict:
+        """What lies on this rank, as a `TensorShard` where it is a part. Collective, unless it asks no other rank.
+
+        Raises:
+            MismatchError: if ranks of a tensor group have other values of what each of them has whole.
+        """
+        divisions = self._divisions.of_model(model)
+        state = self._inner.model_state(model)
+        self._check_equal({name: value for name, value in state.items() if name not in divisions})
+        return {name: self._outside(value, divisions.get(name)) for name, value in state.items()}
+
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
+        """Load this rank's part of each tensor."""
+        divisions = self._divisions.of_model(model)
+        self._inner.load_model(model, {name: _own(value, divisions.get(name)) for name, value in state.items()})
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """The states that lie on this rank, likewise. Collective, unless it asks no other rank.
+
+        Raises:
+            UsageError: for a state that is no part of a tensor of its parameter's shape.
+        """
+        state = self._inner.optimizer_state(optimizer)
+        return state | {"state": self._states(optimizer, state, self._outside)}
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load this rank's part of each state."""
+        self._inner.load_optimizer(optimizer, state | {"state": self._states(optimizer, state, _own)})
+
+    def _states(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: StateDict,
+        convert: Callable[[Any, TensorDivision | None], Any],
+    ) -> StateDict:
+        """The states of all parameters, by their numbers, every value as ``convert`` gives it."""
+        parameters = dict(enumerate(parameters_of(optimizer)))
+        found = dict(state["state"])
+        for key, values in found.items():
+            if key in parameters and isinstance(values, dict):
+                division = self._divisions.of_parameter(parameters[key])
+                found[key] = {name: convert(value, division) for name, value in values.items()}
+        return found
+
+    def _outside(self, value: Any, division: TensorDivision | None) -> Any:
+        """Of what the other strategy says of a part: what there is to say of the whole."""
+        if not isinstance(value, torch.Tensor | TensorShard):
+            return value
+        shape = tuple(value.shape)
+        if division is None:
+            shared = isinstance(value, TensorShard) and self._group.rank > 0
+            return TensorShard.absent(shape, value.dtype) if shared else value
+        if shape == division.local_shape:
+            return division.shard(value)
+        if len(shape):
+            raise UsageError(
+                f"the optimizer remembers a tensor of shape {shape} of a part of shape {division.local_shape} of a "
+                f"parameter of shape {division.shape}: it does not treat each element alike; use another one, or no "
+                "tensor=..."
+            )
+        return value
+
+    def _check_equal(self, state: Mapping[str, Any]) -> None:
+        """Check that what ``state`` holds is the same on all ranks of a tensor group. Collective.
+
+        Raises:
+            MismatchError: if it is not, with the name of the first that differs.
+        """
+        if self._alone:
+            return
+        held = {name: value.tensor if isinstance(value, TensorShard) else value for name, value in state.items()}
+        sums = {name: _checksum(tensor) for name, tensor in held.items() if isinstance(tensor, torch.Tensor)}
+        by_rank = self._group.gather_objects(sums, "a checksum of what each rank of a tensor group has whole")
+        differ = [name for name in sums if len({found[name] for found in by_rank}) > 1]
+        if differ:
+            raise MismatchError(
+                f"ranks of a tensor group hold different values of {', '.join(differ[:5])}, of which each has the "
+                "whole. The plan is not right where they are computed with: a layer that computes with divided "
+                'activations is named in it as "replicated_with_grad_allreduce", what "colwise" layers give must reach '
+                'a "rowwise" one, and a head whose outputs the loss needs is "colwise_gather_output"'
+            )
+
+
+def _own(value: Any, division: TensorDivision | None) -> Any:
+    """This rank's part of ``value``, if that is a whole tensor of the shape that is divided; else ``value``."""
+    if division is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != division.shape:
+        return value
+    return division.own(value)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
