@@ -28,7 +28,7 @@ WAYS = {
     "local-sgd:period=1": False,
     "diloco:period=1": False,
 }
-#: They keep whole tables apart from the rest, or stages, so that no two of them may share a tensor.
+#: Tables, or stages, lie apart from the rest, and share no tensor with it.
 APART = ("hybrid", "pipeline")
 
 
@@ -37,9 +37,9 @@ class Net(nn.Module):
 
     def __init__(self, tied=True):
         super().__init__()
-        self.table = nn.Embedding(400, 48)
-        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(48, 2, 50, batch_first=True) for _ in range(2)])
-        self.norm, self.head = nn.BatchNorm1d(48), nn.Linear(48, 400, bias=False)
+        self.table = nn.Embedding(60, 24)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(24, 2, 50, batch_first=True) for _ in range(2)])
+        self.norm, self.head = nn.BatchNorm1d(24), nn.Linear(24, 60, bias=False)
         if tied:
             self.head.weight = self.table.weight
 
@@ -78,6 +78,55 @@ def trained(strategy, tied, form, weights):
         return begun, state_hash(run.state_dict(model)), then
 
 
+def trained_in_stages(strategy, weights):
+    """As `trained`, of a model that is given as functions, one for each stage."""
+
+    def on_meta():
+        with torch.device("meta"):
+            return nn.Linear(8, 6)
+
+    with Run(seed=4, strategy=strategy) as run:
+        model = run.model([lambda: nn.Linear(6, 8), on_meta, nn.Tanh, lambda: nn.Linear(6, 6)], weights=weights)
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        begun = state_hash(run.state_dict(model))
+        x = torch.arange(48.0).reshape(8, 6) / 48
+        for _ in run.epochs(1):
+            for (inputs,) in run.train(run.loader((x,), global_batch=8, micro_batch=2)):
+                run.step(F.mse_loss, inputs, inputs)
+        return begun, state_hash(run.state_dict(model)), 0.0
+
+
+def write_stages(place):
+    state = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 6)).state_dict()
+    with SafetensorsWriter(place, [in_file(name, t.dtype, tuple(t.shape)) for name, t in state.items()]) as out:
+        for tensor in state.values():
+            out.write(content_of(tensor))
+
+
+class Deep(nn.Sequential):
+    """48 MiB of layers; remembers how many MiB of them were there at once while they were made."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+        for _ in range(12):
+            self.append(nn.Linear(1024, 1024, bias=False))
+            self.most = max(self.most, mib(self))
+
+
+def mib(model):
+    with torch._C.DisableTorchFunction():
+        storages = [p.untyped_storage() for p in model.parameters() if not p.is_meta]
+    return sum(storage.nbytes() for storage in storages) / 2**20
+
+
+def held(strategy):
+    """MiB of parameters on this rank: the most while they were made, and afterwards."""
+    with Run(strategy=strategy) as run:
+        model = run.model(Deep)
+        return model.most, mib(model)
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Weights in two files, with an index, as large models come, and one name for what is shared; by ``tied``."""
@@ -100,18 +149,27 @@ def files(tmp_path_factory):
     return found
 
 
-def test_however_a_model_is_made_it_is_the_model_of_one_rank_under_every_strategy(files):
+def test_however_a_model_is_made_it_is_the_model_of_one_rank_under_every_strategy(files, tmp_path):
+    write_stages(stages := tmp_path / "stages.safetensors")
     alone = [(tied, from_file) for tied in (True, False) for from_file in (False, True)]
     calls = [(trained, "none", tied, "given", str(files[tied][0]) if from_file else None) for tied, from_file in alone]
-    references = dict(zip(alone, [found for (found,) in on_world(1, calls)], strict=True))
-    cases = [(way, form, False) for way in WAYS for form in ("made", "meta")] + [(way, "meta", True) for way in WAYS]
+    calls += [(trained_in_stages, "none", weights) for weights in (None, stages)]
+    *found, drawn, read = [found for (found,) in on_world(1, calls)]
+    references = dict(zip(alone, found, strict=True))
+    cases = [(way, "made", False) for way in WAYS] + [(way, "meta", True) for way in WAYS]
+    cases += [(way, "meta", False) for way in ("ddp", "fsdp", "hybrid:servers=1", "pipeline")]
     cases += [("fsdp", "made on meta", False), ("fsdp", "given", True), ("fsdp", "made", True)]
     calls = []
     for way, form, from_file in cases:
         tied = not way.startswith(APART)
         calls.append((trained, way, tied, form, str(files[tied][0]) if from_file else None))
+    in_stages = [(trained_in_stages, way, weights) for way in ("pipeline", "ddp") for weights in (None, stages)]
+    *found, divided = on_world(2, [*calls, *in_stages, (held, "pipeline")])
+    assert [each[0] for each in found[len(calls) :]] == [drawn, read] * 2
+    assert [after for _, after in divided] == [24, 24]
+    assert max(most for most, _ in divided) <= 16 + 2 * 4, "what may stay whole, the layer that is made, and one more"
     wrong = {}
-    for (_, way, tied, form, weights), (first, second) in zip(calls, on_world(2, calls), strict=True):
+    for (_, way, tied, form, weights), (first, second) in zip(calls, found[: len(calls)], strict=True):
         begun, ended, then = references[tied, weights is not None]
         if isinstance(first, str):
             wrong[way, form, weights is not None] = first
