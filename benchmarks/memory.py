@@ -276,7 +276,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ways", nargs="+", default=list(FORMULAS), choices=FORMULAS)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[3])
     parser.add_argument("--micro", type=int, nargs="+", default=[1, 4], help="micro-batches of a rank in a step")
     parser.add_argument("--millions", type=float, default=30, help="parameters of the model")
     parser.add_argument("--precisions", nargs="+", default=["fp32"], choices=TYPES)

@@ -334,10 +334,15 @@ def test_a_table_that_is_not_served_is_whole_again():
 
 
 def grown():
-    """By how much the memory of this rank has grown at most while a model with a table of 192 MB was made."""
+    """By how much the memory of this rank has grown at most while tables of 192 MB were made, one of them on meta."""
+
+    def make():
+        tables = [nn.Embedding(1_000_000, 24, device=device) for device in ("cpu", "meta")]
+        return nn.Sequential(*tables, nn.Linear(24, 2))
+
     with Run(strategy="hybrid:servers=2") as run:
         before = host_memory().host
-        run.model(lambda: nn.Sequential(nn.Embedding(2_000_000, 24), nn.Linear(24, 2)))
+        run.model(make)
         return host_memory().host_peak - before
 
 

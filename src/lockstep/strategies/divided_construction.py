@@ -212,7 +212,7 @@ class DividedConstruction:
     def _finish(self, model: nn.Module) -> None:
         """Each rank keeps its rows of every parameter, and the whole of whatever else is still there."""
         gc.collect()
-        parameters = {_storage_of(p): (name, p) for name, p in model.named_parameters() if _is_plain(p)}
+        parameters = {_storage_of(p): (name, p) for name, p in model.named_parameters() if is_plain(p)}
         for key, divided in list(self._known.items()):
             if divided.is_gone:
                 del self._known[key]
@@ -367,20 +367,20 @@ class _Operations(TorchDispatchMode):
         construction = self._construction
         if func in SHARE_MEMORY:
             return func(*args, **kwargs)
-        from_file = func is _ATEN.copy_.default and isinstance(args[1], StoredTensor) and _is_plain(args[0])
+        from_file = func is _ATEN.copy_.default and isinstance(args[1], StoredTensor) and is_plain(args[0])
         if from_file and construction.read_rows(args[0], args[1]):
             return args[0]
         args, kwargs = in_memory((args, kwargs))
-        used = [value for value in pytree.tree_leaves((args, kwargs)) if _is_plain(value)]
+        used = [value for value in pytree.tree_leaves((args, kwargs)) if is_plain(value)]
         overwritten = None
-        if func.overloadpacket in _OVERWRITES and _is_plain(args[0]) and construction.covers(args[0]):
+        if func.overloadpacket in _OVERWRITES and is_plain(args[0]) and construction.covers(args[0]):
             storage = _storage_of(args[0])  # ... which a view of itself, such as the source of a copy, would read
             overwritten = args[0] if [_storage_of(tensor) for tensor in used].count(storage) == 1 else None
         construction.before(used, overwritten)
         out = func(*args, **kwargs)
         for tensor in written_by(func, args, kwargs):
             construction.written(tensor)
-        made = [value for value in pytree.tree_leaves(out) if _is_plain(value)]
+        made = [value for value in pytree.tree_leaves(out) if is_plain(value)]
         construction.after(used, made, allocated=allocates(func))
         return out
 
@@ -395,7 +395,7 @@ class _Escapes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _HANDS_OUT_MEMORY:
             with torch._C.DisableTorchFunction():
-                self._construction.stays_whole(value for value in pytree.tree_leaves(args) if _is_plain(value))
+                self._construction.stays_whole(value for value in pytree.tree_leaves(args) if is_plain(value))
         return func(*args, **(kwargs or {}))
 
 
@@ -410,7 +410,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [tensor for tensor in pytree.tree_leaves(value) if _is_plain(tensor)]
+            found += [tensor for tensor in pytree.tree_leaves(value) if is_plain(tensor)]
     return found
 
 
@@ -440,5 +440,6 @@ def _checksum(flat: torch.Tensor) -> int:
     return found
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
+    """Whether ``value`` is a tensor of torch's own classes, and of no subclass."""
     return type(value) in (torch.Tensor, nn.Parameter, nn.Buffer)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.collectives import StoredTensor
 from lockstep.errors import UsageError
-from lockstep.strategies.divided_construction import allocates, without_values, written_by
+from lockstep.strategies.divided_construction import allocates, is_plain, without_values, written_by
 
 _RESETS: Final = ("reset_parameters", "_reset_parameters")
 
@@ -60,7 +60,8 @@ def give_values(model: nn.Module, weights: Mapping[str, StoredTensor] | None = N
             _read(model, weights)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name in was_on_meta:
-        if tensors[name].numel() and not written.has(tensors[name]):
+        # What a strategy has put there tells by itself whether it has values.
+        if is_plain(tensors[name]) and tensors[name].numel() and not written.has(tensors[name]):
             raise UsageError(without_values(name, model))
     return model
 
@@ -79,12 +80,12 @@ def _leave_meta(model: nn.Module) -> None:
                     f"{type(module).__name__}.{name} is a tensor on the device meta, and neither a parameter nor a "
                     "buffer: nobody can give it values. Use run.model(lambda: Net()), without torch.device('meta')"
                 )
-        is_new = False
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    is_new = is_new or id(tensor) not in instead
-                    tensors[name] = instead.setdefault(id(tensor), _on_cpu(tensor))  # type: ignore[assignment]
+        here = [(name, tensor) for name, tensor in _own_tensors(module) if tensor.is_meta]
+        is_new = any(id(tensor) not in instead for _, tensor in here)
+        for name, tensor in here:
+            # Not into the module's dict: a strategy may put something else in the place of what is registered.
+            setattr(module, name, instead[id(tensor)] if id(tensor) in instead else _on_cpu(tensor))
+            instead[id(tensor)] = getattr(module, name)
         methods = (getattr(module, name, None) for name in _RESETS)
         reset: Callable[[], object] | None = next(filter(callable, methods), None)
         if reset is not None and module not in given and (is_new or not module._parameters):
@@ -95,6 +96,11 @@ def _leave_meta(model: nn.Module) -> None:
             for _, module in _inner_first(owner):
                 if module not in given:
                     initialise(module)
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of ``module`` itself, by name."""
+    return [(n, t) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,6 +175,6 @@ class _Written(TorchDispatchMode):
         out = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             self._storages.update(t.untyped_storage()._cdata for t in written_by(func, args, kwargs))
-            if allocates(func):  # where another storage may have been before
+            if allocates(func) and is_plain(out):  # where another storage may have been before
                 self._storages.discard(out.untyped_storage()._cdata)
         return out

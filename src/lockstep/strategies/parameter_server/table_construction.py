@@ -165,7 +165,7 @@ def whole_table(table: TablePart, group: Group) -> torch.Tensor:
 
 
 class _Allocations(TorchFunctionMode):
-    """Knows what `torch.empty` has given last: the memory that a module allocates before it initialises it."""
+    """Knows what `torch.empty`, or its like, has given last: the memory that a module allocates before it initialises it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,6 +177,6 @@ class _Allocations(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.empty:
+        if func in (torch.empty, torch.empty_like):
             self._last = None if result.is_meta else StorageWeakRef(result.untyped_storage())
         return result
