@@ -49,7 +49,7 @@ from ranks import memory_bytes, return_freed_memory, start, told
 
 BATCH = 8  # samples of a micro-batch: few, so that activations are small beside the model
 LAYERS, STEPS = 8, 3
-PHASES = ("start", "step", "save", "kept", "resume")
+FIGURES = ("formula", "held", "start", "step", "save", "kept", "resume", "shared")
 TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 #: Bytes a parameter from the number of ranks.
@@ -272,6 +272,18 @@ def line(way: str, ranks: int, **job: Any) -> dict[str, float]:
         return begun | {"resume": start(__file__, ranks, described | {"resume": True})["resume"]}
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """As markdown."""
+    names = {way: f"`{way}`" for way in STRATEGIES}
+    names |= {"by-hand": "by hand, `dcp.save`", "by-hand-async": "by hand, `dcp.async_save`"}
+    cells = [
+        [names[row["way"]], row["precision"], str(row["ranks"]), str(row["micro"])]
+        + [f"{row[figure]:.1f}" for figure in FIGURES]
+        for row in rows
+    ]
+    return pages.markdown(["", "precision", "ranks", "micro-batches", *FIGURES], cells)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -285,8 +297,7 @@ def main() -> None:
     parser.add_argument("--place", default="memory", help="where in that page: the name of the table there")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     options = parser.parse_args()
-    figures = ["formula", "held", *PHASES, "shared"]
-    print(f"{'way':<14}{'precision':<10}{'ranks':>5}{'micro':>6}" + "".join(f"{name:>9}" for name in figures))
+    print(f"{'way':<14}{'precision':<10}{'ranks':>5}{'micro':>6}" + "".join(f"{name:>9}" for name in FIGURES))
     rows: list[dict[str, Any]] = []
     for precision in options.precisions:
         for ranks in options.ranks:
@@ -299,20 +310,12 @@ def main() -> None:
                     rows.append(row | {"formula": FORMULAS[way](ranks)} | found)
                     print(
                         f"{way:<14}{precision:<10}{ranks:>5}{micro:>6}"
-                        + "".join(f"{rows[-1][name]:>9.1f}" for name in figures),
+                        + "".join(f"{rows[-1][name]:>9.1f}" for name in FIGURES),
                         flush=True,
                     )
     if options.page:
-        names = {way: f"`{way}`" for way in STRATEGIES}
-        names |= {"by-hand": "by hand, `dcp.save`", "by-hand-async": "by hand, `dcp.async_save`"}
-        head = ["", "precision", "ranks", "micro-batches", *figures]
-        cells = [
-            [names[row["way"]], row["precision"], str(row["ranks"]), str(row["micro"])]
-            + [f"{row[figure]:.1f}" for figure in figures]
-            for row in rows
-        ]
         made = f"{pages.circumstances()}, {options.millions:g} million parameters, bytes a parameter:"
-        pages.put(options.page, options.place, f"{made}\n\n{pages.markdown(head, cells)}")
+        pages.put(options.page, options.place, f"{made}\n\n{table(rows)}")
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=2))
 

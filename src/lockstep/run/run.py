@@ -278,7 +278,7 @@ class Run:
         """``model`` itself, on this rank's device, equal on all ranks and kept so. Collective.
 
         For a model that is larger than a rank, give the function that makes it, as in ``run.model(lambda: Net())``:
-        under ``fsdp`` and ``hsdp`` each rank then holds its rows alone from the beginning, with the values of
+        under ``fsdp``, ``hsdp`` and ``pipeline`` each rank then holds its part alone, with the values of
         ``run.model(Net())``. So it does for a model that was made under ``torch.device("meta")``, with the values that
         ``reset_parameters`` of each module draws, inner modules first, and ``_init_weights`` where a model has it.
 

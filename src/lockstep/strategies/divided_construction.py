@@ -12,7 +12,8 @@ between two gatherings) and get it back when an operation is about to read them.
 initialisation does, gets it without the values of before; whatever reads them needs all ranks.
 
 Costs: the time of making the whole model, on every rank; in memory this rank's rows, the tensors that one operation
-uses, and `_WHOLE_BYTES`.
+uses, and `_WHOLE_BYTES`. Tables of embeddings that are larger than that are made by
+`parameter_server.table_construction`.
 """
 
 from __future__ import annotations

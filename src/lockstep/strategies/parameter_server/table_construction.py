@@ -7,6 +7,14 @@
 
 So what is drawn afterwards is the same, too. It takes the time of drawing everything, and the memory of own rows and of
 one block.
+
+`divided_construction` is another mechanism for another promise. It lets a constructor do whatever it likes, on whole
+tensors, and frees them between two operations: the largest tensor must fit on each rank, and every rank is to have
+rows. A table is larger than that, and workers have no rows. It is never whole, not even while one operation runs, so
+only operations are allowed that can be made part by part; that is why it is a class of tensor, which refuses the others
+by their name, and not a mode around the constructor. In the other mechanism this would be a second kind of storage with
+a branch in each of its methods: all that both share is how ranks are compared beforehand, and which operations look at
+no value.
 """
 
 from __future__ import annotations
@@ -165,7 +173,7 @@ def whole_table(table: TablePart, group: Group) -> torch.Tensor:
 
 
 class _Allocations(TorchFunctionMode):
-    """Knows what `torch.empty`, or its like, has given last: the memory that a module allocates before it initialises it."""
+    """Knows what `torch.empty`, or its like, has given last: what a module allocates before it initialises it."""
 
     def __init__(self) -> None:
         super().__init__()
