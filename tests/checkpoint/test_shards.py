@@ -20,11 +20,13 @@ from lockstep.checkpoint import (
     TensorRecord,
     list_checkpoints,
     load_tree,
+    manifest,
+    reader,
     verify,
 )
 from lockstep.checkpoint.layout import Box, coverage_error
 from lockstep.collectives import TensorShard, in_memory, open_group, single_rank_group
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, DamagedCheckpoint
 from lockstep.testing import run_ranks
 from lockstep.world import World
 
@@ -101,6 +103,34 @@ def test_a_part_that_fits_no_whole_is_refused_at_once_with_its_path(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("chunk", [24, 40, 1 << 20])
+def test_any_box_is_read_and_checked_whatever_blocks_it_lies_in(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(reader, "_CHUNK_BYTES", chunk)
+    rng, shapes = random.Random(chunk), [(7,), (300,), (40, 9), (6, 5, 11), (2, 3, 4, 7)]
+    state = {str(shape): torch.arange(float(torch.Size(shape).numel())).reshape(shape) for shape in shapes}
+    saves = Checkpoints(tmp_path, single_rank_group(), keep=1, say=pytest.fail)
+    saves.save(state, 1, {})
+    saves.close()
+    (one,) = list_checkpoints(tmp_path)
+    stored = saves.load(saves.newest())
+    for _ in range(300):
+        tensor, of_file = rng.choice([(state[name], stored[name]) for name in state])
+        ranges = [sorted(rng.sample(range(n + 1), 2)) for n in tensor.shape]
+        box = of_file.box([a for a, _ in ranges], [b - a for a, b in ranges])
+        assert torch.equal(box, tensor[tuple(slice(a, b) for a, b in ranges)])
+    # A byte in the last block is not what was committed.
+    piece = next(t for t in verify(one.path).tensors if t.path == "(300,)").pieces[0]
+    with (one.path / piece.file).open("r+b") as file:
+        file.seek(piece.offset + piece.length - 1)
+        last = file.read(1)[0]
+        file.seek(piece.offset + piece.length - 1)
+        file.write(bytes([last ^ 1]))
+    assert torch.equal(stored["(300,)"].box([0], [200]), state["(300,)"][:200])
+    with pytest.raises(DamagedCheckpoint, match=r"\(300,\)"):
+        stored["(300,)"].box([290], [10])
+
+
 # ---- on ranks --------------------------------------------------------------------------------------------------------
 
 
@@ -163,9 +193,9 @@ def test_what_ranks_hold_together_comes_back_whole_on_any_number_of_ranks(tmp_pa
             assert said == []
             assert back == [True] * len(SEEDS), ranks
     for one in list_checkpoints(tmp_path):
-        reader = CheckpointReader(one.path)
-        for record, tensor in paired(reader.tree, load_tree(one.path, LOCAL)):
-            assert reader.content(record) == bits(tensor), record.path
+        checkpoint = CheckpointReader(one.path)
+        for record, tensor in paired(checkpoint.tree, load_tree(one.path, LOCAL)):
+            assert checkpoint.content(record) == bits(tensor), record.path
     tensors = [tensor for one in list_checkpoints(tmp_path) for tensor in verify(one.path).tensors]
     assert max(len(tensor.pieces) for tensor in tensors) == 4, "no tensor was divided among all four ranks"
     assert {len(tensor.pieces) for tensor in tensors if 0 in tensor.shape} == {0}
