@@ -20,7 +20,9 @@ from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.collectives import Group, Runs, as_absent_shards, as_owned_shards
 from lockstep.errors import UsageError
 
-_NOT_HERE: Final = "run.carry: under this strategy ranks do not all compute micro-batches; use ddp, zero or fsdp"
+_NOT_HERE: Final = (
+    "run.carry: under this strategy not every rank has micro-batches of its own; use ddp, zero, or fsdp without tensor="
+)
 
 
 class CarriedState(MutableMapping[str, Any]):
