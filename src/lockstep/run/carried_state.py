@@ -71,8 +71,9 @@ class CarriedState(MutableMapping[str, Any]):
         if position.is_padding:
             self._current = {}
         else:
+            held = self._by_index.get(position.index)
             # A copy, in which the body may change anything: the step may be discarded.
-            self._current = self._written[position.index] = _copied(self._by_index.get(position.index, {}))
+            self._current = self._written[position.index] = _copied(held) if held else {}
 
     @property
     def is_used(self) -> bool:
