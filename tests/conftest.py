@@ -85,7 +85,7 @@ CAMPAIGN = re.compile(
     r"test_search_digits_finds_a_network|test_300_mb_of_parameters|"
     r"test_nodes\.py::test_(a_spare_and_another_host_take_over|a_rank_that_hangs_on_another_host)|"
     r"test_kills\.py::test_many_kills|test_losses_do_not_depend_on_the_ranks\[1-3\]|"
-    r"test_benchmarks\.py::test_(loop|servers|links|data|compress|zero|strategies|start|memory|memory_phases|exact|failures|goodput|tune_speed)$"
+    r"test_benchmarks\.py::test_(loop|servers|links|data|price|compress|zero|strategies|start|memory|memory_phases|exact|failures|goodput|tune_speed)$"
 )
 
 

@@ -172,7 +172,8 @@ def _even_part(micro_batches: int, workers: int) -> int:
 def _is_stream(dataset: UserDataset) -> bool:
     # torch's IterableDataset has a __getitem__ too, which only raises.
     return isinstance(dataset, IterableDataset) or (
-        not hasattr(dataset, "__getitem__") and any(hasattr(dataset, name) for name in ("__iter__", "stride", "read_shard"))
+        not hasattr(dataset, "__getitem__")
+        and any(hasattr(dataset, name) for name in ("__iter__", "stride", "read_shard"))
     )
 
 

@@ -1,7 +1,7 @@
 """How an epoch of a stream is divided among ranks: one reader after another, each for some of its steps.
 
-    WholeStream     one reader: every rank reads it all, or strides through it
-    DealtStream     one for each deal of shards, and one that reads the rest on every rank
+WholeStream     one reader: every rank reads it all, or strides through it
+DealtStream     one for each deal of shards, and one that reads the rest on every rank
 """
 
 from __future__ import annotations
