@@ -12,8 +12,8 @@ from torch.utils.data import default_collate
 from typing_extensions import override
 
 from lockstep.batch import EpochSteps
-from lockstep.data.dealt_shards import ShardsFound
 from lockstep.data.dataset_marks import DatasetMarks
+from lockstep.data.dealt_shards import ShardsFound
 from lockstep.data.map_dataset import LoaderPass, MicroBatchSampler, Picks, SeededDataset
 from lockstep.data.micro_batch_loader import MicroBatchLoader
 from lockstep.data.sampling import Data, MicroBatch, Padding, TorchLoader, UserDataset
