@@ -47,7 +47,7 @@ class Manner:
     takeover: bool = False
     settings: tuple[str, ...] = ()  #: other options of ``lockstep run``, such as a strategy
     epochs: int = 30
-    hang_after_s: int = 10
+    hang_after_s: int = 20
 
 
 @dataclass(frozen=True)
