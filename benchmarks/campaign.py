@@ -52,13 +52,8 @@ LIMIT_OURS_S = 150.0
 PATIENCE_S = 60.0
 #: For the cause, once the training goes on: a part of the launcher is told to go on before it is named.
 CAUSE_S = 20.0
-#: Each is drawn as often as it is here.
-SETTINGS: tuple[tuple[str, ...], ...] = (
-    (),
-    (),
-    ("--set", "mirror=true"),
-    ("--strategy", "zero", "--set", "mirror=true"),
-)
+#: And whether there is a mirror; each is drawn as often as it is here.
+STRATEGIES = (("ddp", False), ("ddp", False), ("ddp", True), ("zero", True))
 
 
 @dataclass(frozen=True)
@@ -110,7 +105,8 @@ def plan(seed: int, faults: int, pattern: str, epochs: int = Manner.epochs) -> l
         if faults <= 0:
             return rounds
         for _ in range(3 if drawn else 0):
-            manner = Manner(ranks=draw.choice((2, 3)), settings=draw.choice(SETTINGS))
+            ranks, (strategy, mirror) = draw.choice((2, 3)), draw.choice(STRATEGIES)
+            manner = Manner(ranks=ranks, strategy=strategy, mirror=mirror)
             faults -= add(manner, machine.take(FAULTS_PER_ROUND))
         for _ in range(2 if groups else 0):
             # Of the group whose kinds were drawn least often.
@@ -213,13 +209,13 @@ def strike_once(run: Training, kind: str, one: Round) -> Struck:
     if ours:
         with suppress(TimeoutError):
             wait_for(lambda: re.search(fault.says, run.said(said)), "the cause", CAUSE_S)
-        struck.named = _is_named(fault.says, run.said(said))
+        struck.named = is_named(fault.says, run.said(said))
         if not struck.named or struck.again > struck.allowed:
             struck.screen = _tail(run, said)
     return struck
 
 
-def _is_named(says: str, said: str) -> bool:
+def is_named(says: str, said: str) -> bool:
     """Whether the cause was said, and nobody else was accused."""
     accused = said.split("run failed:")[1:]
     if "run failed" not in says:
@@ -229,11 +225,10 @@ def _is_named(says: str, said: str) -> bool:
 
 def _allowed(fault: Fault, manner: Manner) -> int:
     """How many steps may have to be made again (docs/decisions/0010)."""
-    mirrored = "mirror=true" in manner.settings
     if fault.held_by == "others":
         # A rank of `zero` may die before the copy of its part is complete.
-        return 1 if "zero" in manner.settings else 0
-    if fault.held_by == "mirror" and mirrored:
+        return 1 if manner.strategy == "zero" else 0
+    if fault.held_by == "mirror" and manner.mirror:
         return 1
     # A checkpoint is written while the next steps are made.
     return 3 * SAVE_EVERY if fault.held_by == "older" else 2 * SAVE_EVERY
@@ -243,15 +238,14 @@ def _tail(run: Training, since: dict[str, str] | None = None) -> str:
     return run.said(since)[-4000:]
 
 
-def undisturbed(settings: Sequence[str], epochs: int) -> str:
+def undisturbed(strategy: str, epochs: int) -> str:
     """The bits of a training in which nothing fails, on one rank."""
     with tempfile.TemporaryDirectory(prefix="campaign-") as place:
         here = Path(place)
         (here / "train.py").write_text(TRAIN)
         (here / "go").touch()
         env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-        strategy = "".join(after for before, after in itertools.pairwise(settings) if before == "--strategy")
-        env |= {"PYTHONPATH": HOME, "OMP_NUM_THREADS": "1"} | ({"LOCKSTEP_STRATEGY": strategy} if strategy else {})
+        env |= {"PYTHONPATH": HOME, "OMP_NUM_THREADS": "1", "LOCKSTEP_STRATEGY": strategy}
         command = [sys.executable, "train.py", str(epochs), "0", "0"]
         subprocess.run(command, cwd=here, env=env, check=True, capture_output=True)
         return (here / "digest-0").read_text()
@@ -306,13 +300,13 @@ def main() -> None:
         sys.exit(f"the campaign strikes hosts made of namespaces: {why}")
     rounds = plan(args.seed, args.faults, args.kinds, args.epochs)[: args.rounds]
     results = Results(None if args.rounds else args.results, resume=args.resume or args.table)
-    expected = {settings: undisturbed(settings, args.epochs) for settings in {one.manner.settings for one in rounds}}
+    todo = [] if args.table else [one for one in rounds if one.number not in results.loads]
+    expected = {name: undisturbed(name, args.epochs) for name in {one.manner.strategy for one in todo}}
 
     def carry(one: Round) -> None:
-        results.add(one, carry_out(one, args.seed, expected[one.manner.settings]))
+        results.add(one, carry_out(one, args.seed, expected[one.manner.strategy]))
 
     with ThreadPoolExecutor(SIDE_BY_SIDE) as lanes:
-        todo = [] if args.table else [one for one in rounds if one.number not in results.loads]
         for done in [lanes.submit(carry, one) for one in todo]:
             done.result()
     words = summary(results.struck, args.seed, results.loads.values())
