@@ -289,19 +289,16 @@ class WorkerGroup:
             self._lose_part(f"{_FORK_SERVER} was stopped and did not go on", time.monotonic())
             self._fork_server.kill_directly()
         else:
-            self._lose_store("was stopped and did not go on", time.monotonic())
+            self._lose_part(f"{_STORE} was stopped and did not go on", time.monotonic(), ranks_live=True)
             os.kill(part.process, signal.SIGKILL)
 
-    def _lose_part(self, what: str, at_s: float) -> None:
-        if self.running and not self._lost_part and self._stop_mode is StopMode.NONE:
-            self._lost_part, self._lost_part_s = what, at_s
-
-    def _lose_store(self, how: str, at_s: float) -> None:
-        """Ranks train on without it, so all hold the last step: where one is gone, the others leave what they hold."""
-        before = self._lost_part
-        self._lose_part(f"{_STORE} {how}", at_s)
-        is_new = self._lost_part != before
-        if is_new and self._job.request.max_restarts and self._world_size > 1 and self._fork_server is not None:
+    def _lose_part(self, what: str, at_s: float, *, ranks_live: bool = False) -> None:
+        """What all ranks need is gone; with ``ranks_live`` they do not end by themselves."""
+        if not self.running or self._lost_part or self._stop_mode is not StopMode.NONE:
+            return
+        self._lost_part, self._lost_part_s = what, at_s
+        if ranks_live and self._job.request.max_restarts and self._world_size > 1 and self._fork_server is not None:
+            # All of them hold the last step: where one is gone, the others leave what they hold.
             self._culprits, self._culprits_s = frozenset({self._ranks[-1]}), time.monotonic()
             self._fork_server.kill_ranks(self._culprits)
 
@@ -314,7 +311,7 @@ class WorkerGroup:
             case ForkUnavailable(why):
                 self._screen.say(f"note: ranks start as separate processes, which is slower: {why}")
             case StoreExited(status, at_s):
-                self._lose_store(how_it_ended(status), at_s)
+                self._lose_part(f"{_STORE} {how_it_ended(status)}", at_s, ranks_live=True)
             case StoreUnused():
                 self._store_unused = True
             case ForkServerDied(status):
