@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from campaign import KINDS, is_named, plan
+from campaign_faults import MACHINE
 from hosts import why_not
 from lockstep.strategies import STRATEGIES
 from strategies import WAYS
@@ -98,14 +100,18 @@ def test_goodput(tmp_path):
     assert len(shown.splitlines()) == 4
 
 
-def test_campaign(tmp_path):
-    found, shown = measured(tmp_path, "campaign.py", "--kinds", "store|exception")
-    assert len(found) == 4
-    assert all(one["named"] and one["bits"] and not one["left"] for one in found), shown
-    assert "| kill -9 of the ranks' store |" in shown
-
-
 on_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")
+
+
+@on_hosts
+def test_campaign(tmp_path):
+    """Ranks raise, and the store where they meet is killed: no step is made again, nothing is left."""
+    few = ("--kinds", "^(exception|kill -9 of the ranks' store)$", "--epochs", "6", "--seed", "1")
+    found, shown = measured(tmp_path, "campaign.py", *few)
+    assert len(found) == 4
+    assert not any(one["left"] or one["again"] for one in found), shown
+    assert all(one["named"] and one["bits"] and one["seconds"] for one in found), shown
+    assert "| kill -9 of the ranks' store | 2 | 2/2 |" in shown
 
 
 @on_hosts
@@ -142,6 +148,32 @@ def test_links(tmp_path):
     (row,), shown = measured(tmp_path, "links.py", "--ranks", "2", "--speeds", "1gbit", "--megabytes", "0.1")
     assert row["gloo"] > 0 < row["lockstep"]
     assert len(shown.splitlines()) == 2
+
+
+def test_a_plan_of_the_campaign_is_the_seeds_and_has_every_kind_with_those_of_hosts_on_hosts():
+    rounds = plan(3, 500, "")
+    assert rounds == plan(3, 500, "") != plan(4, 500, "")
+    ours = [one for one in rounds if one.manner.way == "lockstep"]
+    assert sum(len(one.kinds) for one in ours) >= 500
+    assert {kind for one in ours for kind in one.kinds} == set(KINDS)
+    for one in rounds:
+        assert (one.manner.nodes > 1) == all(kind not in MACHINE for kind in one.kinds)
+        assert one in ours or all(KINDS[kind].beside for kind in one.kinds)
+
+
+@pytest.mark.parametrize(
+    ("says", "said", "named"),
+    [
+        ("lost node", "lost node n3 (rank 2 of 3)", True),
+        ("lost node", "lost node n3 (rank 2 of 3)\nrun failed: rank 0 of 3 hung", False),
+        ("run failed: rank 1", "run failed: rank 1 raised\nrun failed: rank 1 raised", True),
+        ("run failed: rank 1", "run failed: rank 1 raised\nrun failed: rank 0 raised", False),
+        ("run failed: rank 1", "", False),
+        ("", "resumed", True),
+    ],
+)
+def test_a_cause_counts_as_named_where_nobody_else_is_accused(says, said, named):
+    assert is_named(says, said) == named
 
 
 def test_all_strategies_are_compared():
