@@ -2,7 +2,7 @@
 # make test    check the style and run the whole test suite
 # make test-clusters   real jobs in a Slurm and a Grid Engine of our own, where these are installed (docs/clusters.md)
 # make campaign   a thousand random training scripts on every world, beside plain torch, and the tests that `make test`
-#                 leaves out since their like is in it (about half an hour); then 500 faults (over an hour)
+#                 leaves out since their like is in it (about half an hour); then 500 faults (an hour, as root)
 # make mutants    plant errors in the code and see which test notices each (about an hour)
 # make lint    only the style: ruff and mypy
 # make clean   remove what was installed and cached; runs stay

@@ -34,6 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from campaign_faults import MACHINE, Fault
 from campaign_network import HOSTS
@@ -51,14 +52,8 @@ LIMIT_OURS_S = 150.0
 PATIENCE_S = 60.0
 #: For the cause, once the training goes on: a part of the launcher is told to go on before it is named.
 CAUSE_S = 20.0
-EPOCHS = Manner.epochs
-#: Each is drawn as often as it is here.
-SETTINGS: tuple[tuple[str, ...], ...] = (
-    (),
-    (),
-    ("--set", "mirror=true"),
-    ("--strategy", "zero", "--set", "mirror=true"),
-)
+#: And whether there is a mirror; each is drawn as often as it is here.
+STRATEGIES = (("ddp", False), ("ddp", False), ("ddp", True), ("zero", True))
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ class Deck:
         return taken
 
 
-def plan(seed: int, faults: int, pattern: str) -> list[Round]:
+def plan(seed: int, faults: int, pattern: str, epochs: int = Manner.epochs) -> list[Round]:
     """The rounds in which at least ``faults`` befall Lockstep, and those of torchrun among them."""
     draw = random.Random(seed)
     drawn = [kind for kind in MACHINE if re.search(pattern, kind)]
@@ -103,14 +98,15 @@ def plan(seed: int, faults: int, pattern: str) -> list[Round]:
     beside_hosts = Deck([kind for deck in groups.values() for kind in deck.kinds if KINDS[kind].beside], draw)
 
     def add(manner: Manner, kinds: Sequence[str]) -> int:
-        rounds.append(Round(len(rounds), manner, kinds))
+        rounds.append(Round(len(rounds), replace(manner, epochs=epochs), kinds))
         return len(kinds) if manner.way == "lockstep" else 0
 
     for turn in itertools.count():
         if faults <= 0:
             return rounds
         for _ in range(3 if drawn else 0):
-            manner = Manner(ranks=draw.choice((2, 3)), settings=draw.choice(SETTINGS))
+            ranks, (strategy, mirror) = draw.choice((2, 3)), draw.choice(STRATEGIES)
+            manner = Manner(ranks=ranks, strategy=strategy, mirror=mirror)
             faults -= add(manner, machine.take(FAULTS_PER_ROUND))
         for _ in range(2 if groups else 0):
             # Of the group whose kinds were drawn least often.
@@ -160,7 +156,8 @@ def carry_out(one: Round, seed: int, expected: str) -> list[Struck]:
             codes = [run.launchers[host].returncode for host in run.finishers]
             digests = {path.read_text() for path in run.here.glob("digest-*")}
         except (TimeoutError, AssertionError, OSError, subprocess.SubprocessError) as error:
-            struck.append(Struck("of the training itself", one.number, manner.way, screen=f"{error}\n{_tail(run)}"))
+            said = f"{error}\n{_tail(run)}"
+            struck.append(Struck("of no fault: the training itself", one.number, manner.way, screen=said))
             return struck
         if manner.way == "lockstep":
             right = digests == {expected} and not any(codes)
@@ -212,13 +209,13 @@ def strike_once(run: Training, kind: str, one: Round) -> Struck:
     if ours:
         with suppress(TimeoutError):
             wait_for(lambda: re.search(fault.says, run.said(said)), "the cause", CAUSE_S)
-        struck.named = _is_named(fault.says, run.said(said))
+        struck.named = is_named(fault.says, run.said(said))
         if not struck.named or struck.again > struck.allowed:
             struck.screen = _tail(run, said)
     return struck
 
 
-def _is_named(says: str, said: str) -> bool:
+def is_named(says: str, said: str) -> bool:
     """Whether the cause was said, and nobody else was accused."""
     accused = said.split("run failed:")[1:]
     if "run failed" not in says:
@@ -228,11 +225,10 @@ def _is_named(says: str, said: str) -> bool:
 
 def _allowed(fault: Fault, manner: Manner) -> int:
     """How many steps may have to be made again (docs/decisions/0010)."""
-    mirrored = "mirror=true" in manner.settings
     if fault.held_by == "others":
         # A rank of `zero` may die before the copy of its part is complete.
-        return 1 if "zero" in manner.settings else 0
-    if fault.held_by == "mirror" and mirrored:
+        return 1 if manner.strategy == "zero" else 0
+    if fault.held_by == "mirror" and manner.mirror:
         return 1
     # A checkpoint is written while the next steps are made.
     return 3 * SAVE_EVERY if fault.held_by == "older" else 2 * SAVE_EVERY
@@ -242,16 +238,15 @@ def _tail(run: Training, since: dict[str, str] | None = None) -> str:
     return run.said(since)[-4000:]
 
 
-def undisturbed(settings: Sequence[str]) -> str:
+def undisturbed(strategy: str, epochs: int) -> str:
     """The bits of a training in which nothing fails, on one rank."""
     with tempfile.TemporaryDirectory(prefix="campaign-") as place:
         here = Path(place)
         (here / "train.py").write_text(TRAIN)
         (here / "go").touch()
         env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-        strategy = "".join(after for before, after in itertools.pairwise(settings) if before == "--strategy")
-        env |= {"PYTHONPATH": HOME, "OMP_NUM_THREADS": "1"} | ({"LOCKSTEP_STRATEGY": strategy} if strategy else {})
-        command = [sys.executable, "train.py", str(EPOCHS), "0", "0"]
+        env |= {"PYTHONPATH": HOME, "OMP_NUM_THREADS": "1", "LOCKSTEP_STRATEGY": strategy}
+        command = [sys.executable, "train.py", str(epochs), "0", "0"]
         subprocess.run(command, cwd=here, env=env, check=True, capture_output=True)
         return (here / "digest-0").read_text()
 
@@ -262,7 +257,7 @@ class Results:
     def __init__(self, file: Path | None, *, resume: bool) -> None:
         self._file, self._lock = file, threading.Lock()
         self.struck: list[Struck] = []
-        self.rounds: set[int] = set()
+        self.loads: dict[int, float] = {}  #: the load average at the end of each round
         if file is not None and not resume:
             file.unlink(missing_ok=True)
         if file is not None and file.exists():
@@ -282,8 +277,8 @@ class Results:
                 if fault.wrong and fault.way == "lockstep":
                     print("    " + fault.screen.replace("\n", "\n    "), flush=True)
 
-    def _take(self, row: dict[str, object]) -> None:
-        self.rounds.add(row["round"])
+    def _take(self, row: dict[str, Any]) -> None:
+        self.loads[row["round"]] = row["load"]
         self.struck += [Struck(**fault) for fault in row["struck"]]
 
 
@@ -293,6 +288,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=500, help="that befall Lockstep (default: 500)")
     parser.add_argument("--rounds", type=int, help="trainings, in place of --faults")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
+    parser.add_argument("--epochs", type=int, default=Manner.epochs, help="of 20 steps, of each training (default: 30)")
     parser.add_argument("--kinds", default="", help="only those whose name this regular expression finds")
     parser.add_argument("--results", type=Path, default=Path("campaign.jsonl"), help="(default: campaign.jsonl)")
     parser.add_argument("--resume", action="store_true", help="only the rounds that are not in the file of results yet")
@@ -302,25 +298,26 @@ def main() -> None:
     args = parser.parse_args()
     if why := why_not():
         sys.exit(f"the campaign strikes hosts made of namespaces: {why}")
-    rounds = plan(args.seed, args.faults, args.kinds)[: args.rounds]
+    rounds = plan(args.seed, args.faults, args.kinds, args.epochs)[: args.rounds]
     results = Results(None if args.rounds else args.results, resume=args.resume or args.table)
-    expected = {settings: undisturbed(settings) for settings in {one.manner.settings for one in rounds}}
+    todo = [] if args.table else [one for one in rounds if one.number not in results.loads]
+    expected = {name: undisturbed(name, args.epochs) for name in {one.manner.strategy for one in todo}}
 
     def carry(one: Round) -> None:
-        results.add(one, carry_out(one, args.seed, expected[one.manner.settings]))
+        results.add(one, carry_out(one, args.seed, expected[one.manner.strategy]))
 
     with ThreadPoolExecutor(SIDE_BY_SIDE) as lanes:
-        todo = [] if args.table else [one for one in rounds if one.number not in results.rounds]
         for done in [lanes.submit(carry, one) for one in todo]:
             done.result()
-    text = f"{summary(results.struck, args.seed)}\n\n{table(results.struck, KINDS)}"
+    words = summary(results.struck, args.seed, results.loads.values())
+    text = f"{words}\n\n{table(results.struck, KINDS)}"
     if args.json:
         args.json.write_text(json.dumps([asdict(one) for one in results.struck]))
     if args.out == "-" or args.json:
         print(text)
         return
     PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
-    print(summary(results.struck, args.seed))
+    print(words)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -37,18 +39,21 @@ class Struck:
         return f"{self.round:3} {mark}{self.kind}: {seconds}, {found}"
 
 
-def summary(struck: Sequence[Struck], seed: int) -> str:
+def summary(struck: Sequence[Struck], seed: int, loads: Iterable[float]) -> str:
     """All of it in one paragraph."""
     ours = [one for one in struck if one.way == "lockstep"]
     theirs = [one for one in struck if one.way == "torchrun"]
-    trainings = len({one.round for one in ours})
     over = sum(one.again > one.allowed for one in ours)
+    kinds, trainings = len({one.kind for one in ours}), len({one.round for one in ours})
+    there = f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPU cores, which had other work, too"
     return (
-        f"{len(ours)} faults of {len({one.kind for one in ours})} kinds in {trainings} trainings (seed {seed}): "
-        f"{_of(one.seconds is not None for one in ours)} went on, {_of(one.named for one in ours)} had the right cause "
-        f"named and no other, {_of(one.bits for one in ours)} ended in the bits of a training without faults, "
-        f"{over} lost more steps than they may, {sum(bool(one.left) for one in ours)} left something behind. Beside them "
-        f"{len(theirs)} faults under torchrun, of which {_of(one.seconds is not None for one in theirs)} went on."
+        f"{len(ours)} faults of {kinds} kinds in {trainings} trainings: after "
+        f"{_of(one.seconds is not None for one in ours)} the training went on, of {_of(one.named for one in ours)} the "
+        f"right cause was named and no other, {_of(one.bits for one in ours)} were in trainings that ended in the bits "
+        f"of one without faults, {over} cost more steps than allowed, {sum(bool(one.left) for one in ours)} were in "
+        f"trainings that left something behind. Beside them {len(theirs)} faults under torchrun: after "
+        f"{_of(one.seconds is not None for one in theirs)} the training went on. Seed {seed}, {there}: their load "
+        f"average was {median(list(loads) or [0.0]):.0f} (median over the trainings)."
     )
 
 
@@ -100,4 +105,23 @@ def page_with(page: str, text: str) -> str:
     return f"{before.rstrip()}\n\n{chapter}\n{after.lstrip()}"
 
 
-_INTRODUCTION = ""
+_INTRODUCTION = """\
+Made by `python benchmarks/campaign.py`. Kinds, hosts and ranks are drawn from a seed; several faults strike each
+training, one after the other. Faults of one machine strike 2 or 3 ranks with loader processes, under `ddp`, `ddp` with
+`mirror`, or `zero` with `mirror`; those of nodes and networks strike 2 to 4 hosts made of namespaces, with
+`--nnodes 1:N`, one rank each. A checkpoint is saved every 10 steps, and a hang is told after 20 s.
+
+- Cause named: what the launchers say names what befell the run, and accuses nobody else. Nothing can be said by a
+  launcher that was killed; then it must only accuse nobody.
+- Right bits: the training that it struck ended with 0, in the bits that a training without faults has, whatever else
+  struck it.
+- Left: the training left a process, a socket, or a file in `/dev/shm` or the directory for temporary files.
+- Steps made again: steps that were done already and were made once more, the one in work not counted. Allowed are none
+  where other ranks hold the state, one with a mirror, and those since the last checkpoints where only the disk holds it
+  ([decision 10](decisions/0010-survivors-leave-the-last-step.md)).
+- Seconds without a step: the longest pause from the fault on. Where a network is away for 12 s, the 12 s are in it;
+  where a launcher has ended, so is its start.
+- torchrun: `--nnodes 1` or `1:3` with `--max-restarts`, which runs a script of DistributedDataParallel that saves its
+  state every 10 steps, after the same fault, in trainings of their own between the others. It is watched for 60 s. A
+  node counts as lost after as many seconds as ours. Where there is a `-`, it was not tried: torchrun has no answer to
+  these, or nothing like them."""

@@ -45,9 +45,10 @@ class Manner:
     ipv6: bool = False
     lost_after_s: int = 30
     takeover: bool = False
-    settings: tuple[str, ...] = ()  #: other options of ``lockstep run``, such as a strategy
+    strategy: str = "ddp"
+    mirror: bool = False
     epochs: int = 30
-    hang_after_s: int = 10
+    hang_after_s: int = 20
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,8 @@ class Training:
 
 def _lockstep_options(manner: Manner) -> list[str]:
     options: list[object] = ["--nproc-per-node", manner.ranks, "--run-dir", "r", "--max-restarts", RESTARTS]
-    options += ["--save-every", f"{SAVE_EVERY} steps", "--grace", 3, *manner.settings]
+    options += ["--save-every", f"{SAVE_EVERY} steps", "--grace", 3, "--strategy", manner.strategy]
+    options += ["--set", "mirror=true"] * manner.mirror
     options += ["--hang-after", manner.hang_after_s, "--on-hang", "restart"]
     if manner.nodes > 1:
         quick = f"suspect_after={min(5, manner.lost_after_s / 3):g},last_call_timeout=2,join_timeout=100"

@@ -6,11 +6,13 @@ python benchmarks/data.py --parts resume order stream
 
 Nothing is trained but in the last part: what is timed is reading, decoding and collating on one rank. All ways read the
 same files, and take turns: a round is one epoch of each, in an order that changes from round to round. A way whose
-package is not installed is left out, and that is said.
+package is not installed is left out, and that is said. It prints tables, of medians with the least and the most of the
+rounds, in about four minutes.
 
     images    a data set with an index that decodes JPEG files of 64 x 64
-    tar       the same images in tar files
-    parquet   rows of numbers in parquet files: a stream of `datasets`, and the same files as shards
+    tar       the same images in tar files: with known lengths, and as a stream of shards without
+    parquet   rows of numbers in parquet files: a stream of `datasets`, divided by shard and not, and files of known
+              lengths
     resume    the time to the first batch where nine tenths of an epoch are done
     order     what the order of a long epoch costs: time, and memory
     stream    what a step over a stream costs beside one over a data set with an index, on two ranks
@@ -19,6 +21,7 @@ package is not installed is left out, and that is said.
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import io
 import json
@@ -29,7 +32,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -126,6 +129,15 @@ class Tars:
                 yield decoded(file.read(size))
 
 
+class TarShards:
+    """Tar files that are read one by one, without a word about how many samples they hold."""
+
+    num_shards = SHARDS
+
+    def __init__(self, tars: Tars) -> None:
+        self.read_shard = tars.read_shard
+
+
 class TarStream(IterableDataset[torch.Tensor]):
     """Tar files as one would iterate them for torch's loaders: shuffled, and divided among loader processes."""
 
@@ -166,7 +178,9 @@ def parquet_stream(place: Path) -> Any:
 # The ways -------------------------------------------------------------------------------------------------------------
 
 
-def lockstep_way(dataset: Any, workers: int, micro_batches: int) -> tuple[Way, MicroBatchLoader]:
+def lockstep_way(
+    dataset: Any, workers: int, micro_batches: int, *, in_order: bool = False
+) -> tuple[Way, MicroBatchLoader]:
     """Steps of so many micro-batches of `BATCH` samples, as a single rank gets them."""
     order = open_order(dataset, seed=0, shuffle=None)
     loader = open_micro_batch_loader(
@@ -178,6 +192,7 @@ def lockstep_way(dataset: Any, workers: int, micro_batches: int) -> tuple[Way, M
         drop_last=False,
         workers=WorkerOptions(workers),
         agree=lambda numbers: [numbers],
+        in_order=in_order,
     )
     return lambda epoch: (each.data for each in loader.epoch(epoch, padding="none")), loader
 
@@ -209,16 +224,26 @@ def torch_kinds() -> dict[str, type[DataLoader[Any]]]:
 
 def ways_of(part: str, place: Path, workers: int) -> dict[str, Way]:
     """The ways that are compared in ``part``, torch's DataLoader first."""
+
+    def ours(dataset: Any, micro_batches: int = 8, *, in_order: bool = False) -> Way:
+        return lockstep_way(dataset, workers, micro_batches, in_order=in_order)[0]
+
+    by_torch: Any
     if part == "images":
-        by_torch, ours = Images(place), {"run.loader": (Images(place), 1), "run.loader, 8 a step": (Images(place), 8)}
+        by_torch = Images(place)
+        found = {"run.loader": ours(Images(place), 1), "run.loader, 8 a step": ours(Images(place))}
     elif part == "tar":
         tars = Tars(place)
-        by_torch, ours = TarStream(tars), {"run.loader, shards": (tars, 8)}
+        by_torch = TarStream(tars)
+        found = {"run.loader, known lengths": ours(tars), "run.loader, shards": ours(TarShards(tars))}
     else:
         by_torch = parquet_stream(place)
-        ours = {"run.loader, shards": (ParquetShards(place), 8), "run.loader, the stream": (by_torch, 8)}
-    found = {name: torch_way(kind, by_torch, workers) for name, kind in torch_kinds().items()}
-    return found | {name: lockstep_way(dataset, workers, micro)[0] for name, (dataset, micro) in ours.items()}
+        found = {
+            "run.loader, known lengths": ours(ParquetShards(place)),
+            "run.loader, shards": ours(by_torch),
+            "run.loader, shuffle=False": ours(by_torch, in_order=True),
+        }
+    return {name: torch_way(kind, by_torch, workers) for name, kind in torch_kinds().items()} | found
 
 
 # The parts ------------------------------------------------------------------------------------------------------------
@@ -246,7 +271,7 @@ def throughput(part: str, place: Path, workers: int, rounds: int) -> list[dict[s
             "rate": median(rates),
             "least": min(rates),
             "most": max(rates),
-            "ratio": median(rate / base for rate, base in zip(rates, seen["DataLoader"], strict=True)),
+            "ratios": sorted(rate / base for rate, base in zip(rates, seen["DataLoader"], strict=True)),
             "cpu_us": median(cpu_us[name]),
             "cpu_ratio": median(own / base for own, base in zip(cpu_us[name], cpu_us["DataLoader"], strict=True)),
         }
@@ -265,52 +290,80 @@ def cpu_seconds() -> float:
 def resume(place: Path, rounds: int) -> list[dict[str, Any]]:
     """Seconds to the first batch of the last tenth of an epoch: as each way would resume, without loader processes."""
     images, tars = Images(place), Tars(place)
-    batches = sum(tars.shard_lengths) // BATCH * 9 // 10
+    # Made anew for each way: a stream of `datasets` keeps the state that it was given.
+    sources: dict[str, Callable[[], Any]] = {"images": lambda: images, "tar": lambda: TarStream(tars)}
+    ours: dict[str, dict[str, Any]] = {
+        "images": {"run.loader": images},
+        "tar": {"run.loader, known lengths": tars, "run.loader, shards": TarShards(tars)},
+    }
+    if has_datasets and any(place.glob("*.parquet")):
+        sources["parquet"] = partial(parquet_stream, place)
+        ours["parquet"] = {"run.loader, shards": parquet_stream(place)}
 
-    def skipped(dataset: Any) -> None:
+    def skipped(dataset: Any, batches: int) -> None:
         """Torch's loader keeps no state: it reads the batches before that one again."""
         found = torch_way(DataLoader, dataset, 0)(0)
         for _ in range(batches + 1):
             next(found)
 
-    @cache
-    def state_of(name: str) -> tuple[Any, Any]:
-        dataset = {"images": images, "tar": TarStream(tars)}[name]
-        make = partial(torch_kinds()["StatefulDataLoader"], dataset, BATCH, shuffle=name == "images" or None)
-        loader: Any = make()
-        found = iter(loader)
-        for _ in range(batches):
-            next(found)
-        return make, loader.state_dict()
-
-    def restored(name: str) -> None:
-        make, state = state_of(name)
-        loader = make()
-        loader.load_state_dict(state)
-        next(iter(loader))
-
-    def at_step(dataset: Any) -> None:
-        _, loader = lockstep_way(dataset, 0, 8)
-        next(loader.epoch(0, batches // 8, padding="none"))
-
-    ways: dict[tuple[str, str], Callable[[], None]] = {
-        ("images", "DataLoader, read again"): lambda: skipped(images),
-        ("images", "run.loader"): lambda: at_step(images),
-        ("tar", "DataLoader, read again"): lambda: skipped(TarStream(tars)),
-        ("tar", "run.loader, shards"): lambda: at_step(tars),
-    }
-    if has_stateful:
-        ways["images", "StatefulDataLoader"] = lambda: restored("images")
-        ways["tar", "StatefulDataLoader"] = lambda: restored("tar")
+    ways: dict[tuple[str, str], Callable[[], object]] = {}
+    for data, make in sources.items():
+        samples = sum(tars.shard_lengths) if data != "parquet" else rows_of(place)
+        batches = samples // BATCH * 9 // 10 // 8 * 8
+        ways[data, "DataLoader, read again"] = partial(skipped, make(), batches)
+        if has_stateful:
+            ways[data, "StatefulDataLoader"] = stateful_resume(make(), data, batches)
+        for name, own in ours[data].items():
+            ways[data, name] = own_resume(own, batches // 8)
     seen: dict[tuple[str, str], list[float]] = {each: [] for each in ways}
     for _ in range(rounds):
         for each, way in ways.items():
-            if each[1] == "StatefulDataLoader":
-                state_of(each[0])
             began = time.perf_counter()
             way()
             seen[each].append(time.perf_counter() - began)
-    return [{"data": data, "way": way, "seconds": median(s), "most": max(s)} for (data, way), s in sorted(seen.items())]
+    return [
+        {"data": data, "way": way, "seconds": median(s), "least": min(s), "most": max(s)}
+        for (data, way), s in sorted(seen.items())
+    ]
+
+
+def stateful_resume(dataset: Any, data: str, batches: int) -> Callable[[], object]:
+    """Of torchdata's loader, with the state that it had after so many ``batches``."""
+    make = partial(torch_kinds()["StatefulDataLoader"], dataset, BATCH, shuffle=data == "images" or None)
+    before: Any = make()
+    found = iter(before)
+    for _ in range(batches):
+        next(found)
+    state = before.state_dict()
+
+    def restored() -> object:
+        loader: Any = make()
+        loader.load_state_dict(copy.deepcopy(state))
+        return next(iter(loader))
+
+    return restored
+
+
+def own_resume(dataset: Any, steps: int) -> Callable[[], object]:
+    """With what a checkpoint after so many ``steps`` says of the shards."""
+    found: dict[str, Any] = {}
+    _, before = lockstep_way(dataset, 0, 8)
+    for each in before.epoch(0, padding="none", found=found):
+        if each.position.last and each.position.step == steps - 1:
+            break
+
+    def resumed() -> object:
+        _, loader = lockstep_way(dataset, 0, 8)
+        return next(loader.epoch(0, steps, padding="none", found=copy.deepcopy(found)))
+
+    return resumed
+
+
+def rows_of(place: Path) -> int:
+    """Of the parquet files, all together."""
+    import pyarrow.parquet as pq
+
+    return sum(int(pq.read_metadata(file).num_rows) for file in place.glob("*.parquet"))
 
 
 def order_cost(samples: int) -> dict[str, float]:
@@ -362,10 +415,18 @@ class NumberShards:
 
     shard_lengths = (100,) * (STEPS * 64 // 100)
 
-    def read_shard(self, shard: int, start: int) -> Iterator[torch.Tensor]:
+    @staticmethod
+    def read_shard(shard: int, start: int) -> Iterator[torch.Tensor]:
         """From ``start`` on."""
         numbers = Numbers()
         return (numbers[index] for index in range(shard * 100 + start, shard * 100 + 100))
+
+
+class UnknownShards:
+    """In shards that do not say how many samples they hold."""
+
+    num_shards = len(NumberShards.shard_lengths)
+    read_shard = staticmethod(NumberShards.read_shard)
 
 
 def measure_steps(rounds: int, out: str) -> None:
@@ -375,6 +436,7 @@ def measure_steps(rounds: int, out: str) -> None:
         "stream": Stream(),
         "stride": Strided(),
         "shards": NumberShards(),
+        "shards, lengths unknown": UnknownShards(),
     }
     with lockstep.Run(seed=0, reduction="fast") as run:
         model = run.model(torch.nn.Linear(16, 2))
@@ -405,7 +467,7 @@ def steps_over_streams(rounds: int) -> list[dict[str, Any]]:
         for place, key in enumerate(("ms", "cpu_ms")):
             own, base = ([times[place] for times in each] for each in (found, seen["by index"]))
             row[key] = median(own)
-            row[f"{key}_over"] = median(a - b for a, b in zip(own, base, strict=True))
+            row[f"{key}_over"] = sorted(a - b for a, b in zip(own, base, strict=True))
         rows.append(row)
     return rows
 
@@ -413,28 +475,36 @@ def steps_over_streams(rounds: int) -> list[dict[str, Any]]:
 # What the command does ------------------------------------------------------------------------------------------------
 
 
-def lines_of(part: str, rows: list[dict[str, Any]]) -> list[str]:
+HEADS = {
+    "images": "| {part} | processes | samples/s | from | to | x DataLoader | from | to | CPU us | x DataLoader |",
+    "resume": "| resume of | by | ms | from | to |",
+    "order": "| samples | ms to the first | us a batch of 32 | MiB |",
+    "stream": "| step over | ms | over | from | to | CPU ms | over |",
+}
+
+
+def table(part: str, rows: list[dict[str, Any]]) -> str:
     """For people."""
-    if part in ("images", "tar", "parquet"):
-        return [
-            f"{row['part']:<9}{row['workers']:>2} workers  {row['way']:<26}{row['rate']:>8.0f} samples/s "
-            f"({row['least']:.0f} to {row['most']:.0f}) {row['ratio']:>6.2f}   "
-            f"CPU {row['cpu_us']:.0f} us a sample {row['cpu_ratio']:>6.2f}"
-            for row in rows
-        ]
-    if part == "resume":
-        return [f"resume   {row['data']:<8}{row['way']:<26}{row['seconds'] * 1e3:>9.1f} ms" for row in rows]
-    if part == "order":
-        return [
-            f"order    {row['samples']:>11,} samples: {row['first_s'] * 1e3:>8.1f} ms to the first, "
-            f"{row['batch_s'] * 1e6:>6.0f} us a batch of 32, {row['mib']:>6.0f} MiB"
-            for row in rows
-        ]
-    return [
-        f"stream   {row['data']:<12}{row['ms']:>8.3f} ms a step {row['ms_over']:>+8.3f}   "
-        f"CPU {row['cpu_ms']:.3f} {row['cpu_ms_over']:>+8.3f}"
-        for row in rows
-    ]
+    head = HEADS.get(part, HEADS["images"]).format(part=part)
+    lines = [head, "|---" * (head.count("|") - 1) + "|"]
+    for row in rows:
+        if part == "resume":
+            times = (row["seconds"], row["least"], row["most"])
+            cells = [row["data"], row["way"], *(f"{seconds * 1e3:.1f}" for seconds in times)]
+        elif part == "order":
+            cells = [f"{row['samples']:,}", f"{row['first_s'] * 1e3:.1f}", f"{row['batch_s'] * 1e6:.0f}"]
+            cells.append(f"{row['mib']:.0f}")
+        elif part == "stream":
+            over, cpu_over = row["ms_over"], row["cpu_ms_over"]
+            cells = [row["data"], f"{row['ms']:.3f}", *(f"{ms:+.3f}" for ms in (median(over), over[0], over[-1]))]
+            cells += [f"{row['cpu_ms']:.3f}", f"{median(cpu_over):+.3f}"]
+        else:
+            ratios = row["ratios"]
+            cells = [row["way"], str(row["workers"]), *(f"{row[name]:.0f}" for name in ("rate", "least", "most"))]
+            cells += [f"{ratio:.2f}" for ratio in (median(ratios), ratios[0], ratios[-1])]
+            cells += [f"{row['cpu_us']:.0f}", f"{row['cpu_ratio']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def figures(part: str, place: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -453,10 +523,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--images", type=int, default=4096)
-    parser.add_argument("--rows", type=int, default=20_000, help="of the parquet files, all together")
+    parser.add_argument("--images", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=16_384, help="of the parquet files, all together")
     parser.add_argument("--samples", type=int, nargs="+", default=[10**7, 10**8], help="of the part `order`")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -467,15 +537,15 @@ def main() -> None:
         place = Path(directory)
         if {"images", "tar", "resume"} & set(options.parts):
             write_images(place, options.images)
-        if "parquet" in options.parts:
-            if not has_datasets:
-                print("datasets is not installed: no part `parquet`", file=sys.stderr)
-                options.parts = [part for part in options.parts if part != "parquet"]
-            else:
+        if {"parquet", "resume"} & set(options.parts):
+            if has_datasets:
                 write_rows(place, options.rows)
+            else:
+                print("datasets is not installed: nothing of parquet files", file=sys.stderr)
+                options.parts = [part for part in options.parts if part != "parquet"]
         for part in options.parts:
             found[part] = figures(part, place, options)
-            print("\n".join(lines_of(part, found[part])), flush=True)
+            print(table(part, found[part]), end="\n\n", flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=2))
 

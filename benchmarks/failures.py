@@ -8,7 +8,6 @@ A training of two ranks is started under `lockstep run` with one fault on purpos
 
     seconds      from the fault, whose moment the rank notes, to the line on the screen that names the rank
     left         processes of the run that live one second after its launcher has ended
-    went on at   the step of the checkpoint, or of the state that survivors have left, that the next generation took up
     bits         of parameters and optimizer in the end, against a run in which nothing failed
 """
 
@@ -346,7 +345,6 @@ def measure(case: Case, whole: str) -> dict[str, str]:
             codes = str(seen.code)
         text = f"{seen.text}\n{resumed}"
         state = re.findall(r"^state (\w+)$", text, re.MULTILINE)
-        at_step = re.findall(r"(?:resumed at|goes on from) step (\d+)", text)
         said, pattern = headline(seen, case)
         said = said.replace(f"{where.here}/", "")
         detected = seen.detected_s(pattern)
@@ -354,7 +352,6 @@ def measure(case: Case, whole: str) -> dict[str, str]:
             "last screen": said,
             "seconds": "-" if detected is None else f"{detected:.1f}",
             "left": str(seen.left),
-            "went on at": f"step {at_step[0]}" if at_step else ("its first step" if case.restarts else "-"),
             "bits": "equal" if set(state) == {whole} else f"DIFFERENT ({len(state)} ends)",
             "exit": codes,
         }
@@ -518,9 +515,9 @@ next, so they may be some minutes apart.
 Two ranks train with `lockstep run --max-restarts 1 --hang-after {HANG_S:g} --on-hang restart`, with one fault on
 purpose, mostly as `--fault "kill rank 1 in forward at step 12"`. A checkpoint is saved every 5 steps. Last screen: the
 line that says what happened (its block has the cause, file and line, and the log). Seconds: from the fault to that
-line. Left: processes one second after the launcher ended. Went on at: where the next generation, or the same command
-with `--resume`, took up. Bits: of parameters and optimizer state in the end, against a run in which nothing failed.
-A hang is told when the deadline has passed, which is {HANG_S:g} s here.
+line. Left: processes one second after the launcher ended. Bits: of parameters and optimizer state in the end, against
+a run in which nothing failed. A hang is told when the deadline has passed, which is {HANG_S:g} s here. How many steps
+are made again is measured by the [campaign](#a-campaign-of-drawn-faults).
 
 {table(cases)}
 

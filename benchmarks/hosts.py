@@ -246,6 +246,8 @@ def hosts(count: int, *, named: int = 8, ipv6: bool = False) -> Iterator[Hosts]:
         )
         stack.callback(_end, switch)
         world = Hosts(_children(switch.pid)[0], Path(directory), ipv6=ipv6)
+        # The other way round: the hosts end, and with them what was started there.
+        stack.callback(lambda: [one.wait(_DEADLINE_S) for host in world.up.values() for one in host.started])
         stack.callback(lambda: [_end(host.keeper) for host in world.up.values()])
         for number in range(1, count + 1):
             world.boot(f"n{number}")

@@ -3,12 +3,13 @@
 python benchmarks/price.py
 python benchmarks/price.py --models cnn --seconds 5 --rounds 5 --json price.json
 
-*plain* is a loop of bare PyTorch with as many threads as there are CPUs, which computes each batch whole. *lockstep* is
-the same training on one rank, as `python train.py` starts it, and on as many ranks as there are CPUs, with one thread
-each; a micro-batch is an eighth, a quarter, a half or the whole of a batch. On a machine with GPUs, *plain* computes on
-one of them, and there are as many ranks as GPUs.
+*plain* is a loop of bare PyTorch with as many threads as there are CPUs, which computes each batch whole. The others
+are the same training under Lockstep on one rank, as `python train.py` starts it, and on as many ranks as there are
+CPUs, with one thread each; a micro-batch is an eighth, a quarter, a half or the whole of a batch. On a machine with
+GPUs, *plain* computes on one of them, and there are as many ranks as GPUs.
 
-Each way has processes of its own, which train for some seconds after a warm-up; the ways take turns, round by round.
+In a round, *plain*, the single rank and the many ranks are started one after another, in an order that changes from
+round to round, and go through their micro-batches in one process each: a warm-up, then some steps. About four minutes.
 """
 
 import argparse
@@ -26,7 +27,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from ranks import start, told
+from lockstep.formatting import plural
+from ranks import start, start_alone, told
 
 PARTS = (8, 4, 2, 1)  # micro-batches of a batch
 WARM_UP = 5  # steps
@@ -96,24 +98,32 @@ class Pace:
     Args:
         seconds: about how long to measure.
         agree: the leader's number for all ranks, which must stop after the same step.
+        device: of this rank, which may still compute what was asked of it.
     """
 
-    def __init__(self, seconds: float, agree: Callable[[int], int]) -> None:
-        self._seconds, self._agree = seconds, agree
-        self._moments: list[float] = []
+    def __init__(self, seconds: float, agree: Callable[[int], int], device: torch.device) -> None:
+        self._seconds, self._agree, self._device = seconds, agree, device
+        self._done = 0
+        self._began = 0.0
         self._last = 0  # step to be measured
 
     def step(self) -> float | None:
         """A step is done; after the last one, how many were made in a second."""
-        self._moments.append(time.perf_counter())
-        done = len(self._moments)
-        if done == WARM_UP:
-            step_s = (self._moments[-1] - self._moments[1]) / (WARM_UP - 2)
+        self._done += 1
+        if self._done == 2:
+            self._began = self._now()
+        if self._done == WARM_UP:
+            step_s = (self._now() - self._began) / (WARM_UP - 2)
             self._last = WARM_UP + self._agree(max(3, round(self._seconds / step_s)))
-            self._moments[-1] = time.perf_counter()
-        if done == self._last:
-            return (done - WARM_UP) / (self._moments[-1] - self._moments[WARM_UP - 1])
+            self._began = self._now()
+        if self._done == self._last:
+            return (self._done - WARM_UP) / (self._now() - self._began)
         return None
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
 
 # What a rank does -----------------------------------------------------------------------------------------------------
@@ -128,7 +138,7 @@ def plain(model: str, seconds: float) -> float:
     net = make().to(device)
     optimizer = sgd(net)
     loader = DataLoader(samples_of(model, batch * STEPS), batch_size=batch, shuffle=True)
-    pace = Pace(seconds, lambda steps: steps)
+    pace = Pace(seconds, lambda steps: steps, device)
     while True:
         for inputs, labels in loader:
             optimizer.zero_grad()
@@ -138,52 +148,64 @@ def plain(model: str, seconds: float) -> float:
                 return steps * batch
 
 
-def under_lockstep(model: str, parts: int, seconds: float) -> float:
-    """Samples a second over all ranks, where a batch is divided into so many micro-batches."""
+def under_lockstep(model: str, parts: list[int], seconds: float) -> list[float]:
+    """Samples a second over all ranks, where a batch is divided into so many micro-batches, in turn."""
     make, batch = MODELS[model]
+    found = []
     with lockstep.Run(seed=0) as run:
         net = run.model(make())
         run.optimizer(sgd(net))
-        batches = run.loader(samples_of(model, batch * STEPS), global_batch=batch, micro_batch=batch // parts)
-        pace = Pace(seconds, run.broadcast)
-        for _ in run.steps(10**9):
-            for inputs, labels in run.train(batches):
+        data = samples_of(model, batch * STEPS)
+        loaders = [run.loader(data, global_batch=batch, micro_batch=batch // of) for of in parts]
+        pace = Pace(seconds, run.broadcast, run.device)
+        for _ in run.epochs(10**9):
+            for inputs, labels in run.train(loaders[len(found)]):
                 if run.step(F.cross_entropy(net(inputs), labels)) and (steps := pace.step()) is not None:
-                    return steps * batch
-    raise AssertionError("there are always more steps")
+                    found.append(steps * batch)
+                    pace = Pace(seconds, run.broadcast, run.device)
+                    break
+            if len(found) == len(loaders):
+                return found
+    raise AssertionError("there are always more epochs")
 
 
-def measure(model: str, parts: int, seconds: float, out: str) -> None:
-    """One way, by hand where there are no ``parts``; the leader writes samples a second."""
-    found = under_lockstep(model, parts, seconds) if parts else plain(model, seconds)
-    if os.environ["RANK"] == "0":
+def measure(model: str, parts: list[int], seconds: float, out: str) -> None:
+    """With each number of micro-batches in turn, or by hand where there is none; the leader writes samples a second."""
+    found = under_lockstep(model, parts, seconds) if parts != [0] else [plain(model, seconds)]
+    if os.environ.get("RANK", "0") == "0":
         Path(out).write_text(json.dumps(found))
 
 
 # What the command does ------------------------------------------------------------------------------------------------
 
 
-def ways(most: int) -> dict[str, tuple[int, int]]:
-    """Each way by its name: how many ranks, and micro-batches of a batch; none for the plain script."""
-    on = {1, most}
-    found = {"plain": (1, 0)}
-    return found | {
-        f"{ranks} rank{'s' if ranks > 1 else ''}, {_FRACTIONS[parts]}": (ranks, parts)
-        for ranks in sorted(on)
-        for parts in PARTS
-        if parts >= ranks
-    }
+def starts(most: int) -> list[tuple[int, list[int]]]:
+    """What is started in a round: ranks, and the numbers of micro-batches that they try; none for the plain script."""
+    many = [(most, [parts for parts in PARTS if parts >= most])] if most > 1 else []
+    return [(1, [0]), (1, [*PARTS]), *many]
+
+
+def way(ranks: int, parts: int) -> str:
+    """Its name in the table."""
+    return f"{plural(ranks, 'rank')}, {_FRACTIONS[parts]}" if parts else "plain"
 
 
 _FRACTIONS = {8: "an eighth", 4: "a quarter", 2: "a half", 1: "the whole"}
 
 
+def rates(model: str, ranks: int, parts: list[int], seconds: float) -> list[float]:
+    """Of one start; a single rank is started as a script is that knows nothing of a launcher."""
+    told = {"model": model, "parts": parts, "seconds": seconds}
+    found: list[float] = start(__file__, ranks, told) if ranks > 1 else start_alone(__file__, told)
+    return found
+
+
 def table(model: str, seen: Seen) -> str:
     """For people: medians, and medians of the ratios within a round."""
     lines = [f"| {model}, batch {MODELS[model][1]} | samples/s | x plain | from | to |", "|---|---|---|---|---|"]
-    for way, rates in seen.items():
-        ratios = sorted(rate / plain for rate, plain in zip(rates, seen["plain"], strict=True))
-        lines.append(f"| {way} | {median(rates):.0f} | {median(ratios):.2f} | {ratios[0]:.2f} | {ratios[-1]:.2f} |")
+    for name, found in seen.items():
+        ratios = sorted(rate / plain for rate, plain in zip(found, seen["plain"], strict=True))
+        lines.append(f"| {name} | {median(found):.0f} | {median(ratios):.2f} | {ratios[0]:.2f} | {ratios[-1]:.2f} |")
     return "\n".join(lines)
 
 
@@ -191,19 +213,18 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each visit to a way, after its warm-up")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each way in a round, after its warm-up")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     options = parser.parse_args()
-    most = torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    turns = starts(torch.cuda.device_count() or len(os.sched_getaffinity(0)))
     found: dict[str, Seen] = {}
     for model in options.models:
-        found[model] = {way: [] for way in ways(most)}
+        found[model] = {way(ranks, each): [] for ranks, parts in turns for each in parts}
         for number in range(options.rounds):
-            turns = list(ways(most).items())
-            for way, (ranks, parts) in turns if number % 2 == 0 else reversed(turns):
-                order = {"model": model, "parts": parts, "seconds": options.seconds}
-                found[model][way].append(start(__file__, ranks, order))
+            for ranks, parts in turns if number % 2 == 0 else reversed(turns):
+                for each, rate in zip(parts, rates(model, ranks, parts, options.seconds), strict=True):
+                    found[model][way(ranks, each)].append(rate)
         print(table(model, found[model]), end="\n\n", flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps({"torch": torch.__version__, "models": found}, indent=2))

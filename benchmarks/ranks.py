@@ -18,19 +18,27 @@ def start(script: str, ranks: int, told: dict[str, Any], python: str = sys.execu
     If a rank fails, this process ends with the launcher's words.
     """
     with tempfile.TemporaryDirectory() as place:
-        told = told | {"out": str(Path(place, "seen.json"))}
-        words = ["run", "--nproc-per-node", str(ranks), "--run-dir", str(Path(place, "run"))]
-        home = str(Path(lockstep.__file__).parents[1])
-        done = subprocess.run(
-            [python, "-m", "lockstep", *words, script, "--rank", json.dumps(told)],
-            env=os.environ | {"PYTHONPATH": home, "LOCKSTEP_VIEW": "silent"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(done.stderr)
-        return json.loads(Path(told["out"]).read_text())
+        launcher = ["-m", "lockstep", "run", "--nproc-per-node", str(ranks), "--run-dir", str(Path(place, "run"))]
+        return _seen([python, *launcher, script], told, Path(place, "seen.json"))
+
+
+def start_alone(script: str, told: dict[str, Any]) -> Any:
+    """The same of one process, started as ``python script`` is."""
+    with tempfile.TemporaryDirectory() as place:
+        return _seen([sys.executable, script], told, Path(place, "seen.json"))
+
+
+def _seen(command: list[str], told: dict[str, Any], out: Path) -> Any:
+    done = subprocess.run(
+        [*command, "--rank", json.dumps(told | {"out": str(out)})],
+        env=os.environ | {"PYTHONPATH": str(Path(lockstep.__file__).parents[1]), "LOCKSTEP_VIEW": "silent"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(done.stderr)
+    return json.loads(out.read_text())
 
 
 def told() -> dict[str, Any] | None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from campaign import KINDS, is_named, plan
+from campaign_faults import MACHINE
 from hosts import why_not
 from lockstep.strategies import STRATEGIES
 from strategies import WAYS
@@ -58,14 +60,23 @@ def test_exact(tmp_path):
 
 
 def test_data(tmp_path):
-    few = ("--images", "200", "--rows", "1600", "--workers", "0", "1", "--samples", "1000")
+    few = ("--images", "1200", "--rows", "1600", "--workers", "0", "1", "--samples", "1000")
     found, shown = measured(tmp_path, "data.py", *few)
     assert {row["way"] for row in found["images"]} >= {"DataLoader", "run.loader", "run.loader, 8 a step"}
     assert all(row["rate"] > 0 for part in ("images", "tar", "parquet") for row in found[part])
     assert all(row["seconds"] > 0 for row in found["resume"])
     assert [row["samples"] for row in found["order"]] == [1000]
-    assert {row["data"] for row in found["stream"]} == {"by index", "stream", "stride", "shards"}
+    assert {row["data"] for row in found["stream"]} >= {"by index", "stream", "stride", "shards"}
     assert "samples/s" in shown
+
+
+def test_price(tmp_path):
+    found, shown = measured(tmp_path, "price.py", "--models", "mlp", "--seconds", "0.1")
+    seen = found["models"]["mlp"]
+    assert list(seen)[:2] == ["plain", "1 rank, an eighth"]
+    assert any(name.endswith("ranks, a half") for name in seen)
+    assert all(rate > 0 for rates in seen.values() for rate in rates)
+    assert len(shown.splitlines()) == 3 + len(seen)
 
 
 def test_compress(tmp_path):
@@ -89,14 +100,18 @@ def test_goodput(tmp_path):
     assert len(shown.splitlines()) == 4
 
 
-def test_campaign(tmp_path):
-    found, shown = measured(tmp_path, "campaign.py", "--kinds", "store|exception")
-    assert len(found) == 4
-    assert all(one["named"] and one["bits"] and not one["left"] for one in found), shown
-    assert "| kill -9 of the ranks' store |" in shown
-
-
 on_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")
+
+
+@on_hosts
+def test_campaign(tmp_path):
+    """Ranks raise, and the store where they meet is killed: no step is made again, nothing is left."""
+    few = ("--kinds", "^(exception|kill -9 of the ranks' store)$", "--epochs", "6", "--seed", "1")
+    found, shown = measured(tmp_path, "campaign.py", *few)
+    assert len(found) == 4
+    assert not any(one["left"] or one["again"] for one in found), shown
+    assert all(one["named"] and one["bits"] and one["seconds"] for one in found), shown
+    assert "| kill -9 of the ranks' store | 2 | 2/2 |" in shown
 
 
 @on_hosts
@@ -133,6 +148,32 @@ def test_links(tmp_path):
     (row,), shown = measured(tmp_path, "links.py", "--ranks", "2", "--speeds", "1gbit", "--megabytes", "0.1")
     assert row["gloo"] > 0 < row["lockstep"]
     assert len(shown.splitlines()) == 2
+
+
+def test_a_plan_of_the_campaign_is_the_seeds_and_has_every_kind_with_those_of_hosts_on_hosts():
+    rounds = plan(3, 500, "")
+    assert rounds == plan(3, 500, "") != plan(4, 500, "")
+    ours = [one for one in rounds if one.manner.way == "lockstep"]
+    assert sum(len(one.kinds) for one in ours) >= 500
+    assert {kind for one in ours for kind in one.kinds} == set(KINDS)
+    for one in rounds:
+        assert (one.manner.nodes > 1) == all(kind not in MACHINE for kind in one.kinds)
+        assert one in ours or all(KINDS[kind].beside for kind in one.kinds)
+
+
+@pytest.mark.parametrize(
+    ("says", "said", "named"),
+    [
+        ("lost node", "lost node n3 (rank 2 of 3)", True),
+        ("lost node", "lost node n3 (rank 2 of 3)\nrun failed: rank 0 of 3 hung", False),
+        ("run failed: rank 1", "run failed: rank 1 raised\nrun failed: rank 1 raised", True),
+        ("run failed: rank 1", "run failed: rank 1 raised\nrun failed: rank 0 raised", False),
+        ("run failed: rank 1", "", False),
+        ("", "resumed", True),
+    ],
+)
+def test_a_cause_counts_as_named_where_nobody_else_is_accused(says, said, named):
+    assert is_named(says, said) == named
 
 
 def test_all_strategies_are_compared():

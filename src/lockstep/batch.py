@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Self
 
 from lockstep.errors import PlanError
 from lockstep.formatting import plural
@@ -37,6 +38,11 @@ class MicroBatchPosition:
     samples: int = 1  #: samples in it
     step_samples: int = 1  #: samples of the whole step, over all ranks
     step: int = 0  #: within the epoch, from 0
+
+    def of_step(self, step: int) -> Self:
+        """The same place of another ``step``."""
+        # Spelt out, since `dataclasses.replace` would take four times as long, in each step.
+        return type(self)(self.index, self.of, self.last, self.is_padding, self.samples, self.step_samples, step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,12 +135,13 @@ def expected(tmp_path_factory):
 def slurm(tmp_path_factory):
     if lacking := slurm_daemons.missing():
         pytest.skip(f"no Slurm of our own here: {', '.join(lacking)} missing")
-    found = slurm_daemons.Slurm(tmp_path_factory.mktemp("slurm"))
-    try:
-        found.start()
-        yield found
-    finally:
-        found.stop()
+    with hosts(3) as machines:
+        found = slurm_daemons.Slurm(tmp_path_factory.mktemp("slurm"), machines)
+        try:
+            found.start()
+            yield found
+        finally:
+            found.stop()
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
-"""A private Slurm: real daemons on ports and in a directory of their own, and several nodes on this one machine.
+"""A private Slurm on hosts of its own (see `benchmarks/hosts.py`), in a directory of its own.
 
-    munged ── slurmctld ──┬── slurmd -N node1
-                          └── slurmd -N node2
+    n1   munged, slurmctld, slurmd      n2   slurmd      n3   a login node, where commands are given
 
-It needs root, for only then does slurmd start jobs; and Debian's slurm-wlm, which allows several slurmd on a machine.
+The names of the nodes are as on Debian: each stands for its own loopback there. It needs root, for only then does
+slurmd start jobs; and Debian's slurm-wlm.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
-import socket
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hosts import Hosts, why_not
 from waiting import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 
 CONF = """\
 ClusterName=lockstep
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldHost=n1({address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -61,7 +59,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 def missing() -> list[str]:
     """What this machine lacks for a Slurm of its own; nothing, if it can have one."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
-    return absent or ([] if os.geteuid() == 0 else ["root"])
+    return absent or [why for why in [why_not()] if why]
 
 
 @dataclass
@@ -69,9 +67,10 @@ class Slurm:
     """Daemons that run until `stop`; commands are given with `__call__`."""
 
     here: Path
-    nodes: int = 2
+    machines: Hosts
+    nodes: tuple[str, ...] = ("n1", "n2")
     cpus: int = 4
-    daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    daemons: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
     def env(self) -> dict[str, str]:
@@ -80,8 +79,6 @@ class Slurm:
 
     def start(self) -> None:
         """Return when all nodes are idle."""
-        host = socket.gethostname().partition(".")[0]
-        ports = _free_ports(self.nodes + 1)
         munge = self.here / "munge"
         for directory in (munge, self.here / "state"):
             directory.mkdir(parents=True)
@@ -89,28 +86,32 @@ class Slurm:
         (munge / "key").chmod(0o600)
         # munged refuses a socket that others cannot reach.
         munge.chmod(0o755)
+        for name in self.nodes:
+            self.machines[name].like_debian()
         nodes = "\n".join(
-            f"NodeName=node{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[number]} CPUs={self.cpus} "
-            "RealMemory=1000 State=UNKNOWN"
-            for number in range(1, self.nodes + 1)
+            f"NodeName={name} NodeAddr={self.machines[name].address} CPUs={self.cpus} RealMemory=1000 State=UNKNOWN"
+            for name in self.nodes
         )
-        (self.here / "slurm.conf").write_text(CONF.format(here=self.here, host=host, ports=ports, nodes=nodes))
+        address = self.machines["n1"].address
+        (self.here / "slurm.conf").write_text(CONF.format(here=self.here, address=address, nodes=nodes))
         self._daemon(
-            "munged", "--foreground", "--force", f"--key-file={munge}/key", f"--socket={munge}/socket",
+            "n1", "munged", "--foreground", "--force", f"--key-file={munge}/key", f"--socket={munge}/socket",
             f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed",
         )  # fmt: skip
         wait_until((munge / "socket").exists, "munged to open its socket")
-        self._daemon("slurmctld", "-D", "-c", "-f", str(self.here / "slurm.conf"))
-        for number in range(1, self.nodes + 1):
-            (self.here / f"spool-node{number}").mkdir()
-            self._daemon("slurmd", "-D", "-N", f"node{number}", "-f", str(self.here / "slurm.conf"))
-        wait_until(lambda: self.idle() == self.nodes, lambda: f"all nodes to be idle\n{self.logs()}")
+        self._daemon("n1", "slurmctld", "-D", "-c", "-f", str(self.here / "slurm.conf"))
+        for name in self.nodes:
+            (self.here / f"spool-{name}").mkdir()
+            self._daemon(name, "slurmd", "-D", "-N", name, "-f", str(self.here / "slurm.conf"))
+        wait_until(lambda: self.idle() == len(self.nodes), lambda: f"all nodes to be idle\n{self.logs()}")
 
     def __call__(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Give a Slurm command, such as ``slurm("squeue")``."""
-        return subprocess.run(
-            words, env={**os.environ, **self.env, **env}, capture_output=True, text=True, timeout=60, cwd=self.here
+        given = self.machines["n3"].start(
+            words, cwd=self.here, env={**os.environ, **self.env, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
+        out, err = given.communicate(timeout=120)
+        return subprocess.CompletedProcess(words, given.returncode, out, err)
 
     def must(self, *words: str) -> str:
         """As `__call__`; what it printed. It must succeed."""
@@ -136,33 +137,11 @@ class Slurm:
         self("scancel", "--user=root")
         with contextlib.suppress(TimeoutError):
             wait_until(lambda: not self("squeue", "-h").stdout.strip(), "all jobs to end", deadline_s=25)
-        for daemon in reversed(self.daemons):
-            daemon.terminate()
-        for daemon in self.daemons:
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+        # The daemons go with their hosts.
 
-    def _daemon(self, *words: str) -> None:
+    def _daemon(self, host: str, *words: str) -> None:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "LOCKSTEP_"))}
-        out = (self.here / f"{words[0]}-{len(self.daemons)}.out").open("w")
-        with out:
+        with (self.here / f"{words[0]}-{host}.out").open("w") as out:
             self.daemons.append(
-                subprocess.Popen(words, env={**env, **self.env}, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                                 cwd=self.here, preexec_fn=_die_with_parent)  # noqa: PLW1509
-            )  # fmt: skip
-
-
-def _die_with_parent() -> None:
-    """A test session that is killed leaves no daemon."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
+                self.machines[host].start(words, env={**env, **self.env}, cwd=self.here, stdout=out, stderr=out)
+            )

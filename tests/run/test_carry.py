@@ -212,7 +212,7 @@ def refused(strategy):
 
 
 OUTSIDE = "run.carry outside of the loop's body: there is no micro-batch whose place it could be"
-SERVED = "run.carry: under this strategy ranks do not all compute micro-batches; use ddp, zero or fsdp"
+SERVED = "run.carry: under this strategy not every rank has micro-batches of its own; use ddp, zero, or fsdp without"
 
 
 def test_where_there_is_no_place_it_is_refused():

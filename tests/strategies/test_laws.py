@@ -18,6 +18,7 @@ PROMISES = {
     "ddp": {},
     "zero": {},
     "fsdp": {},
+    "fsdp:tensor=2": near(0.1, worlds=(2, 4), worlds_agree=True),
     "hsdp:shard=2": {"worlds": (2, 4)},
     "auto": {},
     "local-sgd:period=2": near(0.8),

@@ -3,10 +3,13 @@
 import json
 import math
 import os
+import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from searches import started
@@ -23,6 +26,7 @@ from lockstep.tune.outcome import Outcome
 from lockstep.tune.search import Space
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.start_search import _compare_ranks
+from lockstep.tune.summary import show
 
 LINE = {"x": Float(0, 1)}
 
@@ -64,6 +68,49 @@ def test_what_the_leader_returns_is_the_loss():
     assert (caught.state, caught.losses) == ("stopped", (1.0,))
     assert (undefined.state, undefined.reason) == ("failed", "the objective returned nan")
     assert {trial.attempts for trial in load("a").trials} == {1}
+
+
+def kills_its_launcher(params):
+    if current_trial().number == 0:
+        os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL)
+        time.sleep(60)
+    return params["x"]
+
+
+def test_a_trial_that_kills_its_launcher_each_time_has_failed_after_its_retries():
+    driver = started(lockstep.tune, kills_its_launcher, LINE, trials=2, workers=1, run_dir="a", retries=1)
+    driver.join(60)
+    assert driver.exitcode == 0
+    kills, fine = load("a").trials
+    assert (kills.state, kills.attempts) == ("failed", 2)
+    assert kills.reason == "the launcher of its worker was killed by SIGKILL"
+    assert (fine.state, fine.attempts) == ("done", 1)
+
+
+def test_a_stopped_trial_of_which_it_is_unknown_whether_it_violates_the_constraints_is_the_last():
+    def objective(run, params):
+        number = current_trial().number
+        try:
+            for _ in range(4):
+                run.report(number / 100)
+        except TrialStopped:
+            if number < 2:
+                raise
+        return Evaluated(1.0, violation=(0.0, 0.0, 0.0, 3.0, 0.0)[number])
+
+    class StopsFirstThree:
+        def stops(self, trial, others):
+            return "one of the first" if trial.number < 3 else ""
+
+    result = lockstep.tune(objective, LINE, trials=3, stopping=StopsFirstThree(), run_dir="a")
+    assert [trial.violation for trial in result.trials] == [0.0] * 3, "as long as no trial violates any"
+    assert result.best.number == 0
+    result = lockstep.tune(objective, LINE, trials=5, stopping=StopsFirstThree(), run_dir="a", resume=True)
+    assert [trial.violation for trial in result.trials] == [math.inf, math.inf, 0.0, 3.0, 0.0]
+    assert [trial.number for trial in result.top()] == [2, 4, 3, 0, 1]
+    assert {trial.number for trial in result.pareto_front} == {2}
+    assert "stopped before it was known" in show(replace(result.record, trials=result.trials[:1]))
+    json.dumps(result.to_json(), allow_nan=False)
 
 
 def test_an_objective_cannot_change_what_others_get():

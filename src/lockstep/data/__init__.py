@@ -16,6 +16,7 @@
     stream_agreement     what ranks tell each other of streams, for many steps at a time
     single_process_view  what a data set sees of ranks and loader processes: none but itself
     shared_slots         how micro-batches come from there: through shared memory that is used again
+    dataset_marks        whether the script has changed a data set of which loader processes hold copies
     workers              loader processes that end with their rank, and not before it
     indexed_loader       the micro-batches of tensors, of data sets with an index and of shards
     iterable_loader      those of data sets that can only be iterated

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from lockstep.errors import DataError
 
 ShardsFound = dict[str, Any]
-"""What was found of the shards in a pass, as plain values: nothing yet, or ``lengths`` by the number of a shard, as text,
-and the steps at which deals ended. A resume from any step that has been handed out is given it back."""
+"""What was found of the shards in a pass, as plain values: nothing yet, or ``lengths`` by the number of a shard, as
+text, and ``ends``, the steps at which deals ended. A resume from any step that was handed out is given it back."""
 
 
 class Piece(NamedTuple):

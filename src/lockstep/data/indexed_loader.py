@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 from typing_extensions import override
 
 from lockstep.batch import EpochSteps
+from lockstep.data.dataset_marks import DatasetMarks
 from lockstep.data.dealt_shards import ShardsFound
 from lockstep.data.map_dataset import LoaderPass, MicroBatchSampler, Picks, SeededDataset
 from lockstep.data.micro_batch_loader import MicroBatchLoader
@@ -160,12 +161,18 @@ class SampleSource(BatchSource):
         # Two, as the iterator of one with persistent workers starts over when the script iterates it by itself.
         self.data_loader = loader(copy(sampler), persistent=False)
         self._own_loader = loader(sampler, persistent=workers.count > 0)
+        self._dataset = dataset
+        self._marks: DatasetMarks | None = None  # of the data set that the loader processes have copies of
 
     @override
     def read(self, selected: LoaderPass) -> Iterator[Data]:
         self._sampler.selected = selected
         if self._read_here is not None:
             return map(self._read_here, self._sampler)
+        marks = DatasetMarks(self._dataset)
+        if self._marks is not None and marks.differ_from(self._marks):
+            end_passes(self._own_loader)
+        self._marks = marks
         batches: Iterator[Data] = iter(self._own_loader)
         return batches
 

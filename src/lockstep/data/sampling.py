@@ -57,20 +57,22 @@ def epoch_positions(steps: EpochSteps, rank: int, *, first_step: int, padding: P
             f"{plural(len(steps), 'step')}{of}; was the data set or global_batch changed since the checkpoint? Then "
             "begin with a fresh one"
         )
+    size, positions = 0, list[MicroBatchPosition]()
     for step in range(first_step, len(steps)):
-        yield from step_positions(steps.plan, rank, step, steps.step_samples(step), padding)
+        if (samples := steps.step_samples(step)) != size:  # of most steps it is the same
+            size, positions = samples, list(_step_positions(steps.plan, rank, samples, padding))
+        for position in positions:
+            yield position.of_step(step)
 
 
-def step_positions(
-    plan: BatchPlan, rank: int, step: int, samples: int, padding: Padding
-) -> Iterator[MicroBatchPosition]:
-    """This rank's run of the micro-batches of one step of ``samples``, after its padding."""
+def _step_positions(plan: BatchPlan, rank: int, samples: int, padding: Padding) -> Iterator[MicroBatchPosition]:
+    """This rank's run of the micro-batches of a step of ``samples``, the epoch's first, after its padding."""
     of = plan.micro_batches_of(samples)
     run = plan.run(rank, of)
     before = padding_of(plan, len(run), of, padding)
     for number, index in enumerate([of - 1] * before + [*run]):
         last = number == before + len(run) - 1
-        yield plan.position(step, samples, index, last=last, is_padding=number < before)
+        yield plan.position(0, samples, index, last=last, is_padding=number < before)
 
 
 def evaluation_positions(steps: EpochSteps, rank: int, *, padding: Padding) -> Iterator[MicroBatchPosition]:

@@ -5,8 +5,8 @@
     webdataset.WebDataset                   its tar files
 
 Of the packages' streams only those are taken apart whose samples are then the same: not one that takes the first
-thousand samples, or is divided among ranks already. They are told by the names of their parts, which are not public: what
-is not known is read whole.
+thousand samples, or is divided among ranks already. They are told by the names of their parts, which are not public:
+what is not known is read whole.
 """
 
 from __future__ import annotations

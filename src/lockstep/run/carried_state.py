@@ -20,7 +20,9 @@ from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.collectives import Group, Runs, as_absent_shards, as_owned_shards
 from lockstep.errors import UsageError
 
-_NOT_HERE: Final = "run.carry: under this strategy ranks do not all compute micro-batches; use ddp, zero or fsdp"
+_NOT_HERE: Final = (
+    "run.carry: under this strategy not every rank has micro-batches of its own; use ddp, zero, or fsdp without tensor="
+)
 
 
 class CarriedState(MutableMapping[str, Any]):
@@ -69,8 +71,9 @@ class CarriedState(MutableMapping[str, Any]):
         if position.is_padding:
             self._current = {}
         else:
+            held = self._by_index.get(position.index)
             # A copy, in which the body may change anything: the step may be discarded.
-            self._current = self._written[position.index] = _copied(self._by_index.get(position.index, {}))
+            self._current = self._written[position.index] = _copied(held) if held else {}
 
     @property
     def is_used(self) -> bool:

@@ -146,7 +146,8 @@ class Loaders:
     def step(self, loader: MicroBatchLoader, order: int, step: int, found: ShardsFound) -> Iterator[MicroBatch]:
         """This rank's micro-batches of one step of the pass in ``order``, on its device; none at the end of the pass.
 
-        What the pass finds of shards is kept in ``found``. Steps that follow each other are read in one go, also where something else comes between them.
+        What the pass finds of shards is kept in ``found``. Steps that follow each other are read in one go, also where
+        something else comes between them.
         """
         held = self._passes.pop(id(loader), None)
         if held is None or (held.order, held.step) != (order, step):
@@ -236,8 +237,8 @@ class Loaders:
             raise MismatchError(
                 f"{format_ranks(odd)} would visit the samples of epoch {epoch} in another order than rank 0: a sampler "
                 "must give every rank the same order of the whole data set, from the epoch and from generators that "
-                "Lockstep can seed; order=function of (epoch, generator) is given one; shard_lengths must be the same; a "
-                "stream that shuffles needs a seed of its own, such as shuffle(..., seed=0)"
+                "Lockstep can seed; order=function of (epoch, generator) is given one; shard_lengths must be the same; "
+                "a stream that shuffles needs a seed of its own, such as shuffle(..., seed=0)"
             )
         return digest
 

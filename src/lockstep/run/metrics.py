@@ -35,6 +35,10 @@ class _Mean:
         self._waiting: list[tuple[torch.Tensor, int | torch.Tensor, int | torch.Tensor]] = []
 
     def add(self, value: torch.Tensor, weight: int | torch.Tensor, count: int | torch.Tensor) -> None:
+        if value.is_cpu and type(weight) is type(count) is int and not value.is_complex():
+            # Nothing to wait for; tensors that are kept would also make Python look for garbage among them.
+            self.add_number(value.item(), weight, count)
+            return
         self._waiting.append((value, weight, count))
         if len(self._waiting) == _FETCH:
             self.fetch()
@@ -105,6 +109,11 @@ class MetricMeans:
             if number.dim():
                 raise UsageError(f"measure({name}={value!r}): give a tensor with one number per sample, or one number")
             self.add_mean(name, number, samples if count is None else count)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was measured."""
+        return not self._means
 
     def absorb(self, other: MetricMeans) -> None:
         """What ``other`` has measured is measured here, too, and nothing more by ``other``. Does not wait."""
@@ -228,6 +237,8 @@ class PassMetrics:
 
     def step_is_done(self) -> None:
         """What was measured since the last call belongs to a step that was made."""
+        if self._step.is_empty:
+            return
         self.train.absorb(self._step)
         if self._wants_recent:
             self.recent.absorb(self._step)

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 import torch
 
+_NO_AUTOCAST: Final = contextlib.nullcontext()
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -23,12 +24,14 @@ class Precision:
         self._device: Final = device.type
         self.dtype: Final = _DTYPES.get(name)  #: of forward passes; None: as the tensors are
         self._scaler: Final = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        #: whether losses are scaled, and steps with gradients that are not finite skipped
+        self.scales: Final = self._scaler.is_enabled()
         self.scale(torch.ones((), device=device))  # torch makes the scale for the first loss, which not all ranks see
 
     def forward(self) -> AbstractContextManager[Any]:
         """Around the forward pass and the loss of one micro-batch; casts of parameters are not kept beyond it."""
         if self.dtype is None:
-            return contextlib.nullcontext()
+            return _NO_AUTOCAST
         return torch.autocast(self._device, dtype=self.dtype)
 
     def forget_casts(self) -> None:
@@ -42,14 +45,14 @@ class Precision:
     def backward(self) -> AbstractContextManager[Any]:
         """Around the backward pass, which repeats the formats of the forward pass by itself."""
         if self.dtype is None:
-            return contextlib.nullcontext()
+            return _NO_AUTOCAST
         return torch.autocast(self._device, enabled=False)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale, at least in fp32."""
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()
-        return self._scaler.scale(loss)
+        return self._scaler.scale(loss) if self.scales else loss
 
     def unscale(self, optimizer: torch.optim.Optimizer, on_any_rank: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Divide the gradients by the loss scale; all ranks note whether they are finite on all of them. Collective.
@@ -58,8 +61,8 @@ class Precision:
             optimizer: whose gradients.
             on_any_rank: whether a value of one element is not zero on some rank, as 0.0 or 1.0. Collective.
         """
-        self._scaler.unscale_(optimizer)
-        if self._scaler.is_enabled():
+        if self.scales:
+            self._scaler.unscale_(optimizer)
             # Torch notes it by device; a rank that holds no gradient has noted nothing, and steps or skips, too.
             noted: dict[Any, torch.Tensor] = self._scaler._found_inf_per_device(optimizer)
             found = sum((value.to(self._device) for value in noted.values()), torch.zeros((), device=self._device))
@@ -69,12 +72,10 @@ class Precision:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step ``optimizer`` after `unscale`, unless its gradients are not finite in fp16."""
-        self._scaler.step(optimizer)
-
-    @property
-    def scales(self) -> bool:
-        """Whether losses are scaled, and steps with gradients that are not finite skipped."""
-        return self._scaler.is_enabled()
+        if self.scales:
+            self._scaler.step(optimizer)
+        else:
+            optimizer.step()
 
     @property
     def loss_scale(self) -> float:
@@ -83,7 +84,7 @@ class Precision:
 
     def update_scale(self) -> bool:
         """Adapt the loss scale, once after all optimizers' steps. Whether these were really made, and not skipped."""
-        if not self._scaler.is_enabled():
+        if not self.scales:
             return True
         before = self._scaler.get_scale()
         self._scaler.update()
@@ -95,5 +96,5 @@ class Precision:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the scale of `state_dict`."""
-        if state and self._scaler.is_enabled():
+        if state and self.scales:
             self._scaler.load_state_dict(state)

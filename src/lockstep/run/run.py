@@ -401,12 +401,13 @@ class Run:
 
         Args:
             dataset: samples by index, an iterable of samples, tensors with one row per sample, or a `DataLoader` of
-                torch's, whose batch is then a step. Or samples in shards: ``shard_lengths``, and
-                ``read_shard(shard, start)``, which gives those of one shard from ``start`` on.
+                torch's, whose batch is then a step. Or samples in shards: ``shard_lengths``, or ``num_shards`` where
+                lengths are not known, and ``read_shard(shard, start)``, which gives those of one shard from ``start``
+                on. Streams of `datasets` and `webdataset` have shards.
             global_batch: samples per step, over all ranks.
             micro_batch: samples of one forward pass: the unit that makes the result independent of the number of
                 ranks, of which there may be as many as micro-batches. Large and few is fast. None: an eighth.
-            shuffle: a new order each epoch; of shards, of these. None: yes, except for iterables.
+            shuffle: a new order each epoch; of shards, of these. None: yes, except for iterables without shards.
             sampler: a torch sampler or any iterable of indices: the order of an epoch, with those left out or repeated
                 that it leaves out or repeats. It is asked for the whole order on every rank, under generators seeded
                 for the epoch, its own ones among them; ``set_epoch(epoch)`` is called where it has it.

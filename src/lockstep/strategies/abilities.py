@@ -42,7 +42,11 @@ def _delegation_chain(strategy: Strategy) -> Iterator[Strategy]:
 
 def _first_with(ability: type, strategy: Strategy) -> Any:
     """The first of ``strategy`` and those that it delegates to that has ``ability``; None: none of them has."""
-    return next((each for each in _delegation_chain(strategy) if _has(type(each), ability)), None)
+    # As through `_delegation_chain`, without a generator: it is asked several times in a step.
+    each: Strategy | None = strategy
+    while each is not None and not _has(type(each), ability):
+        each = each.delegate() if _has(type(each), Delegates) else None  # type: ignore[attr-defined]  # as just asked
+    return each
 
 
 @functools.cache

@@ -45,6 +45,7 @@ class StrategyLaws:
         bits: whether it promises the reference's bits.
         tolerance: how far it may be away, if it does not.
         repeats: whether the same world gives the same bits again.
+        worlds_agree: whether all worlds end in the same bits, if these are not the reference's.
         dropout: of the classifier; a strategy that computes in an order of its own draws other numbers.
         batchnorm: whether the classifier has it, else LayerNorm: for strategies that cut micro-batches into pieces.
         rehearse: whether CPU threads stand in for GPUs, or ranks share one.
@@ -56,6 +57,7 @@ class StrategyLaws:
     bits: bool = True
     tolerance: float = 0.0
     repeats: bool = True
+    worlds_agree: bool = False
     dropout: float = 0.2
     batchnorm: bool = True
     rehearse: bool = False
@@ -77,7 +79,9 @@ class StrategyLaws:
         """On each world, with momentum and with AdamW, buffers included; given a model, and how to make one."""
         for case in (self._case(optimizer="sgd"), self._case(optimizer="adamw", hands_over_function=True)):
             for world in self.worlds:
-                self._near(self._trained(case, world), case, f"on {world} ranks, {case.optimizer}")
+                found = self._trained(case, world)
+                self._near(found, case, f"on {world} ranks, {case.optimizer}")
+                self._agrees(found, case, f"on {world} ranks, {case.optimizer}")
 
     def equals_plain_torch(self) -> None:
         """Not only like another world: like a loop of plain torch on one process, but for rounding."""
@@ -105,7 +109,9 @@ class StrategyLaws:
         case = self._case()
         for before, after in permutations(self.worlds, 2):
             directory = self._begun(case, before)
-            self._near(self._trained(case, after, directory), case, f"begun on {before} ranks, ended on {after}")
+            found = self._trained(case, after, directory)
+            self._near(found, case, f"begun on {before} ranks, ended on {after}")
+            self._agrees(found, case, f"begun on {before} ranks, ended on {after}")
 
     def moves_between_strategies(self) -> None:
         """Begun under ``ddp`` and ended under this one, and the other way round."""
@@ -155,6 +161,13 @@ class StrategyLaws:
             assert state_hash(found) == state_hash(reference), f"{self.strategy} {when}: other bits than one rank"
             return
         self._not_far(_flat(found, case), _flat(reference, case), case, f"{when}, from one rank")
+
+    def _agrees(self, found: dict[str, Any], case: _Case, when: str) -> None:
+        if self.worlds_agree:
+            first = _undisturbed(replace(case, hands_over_function=False), self.worlds[0])
+            assert state_hash(found) == state_hash(first), (
+                f"{self.strategy} {when}: other bits than on {self.worlds[0]}"
+            )
 
     def _not_far(self, here: torch.Tensor, end: torch.Tensor, case: _Case, when: str) -> None:
         begin = _flat(_undisturbed(replace(case, strategy="none", epochs=0), 1), case)
@@ -217,7 +230,7 @@ class _Case:
 
 
 def _model(case: _Case) -> nn.Sequential:
-    return nn.Sequential(
+    model = nn.Sequential(
         nn.Embedding(9, 4),
         nn.Flatten(),
         nn.Linear(12, 24),
@@ -228,6 +241,10 @@ def _model(case: _Case) -> nn.Sequential:
         nn.Tanh(),
         nn.Linear(10, 5, bias=False),
     )
+    # For strategies that divide layers: each style, and Dropout where activations are whole.
+    styles = {"0": "embedding_colwise", "2": "colwise_gather_output", "6": "colwise", "8": "rowwise"}
+    model.tensor_parallel_plan = styles  # type: ignore[assignment]  # nothing that is trained
+    return model
 
 
 def _samples() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

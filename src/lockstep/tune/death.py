@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from lockstep.launch import RankExit, failure_line, next_generation
+from lockstep.launch import RankExit, failure_line, how_it_ended, next_generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,15 @@ class Death:
         """The death of a worker whose objective has ended the process as if all were well."""
         reason = "the objective ended its process with exit code 0"
         return cls(next_generation(worker_dir) - 1, at_s, reason, is_of_objective=True)
+
+    @classmethod
+    def of_launcher(cls, worker_dir: Path, code: int, at_s: float) -> Self:
+        """The death of a worker whose launcher has ended with ``code`` in the middle of a trial, and its ranks with it.
+
+        A trial may do that to its launcher, and would do it again at each attempt.
+        """
+        reason = f"the launcher of its worker {how_it_ended(code)}"
+        return cls(next_generation(worker_dir) - 1, at_s, reason, is_of_objective=False)
 
     def write(self, worker_dir: Path) -> None:
         """Write it into the run directory of the worker."""

@@ -215,6 +215,9 @@ class Driver:
         is_gone = code < 0 or code == _NO_FORK_SERVER
         if is_gone and not self._stops.times and not _no_progress(self._starts[spec], written):
             self._view.line(f"worker {spec.number}: its launcher was killed; starting it again")
+            if is_within_trial(self._directory.path, spec.number):
+                run_dir = self._directory.worker(spec.number)
+                Death.of_launcher(run_dir, code, time.time()).write(run_dir)
             self._start(spec)
             return
         if code == EXIT_OK and not self._stops.times and is_within_trial(self._directory.path, spec.number):

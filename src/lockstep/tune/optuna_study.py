@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -148,10 +149,12 @@ def _frozen(optuna: ModuleType, trial: Trial, space: Space, objectives: int) -> 
     distributions = _distributions(space, trial.point)
     params = space.params(trial.point)  # not the journal's: JSON knows no tuples
     states = optuna.trial.TrialState
+    # What is unknown is left out: Optuna, too, takes it for the largest violation.
+    known = trial.violation if math.isfinite(trial.violation) else None
     about = {
         "number": trial.number, "island": trial.island, "worker": trial.worker, "ranks": trial.ranks,
         "parents": list(trial.parents), "operator": trial.operator, "inherits": trial.inherits,
-        "attempts": trial.attempts, "run_s": trial.run_s, "losses": list(trial.losses), "violation": trial.violation,
+        "attempts": trial.attempts, "run_s": trial.run_s, "losses": list(trial.losses), "violation": known,
         "reason": trial.reason, "converged": trial.converged,
         "reports_at_s": [report.at_s for report in trial.reports],
     }  # fmt: skip
@@ -162,7 +165,7 @@ def _frozen(optuna: ModuleType, trial: Trial, space: Space, objectives: int) -> 
         values=list(trial.losses) if trial.state == "done" else None,
         intermediate_values={report.step: report.loss for report in trial.reports} if objectives == 1 else {},
         user_attrs={_TRIAL: about},
-        system_attrs={_CONSTRAINTS: [trial.violation]} if trial.violation else {},
+        system_attrs={_CONSTRAINTS: [known]} if known else {},
     )
     made.datetime_start = datetime.datetime.fromtimestamp(trial.began_at_s)
     made.datetime_complete = datetime.datetime.fromtimestamp(trial.ended_at_s or trial.began_at_s)
@@ -259,7 +262,7 @@ def _records(frozen: FrozenTrial, space: Space, signs: Sequence[float]) -> Itera
         ended,
         about.get("run_s", ended - began),
         losses if state != "failed" else (),
-        sum(max(value, 0.0) for value in constraints),
+        sum(max(value, 0.0) for value in constraints) if constraints or state != "stopped" else None,
         about.get("reason") or ("" if state == "done" else f"{frozen.state.name.lower()} in Optuna"),
         bool(about.get("converged")),
     )

@@ -35,7 +35,7 @@ class Outcome:
 
     state: Literal["done", "stopped", "failed", "lost", "interrupted"]
     losses: tuple[float, ...] = ()
-    violation: float = 0.0
+    violation: float | None = None  #: of the constraints; None: unknown
     reason: str = ""
     place: str = ""  #: of a failure: file and line
     returned: bool = False  #: the objective returned, whatever: this rank is in step with others that did

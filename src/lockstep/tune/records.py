@@ -60,7 +60,7 @@ class TrialEnded:
     at_s: float
     run_s: float  #: of this attempt
     losses: tuple[float, ...] = ()
-    violation: float = 0.0
+    violation: float | None = None  #: of the constraints; None: unknown, since it was stopped
     reason: str = ""
     converged: bool = False
 

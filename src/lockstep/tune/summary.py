@@ -78,8 +78,13 @@ def parameters(trial: Trial) -> str:
 
 def _losses(trial: Trial) -> str:
     noun = "loss" if len(trial.losses) == 1 else "losses"
-    outside = f", violates the constraints by {_value(trial.violation)}" if trial.violation else ""
-    return f"{noun} {_numbers(trial.losses)}{outside}"
+    return f"{noun} {_numbers(trial.losses)}{_violation(trial.violation)}"
+
+
+def _violation(by: float) -> str:
+    if math.isinf(by):
+        return ", stopped before it was known whether it violates the constraints"
+    return f", violates the constraints by {_value(by)}" if by else ""
 
 
 def _where(trial: Trial) -> str:

@@ -31,7 +31,9 @@ class Trial:
     point: Point  #: the same, as the algorithms see it
     state: State
     losses: tuple[float, ...] = ()  #: one for each objective; empty while it runs, and where it failed
-    violation: float = 0.0  #: by how much it violates the constraints; 0: it satisfies them
+    #: By how much it violates the constraints; 0: it satisfies them, or the search has none. Infinite: unknown, for it
+    #: was stopped before it returned that, in a search where others violate them.
+    violation: float = 0.0
     reason: str = ""  #: why it failed or was stopped, in one line
     #: Of a stopped one: it would have been stopped without any other trial, too, as by `patience`. Nothing was cut
     #: short: that was its training.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,7 @@ class TrialHistory:
         self._stories: dict[int, _Story] = {}
         self._trials: dict[int, Trial | None] = {}  # computed from them, until a new record comes
         self._moves: dict[tuple[int, int], MovePlanned] = {}
+        self._has_violations = False  # some trial violates the constraints, so there are some
         self.ended = 0  #: number of trials that have ended
         self._expected: dict[int, int] = {}  # by worker: serial number of the next entry
 
@@ -72,12 +74,15 @@ class TrialHistory:
             case TrialEnded():
                 self.ended += not story.ended
                 story.ended[record.attempt] = record
+                if record.violation and not self._has_violations:
+                    self._has_violations = True
+                    self._trials.clear()
         return True
 
     def trial(self, number: int) -> Trial | None:
         """The trial ``number``; None if the record of its beginning has not been read."""
         if number not in self._trials and number in self._stories:
-            self._trials[number] = _trial(number, self._stories[number])
+            self._trials[number] = _trial(number, self._stories[number], math.inf if self._has_violations else 0.0)
         return self._trials.get(number)
 
     def trials(self) -> tuple[Trial, ...]:
@@ -120,7 +125,7 @@ class TrialHistory:
         return tuple(one.cut for _, one in sorted(story.attempts.items()) if one.cut is not None)
 
 
-def _trial(number: int, story: _Story) -> Trial | None:
+def _trial(number: int, story: _Story, unknown_violation: float) -> Trial | None:
     attempts = [attempt for _, attempt in sorted(story.attempts.items())]
     begun = next((one.began for one in attempts if one.began is not None and one.began.point is not None), None)
     if begun is None:
@@ -138,9 +143,10 @@ def _trial(number: int, story: _Story) -> Trial | None:
         reports.update(attempt.reports)
     details: dict[str, Any] = {}
     if ended is not None:
+        unknown = unknown_violation if ended.state == "stopped" else 0.0
         details = {
             "losses": ended.losses,
-            "violation": ended.violation,
+            "violation": unknown if ended.violation is None else ended.violation,
             "reason": ended.reason,
             "converged": ended.converged,
             "ended_at_s": ended.at_s,

@@ -163,7 +163,8 @@ class TrialRank:
             return Outcome.of_error(error), error
         if self._stopped:
             # It was told to stop, and has caught the error that said so.
-            return Outcome("stopped", reason=self._stopped, returned=True), None
+            violation = Outcome.of_result(value, self._settings.objectives).violation
+            return Outcome("stopped", violation=violation, reason=self._stopped, returned=True), None
         return Outcome.of_result(value, self._settings.objectives), None
 
     def _report(self, order: TrialOrder, loss: float, step: int) -> str:

@@ -98,7 +98,7 @@ class WorkerGroup:
         self._stop_mode, self._kill_at_s, self._killed_s = StopMode.NONE, float("inf"), float("inf")
         self._asked_with: signal.Signals | None = None  # and not known to have been heard
         self._world_size, self._store_unused = 0, False
-        # Ranks that hung and were killed before the others, and when.
+        # Ranks that were killed before the others, such as those that hung, and when.
         self._culprits, self._culprits_s = frozenset[int](), 0.0
         #: How all ranks of the generation ended, once they all have.
         self.endings: tuple[RankExit, ...] = ()
@@ -293,12 +293,18 @@ class WorkerGroup:
             self._lose_part(f"{_FORK_SERVER} was stopped and did not go on", time.monotonic())
             self._fork_server.kill_directly()
         else:
-            self._lose_part(f"{_STORE} was stopped and did not go on", time.monotonic())
+            self._lose_part(f"{_STORE} was stopped and did not go on", time.monotonic(), ranks_live=True)
             os.kill(part.process, signal.SIGKILL)
 
-    def _lose_part(self, what: str, at_s: float) -> None:
-        if self.running and not self._lost_part and self._stop_mode is StopMode.NONE:
-            self._lost_part, self._lost_part_s = what, at_s
+    def _lose_part(self, what: str, at_s: float, *, ranks_live: bool = False) -> None:
+        """What all ranks need is gone; with ``ranks_live`` they do not end by themselves."""
+        if not self.running or self._lost_part or self._stop_mode is not StopMode.NONE:
+            return
+        self._lost_part, self._lost_part_s = what, at_s
+        if ranks_live and self._job.request.max_restarts and self._world_size > 1 and self._fork_server is not None:
+            # All of them hold the last step: where one is gone, the others leave what they hold.
+            self._culprits, self._culprits_s = frozenset({self._ranks[-1]}), time.monotonic()
+            self._fork_server.kill_ranks(self._culprits)
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -309,7 +315,7 @@ class WorkerGroup:
             case ForkUnavailable(why):
                 self._screen.say(f"note: ranks start as separate processes, which is slower: {why}")
             case StoreExited(status, at_s):
-                self._lose_part(f"{_STORE} {how_it_ended(status)}", at_s)
+                self._lose_part(f"{_STORE} {how_it_ended(status)}", at_s, ranks_live=True)
             case StoreUnused():
                 self._store_unused = True
             case ForkServerDied(status, why):
