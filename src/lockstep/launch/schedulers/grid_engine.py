@@ -164,7 +164,7 @@ class GridEngine(WritesJobScripts):
 
 def _rows_of(job: str, listed: str) -> list[list[str]]:
     """The words of the lines of ``qstat`` that are about ``job``, one for each of its tasks."""
-    return [row for row in map(str.split, listed.splitlines()) if row[:1] == [job] and len(row) > 6]
+    return [row for row in map(str.split, listed.splitlines()) if row[:1] == [job] and len(row) > 4]
 
 
 def _slots(request: JobRequest) -> int:
