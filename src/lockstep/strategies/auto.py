@@ -27,7 +27,7 @@ from lockstep.strategies import ddp, zero
 from lockstep.strategies.abilities import Delegates
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.protocol import ReplicaAssignment, StateLayout, Strategy, StrategyContext
-from lockstep.strategies.sharded import fully_sharded
+from lockstep.strategies.sharded import fsdp_options, fully_sharded
 
 _MIB = 1 << 20
 # Of the free memory, what may be planned with: activations and libraries want the rest.
@@ -154,7 +154,7 @@ class Auto(Strategy, Delegates):
         if choice.name == "zero":
             return zero.open_strategy(context, zero.Options())
         if choice.name == "fsdp":
-            return fully_sharded.open_strategy(context, fully_sharded.Options())
+            return fully_sharded.open_strategy(context, fsdp_options.Options())
         return ddp.open_strategy(context, ddp.Options())
 
     @property

@@ -33,7 +33,7 @@ from lockstep.strategies.abilities import (
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
-from lockstep.strategies.sharded import fully_sharded
+from lockstep.strategies.sharded import fsdp_options, fully_sharded
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import ShardedOptimizerLayout
 
@@ -53,7 +53,7 @@ class Options:
 def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """The strategy ``zero``; one rank alone owns everything, and needs none. Collective."""
     if options.stage == 2:
-        return fully_sharded.open_strategy(context, fully_sharded.Options(reshard="step"), "zero:stage=2")
+        return fully_sharded.open_strategy(context, fsdp_options.Options(reshard="step"), "zero:stage=2")
     if context.group.size == 1:
         return SingleProcess(context.group, context.runs, exact=context.exact)
     replicas = Ddp(context.group, context.runs, exact=context.exact, bucket_mb=context.bucket_mb)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lockstep.collectives import Group
 from lockstep.errors import SettingError
 from lockstep.strategies.protocol import Strategy, StrategyContext
-from lockstep.strategies.sharded import fully_sharded
+from lockstep.strategies.sharded import fsdp_options, fully_sharded
 from lockstep.strategies.sharded.fully_sharded import FullySharded
 
 
@@ -47,7 +47,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     Raises:
         SettingError: if the ranks cannot be divided so.
     """
-    alike = fully_sharded.Options(
+    alike = fsdp_options.Options(
         options.wrap,
         options.mixed,
         options.reshard,
