@@ -49,7 +49,7 @@ FAULTS_PER_ROUND = 12
 SIDE_BY_SIDE = 2
 LIMIT_OURS_S = 150.0
 #: How long torchrun is waited for.
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 #: For the cause, once the training goes on: a part of the launcher is told to go on before it is named.
 CAUSE_S = 20.0
 #: And whether there is a mirror; each is drawn as often as it is here.
