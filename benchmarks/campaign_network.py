@@ -112,10 +112,10 @@ def launchers_store_killed(training: Training) -> None:
 
 
 def _connected(training: Training) -> int:
-    """How many connections the store of the launchers has."""
+    """How many connections the store of the launchers has accepted: those that wait for it have no inode yet."""
     place, port = training.machines["n1"].place, f":{ENDPOINT_PORT:04X}"
     rows = [line.split() for name in ("tcp", "tcp6") for line in read(place, f"net/{name}").decode().splitlines()]
-    return sum(len(row) > 3 and row[1].endswith(port) and row[3] == "01" for row in rows)
+    return sum(len(row) > 9 and row[1].endswith(port) and row[3] == "01" and row[9] != "0" for row in rows)
 
 
 def launcher_stands(training: Training) -> None:
@@ -178,7 +178,6 @@ def other(*options: str, text: tuple[str, str] = ("", ""), env: dict[str, str] |
 
 
 _LOST = r"lost node n\d \(rank"
-_OUT = r"cut off: nothing heard of the coordinator"
 _RANK = r"run failed: rank \d of \d \(host n\d\) "
 
 _GROUPS: dict[str, Group] = {
