@@ -157,6 +157,8 @@ def carry_out(one: Round, seed: int, expected: str) -> list[Struck]:
             codes = [run.launchers[host].returncode for host in run.finishers]
             digests = {path.read_text() for path in run.here.glob("digest-*")}
         except (TimeoutError, AssertionError, OSError, subprocess.SubprocessError) as error:
+            if manner.way == "torchrun":
+                raise  # it tells nothing of a fault
             said = f"{error}\n{_tail(run)}"
             struck.append(Struck("of no fault: the training itself", one.number, manner.way, screen=said))
             return struck
