@@ -195,6 +195,7 @@ class Hosts:
     up: dict[str, Host] = field(default_factory=dict)
     ipv6: bool = False  #: they have addresses of IPv6 only
     named: int = 8  #: hosts whose names are known
+    memory: str = "50%"  #: what each may keep in its /dev/shm, as mount says it; lost with the host
 
     def __getitem__(self, name: str) -> Host:
         """The host of this name."""
@@ -218,7 +219,7 @@ class Hosts:
             script=f"""
             mount --bind {hosts_file} /etc/hosts &&
             {{ [ ! -e /etc/resolv.conf ] || mount --bind {self.directory}/resolv.conf /etc/resolv.conf; }} &&
-            mount -t tmpfs shm /dev/shm &&
+            mount -t tmpfs -o size={self.memory} tmpfs /dev/shm &&
             hostname {name} && ip link set lo up && echo up && exec sleep infinity""",
         )
         place = _children(keeper.pid)[0]
@@ -237,10 +238,11 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(count: int, *, named: int = 8, ipv6: bool = False) -> Iterator[Hosts]:
+def hosts(count: int, *, named: int = 8, ipv6: bool = False, memory: str = "50%") -> Iterator[Hosts]:
     """``count`` hosts ``n1``, ``n2``... on one switch; the names of ``named`` are known. All gone afterwards.
 
-    With ``ipv6`` they have addresses of IPv6 only, and names that stand for these.
+    With ``ipv6`` they have addresses of IPv6 only, and names that stand for these. Each has a ``/dev/shm`` of its own,
+    of so much ``memory``.
     """
     with tempfile.TemporaryDirectory(prefix="hosts-") as directory, contextlib.ExitStack() as stack:
         network = _NETWORK_6 if ipv6 else f"{_NETWORK}."
@@ -255,7 +257,7 @@ def hosts(count: int, *, named: int = 8, ipv6: bool = False) -> Iterator[Hosts]:
             "&& echo up && exec sleep infinity",
         )
         stack.callback(_end, switch)
-        world = Hosts(_children(switch.pid)[0], Path(directory), ipv6=ipv6, named=named)
+        world = Hosts(_children(switch.pid)[0], Path(directory), ipv6=ipv6, named=named, memory=memory)
         # The other way round: the hosts end, and with them what was started there.
         stack.callback(lambda: [one.wait(_DEADLINE_S) for host in world.up.values() for one in host.started])
         stack.callback(lambda: [_end(host.keeper) for host in world.up.values()])
