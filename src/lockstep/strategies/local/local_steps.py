@@ -68,8 +68,8 @@ class LocalSteps:
         if position.is_padding:
             _clear_gradients(target)
             return
-        # From the micro-batch's part of the whole step to its part of this rank's. Here, since to multiply the gradients
-        # would take one more pass over them.
+        # From the micro-batch's part of the whole step to its part of this rank's: in the loss, since to multiply the
+        # gradients would take one more pass over them.
         if weight is None:
             self._expected = position.step_samples
         elif self._expected != position.step_samples:
