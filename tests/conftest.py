@@ -59,6 +59,7 @@ LONG = re.compile(
     r"test_campaign$|test_digits_reach_|test_mnist_is_read|test_commands_that_work_on_a_script|test_scripts_run_on_one_rank|"
     r"test_the_bits_are_those_of_one_rank\[4-3\]|test_a_model_trains_and_resumes_within_a_limit|"
     r"test_the_rank_that_hangs_is_named|test_the_command_line_goes_back_to_it|test_kills$|"
+    r"test_whatever_is_killed|test_whoever_is_killed|test_without_room_in_memory|test_a_script_that_breaks_off|"
     r"test_the_same_bits_after_the_planned_faults|test_what_is_left_behind_fails|test_a_function_runs_on_ranks_that_are_copies"
 )
 

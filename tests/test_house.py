@@ -24,9 +24,9 @@ FLOORS = (
     ),
     (
         *("world", "batch", "progress", "settings", "size_balancing", "heartbeat_message"),
-        *("peer_failure", "strategy_words", "script_end", "step_record"),
+        *("peer_failure", "option_words", "script_end", "step_record"),
     ),
-    ("collectives", "seeding", "heartbeat", "cpu_affinity", "cpu_use"),
+    ("collectives", "seeding", "heartbeat", "cpu_affinity", "cpu_use", "strategy_words"),
     ("strategies", "checkpoint", "data", "report", "faults", "error_advice"),
     ("run", "launch", "saved_run"),
     ("tune", "scale"),
@@ -36,7 +36,7 @@ FLOORS = (
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     *("errors", "launch_contract", "trial_contract", "slurm_syntax", "world", "batch", "progress", "settings"),
-    *("size_balancing", "memory_use", "network_interface"),
+    *("size_balancing", "memory_use", "network_interface", "option_words"),
     *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
     *("cpu_use", "launch", "strategy_words", "saved_run", "error_advice", "step_record"),
     *("cli", "__init__", "__main__"),

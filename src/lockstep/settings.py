@@ -13,10 +13,12 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import lockstep.launch_contract as launch_contract
 from lockstep.errors import SettingError
+
+T = TypeVar("T")
 
 #: The environment variable in which ``lockstep run`` hands its options to the ranks, as one JSON object.
 OPTIONS_VARIABLE = "LOCKSTEP_SETTINGS"
@@ -157,6 +159,28 @@ def reader_of(field: Field[Any]) -> Reader:
     annotation = field.type  # a text, where annotations are not evaluated
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     return _READERS.get(name.removesuffix(" | None"), _WORD)
+
+
+def read_options(what: str, kind: type[T], options: Mapping[str, str]) -> T:
+    """The frozen dataclass ``kind`` with ``options``, each read by the type of its field.
+
+    Args:
+        what: has these options, such as ``strategy ddp``; for messages.
+        kind: a dataclass with a default for each field.
+        options: texts by the names of fields.
+
+    Raises:
+        SettingError: for a value that cannot be read.
+    """
+    known: dict[str, Field[Any]] = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    values = {}
+    for option, text in options.items():
+        reader = reader_of(known[option])
+        try:
+            values[option] = reader.read(text)
+        except (ValueError, KeyError):
+            raise SettingError(f"{what}: {option}={text!r}; give {reader.wants}") from None
+    return kind(**values)
 
 
 def _about(

@@ -6,11 +6,10 @@ starts.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Final
 
-from lockstep.errors import SettingError
+from lockstep.option_words import split_options
 
 _FSDP = ("wrap", "mixed", "reshard", "ignored_modules", "prefetch", "offload", "checkpoint_activations")
 #: The strategies, each with the names of its options; a test compares them with the fields of its `Options`.
@@ -49,20 +48,4 @@ def split(spec: str) -> tuple[str, dict[str, str]]:
         SettingError: if there is no such strategy or option (with the nearest one), an option is named twice, or there
             is none between two commas.
     """
-    name, _, rest = spec.partition(":")
-    if name not in STRATEGY_WORDS:
-        plain = name.lower().replace("_", "-")
-        near = [_ELSEWHERE[plain]] if plain in _ELSEWHERE else difflib.get_close_matches(plain, STRATEGY_WORDS, n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise SettingError(f"strategy={name!r}: {meant}give one of {', '.join(STRATEGY_WORDS)}")
-    known, options = STRATEGY_WORDS[name], dict[str, str]()
-    for word in rest.split(",") if rest else ():
-        option, _, value = word.partition("=")
-        if not option or option in options:
-            raise SettingError(f"strategy={spec!r}: write NAME:OPTION=VALUE,OPTION=VALUE, each option once")
-        if option not in known:
-            near = difflib.get_close_matches(option, known, n=1)
-            there = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
-            raise SettingError(f"strategy {name} has no option {option}; {there}")
-        options[option] = value or "true"
-    return name, options
+    return split_options("strategy", spec, STRATEGY_WORDS, elsewhere=_ELSEWHERE)

@@ -87,7 +87,7 @@ def test_a_coordinator_that_was_replaced_while_it_stood_still_shows_nothing_of_t
     node._store.silent_s = lambda: 0.0
     node._workers = SimpleNamespace(
         running=False,
-        leave_log=lambda: did.append("leave log"),
+        output=SimpleNamespace(leave_log=lambda: did.append("leave log")),
         stop=lambda mode: did.append("stop"),
         poll=lambda timeout_s: did.append("poll"),
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.command import Command, Parser, ScriptParser
+from lockstep.cli.setting_options import read_set
 from lockstep.cli.site_file import site_prices
 from lockstep.errors import SettingError
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
@@ -192,12 +193,7 @@ def _doublings(most: int) -> list[int]:
 
 
 def _settings(parsed: argparse.Namespace) -> dict[str, str]:
-    given: dict[str, str] = {"rehearse": "true"} if parsed.rehearse else {}
-    for word in parsed.set:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise SettingError(f"--set {word}: give NAME=VALUE")
-        given[name] = value
+    given = ({"rehearse": "true"} if parsed.rehearse else {}) | read_set(parsed.set)
     Settings(**{name: parse(name, value) for name, value in given.items()})
     for name, values in (("precision", parsed.precision), ("bucket_mb", parsed.bucket)):
         for each in values or ():

@@ -27,12 +27,13 @@ from lockstep.cli.other_launchers import INSTEAD
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
 from lockstep.cli.rendezvous_options import add_rendezvous_options, among_nodes, rendezvous_of
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
+from lockstep.cli.setting_options import add_setting_options, settings_of
 from lockstep.cli.top import COMMANDS as TOP_COMMANDS
 from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
 from lockstep.errors import LaunchError, LockstepError, SettingError
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from lockstep.script_end import leave
-from lockstep.settings import ResolvedSettings, Settings, parse
+from lockstep.settings import ResolvedSettings, Settings
 from lockstep.strategy_words import split
 
 _EXAMPLES = """\
@@ -49,8 +50,6 @@ _PLACES = {
 }
 #: Short forms of commands.
 _SHORT = {"ckpt": "checkpoints"}
-#: Options of `run` that are settings of `Run`; any other is given with ``--set``.
-_SETTINGS = ("checkpoint", "save_every", "strategy", "reduction", "precision", "rehearse")
 #: They say where and how a run begins, and what the words after them are: a later command says that itself.
 _BEGINNING = ("--resume", "--fresh", "-m", "--module", "--no-python", "--")
 _BEGINNING_WITH_VALUE = ("--run-dir", "--resume-from")
@@ -158,18 +157,10 @@ def run_options() -> Parser:
     files.add_argument("--resume-from", metavar="best|STEP", help="from that checkpoint, with the later ones set aside")
     files.add_argument("--fresh", action="store_true", help="move an earlier run in the run directory aside")
     settings = parser.add_argument_group("settings of the run, over what the script says")
-    settings.add_argument("--checkpoint", metavar="DIR", help="where checkpoints are (default: in the run directory)")
-    settings.add_argument("--save-every", metavar="SPAN", help="such as '100 steps', '5 min', '1 epoch'")
-    settings.add_argument("--strategy", metavar="NAME", help="how replicas are kept in step (default: ddp)")
-    settings.add_argument(
-        "--rehearse", action="store_const", const="true", help="with too few GPUs: ranks share one, threads stand in"
-    )
-    settings.add_argument("--reduction", metavar="NAME", help="exact or fast")
-    settings.add_argument("--precision", metavar="NAME", help="fp32, bf16 or fp16")
+    add_setting_options(settings)
     settings.add_argument(
         "--fit", action="store_true", help="with the largest micro_batch that fits, found by short runs"
     )
-    settings.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting")
     what = parser.add_argument_group("what to run")
     what.add_argument("-m", "--module", action="store_true", help="script.py is the name of a module, as in python -m")
     what.add_argument("--no-python", action="store_true", help="script.py is any program, started as it is")
@@ -347,17 +338,10 @@ def _given(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> list[
 
 def _settings(parsed: argparse.Namespace) -> dict[str, str]:
     """What the command line sets, checked as far as it can be without the script."""
-    given: dict[str, str] = {}
-    for word in parsed.set:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise SettingError(f"--set {word}: give NAME=VALUE; the names are {', '.join(_names())}")
-        given[name] = value
-    given |= {name: getattr(parsed, name) for name in _SETTINGS if getattr(parsed, name) is not None}
+    given = settings_of(parsed)
     if given.get("checkpoint"):
         # A script may change its directory.
         given["checkpoint"] = str(Path(given["checkpoint"]).absolute())
-    Settings(**{name: parse(name, value) for name, value in given.items()})
     by_environment = ResolvedSettings.resolve({}, os.environ).values
     split(given.get("strategy", by_environment.strategy))
     return given

@@ -13,11 +13,11 @@ from typing import Any
 
 from lockstep.cli.command import Command, Parser
 from lockstep.cli.search_results import add_result_options, show_results, wants_results
+from lockstep.cli.setting_options import add_setting_options, settings_of
 from lockstep.errors import SettingError
-from lockstep.settings import Interval, Settings, parse
+from lockstep.settings import Interval
 from lockstep.world import World
 
-_SETTINGS = ("strategy", "precision", "reduction", "save_every", "rehearse")
 #: They say where and how a search begins: a later command says that itself.
 _BEGINNING = ("--resume", "--fresh", "--join")
 #: How long a machine waits for the first machine to begin the search.
@@ -89,14 +89,7 @@ def tune_options() -> Parser:
     files.add_argument("--fresh", action="store_true", help="move an earlier search in the run directory aside")
     files.add_argument("--join", action="store_true", help="add workers to the search that runs in the run directory")
     settings = parser.add_argument_group("settings of each trial's run; they override those of the script")
-    settings.add_argument("--strategy", metavar="NAME", help="how replicas are kept in step (default: ddp)")
-    settings.add_argument("--precision", metavar="NAME", help="fp32, bf16 or fp16")
-    settings.add_argument("--reduction", metavar="NAME", help="exact or fast")
-    settings.add_argument("--save-every", metavar="SPAN", help="checkpoints, such as '1 epoch' or '5 min'")
-    settings.add_argument(
-        "--rehearse", action="store_const", const="true", help="ranks may share a GPU; CPU threads replace missing ones"
-    )
-    settings.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting")
+    add_setting_options(settings, "checkpoint")  # each trial has a directory of its own
     add_result_options(parser)
     parser.add_argument("-m", "--module", action="store_true", help="search.py is a module name, as in python -m")
     parser.add_argument(
@@ -129,7 +122,7 @@ def _tune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if workers is None:
         workers = len(ranks) if len(ranks) > 1 else max(1, gpus // ranks[0])
     sizes = worker_sizes(workers, ranks)
-    settings, options = _settings(parsed), _options(parsed)
+    settings, options = settings_of(parsed), _options(parsed)
     world = World.from_env(os.environ)
     if world.size > 1 and parsed.run_dir is None:
         raise SettingError(
@@ -175,19 +168,6 @@ def _options(parsed: argparse.Namespace) -> dict[str, Any]:
         if span.unit != "second":
             raise SettingError(f"--time-limit {parsed.time_limit}: give a time, such as '2 h' or '90 min'")
         given["time_limit_s"] = span.every
-    return given
-
-
-def _settings(parsed: argparse.Namespace) -> dict[str, str]:
-    """What the command line says of each trial's run, checked as far as it can be without the script."""
-    given: dict[str, str] = {}
-    for word in parsed.set:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise SettingError(f"--set {word}: give NAME=VALUE")
-        given[name] = value
-    given |= {name: getattr(parsed, name) for name in _SETTINGS if getattr(parsed, name) is not None}
-    Settings(**{name: parse(name, value) for name, value in given.items()})
     return given
 
 

@@ -181,7 +181,7 @@ class Agent:
                     who = "this node" if moved.listening else moved.lease.host
                     self._screen.say(f"{who} is the coordinator now (term {moved.lease.term})")
                 self.moved, self._suspended = moved, True
-                self._workers.leave_log()
+                self._workers.output.leave_log()
             case "suspend":
                 if not self._suspended:
                     self._screen.say(

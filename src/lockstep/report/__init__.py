@@ -8,6 +8,7 @@
 Nothing here needs torch, and rich is imported only for a terminal.
 """
 
+from lockstep.report.figure import new_figure
 from lockstep.report.metrics_file import MetricsFile, record_row
 from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
 from lockstep.report.status import State, Status, StatusFile, epoch_number
@@ -46,6 +47,7 @@ __all__ = [
     "ignoring_write_errors",
     "lateness",
     "line_interval_s",
+    "new_figure",
     "open_trackers",
     "record_row",
     "refuse_unknown_trackers",

@@ -232,7 +232,7 @@ class EmergencyMemory(Emergency):
         journal.note(step, measured)
 
     def note_late(self, step: int) -> None:
-        """See `Emergency.note_late`."""
+        """Write down what ``step`` has measured since `note`, if it has; some microseconds."""
         journal = self._journal
         if journal is None or not self._metrics.has_called:
             return
@@ -243,7 +243,7 @@ class EmergencyMemory(Emergency):
             self._begin(journal, step, measured, late=True)
 
     def discard(self) -> None:
-        """See `Emergency.discard`."""
+        """Forget what was noted of the step in work: the next note takes its place."""
         self._step, self._of_step, self._train = 0, [], None  # the next note begins anew, and takes back what there was
 
     def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
@@ -264,13 +264,13 @@ class EmergencyMemory(Emergency):
         journal.begin(step, sums, names, late=late)
 
     def forget_before(self) -> None:
-        """See `Emergency.forget_before`."""
+        """Remove the files of earlier generations, once for the ranks of this node."""
         if self._world.local_rank == 0:
             for directory in self._before():
                 shutil.rmtree(directory, ignore_errors=True)
 
     def close(self) -> None:
-        """See `Emergency.close`."""
+        """Close the journal and the mirror; what they have written stays for the next generation."""
         if self._journal is not None:
             self._journal.close()
             self._journal = None
@@ -347,7 +347,7 @@ class EmergencyMemory(Emergency):
     # ---- when the next generation starts -------------------------------------------------------------------------
 
     def find(self) -> LeftBehind | None:
-        """See `Emergency.find`."""
+        """The newest complete state that ranks of any node have left; None if there is none. Collective."""
         own = self._left() if self._world.local_rank == 0 else Left()
         choice = choose(self._group.gather_objects(own, "what survivors have left"), self._log_every)
         return None if choice is None else LeftBehind(self._group, choice)

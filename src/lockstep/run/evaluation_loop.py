@@ -43,7 +43,7 @@ class EvaluationLoop:
         self._said_put_back = False  # of buffers that moved in an evaluation
 
     def evaluate(self, data_loader: TorchLoader) -> Generator[Data]:
-        """See `Run.evaluate`."""
+        """The micro-batches of this rank, each sample once over all ranks; then metrics are reduced. Collective."""
         self._start.begin()
         loader = self._loaders.find(data_loader, "evaluate")
         in_body = self._metrics.inside == "train"

@@ -29,7 +29,7 @@ _INSTEAD: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class LoaderArguments:
-    """See `Run.loader`."""
+    """What a script asks of `Run.loader`, where each is explained, before the settings are applied; None: not given."""
 
     dataset: UserDataset
     global_batch: int | None = None

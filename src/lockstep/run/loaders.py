@@ -51,7 +51,10 @@ class Loaders:
         self._orders: Final[dict[str, tuple[int, str]]] = {}
 
     def open(self, arguments: LoaderArguments) -> TorchLoader:
-        """See `Run.loader`."""
+        """Make this rank's loader, with the settings over the arguments, and register it under its place among loaders.
+
+        Collective: the ranks agree on the length of the data set.
+        """
         context, dataset = self._context, arguments.dataset
         settings, replicas = context.settings, context.share.replicas
         order = open_order(

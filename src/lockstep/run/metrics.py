@@ -259,7 +259,11 @@ class PassMetrics:
         return added
 
     def measure(self, values: Mapping[str, object], count: int | torch.Tensor | None) -> None:
-        """See `Run.measure`."""
+        """Add ``values`` of the micro-batch in hand to the metrics: means over samples, or over ``count`` items.
+
+        Raises:
+            UsageError: outside of a pass, for ``loss`` while training, and for a count of no value.
+        """
         if self.inside is None:
             raise UsageError("run.measure(...) outside of run.train(...) and run.evaluate(...): there are no samples")
         if self.inside == "train" and "loss" in values:

@@ -32,29 +32,29 @@ class RankOperations:
         self._leader_firsts = 0
 
     def sum(self, value: T) -> T:
-        """See `Run.sum`."""
+        """The sum over ranks of a number or a tensor, the same bits on each. Collective."""
         return self._reduce(value, f"sum at {_caller()}")
 
     def mean(self, value: T) -> T:
-        """See `Run.mean`."""
+        """The mean over ranks of a number or a tensor, each rank counting once; the same bits on each. Collective."""
         total = self._reduce(value, f"mean at {_caller()}")
         return cast(T, total / self._group.size)  # type: ignore[operator]
 
     def gather(self, value: T) -> list[T]:
-        """See `Run.gather`."""
+        """The value of each rank, by rank, on all of them; any picklable object. Collective."""
         return self._group.gather_objects(value, f"gather at {_caller()}")
 
     def broadcast(self, value: T) -> T:
-        """See `Run.broadcast`."""
+        """The leader's value, on all ranks; any picklable object. Collective."""
         return self._group.broadcast_object(value, f"broadcast at {_caller()}")
 
     def barrier(self) -> None:
-        """See `Run.barrier`."""
+        """Wait until every rank has come here. Collective."""
         self._group.barrier(f"barrier at {_caller()}")
 
     @contextlib.contextmanager
     def leader_first(self) -> Iterator[None]:
-        """See `Run.leader_first`."""
+        """Within it, the first rank of each node goes ahead and the others of the node wait for its end. Collective."""
         self._leader_firsts += 1
         key = f"{self._leader_firsts}/{self._world.node_rank}"
         store = self._group.store("leader-first")

@@ -60,7 +60,11 @@ class Registration:
         static_graph: bool,
         tensor_plan: TensorPlan | None,
     ) -> nn.Module:
-        """See `Run.model`."""
+        """Prepare the model that is ``given``, or made by it, for this run; returns the module to train. Collective.
+
+        Raises:
+            UsageError: after training has begun, or for a model that cannot be trained beside the others.
+        """
         self._start.refuse_late("model")
         context = self._context
         stored = None if weights is None else read_weights(Path(weights))
@@ -117,7 +121,11 @@ class Registration:
         return construct(self._context.strategy, lambda: give_values(make_module(make), weights)), True
 
     def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None) -> None:
-        """See `Run.optimizer`."""
+        """Register ``optimizer``, whose parameters are those of models of this run, with its closures.
+
+        Raises:
+            UsageError: after training has begun, or for an optimizer that the strategy cannot step.
+        """
         self._start.refuse_late("optimizer")
         check_optimizer(optimizer, self._state)
         if needs_closure(optimizer) if closure is None else closure:
@@ -129,7 +137,11 @@ class Registration:
         self._state.optimizers.append(optimizer)
 
     def scheduler(self, scheduler: Any) -> None:
-        """See `Run.scheduler`."""
+        """Register ``scheduler``, which steps once with each step of the optimizer that it belongs to.
+
+        Raises:
+            UsageError: after training has begun, or if its optimizer is not registered.
+        """
         self._start.refuse_late("scheduler")
         check_scheduler(scheduler)
         optimizer = getattr(scheduler, "optimizer", None)
@@ -143,7 +155,11 @@ class Registration:
     def early_stopping(
         self, metric: str, patience: int, mode: Literal["min", "max"], min_delta: float
     ) -> EarlyStopping:
-        """See `Run.early_stopping`."""
+        """Make the early stopping by ``metric``, which is in the checkpoints.
+
+        Raises:
+            UsageError: after training has begun, or for a metric that has one.
+        """
         self._start.refuse_late("early_stopping")
         if metric in self._state.early_stopping:
             raise UsageError(f"run.early_stopping({metric!r}) a second time: one for each metric")
@@ -154,7 +170,11 @@ class Registration:
         return stopping
 
     def keep(self, objects: Mapping[str, object]) -> None:
-        """See `Run.keep`."""
+        """Save and restore ``objects`` with the checkpoints, under their names.
+
+        Raises:
+            UsageError: after training has begun, or for a name or value that cannot be kept.
+        """
         self._start.refuse_late("keep")
         for name, value in objects.items():
             self._state.keep(name, value)

@@ -196,13 +196,16 @@ class TrainingLoop:
     def backward(
         self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
     ) -> bool:
-        """See `Run.backward`."""
+        """The backward pass of a micro-batch; returns whether it was the last one of the step on this rank.
+
+        Collective at the last micro-batch, where gradients are summed.
+        """
         self._train_step.backward(loss, data, count, loss_is, optimizer)
         current = self._train_step.current
         return current is not None and current.position.last
 
     def update(self, optimizer: Optimizers) -> bool:
-        """See `Run.update`."""
+        """If the step is complete, step the optimizers and count its samples; returns whether it is."""
         done = self._train_step.update(optimizer)
         if done and self._train_step.current is not None:
             self._end_of_step.count(self._train_step.current.position.step_samples)

@@ -27,7 +27,11 @@ class TrialReports:
             trial.reports_of_runs.append(lambda: position.reports)
 
     def report(self, loss: float | torch.Tensor) -> None:
-        """See `Run.report`."""
+        """Record ``loss``, and give it to the search of which this run is a trial. Collective.
+
+        Raises:
+            TrialStopped: on all ranks, if the search stops the trial.
+        """
         value = _number(loss)
         # What stands in a turn before the pass that goes on runs again after a resume.
         if self._start.resumes_within_turn:

@@ -39,13 +39,17 @@ class WholeModels:
         self._train_step: Final = train_step
 
     def state_dict(self, model: nn.Module) -> StateTree:
-        """See `Run.state_dict`."""
+        """The whole state of ``model`` on the leader, as copies on the CPU, and an empty one elsewhere. Collective."""
         state = self._parts(model, "state_dict")
         items = gather_on_leader(self._context.group, state)
         return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in items}
 
     def save(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
-        """See `Run.save`."""
+        """Write the whole ``model`` to ``path``; the leader writes, one tensor at a time but for ``.pt``. Collective.
+
+        Raises:
+            SettingError: on all ranks, if the file cannot be written or cannot hold such a model.
+        """
         if self._context.measure is not None:
             return  # nothing of a run that is measured is kept: a few steps must not take a trained model's place
         parts, group, out = self._parts(model, "save"), self._context.group, Path(path)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import SettingError
+from lockstep.report import new_figure
 from lockstep.scale.bench_result import PARTS, BenchResult, BenchRow
 from lockstep.scale.rows import most_worthwhile
 
@@ -25,19 +25,6 @@ PART_COLOURS = {
 }
 
 
-def figure_module() -> Any:
-    """Figures of matplotlib, without a window.
-
-    Raises:
-        SettingError: if it is not installed.
-    """
-    try:
-        from matplotlib import figure
-    except ImportError:
-        raise SettingError("pictures need matplotlib: pip install matplotlib") from None
-    return figure
-
-
 def draw(result: BenchResult, path: Path) -> None:
     """Write the picture to ``path``, an SVG, and what it shows to a CSV file beside it.
 
@@ -48,7 +35,7 @@ def draw(result: BenchResult, path: Path) -> None:
     rows = [row for row in result.rows if row.samples_per_s is not None]
     if not rows:
         return
-    drawing = figure_module().Figure(figsize=(11, 7.5), layout="constrained")
+    drawing = new_figure(11, 7.5)
     axes = drawing.subplot_mosaic([["throughput", "efficiency"], ["parts", "parts"]])
     _draw_throughput(axes["throughput"], rows)
     _draw_efficiency(axes["efficiency"], rows)

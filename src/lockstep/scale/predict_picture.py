@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.scale.bench_picture import figure_module
+from lockstep.report import new_figure
 from lockstep.scale.predict import Estimate, waterfall
 from lockstep.scale.predict_report import CAUSES
 from lockstep.scale.table_prediction import TablePrediction
@@ -35,7 +35,7 @@ def draw_estimates(estimates: Sequence[Estimate], path: Path) -> None:
         SettingError: if matplotlib is not installed; the CSV file is there then.
     """
     _write(path.with_suffix(".csv"), [_flat(one) for one in estimates])
-    drawing = figure_module().Figure(figsize=(12, 4.2), layout="constrained")
+    drawing = new_figure(12, 4.2)
     speed, money, fall = drawing.subplots(1, 3)
     kinds = list(dict.fromkeys((one.gpu, one.strategy) for one in estimates))
     for kind, colour in zip(kinds, _COLOURS * len(kinds), strict=False):
@@ -82,7 +82,7 @@ def draw_table(found: Sequence[TablePrediction], path: Path) -> None:
     """
     _write(path.with_suffix(".csv"), [{**one.as_dict(), "notes": "; ".join(one.notes)} for one in found])
     rows = [one for one in found if one.row.throughput]
-    drawing = figure_module().Figure(figsize=(9, 4.2), layout="constrained")
+    drawing = new_figure(9, 4.2)
     errors, sizes = drawing.subplots(1, 2)
     ratios = [one.predicted / (one.row.throughput or 1.0) for one in rows]
     ranks = [one.row.ranks for one in rows]

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep.scale.bench_picture import PART_COLOURS, figure_module
+from lockstep.report import new_figure
+from lockstep.scale.bench_picture import PART_COLOURS
 from lockstep.scale.timeline import Span, clock_offsets, laid_out
 from lockstep.step_record import RankRecord
 
@@ -54,7 +55,7 @@ def draw_timeline(steps: Mapping[str, Lanes], path: Path, title: str) -> None:
     }
     path.with_suffix(".json").write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
     ranks = max(len(lanes) for lanes in steps.values())
-    drawing = figure_module().Figure(figsize=(11, 1.5 + 0.9 * ranks * len(steps)), layout="constrained")
+    drawing = new_figure(11, 1.5 + 0.9 * ranks * len(steps))
     for axes, (name, lanes) in zip(
         drawing.subplots(len(steps), squeeze=False, sharex=True)[:, 0], steps.items(), strict=True
     ):

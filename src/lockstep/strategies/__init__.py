@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 
+from lockstep.settings import read_options
 from lockstep.strategies.abilities import (
     ComputesLoss,
     HasServerRanks,
@@ -49,7 +50,6 @@ from lockstep.strategies.initial_values import give_values, is_on_meta, make_mod
 from lockstep.strategies.multi_gpu import spans_gpus
 from lockstep.strategies.protocol import ReplicaAssignment, StateLayout, Strategy, StrategyContext
 from lockstep.strategies.sparse_gradients import sparse_parameters
-from lockstep.strategies.spec import options_of
 from lockstep.strategies.stage_sequence import StageSequence
 from lockstep.strategy_words import split
 
@@ -126,5 +126,5 @@ def open_strategy(spec: str, context: StrategyContext) -> Strategy:
     """
     name, options = split(spec)
     module = importlib.import_module(f"lockstep.strategies.{STRATEGIES[name]}")
-    strategy: Strategy = module.open_strategy(context, options_of(module.Options, name, options))
+    strategy: Strategy = module.open_strategy(context, read_options(f"strategy {name}", module.Options, options))
     return strategy

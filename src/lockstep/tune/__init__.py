@@ -88,7 +88,7 @@ else:
         """The package, which is also the function: ``lockstep.tune(objective, space)``."""
 
         def __call__(self, *args: object, **kwargs: object) -> object:
-            """See `lockstep.tune.tune`."""
+            """The result of the search over the arguments, which are those of `lockstep.tune.tune`."""
             return self.tune(*args, **kwargs)
 
     def __getattr__(name: str) -> object:

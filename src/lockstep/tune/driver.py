@@ -95,8 +95,8 @@ def plan_workers(numbers: Sequence[int], ranks: Sequence[int], gpus: Sequence[st
     if gpus and sum(ranks) > len(gpus):
         raise SettingError(
             f"{plural(len(ranks), 'worker')} of {', '.join(map(str, ranks))} ranks need {sum(ranks)} GPUs, and "
-            f"{len(gpus)} can be used: fewer --workers or --ranks-per-worker, or CUDA_VISIBLE_DEVICES= before the "
-            "command, to rehearse on the CPU"
+            f"{len(gpus)} can be used on this machine, where all ranks of a worker are: fewer --workers or "
+            "--ranks-per-worker, or CUDA_VISIBLE_DEVICES= before the command, to rehearse on the CPU"
         )
     specs, first = [], 0
     for number, count in zip(numbers, ranks, strict=True):

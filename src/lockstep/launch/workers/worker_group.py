@@ -81,7 +81,8 @@ class WorkerGroup:
         self._open_fork_server = open_fork_server
         self._fork_server: ForkServerClient | None = open_fork_server()
         self._terminal = terminal
-        self._output = RankOutput(job, files, screen, hang_monitor, terminal)
+        #: Brings to the screen what the ranks write.
+        self.output = RankOutput(job, files, screen, hang_monitor, terminal)
         self._parts = PartMonitor(screen.say)
         self._lost_part, self._lost_part_s = "", 0.0  # which of these is gone, and since when
         self._memory = MemoryTracker(self._fork_server.pid)
@@ -115,7 +116,7 @@ class WorkerGroup:
     @property
     def attached(self) -> int | None:
         """The rank that has the terminal; None: none has."""
-        return self._output.attached
+        return self.output.attached
 
     @property
     def running(self) -> bool:
@@ -177,18 +178,18 @@ class WorkerGroup:
         self._hang_monitor.begin(self._ranks, plan.ranks)
         self._memory.begin()
         self._fork_server.start(specs, placement.listening)
-        self._output.begin(generation, leads=first == 0, log_start=self._log_starts.get(0, 0))
+        self.output.begin(generation, leads=first == 0, log_start=self._log_starts.get(0, 0))
 
     def poll(self, timeout_s: float) -> None:
         """Take in what happened, waiting up to ``timeout_s`` for something to happen."""
         if self._fork_server is None:
             time.sleep(timeout_s)
         else:
-            for event in self._fork_server.events(timeout_s, self._output.descriptors):
+            for event in self._fork_server.events(timeout_s, self.output.descriptors):
                 self._handle(event)
         self._hang_monitor.hear()
         self._look_at_parts()
-        self._output.show()
+        self.output.show()
         self._say_what_is_waited_for()
         self._memory.poll()
         if (now_s := time.monotonic()) >= self._next_ranks_s:
@@ -226,13 +227,9 @@ class WorkerGroup:
         """Forget the last generation, since another coordinator counts generations from 0."""
         self._generation, self._ranks, self._exited, self.endings = -1, range(0), {}, ()
 
-    def leave_log(self) -> None:
-        """Show no more of the leader's log, since the leader of another coordinator writes to it."""
-        self._output.leave_log()
-
     def close(self) -> None:
         """Kill the ranks that still live, end the fork server, and show what the leader wrote last."""
-        self._output.close()
+        self.output.close()
         if self._fork_server is not None and not self._fork_server.close():
             held = ", ".join(str(process) for process in self._fork_server.processes().values())
             self._screen.say(
@@ -360,13 +357,13 @@ class WorkerGroup:
         """Where ranks are, or were last, and what memory they take, for other terminals and for later."""
         self._next_ranks_s = now_s + _RANKS_EVERY_S
         ranks = [_row(rank) for rank in self._hang_monitor.waits.ranks(now_s)]
-        self._output.late = lateness(ranks)
+        self.output.late = lateness(ranks)
         ranks_file = self._ranks_file
         self._files.ask(lambda: ranks_file.write(ranks), None, of=ranks_file.path)
 
     def _collect_endings(self) -> None:
         self._write_ranks(self._hang_monitor.hear())
-        self._output.close()
+        self.output.close()
         exited = sorted(self._exited.values(), key=lambda ending: ending.rank)
         if self._lost_part and not all(ending.well for ending in exited):
             lost = replace(exited[0], part=self._lost_part, at_s=self._lost_part_s, ended_by_us=False)

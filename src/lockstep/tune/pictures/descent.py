@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
+from lockstep.report import new_figure
 from lockstep.tune.journal import SearchRecord
 from lockstep.tune.pictures.drawing import (
     GREY,
@@ -17,7 +18,6 @@ from lockstep.tune.pictures.drawing import (
     Picture,
     Row,
     legend,
-    new_figure,
     say_nothing,
     scale_losses,
 )

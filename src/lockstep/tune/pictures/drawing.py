@@ -88,13 +88,6 @@ def styled() -> Iterator[None]:
         yield
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """A figure of so many inches, outside of pyplot's own list, so that nothing has to be closed."""
-    from matplotlib.figure import Figure as MatplotlibFigure
-
-    return MatplotlibFigure(figsize=(width, height), layout="constrained")
-
-
 def say_nothing(axes: Axes, why: str) -> None:
     """Instead of an empty frame: why there is nothing to see."""
     axes.set_axis_off()

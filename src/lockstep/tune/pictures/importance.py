@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lockstep.report import new_figure
 from lockstep.tune.journal import SearchRecord
-from lockstep.tune.pictures.drawing import BLUE, GREY, Figure, Picture, Row, new_figure, say_nothing
+from lockstep.tune.pictures.drawing import BLUE, GREY, Figure, Picture, Row, say_nothing
 from lockstep.tune.pictures.random_forest import permutation_importance
 from lockstep.tune.search.dimensions import Choice
 from lockstep.tune.search.space import Space

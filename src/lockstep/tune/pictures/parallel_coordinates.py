@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 
+from lockstep.report import new_figure
 from lockstep.tune.journal import SearchRecord
-from lockstep.tune.pictures.drawing import GREY, INK, VERMILION, Axes, Figure, Picture, Row, new_figure, say_nothing
+from lockstep.tune.pictures.drawing import GREY, INK, VERMILION, Axes, Figure, Picture, Row, say_nothing
 from lockstep.tune.search.dimensions import Choice
 from lockstep.tune.search.space import Space
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from lockstep.report import new_figure
 from lockstep.tune.journal import SearchRecord
 from lockstep.tune.pictures.drawing import (
     INK,
@@ -15,7 +16,6 @@ from lockstep.tune.pictures.drawing import (
     Picture,
     Row,
     legend,
-    new_figure,
     say_nothing,
     scale_losses,
     time_unit,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.report import new_figure
 from lockstep.tune.journal import SearchRecord
 from lockstep.tune.pictures.drawing import (
     INK,
@@ -14,7 +15,6 @@ from lockstep.tune.pictures.drawing import (
     Picture,
     Row,
     legend,
-    new_figure,
     say_nothing,
     time_unit,
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import Field, dataclass, fields
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, fields
+from typing import Final, Protocol
 
 from lockstep.errors import SettingError
-from lockstep.settings import reader_of
+from lockstep.option_words import split_options
+from lockstep.settings import read_options
 from lockstep.tune.search.algorithm import Algorithm
 from lockstep.tune.search.cma_es import FIRST_STEP, CmaEs
 from lockstep.tune.search.distinct import Distinct
@@ -167,30 +167,11 @@ def parse(spec: str, objectives: int = 1) -> AlgorithmFactory:
     Raises:
         SettingError: as `make_algorithm` does.
     """
-    name, _, rest = spec.partition(":")
-    if name not in _FACTORIES:
-        near = difflib.get_close_matches(name, _FACTORIES, n=1)
-        there = f"did you mean {near[0]}?" if near else f"give one of {', '.join(_FACTORIES)}"
-        raise SettingError(f"algorithm={spec!r}: there is no {name or 'algorithm without a name'}; {there}")
+    name, options = split_options("algorithm", spec, ALGORITHM_WORDS)
     if objectives > 1 and name not in MULTI_OBJECTIVE:
         raise SettingError(
             f"algorithm={spec!r} minimises one loss, the objective has {objectives}; give "
             f"{', '.join(MULTI_OBJECTIVE)}, or return one loss"
         )
-    kind = _FACTORIES[name]
-    known: dict[str, Field[Any]] = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
-    for word in rest.split(",") if rest else ():
-        option, _, text = word.partition("=")
-        if not option or option in values:
-            raise SettingError(f"algorithm={spec!r}: write NAME:OPTION=VALUE,OPTION=VALUE, each option once")
-        if option not in known:
-            near = difflib.get_close_matches(option, known, n=1)
-            there = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
-            raise SettingError(f"algorithm {name} has no option {option}; {there}")
-        reader = reader_of(known[option])
-        try:
-            values[option] = reader.read(text or "true")
-        except (ValueError, KeyError):
-            raise SettingError(f"algorithm {name}: {option}={text!r}; give {reader.wants}") from None
-    return kind(**values)
+    factory: AlgorithmFactory = read_options(f"algorithm {name}", _FACTORIES[name], options)
+    return factory

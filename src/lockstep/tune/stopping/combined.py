@@ -16,7 +16,7 @@ class AnyOf:
     rules: tuple[StoppingRule, ...]
 
     def stops(self, trial: Trial, others: Sequence[Trial]) -> str:
-        """See `StoppingRule.stops`."""
+        """The reason of the first rule that stops ``trial``; "" if none does."""
         return next((reason for rule in self.rules if (reason := rule.stops(trial, others))), "")
 
 

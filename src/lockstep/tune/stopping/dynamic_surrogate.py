@@ -44,7 +44,7 @@ class DynamicSurrogate:
             )
 
     def stops(self, trial: Trial, others: Sequence[Trial]) -> str:
-        """See `StoppingRule.stops`."""
+        """That the curve of ``trial`` will hardly end below the best of ``others``; "" if it may, or few are known."""
         ranked = [other for other in finished(others) if other.reports]
         reports = len(trial.reports)
         if len(ranked) < self.trials or reports <= self.warmup:

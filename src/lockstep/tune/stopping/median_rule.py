@@ -34,7 +34,7 @@ class Median:
             )
 
     def stops(self, trial: Trial, others: Sequence[Trial]) -> str:
-        """See `StoppingRule.stops`."""
+        """That the best loss of ``trial`` is above the median of ``others`` after as many reports; "" if it is not."""
         losses = losses_of(trial)
         budget = len(losses)
         if budget <= self.warmup or not losses:

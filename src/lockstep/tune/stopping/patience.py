@@ -28,7 +28,7 @@ class Patience:
             )
 
     def stops(self, trial: Trial, others: Sequence[Trial]) -> str:
-        """See `StoppingRule.stops`."""
+        """That none of the newest losses of ``trial`` was lower by ``min_delta``; "" if one was."""
         losses = losses_of(trial)
         if not losses:
             return ""

@@ -36,7 +36,7 @@ class StaticSurrogate:
             )
 
     def stops(self, trial: Trial, others: Sequence[Trial]) -> str:
-        """See `StoppingRule.stops`."""
+        """That ``trial`` is behind what the best of ``others`` had after as many reports; "" if within the margin."""
         losses = losses_of(trial)
         ranked = finished(others)
         if not ranked or not losses or len(losses) <= self.warmup:

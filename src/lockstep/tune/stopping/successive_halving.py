@@ -41,7 +41,7 @@ class SuccessiveHalving:
         return rung == budget
 
     def stops(self, trial: Trial, others: Sequence[Trial]) -> str:
-        """See `StoppingRule.stops`."""
+        """That ``trial`` is not among the best part of those that came to its rung; "" if it is, and between rungs."""
         losses = losses_of(trial)
         if not losses or not self.is_rung(len(losses)):
             return ""

@@ -1,0 +1,70 @@
+"""The options that are settings of a run: declared once for the commands that start one, and read by them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Final
+
+from lockstep.errors import SettingError
+from lockstep.settings import Settings, parse
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """How a setting is given by an option of its own name."""
+
+    help: str
+    metavar: str | None  #: None: it has no value, and means true
+
+
+_OPTIONS: Final[Mapping[str, _Option]] = {
+    "checkpoint": _Option("where checkpoints are (default: in the run directory)", "DIR"),
+    "save_every": _Option("such as '100 steps', '5 min', '1 epoch'", "SPAN"),
+    "strategy": _Option("how replicas are kept in step (default: ddp)", "NAME"),
+    "rehearse": _Option("with too few GPUs: ranks share one, threads stand in", None),
+    "reduction": _Option("exact or fast", "NAME"),
+    "precision": _Option("fp32, bf16 or fp16", "NAME"),
+}
+
+
+def add_setting_options(group: argparse._ArgumentGroup, *without: str) -> None:
+    """Add the options of settings to ``group``, but for those ``without``; any other setting comes by ``--set``."""
+    for name, option in _OPTIONS.items():
+        if name in without:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if option.metavar is None:
+            group.add_argument(flag, action="store_const", const="true", help=option.help)
+        else:
+            group.add_argument(flag, metavar=option.metavar, help=option.help)
+    group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting")
+
+
+def read_set(words: Iterable[str]) -> dict[str, str]:
+    """The settings that ``--set NAME=VALUE`` gives with these words, not checked.
+
+    Raises:
+        SettingError: for a word without ``=``.
+    """
+    given: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            names = ", ".join(field.name for field in fields(Settings))
+            raise SettingError(f"--set {word}: give NAME=VALUE; the names are {names}")
+        given[name] = value
+    return given
+
+
+def settings_of(parsed: argparse.Namespace) -> dict[str, str]:
+    """The settings that the command line gives, by their names, checked as far as that can be without the script.
+
+    Raises:
+        SettingError: for one that does not exist, or a value that cannot be used.
+    """
+    given = read_set(parsed.set)
+    given |= {name: value for name in _OPTIONS if (value := getattr(parsed, name, None)) is not None}
+    Settings(**{name: parse(name, value) for name, value in given.items()})
+    return given
