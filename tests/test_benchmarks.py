@@ -60,7 +60,7 @@ def test_exact(tmp_path):
 
 
 def test_data(tmp_path):
-    few = ("--images", "1200", "--rows", "1600", "--workers", "0", "1", "--samples", "1000")
+    few = ("--images", "640", "--rows", "640", "--workers", "1", "--samples", "1000")
     found, shown = measured(tmp_path, "data.py", *few)
     assert {row["way"] for row in found["images"]} >= {"DataLoader", "run.loader", "run.loader, 8 a step"}
     assert all(row["rate"] > 0 for part in ("images", "tar", "parquet") for row in found[part])

@@ -45,8 +45,11 @@ class Buffered(Drawing):
     """Shuffles in a buffer that is drawn from the global generator, so that a resume has to draw it again."""
 
     def read_shard(self, shard, start):
+        return itertools.islice(self.shuffled(shard), start, None)
+
+    def shuffled(self, shard):
         buffer = []
-        for number in itertools.islice(super().read_shard(shard, 0), 0, None):
+        for number in super().read_shard(shard, 0):
             buffer.append(number)
             if len(buffer) == 3:
                 yield buffer.pop(random.randrange(3))
@@ -61,7 +64,7 @@ def worlds_of(sizes):
     return range(1, sizes[0] // sizes[1] + 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(LENGTHS, SIZES, st.integers(0, 2), st.booleans(), st.data())
 def test_each_sample_once_and_the_same_micro_batches_on_any_world(lengths, sizes, epoch, drop_last, data):
     alone = on_world(Files(lengths), sizes, 1, epoch=epoch, drop_last=drop_last)
@@ -155,7 +158,7 @@ def passes_of(make, sizes, world, meeting):
 @pytest.mark.parametrize("kind", [Drawing, Buffered])
 def test_what_a_shard_draws_is_the_same_on_any_world_in_any_process_and_after_a_resume(kind, monkeypatch):
     monkeypatch.setattr("lockstep.data.shard_streams.OwnShards.seeks", kind is not Buffered)
-    lengths, sizes = [7, 9, 0, 12, 30, 11, 2, 9, 15], (8, 2)
+    lengths, sizes = [7, 10, 0, 13, 5, 11, 2, 19, 16, 4], (6, 3)  # most begin in the midst of a micro-batch
 
     def found(world, workers=0, first_step=0, known=None):
         got = passes(
@@ -170,10 +173,10 @@ def test_what_a_shard_draws_is_the_same_on_any_world_in_any_process_and_after_a_
 
     alone = found(1)
     assert len({number % 1 for data in alone.values() for number in data}) > 80
-    assert found(2) == found(3, workers=2) == found(1, workers=2) == alone
-    for first_step in range(0, 13, 3):
+    assert found(2) == found(2, workers=1) == found(1, workers=2) == alone
+    for first_step in range(0, 14, 2):
         known = found_after(kind(lengths), sizes, 2, first_step, epoch=1)
-        assert found(3, 0, first_step, known) == {at: data for at, data in alone.items() if at[0] >= first_step}
+        assert found(2, 0, first_step, known) == {at: data for at, data in alone.items() if at[0] >= first_step}
 
 
 def test_an_evaluation_and_padding_see_the_samples_of_the_training():
