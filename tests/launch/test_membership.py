@@ -16,6 +16,7 @@ from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeReport, N
 
 TICK_S = 0.25
 LOST_PEER = Failure(0, "n", "PeerLost", "gone", "", 0, "", "", True, 0.0, 0)
+LEFT_WITH_3 = Failure(0, "n", "SystemExit", "3", "", 0, "", "", False, 0.0, 0)
 
 
 def ready(*node_ranks, silent_s=0.0):
@@ -113,7 +114,7 @@ class Node:
             self.end(1, 0.0, by_us=False, lost_peer=True)
 
     def end(self, status, now_s, *, by_us, lost_peer=False):
-        failure = LOST_PEER if lost_peer else None
+        failure = LOST_PEER if lost_peer else LEFT_WITH_3 if status == 3 else None
         self.endings = (RankExit(0, status, now_s, ended_by_us=by_us, failure=failure),)
         failed = not by_us and status not in (0, 74, 75)
         self.report = replace(
@@ -315,18 +316,20 @@ def test_a_job_of_one_node_begins_at_once_and_ends_with_its_ranks():
     assert (alone.plan.code, alone.state.notices) == (0, ())
 
 
-def test_a_failure_is_listened_to_told_and_restarted_within_its_budget():
+@pytest.mark.parametrize("code", [1, 3])
+def test_a_failure_is_listened_to_told_and_restarted_within_its_budget(code):
+    """Also where the script has chosen its exit code."""
     pair = world(2, 2, max_restarts=1)
     for generation in range(2):
         pair.until(pair.running)
         assert pair.plan.generation == generation
-        pair.nodes[1].will = 1
+        pair.nodes[1].will = code
         pair.tick()
         assert pair.plan.stop_mode is StopMode.NONE, "the true cause may still come"
         pair.until(lambda: pair.plan.stop_mode is StopMode.TERMINATE or pair.plan.phase != "generation")
         pair.until(lambda: pair.plan.phase != "generation")
-    assert (pair.plan.phase, pair.plan.code) == ("over", 1)
-    assert [(failure.ranks, failure.endings[0].status) for failure in pair.failures] == [(4, 1)] * 2
+    assert (pair.plan.phase, pair.plan.code) == ("over", code)
+    assert [(failure.ranks, failure.endings[-1].status) for failure in pair.failures] == [(4, code)] * 2
     assert "restarting all ranks as generation 1 (restart 1 of 1)" in pair.said
     assert pair.state.failures == 1
     assert pair.state.changes == 0

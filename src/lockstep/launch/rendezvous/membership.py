@@ -22,12 +22,22 @@ from lockstep.launch.diagnosis.root_cause import RankExit, exit_code, has_failed
 from lockstep.launch.rendezvous.node_silence import lost_members
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message, Notice
 from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeReport, NodeView, Plan, StopMode
-from lockstep.launch_contract import EXIT_FAILED, EXIT_KILLED, EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED, EXIT_TIMEOUT
+from lockstep.launch_contract import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_NOT_SAVED,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_TIMEOUT,
+    EXIT_USAGE,
+)
 
 _FIRST_WAIT_NOTICE_S = 3.0  #: of waiting, until missing nodes are announced; then again after twice the time, and so on
 _BACK_OFF_S = (1.0, 60.0)  #: pause after the first change of nodes, doubled with each change up to the second value
 _SETTLED_S = 10.0  #: how long a generation runs undisturbed before it is stopped for new nodes
 
+#: Nothing is started after these, whatever restarts are left. A usage error would be the same the next time.
+_FINAL = frozenset({EXIT_OK, EXIT_USAGE, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_INTERRUPTED})
 _STARTED_AGAIN_S = 2.0  #: a node that was silent for so long may have been killed
 
 
@@ -312,9 +322,8 @@ def _finish_generation(
     ends_badly = failed and code not in (EXIT_OK, EXIT_STOPPED) and (stopped_by is None or code != 128 + stopped_by)
     if ends_badly or code == EXIT_NOT_SAVED:
         state = announce(state, GenerationFailed.of(plan.ranks, endings))
-    # A usage error would be the same the next time.
     spent = state.failures >= limits.max_restarts or any(node.report.final for node in nodes)
-    if code not in (EXIT_FAILED, EXIT_KILLED) or stopped_by is not None or spent:
+    if code in _FINAL or stopped_by is not None or spent:
         return _end_job(state, code)
     ranks = f"all {plural(plan.ranks, 'rank')}" if limits.max_nodes == 1 else "all ranks"
     text = (
