@@ -22,7 +22,8 @@ ALL_REDUCE = """
     dist.all_reduce(total)
     facts = {
         "rank": dist.get_rank(), "sum": total.item(), "argv": sys.argv, "name": __name__, "path": sys.path[0],
-        "main": sys.modules["__main__"].__file__, "env": dict(os.environ), "group": os.getpgid(0) == os.getsid(0) == os.getpid(),
+        "main": sys.modules["__main__"].__file__, "env": dict(os.environ),
+        "group": os.getpgid(0) == os.getsid(0) == os.getpid(),
         "unseeded": [random.random(), float(numpy.random.rand())], "threads": torch.get_num_threads(),
         "stdin": sys.stdin.read(), "tty": sys.stdout.isatty(),
     }

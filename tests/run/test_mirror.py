@@ -26,11 +26,16 @@ from lockstep.checkpoint import (
     merge_parts,
     read_part_head,
 )
-from lockstep.collectives import TensorShard
+from lockstep.collectives import TensorShard, open_group
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.run.emergency_choice import Left, LeftState, choose
 from lockstep.run.left_behind import _mapped
 from lockstep.run.measures_journal import Sums
+from lockstep.run.mirror import MIRROR_PARTS, open_mirror
+from lockstep.run.mirror_plan import MirrorPlan
+from lockstep.strategies import StatePart
+from lockstep.testing import run_ranks
+from lockstep.world import World
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
 
@@ -147,6 +152,122 @@ def test_a_state_of_parts_is_taken_where_all_of_them_are_there():
     assert alone.state.step == 6, "the other rank had not finished step 7"
     assert choose([Left((SLOT, older[1]))], None) is None
     assert choose([Left((SLOT, other), {}, ("generation-0-a",))], None) is None
+
+
+# ---- on two hosts ---------------------------------------------------------------------------------------------------
+
+NODES = st.lists(st.integers(1, 3), min_size=2, max_size=4).map(
+    lambda sizes: [node for node, size in enumerate(sizes) for _ in range(size)]
+)
+
+
+@settings(deadline=None)
+@given(nodes=NODES, kinds=st.integers(1, 4))
+def test_with_any_one_node_lost_every_part_and_every_name_of_each_kind_is_left(nodes, kinds):
+    """``kinds``: how many parts the strategy makes; ranks with the same number hold the same one."""
+    ranks = range(len(nodes))
+    numbers = [rank % kinds for rank in ranks]
+    divided = {"carry", "optimizers"} if kinds > 1 else {"carry"}
+    names = {"carry", "optimizers", "models"}
+    plans = [MirrorPlan.on_two_nodes(nodes, numbers, divided, {"carry"}, rank) for rank in ranks]
+    assert len({plan.parts for plan in plans}) == 1
+    for rank, plan in enumerate(plans):
+        assert nodes[plan.to] != nodes[rank]
+        assert [r for r in ranks if rank in plans[r].sources] == [plan.to]
+    for lost in set(nodes):
+        kept = {}  # by part: the kinds and names that are in it
+        for rank, plan in enumerate(plans):
+            if nodes[rank] != lost or nodes[plan.to] != lost:
+                kept.setdefault(rank, set()).update((numbers[rank], name) for name in plan.own)
+            if nodes[rank] != lost and plan.rest is not None:
+                kept.setdefault(plan.rest, set()).update((numbers[rank], name) for name in names - plan.own)
+        assert sorted(kept) == list(range(plans[0].parts))
+        there = set().union(*kept.values())
+        assert {(number, name) for number in numbers for name in divided - {"carry"}} <= there
+        assert {rank for rank in ranks if ("carry" in plans[rank].own) and rank in kept} == set(ranks)
+        assert {name for _, name in there} == names
+
+
+def mirrored(place, nodes, kinds, steps, full):
+    """Ranks that mirror some steps as if they were on these ``nodes``; ``full``: which of them has no room for copies.
+
+    What each was told.
+    """
+    world = World.from_env(os.environ)
+    here, told = nodes[world.rank], []
+    alike = [rank for rank, node in enumerate(nodes) if node == here]
+    world = replace(
+        world, local_rank=alike.index(world.rank), local_size=len(alike), node_rank=here, nodes=len(set(nodes))
+    )
+    group = open_group(world, torch.device("cpu"), 30.0)
+    number = world.rank % kinds
+    part = StatePart(number, kinds, None, divides_models=True)
+    directory = place / f"node-{here}"
+    directory.mkdir(parents=True, exist_ok=True)
+    if here == full:
+        os.posix_fallocate = no_room_for_copies
+    mirror = open_mirror(directory, group, world, part, lambda: 1 << 30, told.append, on_two_hosts=True)
+    for step in range(1, steps + 1):
+        own = whole_state(step, len(nodes), kinds)
+        first, rows = 0, own["models"]
+        for name in ("models", "optimizers") if kinds > 1 else ():
+            width = rows.shape[0] // kinds
+            first = number * width
+            own[name] = TensorShard(own[name][first : first + width], (first, 0), tuple(rows.shape), rows.dtype)
+        own["carry"] = {world.rank: own["carry"][world.rank]}
+        about = {"step": step, "turn": False, "rank": world.rank, "ranks": len(nodes), "identity": {}, "rows": []}
+        mirror.begin(own, about, Sums({"loss": [step * world.rank, 0.0, 1]}, {}), [own["buffer"]])
+        mirror.finish()
+    group.barrier("all have mirrored")
+    mirror.close()
+    group.close()
+    return told
+
+
+def no_room_for_copies(file, offset, length, real=os.posix_fallocate):
+    if "/copy-" in os.readlink(f"/proc/self/fd/{file}"):
+        raise OSError(28, "No space left on device")
+    real(file, offset, length)
+
+
+def whole_state(step, ranks, kinds):
+    rows = torch.arange(kinds * 40 * 512.0).reshape(kinds * 40, 512) + step  # large enough for the copying thread
+    return {
+        "models": rows,
+        "optimizers": -rows,
+        "carry": {rank: torch.tensor([rank, step]) for rank in range(ranks)},
+        "buffer": torch.tensor(step),
+        "progress": step,
+    }
+
+
+def left_on(directory):
+    slots = [slot for kind in MIRROR_PARTS for slot in directory.glob(f"{kind}-*/slot-*")]
+    found = [head for slot in slots if (head := read_part_head(slot)) is not None]
+    return Left(tuple(LeftState.of("generation-0", head.path, head.about, {}) for head in found))
+
+
+@pytest.mark.parametrize(("nodes", "kinds", "steps"), [([0, 0, 1, 2], 4, 3), ([0, 0, 1, 1], 2, 2), ([0, 1, 1], 1, 2)])
+def test_whichever_host_is_lost_the_others_have_the_whole_last_step(tmp_path, nodes, kinds, steps):
+    assert run_ranks(mirrored, len(nodes), tmp_path, nodes, kinds, steps, None) == [[]] * len(nodes)
+    for lost in {None, *nodes}:
+        choice = choose([left_on(tmp_path / f"node-{node}") for node in sorted({*nodes} - {lost})], None)
+        assert choice is not None
+        assert (choice.state.step, choice.sums.train["loss"][0]) == (steps, steps * sum(range(len(nodes))))
+        tree = merge_parts([part_at(copies[0]) for copies in choice.parts])
+        expected = whole_state(steps, len(nodes), kinds)
+        assert FlatTree.of(tree).checksums() == FlatTree.of(expected).checksums(), f"without node {lost}"
+        assert tree["progress"] == steps
+
+
+def test_a_host_without_room_for_copies_costs_a_word_and_not_the_run(tmp_path):
+    nodes = [0, 1]
+    word = "the state is not copied to another host any more: rank 1: it has no room"
+    assert run_ranks(mirrored, 2, tmp_path, nodes, 2, 3, 1) == [[word], []]
+    found = [left_on(tmp_path / f"node-{node}") for node in nodes]
+    assert choose(found, None).state.step == 3
+    assert choose(found[1:], None) is None, "the part of rank 0 is lost with its host"
+    assert choose(found[:1], None).state.step == 3
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------

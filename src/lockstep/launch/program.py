@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 from lockstep.errors import SettingError
-from lockstep.launch.request import Executable, Module, Program, Script
+from lockstep.launch.request import Executable, Function, Module, Program, Script
 
 _FIRST_LINE_BYTES = 200
 
@@ -114,6 +114,17 @@ def local_rank_option(program: Program) -> str:
     file = source_file(program)
     text = file.read_text(encoding="utf-8", errors="replace") if file is not None else ""
     return "--local_rank" if "--local_rank" in text and "--local-rank" not in text else "--local-rank"
+
+
+def mentions_lockstep(program: Program) -> bool:
+    """Whether the ranks of ``program`` probably use `Run`: its own source mentions Lockstep, or it is a function."""
+    if isinstance(program, Function):
+        return True
+    try:
+        file = source_file(program)
+        return file is not None and b"lockstep" in file.read_bytes()
+    except OSError:
+        return False  # it is gone meanwhile, which its ranks will tell
 
 
 def _nearest(name: str, names: list[str], otherwise: str) -> str:

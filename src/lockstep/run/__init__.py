@@ -26,6 +26,7 @@ run_checkpoints      resume, save, stop with a checkpoint
 resume_point         whether this rank still holds the state of the last finished step
 emergency            what ranks leave when another one dies; emergency_choice: which of it is gone on from
 measures_journal     what one rank alone has measured, for that case
+mirror               each rank's part of the state in memory of two hosts; mirror_plan: who keeps what
 save_stop            when to save and to stop, decided for all ranks at once
 step_agreement       ... and after which step
 stop_requests        signals, the STOP file, the end of the job

@@ -99,8 +99,9 @@ class Run:
         mirror: under ``lockstep run`` with ``--max-restarts``: each rank copies its part of the state into the host's
             memory after every step, while the next one is computed. So no step is lost either where survivors cannot
             help: under ``zero`` and ``fsdp``, when all ranks of a host die or hang; on GPUs, where it was not tried
-            yet. Takes twice the memory of the state there. Done without being asked for where the script uses `carry`,
-            or an optimizer a closure. With ``emergency=False`` it is refused.
+            yet. Takes twice the memory of the state there. On several hosts also where one of them is lost: each part
+            is kept on two of them. Done without being asked for, on the own host, where the script uses `carry`, or an
+            optimizer a closure. With ``emergency=False`` it is refused.
         best: such as ``"max accuracy"`` or ``"min val_loss"``: when that metric is better than ever, a checkpoint is
             saved, and kept beside the newest ones until there is a better one. Of loss, error and perplexity less is
             better, of accuracy, acc, f1, auc, iou and bleu more: there the name will do.

@@ -41,6 +41,7 @@ from typing import Any, NoReturn
 
 from lockstep.formatting import plural
 from lockstep.launch.child_process import STOP_SIGNALS, kill_group, own_python, signal_when_parent_dies
+from lockstep.launch.program import mentions_lockstep
 from lockstep.launch.request import Function, Program, StartMethod
 from lockstep.launch.workers.fork_messages import RankSpec, message
 from lockstep.launch.workers.rank_process import become_rank, program_from, program_to_args, run_program
@@ -49,6 +50,8 @@ from lockstep.launch_contract import CHANNEL, EMERGENCY, PRIVATE
 
 # What every training script needs; the last one is loaded by the first optimizer.
 _IMPORTED_ONCE = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch._dynamo")
+# What a script that uses Lockstep needs besides: it takes longer than all else that such a rank does before its step.
+_IMPORTED_FOR_RUNS = ("lockstep.run.run",)
 _CHUNK_BYTES = 1 << 16
 #: How long the store may take to answer.
 _ANSWER_S = 2.0
@@ -67,7 +70,7 @@ class ForkServer:
         signal_when_parent_dies(signal.SIGCONT)
         self._connection, self._program = connection, program
         with _ending_when_closed(connection):
-            self._method = _import_torch_once(connection, program) if method == "fork" else method
+            self._method = _import_once(connection, program) if method == "fork" else method
         self._ranks: dict[int, int] = {}  # process id: rank
         self._store = 0  # process id; 0: none
         self._questions: socket.socket | None = None  # for the store
@@ -289,17 +292,23 @@ def import_torch() -> None:
         importlib.import_module(name)
 
 
-def _import_torch_once(connection: socket.socket, program: Program) -> StartMethod:
-    """Import what all ranks need; returns how they can be started afterwards."""
-    import_torch()
+def _import_once(connection: socket.socket, program: Program) -> StartMethod:
+    """Import what all ranks of ``program`` need; returns how they can be started afterwards."""
+    # To look for garbage meanwhile and afterwards takes a third of the time, and finds next to none.
+    gc.disable()
+    try:
+        import_torch()
+        for name in _IMPORTED_FOR_RUNS if mentions_lockstep(program) else ():
+            importlib.import_module(name)
+    finally:
+        # Objects that exist now are shared by all copies and will not become garbage.
+        gc.freeze()
+        gc.enable()
     others = len(list(Path("/proc/self/task").iterdir())) - 1 if sys.platform == "linux" else 0
     if others and not isinstance(program, Function):
         why = f"importing torch, or another library, started {plural(others, 'thread')}"
         connection.sendall(message(event="fork-unavailable", why=why))
         return "plain"
-    # Objects that exist now are shared by all copies and will not become garbage.
-    gc.collect()
-    gc.freeze()
     return "fork"
 
 
@@ -309,6 +318,7 @@ def serve_copied(
     """Be the fork server, as a copy of a process that is used for something else as well, such as a notebook."""
     launchers_end.close()
     _open_own_streams()
+    gc.collect()  # what is garbage there would never be freed here
     # What that process registered for its own end, such as saving a history, is not for its copies to do.
     atexit._clear()
     atexit.register(util._exit_function)  # type: ignore[attr-defined]
