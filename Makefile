@@ -24,11 +24,11 @@ RANKS ?= $(if $(filter-out 0,$(GPUS)),gpu,2)
 train: .venv/.ready
 	@$(BIN)/lockstep run --nproc-per-node $(RANKS) --run-dir $(RUN_DIR) $(if $(wildcard $(RUN_DIR)/run.json),--resume) examples/digits.py
 
-# Most tests wait for ranks more than they compute: four at a time suit two cores. The tests start hundreds of
+# Most tests wait for ranks more than they compute: five at a time suit two cores. The tests start hundreds of
 # processes: each reads the bytecode of this package where it may be written, else it compiles all modules anew.
 test: lint
 	@echo "pytest"
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 4
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 5
 
 test-clusters: .venv/.ready
 	@$(BIN)/python -m pytest -q -rs tests/clusters

@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -49,7 +50,7 @@ FAULTS_PER_ROUND = 12
 SIDE_BY_SIDE = 2
 LIMIT_OURS_S = 150.0
 #: How long torchrun is waited for.
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 #: For the cause, once the training goes on: a part of the launcher is told to go on before it is named.
 CAUSE_S = 20.0
 #: And whether there is a mirror; each is drawn as often as it is here.
@@ -156,6 +157,8 @@ def carry_out(one: Round, seed: int, expected: str) -> list[Struck]:
             codes = [run.launchers[host].returncode for host in run.finishers]
             digests = {path.read_text() for path in run.here.glob("digest-*")}
         except (TimeoutError, AssertionError, OSError, subprocess.SubprocessError) as error:
+            if manner.way == "torchrun":
+                raise  # it tells nothing of a fault
             said = f"{error}\n{_tail(run)}"
             struck.append(Struck("of no fault: the training itself", one.number, manner.way, screen=said))
             return struck
@@ -258,28 +261,41 @@ class Results:
         self._file, self._lock = file, threading.Lock()
         self.struck: list[Struck] = []
         self.loads: dict[int, float] = {}  #: the load average at the end of each round
+        self._undisturbed: dict[str, str] = {}
         if file is not None and not resume:
             file.unlink(missing_ok=True)
         if file is not None and file.exists():
             for line in file.read_text().splitlines():
                 self._take(json.loads(line))
 
+    def undisturbed(self, strategy: str, epochs: int) -> str:
+        """The bits of a training in which nothing fails, which are trained once for each file of results."""
+        name = f"{strategy}, {epochs} epochs"
+        if name not in self._undisturbed:
+            self._keep({"undisturbed": {name: undisturbed(strategy, epochs)}})
+        return self._undisturbed[name]
+
     def add(self, one: Round, struck: Sequence[Struck]) -> None:
         """Keep and show what came of a round."""
         row = {"round": one.number, "load": os.getloadavg()[0], "struck": [asdict(fault) for fault in struck]}
         with self._lock:
-            self._take(row)
-            if self._file is not None:
-                with self._file.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            self._keep(row)
             for fault in struck:
                 print(fault.line(), flush=True)
                 if fault.wrong and fault.way == "lockstep":
                     print("    " + fault.screen.replace("\n", "\n    "), flush=True)
 
+    def _keep(self, row: dict[str, Any]) -> None:
+        self._take(row)
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
     def _take(self, row: dict[str, Any]) -> None:
-        self.loads[row["round"]] = row["load"]
-        self.struck += [Struck(**fault) for fault in row["struck"]]
+        self._undisturbed |= row.get("undisturbed", {})
+        if "round" in row:
+            self.loads[row["round"]] = row["load"]
+            self.struck += [Struck(**fault) for fault in row["struck"]]
 
 
 def main() -> None:
@@ -301,14 +317,16 @@ def main() -> None:
     rounds = plan(args.seed, args.faults, args.kinds, args.epochs)[: args.rounds]
     results = Results(None if args.rounds else args.results, resume=args.resume or args.table)
     todo = [] if args.table else [one for one in rounds if one.number not in results.loads]
-    expected = {name: undisturbed(name, args.epochs) for name in {one.manner.strategy for one in todo}}
+    expected = {name: results.undisturbed(name, args.epochs) for name in {one.manner.strategy for one in todo}}
 
     def carry(one: Round) -> None:
-        results.add(one, carry_out(one, args.seed, expected[one.manner.strategy]))
+        try:
+            results.add(one, carry_out(one, args.seed, expected[one.manner.strategy]))
+        except Exception:  # noqa: BLE001 - the other rounds go on, and --resume tries this one again
+            traceback.print_exc()
 
     with ThreadPoolExecutor(SIDE_BY_SIDE) as lanes:
-        for done in [lanes.submit(carry, one) for one in todo]:
-            done.result()
+        list(lanes.map(carry, todo))
     words = summary(results.struck, args.seed, results.loads.values())
     text = f"{words}\n\n{table(results.struck, KINDS)}"
     if args.json:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from campaign_faults import KILL, STOP, Fault, itself
-from campaign_training import Training, send, wait_for
+from campaign_training import ENDPOINT_PORT, Training, read, send, wait_for
 from hosts import Host
 
 #: A host that takes part beside those that train, with something else than they have.
@@ -105,6 +105,19 @@ def of_host(process: Callable[[Training, str], int], signum: signal.Signals) -> 
     return lambda training: send(process(training, _victim(training).name), signum)
 
 
+def launchers_store_killed(training: Training) -> None:
+    """The store where launchers meet is killed; returns when all have found the new one."""
+    send(training.launchers_store(), KILL)
+    wait_for(lambda: _connected(training) >= len(training.alive), "the launchers to find the new store")
+
+
+def _connected(training: Training) -> int:
+    """How many connections the store of the launchers has accepted: those that wait for it have no inode yet."""
+    place, port = training.machines["n1"].place, f":{ENDPOINT_PORT:04X}"
+    rows = [line.split() for name in ("tcp", "tcp6") for line in read(place, f"net/{name}").decode().splitlines()]
+    return sum(len(row) > 9 and row[1].endswith(port) and row[3] == "01" and row[9] != "0" for row in rows)
+
+
 def launcher_stands(training: Training) -> None:
     """The launcher of a host is stopped for eight seconds."""
     name = _victim(training).name
@@ -165,7 +178,6 @@ def other(*options: str, text: tuple[str, str] = ("", ""), env: dict[str, str] |
 
 
 _LOST = r"lost node n\d \(rank"
-_OUT = r"cut off: nothing heard of the coordinator"
 _RANK = r"run failed: rank \d of \d \(host n\d\) "
 
 _GROUPS: dict[str, Group] = {
@@ -212,7 +224,7 @@ _GROUPS: dict[str, Group] = {
                 r"run failed: the store where the ranks meet was killed by",
             ),
             "the launchers' store is killed": Fault(
-                lambda training: send(training.launchers_store(), KILL),
+                launchers_store_killed,
                 r"the store where the launchers meet was killed by SIGKILL: starting another one",
                 ends=False,
             ),

@@ -122,6 +122,6 @@ training, one after the other. Faults of one machine strike 2 or 3 ranks with lo
 - Seconds without a step: the longest pause from the fault on. Where a network is away for 12 s, the 12 s are in it;
   where a launcher has ended, so is its start.
 - torchrun: `--nnodes 1` or `1:3` with `--max-restarts`, which runs a script of DistributedDataParallel that saves its
-  state every 10 steps, after the same fault, in trainings of their own between the others. It is watched for 60 s. A
+  state every 10 steps, after the same fault, in trainings of their own between the others. It is watched for 120 s. A
   node counts as lost after as many seconds as ours. Where there is a `-`, it was not tried: torchrun has no answer to
   these, or nothing like them."""

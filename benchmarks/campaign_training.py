@@ -31,6 +31,7 @@ LIMIT_S = 150.0
 #: Within so long after its launcher a run must be gone from a host.
 LEFT_S = 10.0
 RESTARTS = 100
+ENDPOINT_PORT = 29400
 #: Torch says where it cannot look up the name of an address.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
@@ -241,7 +242,7 @@ def _lockstep_options(manner: Manner) -> list[str]:
     options += ["--hang-after", manner.hang_after_s, "--on-hang", "restart"]
     if manner.nodes > 1:
         quick = f"suspect_after={min(5, manner.lost_after_s / 3):g},last_call_timeout=2,join_timeout=100"
-        options += ["--nnodes", f"1:{manner.nodes}", "--rdzv-endpoint", "n1:29400", "--refill-after", 1]
+        options += ["--nnodes", f"1:{manner.nodes}", "--rdzv-endpoint", f"n1:{ENDPOINT_PORT}", "--refill-after", 1]
         options += ["--rdzv-conf", f"lost_after={manner.lost_after_s},{quick}"]
         options += ["--rdzv-takeover"] * manner.takeover
     return list(map(str, options))
@@ -253,7 +254,7 @@ def _torchrun_options(manner: Manner) -> list[str]:
         return [*options, "--nnodes", "1", "--rdzv-endpoint", "localhost:0"]
     beats = manner.lost_after_s // 3
     conf = f"last_call_timeout=2,join_timeout=100,keep_alive_interval={beats},keep_alive_max_attempt=3"
-    return [*options, "--nnodes", f"1:{manner.nodes}", "--rdzv-endpoint", "n1:29400", "--rdzv-conf", conf]
+    return [*options, "--nnodes", f"1:{manner.nodes}", "--rdzv-endpoint", f"n1:{ENDPOINT_PORT}", "--rdzv-conf", conf]
 
 
 def _left_on(host: Host, temporary: Path) -> Iterator[str]:

@@ -51,6 +51,7 @@ def _bucket(rate: str, burst: str) -> tuple[str, ...]:
     return ("tbf", "rate", rate, "burst", burst, "latency", "400ms")
 
 
+_NOBODY = "02:00:00:00:00:ff"  # is the card of no host
 #: A bucket that holds less than any packet.
 _NOTHING_PASSES = _bucket("1kbit", "10b")
 
@@ -65,6 +66,7 @@ class Host:
     keeper: subprocess.Popen[str]
     switch: int
     hosts_file: Path  #: its /etc/hosts
+    others: Sequence[str] = ()  #: addresses of the other hosts
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(
@@ -126,7 +128,9 @@ class Host:
 
     def mute(self) -> None:
         """Nothing that this host sends arrives any more, and nobody is told; what it is sent does arrive."""
-        self._shape_sent("replace", *_NOTHING_PASSES)
+        # It sends to cards that nobody has. Where its own queue drops packets, TCP knows and soon gives up.
+        for address in self.others:
+            self.run("ip", "neighbour", "replace", address, "lladdr", _NOBODY, "dev", "eth0", "nud", "permanent")
 
     def deafen(self) -> None:
         """Nothing that this host is sent arrives any more, and nobody is told; what it sends does arrive."""
@@ -134,6 +138,9 @@ class Host:
 
     def clear(self) -> None:
         """Undo `slow`, `mute` and `deafen`, whichever was done."""
+        for address in self.others:
+            with contextlib.suppress(AssertionError):  # it was not mute
+                self.run("ip", "neighbour", "delete", address, "dev", "eth0")
         for shape in (self._shape_sent, self._shape_received):
             with contextlib.suppress(AssertionError):  # there is nothing to undo in this direction
                 shape("del")
@@ -187,6 +194,8 @@ class Hosts:
     directory: Path
     up: dict[str, Host] = field(default_factory=dict)
     ipv6: bool = False  #: they have addresses of IPv6 only
+    named: int = 8  #: hosts whose names are known
+    memory: str = "50%"  #: what each may keep in its /dev/shm, as mount says it; lost with the host
 
     def __getitem__(self, name: str) -> Host:
         """The host of this name."""
@@ -195,7 +204,8 @@ class Hosts:
     def boot(self, name: str) -> Host:
         """Start the host ``name``, ``n1`` to ``n250``, also once more after `Host.kill`."""
         number = int(name.removeprefix("n"))
-        address = f"{_NETWORK_6}{number}" if self.ipv6 else f"{_NETWORK}.{number}"
+        network = _NETWORK_6 if self.ipv6 else f"{_NETWORK}."
+        address = f"{network}{number}"
         with contextlib.suppress(AssertionError):  # of one that was killed a moment ago
             _in(self.switch, "ip", "link", "delete", f"port-{name}")
         hosts_file = self.directory / f"hosts-{name}"
@@ -209,7 +219,7 @@ class Hosts:
             script=f"""
             mount --bind {hosts_file} /etc/hosts &&
             {{ [ ! -e /etc/resolv.conf ] || mount --bind {self.directory}/resolv.conf /etc/resolv.conf; }} &&
-            mount -t tmpfs shm /dev/shm &&
+            mount -t tmpfs -o size={self.memory} tmpfs /dev/shm &&
             hostname {name} && ip link set lo up && echo up && exec sleep infinity""",
         )
         place = _children(keeper.pid)[0]
@@ -218,7 +228,8 @@ class Hosts:
         card = ("peer", "name", "eth0", "address", f"02:00:00:00:00:{number:02x}", "netns", str(place))
         _in(self.switch, "ip", "link", "add", port, "type", "veth", *card)
         _in(self.switch, "ip", "link", "set", port, "master", "bridge", "up")
-        host = Host(name, address, place, keeper, self.switch, hosts_file)
+        others = [f"{network}{other}" for other in range(1, self.named + 1) if other != number]
+        host = Host(name, address, place, keeper, self.switch, hosts_file, others)
         # Without nodad an address of IPv6 could not be used for a second or two.
         added = f"{address}/64 dev eth0 nodad" if self.ipv6 else f"{address}/24 dev eth0"
         host.run("sh", "-c", f"ip address add {added} && ip link set eth0 up")
@@ -227,10 +238,11 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(count: int, *, named: int = 8, ipv6: bool = False) -> Iterator[Hosts]:
+def hosts(count: int, *, named: int = 8, ipv6: bool = False, memory: str = "50%") -> Iterator[Hosts]:
     """``count`` hosts ``n1``, ``n2``... on one switch; the names of ``named`` are known. All gone afterwards.
 
-    With ``ipv6`` they have addresses of IPv6 only, and names that stand for these.
+    With ``ipv6`` they have addresses of IPv6 only, and names that stand for these. Each has a ``/dev/shm`` of its own,
+    of so much ``memory``.
     """
     with tempfile.TemporaryDirectory(prefix="hosts-") as directory, contextlib.ExitStack() as stack:
         network = _NETWORK_6 if ipv6 else f"{_NETWORK}."
@@ -245,7 +257,7 @@ def hosts(count: int, *, named: int = 8, ipv6: bool = False) -> Iterator[Hosts]:
             "&& echo up && exec sleep infinity",
         )
         stack.callback(_end, switch)
-        world = Hosts(_children(switch.pid)[0], Path(directory), ipv6=ipv6)
+        world = Hosts(_children(switch.pid)[0], Path(directory), ipv6=ipv6, named=named, memory=memory)
         # The other way round: the hosts end, and with them what was started there.
         stack.callback(lambda: [one.wait(_DEADLINE_S) for host in world.up.values() for one in host.started])
         stack.callback(lambda: [_end(host.keeper) for host in world.up.values()])

@@ -3,9 +3,11 @@
 python benchmarks/strategies.py
 python benchmarks/strategies.py --speeds 100mbit --ways ddp ddp:compress=fp16 --rounds 5 --json found.json
 python benchmarks/strategies.py --page docs/strategies.md --picture docs/pictures/strategies.svg
+python benchmarks/strategies.py --speeds --no-memory --curve 1 2 4 8 --page docs/strategies.md
 
 A round is one visit (see `visits.py`) to each strategy, in an order that changes from round to round, and what is
-compared is compared within a round.
+compared is compared within a round. What a round saw of a way is the mean of its steps: medians and quartiles are over
+rounds.
 """
 
 import argparse
@@ -18,13 +20,29 @@ from typing import Any
 from torch import nn
 
 import pages
+import rank_curve
 from hosts import why_not
 from lockstep.strategies import STRATEGIES
-from visits import ALONE, LOOPBACK, Formula, Visits, Way, add_options, bits_per_s, build, crew, error_of, size, steps_of
+from visits import (
+    ALONE,
+    LOOPBACK,
+    Formula,
+    Visits,
+    Way,
+    add_options,
+    bits_per_s,
+    build,
+    crew,
+    error_of,
+    quartiles,
+    size,
+    steps_of,
+)
 
 PLAIN = "ddp"  # the usual way
 CHOICES = (PLAIN, "zero", "fsdp")  # of `auto`
 BLOCKING = "diloco:period=100"
+CURVE = (PLAIN, "ddp:compress=fp16", "zero", "fsdp", "local-sgd:period=8")  # over numbers of ranks
 STREAMED = "diloco:period=100,fragments=4,overlap=20"
 
 
@@ -112,10 +130,11 @@ def rows_of(ways: list[Way], speed: str, seen: dict[str, Visits], ranks: int, mi
         rows.append(
             {
                 "way": way.spec,
-                "median_ms": median(visits.steps_ms),
+                "median_ms": median(visits.rounds_ms),
+                "quartiles_ms": quartiles(visits.rounds_ms),
                 "p10_ms": quantiles(visits.steps_ms, n=10)[0] if len(visits.steps_ms) > 1 else visits.steps_ms[0],
-                "times_ddp": _ratio(seen.get(PLAIN), visits),
-                "of_alone": _ratio(seen.get(ALONE), visits),
+                **_beside("times_ddp", seen.get(PLAIN), visits),
+                **_beside("of_alone", seen.get(ALONE), visits),
                 "sent_bytes": None if speed == LOOPBACK else median(sent),  # ranks of one host share the card
                 "formula_bytes": way.sends(parameters, ranks) if way.sends and speed != LOOPBACK else None,
             }
@@ -123,28 +142,37 @@ def rows_of(ways: list[Way], speed: str, seen: dict[str, Visits], ranks: int, mi
     return rows
 
 
-def _ratio(of: Visits | None, over: Visits) -> float | None:
-    """How many times quicker ``over`` is: the median of what it was in each round."""
+def _beside(figure: str, of: Visits | None, over: Visits) -> dict[str, Any]:
+    """How many times quicker ``over`` is in each round: the median, and the quartiles."""
+    ratios = _ratios(of, over)
+    if ratios is None:
+        return {figure: None, f"{figure}_quartiles": None}
+    return {figure: median(ratios), f"{figure}_quartiles": quartiles(ratios)}
+
+
+def _ratios(of: Visits | None, over: Visits) -> list[float] | None:
     if of is None or of.error:
         return None
-    return median(a / b for a, b in zip(of.rounds_ms, over.rounds_ms, strict=True))
+    return [a / b for a, b in zip(of.rounds_ms, over.rounds_ms, strict=True)]
 
 
 def table(speed: str, ranks: int, rows: list[dict[str, Any]]) -> str:
     """For people."""
     lines = [
         f"{speed}, {ranks} ranks",
-        f"{'strategy':<40}{'median ms':>10}{'p10 ms':>9}{'x ddp':>7}{'of alone':>9}{'MB sent':>9}{'formula':>9}",
+        f"{'strategy':<40}{'median ms':>10}{'quartiles':>18}{'p10 ms':>9}{'x ddp':>7}{'quartiles':>14}{'of alone':>9}"
+        f"{'MB sent':>9}{'formula':>9}",
     ]
     for row in rows:
         if "error" in row:
             lines.append(f"{row['way']:<40}  {row['error'].splitlines()[0]}")
             continue
-        ratios = f"{_times(row['times_ddp']):>7}{_times(row['of_alone']):>9}"
+        ratios = f"{_times(row['times_ddp']):>7}{_range(row['times_ddp_quartiles'], 2):>14}{_times(row['of_alone']):>9}"
         sent, formula = (
             "-" if row[figure] is None else f"{row[figure] / 1e6:.3f}" for figure in ("sent_bytes", "formula_bytes")
         )
-        lines.append(f"{row['way']:<40}{row['median_ms']:>10.1f}{row['p10_ms']:>9.1f}{ratios}{sent:>9}{formula:>9}")
+        times = f"{row['median_ms']:>10.1f}{_range(row['quartiles_ms'], 1):>18}{row['p10_ms']:>9.1f}"
+        lines.append(f"{row['way']:<40}{times}{ratios}{sent:>9}{formula:>9}")
     return "\n".join(lines)
 
 
@@ -196,8 +224,9 @@ def verdicts(speed: str, rows: list[dict[str, Any]], seen: dict[str, Visits]) ->
     choices = [way for way in CHOICES if way in found]
     if "auto" in found and choices:
         best = min(choices, key=lambda way: median(seen[way].rounds_ms))
-        value = _ratio(seen[best], seen["auto"])
-        if value is not None:
+        ratios = _ratios(seen[best], seen["auto"])
+        if ratios is not None:
+            value = median(ratios)
             words.append(_verdict(f"auto: {value:.2f} times the speed of {best}, aim 0.95", value >= 0.95))
     return words
 
@@ -217,16 +246,26 @@ def page_of(found: list[dict[str, Any]], needs: list[dict[str, Any]], words: lis
         cells = [f"`{way['way']}`"]
         for rows in by_speed.values():
             row = rows[way["way"]]
-            cells += ["failed", ""] if "error" in row else [f"{row['median_ms']:.0f}", _times(row["times_ddp"])]
+            if "error" in row:
+                cells += ["failed", ""]
+                continue
+            cells.append(f"{row['median_ms']:.0f} ({_range(row['quartiles_ms'], 0)})")
+            cells.append(
+                "" if row["times_ddp"] is None else f"{row['times_ddp']:.2f} ({_range(row['times_ddp_quartiles'], 2)})"
+            )
         sent = max(rows[way["way"]].get("sent_bytes") or 0 for rows in by_speed.values())
         lines.append([*cells, f"{sent / 1e6:.2f}", *([peaks[way["way"]]] if peaks else [])])
-    made = f"{pages.circumstances()}, {found[0]['ranks']} ranks, {rounds} rounds, medians:"
+    made = f"{pages.circumstances()}, {found[0]['ranks']} ranks, {rounds} rounds, medians (quartiles):"
     aims = "\n".join(f"- {' '.join(line.split())}" for line in words)
     return "\n\n".join(filter(None, (made, pages.markdown(head, lines), aims)))
 
 
 def _times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}"
+
+
+def _range(ends: tuple[float, float] | None, digits: int) -> str:
+    return "" if ends is None else f"{ends[0]:.{digits}f} to {ends[1]:.{digits}f}"
 
 
 def picture(found: list[dict[str, Any]], path: str) -> None:
@@ -282,6 +321,9 @@ def main() -> None:
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="the peak of each way")
     parser.add_argument("--place", default="ways", help="where in the page the table goes")
     parser.add_argument("--picture", metavar="FILE", help="draw the figures there; needs matplotlib")
+    parser.add_argument("--curve", type=int, nargs="+", metavar="RANKS", help="also over these numbers of ranks")
+    parser.add_argument("--curve-speed", default=LOOPBACK, metavar="SPEED", help="of the links then")
+    parser.add_argument("--curve-picture", metavar="FILE", help="draw that")
     options = parser.parse_args()
     if why_not():
         sys.exit(f"there can be no hosts here: {why_not()}")
@@ -304,10 +346,25 @@ def main() -> None:
         picture(found, options.picture)
     if options.page and found:
         pages.put(options.page, options.place, page_of(found, needs, words, options.rounds))
+    curve = over_ranks(options) if options.curve else []
     if options.json:
-        memory_found = {"what": "memory", "ranks": options.ranks, "rows": needs}
-        Path(options.json).write_text(json.dumps([*found, memory_found], indent=2))
-    sys.exit(any("error" in row for rows in (needs, *(part["rows"] for part in found)) for row in rows))
+        more = [{"what": "memory", "ranks": options.ranks, "rows": needs}]
+        more += [{"what": "curve", "speed": options.curve_speed, "rows": curve}] if curve else []
+        Path(options.json).write_text(json.dumps([*found, *more], indent=2))
+    sys.exit(any("error" in row for rows in (needs, curve, *(part["rows"] for part in found)) for row in rows))
+
+
+def over_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The curve over numbers of ranks: measured, printed, and put where it is wanted."""
+    specs = options.ways or CURVE
+    ways = [next((way for way in WAYS if way.spec == spec), Way(spec)) for spec in specs]
+    rows = rank_curve.rows_of(rank_curve.measure(ways, options.curve, options.curve_speed, options), options.batch)
+    print(rank_curve.table(options.curve_speed, rows), flush=True)
+    if options.curve_picture:
+        rank_curve.picture(options.curve_speed, rows, options.curve_picture)
+    if options.page:
+        pages.put(options.page, "ranks", rank_curve.page_of(options.curve_speed, rows, options.rounds))
+    return rows
 
 
 if __name__ == "__main__":

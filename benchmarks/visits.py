@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, quantiles
 
 import torch
 from torch import nn
@@ -309,6 +309,14 @@ def _periods_ms(moments_s: list[float], period: int) -> list[float]:
     return [(b - a) * 1e3 / period for a, b in pairwise(moments_s[::period])]
 
 
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """Between which half of the values lie."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
 def steps_of(way: Way, visits: Visits, seconds: float) -> int:
     """How many steps fill so many seconds: at first a few; whole periods."""
     per_period_s = median(visits.rounds_ms) / 1e3 * way.period if visits.rounds_ms else seconds / 4
@@ -320,7 +328,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speeds", nargs="*", metavar="SPEED", help=f"such as 1gbit, {LOOPBACK} (one host), unlimited")
     parser.add_argument("--millions", type=float, default=5.0, help="parameters of the model")
     parser.add_argument("--batch", type=int, default=64, help="samples of a step for each rank that computes")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of each strategy's visits; quartiles are over rounds")
     parser.add_argument("--seconds", type=float, default=3.0, help="of a visit to one strategy, about")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a rank that waits gives up")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")

@@ -54,6 +54,15 @@ TOGETHER = re.compile(
 )
 
 
+#: Tests that take many seconds by themselves: they begin before the others, so that none of them is the last to end.
+LONG = re.compile(
+    r"test_campaign$|test_digits_reach_|test_mnist_is_read|test_commands_that_work_on_a_script|test_scripts_run_on_one_rank|"
+    r"test_the_bits_are_those_of_one_rank\[4-3\]|test_a_model_trains_and_resumes_within_a_limit|"
+    r"test_the_rank_that_hangs_is_named|test_the_command_line_goes_back_to_it|test_kills$|"
+    r"test_the_same_bits_after_the_planned_faults|test_what_is_left_behind_fails|test_a_function_runs_on_ranks_that_are_copies"
+)
+
+
 #: Tests whose like is in the suite already, for another strategy or benchmark. They run in `make campaign` only, where
 #: LOCKSTEP_CAMPAIGN is set, so that the suite stays under twelve minutes on two cores.
 CAMPAIGN = re.compile(
@@ -94,13 +103,14 @@ CAMPAIGN = re.compile(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The suite without `CAMPAIGN`, or those tests alone."""
+    """The suite without `CAMPAIGN`, or those tests alone; in the random order that they have, but for `LONG`."""
     alone = "LOCKSTEP_CAMPAIGN" in os.environ
     suite: list[pytest.Item] = []
     campaign: list[pytest.Item] = []
     for item in items:
         (campaign if CAMPAIGN.search(item.nodeid) else suite).append(item)
-    items[:], left_out = (campaign, suite) if alone else (suite, campaign)
+    chosen, left_out = (campaign, suite) if alone else (suite, campaign)
+    items[:] = sorted(chosen, key=lambda item: LONG.search(item.nodeid) is None)
     config.hook.pytest_deselected(items=left_out)
 
 

@@ -63,6 +63,16 @@ def test_micro_batches_hold_each_sample_once(plan, samples):
         assert all(1 <= size <= plan.micro_batch for size in step)
 
 
+@given(plans(), st.data())
+def test_each_micro_batch_knows_what_a_run_of_its_step_holds(plan, data):
+    samples = data.draw(st.integers(1, plan.global_batch))
+    held = [plan.position(0, samples, index, last=False) for index in range(plan.micro_batches_of(samples))]
+    run = plan.run(data.draw(st.integers(0, plan.world_size - 1)), len(held))
+    place = data.draw(st.sampled_from(held))
+    assert place.samples_in(run) == sum(held[index].samples for index in run)
+    assert place.of_step(7) == plan.position(7, samples, place.index, last=False)
+
+
 @given(plans(), st.integers(1, 600))
 def test_micro_batches_do_not_depend_on_the_ranks(plan, world_size):
     other = BatchPlan(plan.global_batch, plan.micro_batch, world_size)

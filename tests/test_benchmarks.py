@@ -117,9 +117,9 @@ def test_campaign(tmp_path):
 @on_hosts
 def test_strategies(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- measured: ways -->\nold\n<!-- end -->\nafter\n")
-    few = ("--millions", "0.01", "--seconds", "0.1", "--speeds", "1gbit", "--page", page)
-    (time, _), shown = measured(tmp_path, "strategies.py", *few, "--ways", "zero", "--no-memory")
+    page.write_text("before\n<!-- measured: ways -->\nold\n<!-- end -->\n<!-- measured: ranks -->\n<!-- end -->\n")
+    few = ("--millions", "0.01", "--seconds", "0.1", "--speeds", "1gbit", "--curve", "1", "2", "--page", page)
+    (time, _, curve), shown = measured(tmp_path, "strategies.py", *few, "--ways", "zero", "--no-memory")
     ways = {row["way"]: row for row in time["rows"]}
     assert list(ways) == ["none", "ddp", "zero"]
     assert ways["ddp"]["times_ddp"] == ways["none"]["of_alone"] == 1
@@ -129,6 +129,11 @@ def test_strategies(tmp_path):
     assert "| `zero` |" in page.read_text()
     assert "old" not in page.read_text()
     assert "1gbit, 2 ranks" in shown
+    assert all(low <= ways[way]["median_ms"] <= high for way in ways for low, high in [ways[way]["quartiles_ms"]])
+    assert [(row["way"], row["ranks"]) for row in curve["rows"]] == [("zero", 1), ("zero", 2)]
+    assert curve["rows"][0]["times_fewest"] == 1
+    assert curve["rows"][1]["samples_per_s"] > 0
+    assert "| strategy | 1 rank | 2 ranks |" in page.read_text()
 
 
 @on_hosts

@@ -37,6 +37,8 @@ def caught(deed):
         RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"),
         RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation"),
         RuntimeError("[gloo/transport/tcp/pair.cc:598] Connection reset by peer"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [10.77.0.1]:35202: Connection timed out."),
+        RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [10.77.0.1]:35202: No route to host."),
         RuntimeError("eof: end of file (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)"),
         RuntimeError("RPCErr:1:RPC ran for more than set timeout (60000 ms) and will now be marked with an error"),
         dist.DistBackendError("NCCL error: remote process exited or there was a network error, NCCL version 2"),

@@ -39,6 +39,16 @@ class MicroBatchPosition:
     step_samples: int = 1  #: samples of the whole step, over all ranks
     step: int = 0  #: within the epoch, from 0
 
+    def samples_in(self, run: range) -> int:
+        """How many samples the micro-batches ``run`` of the same step hold, if none but the step's last one is short.
+
+        At the end of a stream others may be.
+        """
+        last = self.of - 1
+        full = self.samples if self.index < last else (self.step_samples - self.samples) // max(1, last)
+        short = full - (self.step_samples - last * full) if last in run else 0
+        return len(run) * full - short
+
     def of_step(self, step: int) -> Self:
         """The same place of another ``step``."""
         # Spelt out, since `dataclasses.replace` would take four times as long, in each step.

@@ -22,6 +22,7 @@ from lockstep.errors import PeerLost
 _TORCH_ERRORS = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 _PEER_GONE = re.compile(
     r"connection (closed|reset|refused)|socket (timeout|closed)|broken pipe|timed out waiting \d+ms|"
+    r"gloo/transport.*(timed out|no route to host|unreachable)|"
     r"pair closure|connectfullmesh|failed to recv, got 0 bytes|client socket has timed out|remote process exited|"
     r"nccl.*(watchdog|remote process|abort|system error|remote error)|watchdog caught collective|"
     r"store.*(timeout|timed out)|(timeout|timed out).*store|"

@@ -54,7 +54,7 @@ QUEUE = {
     "slots": "8",
     "pe_list": "lockstep spread",
     "rerun": "TRUE",
-    "notify": "00:00:06",
+    "notify": "00:01:00",
     "load_thresholds": "NONE",
     # The hosts share their file systems, and each removes a job's directory there when its part of the job is over.
     "tmpdir": "/tmp,[n2={here}/tmp-n2]",

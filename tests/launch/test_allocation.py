@@ -1,6 +1,7 @@
 """What an environment says about the job, and how launchers are started on its nodes."""
 
 import shlex
+import time
 
 import pytest
 from hypothesis import given
@@ -92,16 +93,35 @@ def test_outside_of_a_job_there_is_none():
 
 def test_the_end_of_a_job_is_asked_for_where_no_variable_tells_it():
     assert job_ends_at({**SLURM_ENV, "SLURM_JOB_END_TIME": "1700000000"}, pytest.fail) == 1700000000.0
-    said = {"squeue": "2026-01-01T10:00:00 1:00\n", "qstat": "hard resource_list: h_rt=120,s_rt=90\n"}
-    first = job_ends_at(SLURM_ENV, lambda words: said[words[0]])
-    assert first == job_ends_at(SLURM_ENV, lambda words: said[words[0]].replace(":00 ", ":30 ")) - 30
+    said = "2026-01-01T10:00:00 1:00\n"
+    first = job_ends_at(SLURM_ENV, lambda words: said)
+    assert first == job_ends_at(SLURM_ENV, lambda words: said.replace(":00 ", ":30 ")) - 30
     assert job_ends_at(SLURM_ENV, lambda words: "") is None
     assert job_ends_at(SLURM_ENV, lambda words: "NONE\n") is None
     assert job_ends_at(SLURM_ENV, lambda words: "2027-01-01T10:00:00 UNLIMITED\n") is None
-    began = "start_time            1:            01/01/2026 09:58:30.250\n"
-    assert job_ends_at(SGE_ENV, lambda words: began + said["qstat"]) == first + 0.25
-    assert job_ends_at(SGE_ENV, lambda words: "start_time nothing else") is None
     assert job_ends_at({}, pytest.fail) is None
+
+
+#: As Grid Engine 8.1.9 prints it, which says nowhere else when a job began.
+SGE_JOB = "hard resource_list:         h_rt=80,s_rt=60\nscheduling info:            There are no messages available\n"
+SGE_LIST = """\
+job-ID  prior   name       user         state submit/start at     queue                          slots ja-task-ID
+-----------------------------------------------------------------------------------------------------------------
+      6 0.50000 j.sh       root         r     11/23/2026 02:10:32 all.q@n1                           2
+      7 0.50000 array      ada          r     11/23/2026 02:30:32 all.q@n2                           2 2
+      7 0.50000 array      ada          t     11/23/2026 02:31:32 all.q@n2                           2 3
+"""
+
+
+def test_the_end_of_a_job_of_grid_engine_counts_from_its_start_or_that_of_its_task():
+    def ask(words):
+        return SGE_JOB if words[1] == "-j" else SGE_LIST
+
+    of_job = job_ends_at({**SGE_ENV, "JOB_ID": "6", "SGE_TASK_ID": "undefined"}, ask)
+    assert time.localtime(of_job)[:6] == (2026, 11, 23, 2, 11, 32)
+    assert job_ends_at({**SGE_ENV, "SGE_TASK_ID": "3"}, ask) == of_job + 21 * 60
+    assert job_ends_at({**SGE_ENV, "JOB_ID": "8"}, ask) is None
+    assert job_ends_at(SGE_ENV, lambda words: "" if words[1] == "-j" else SGE_LIST) is None
 
 
 RUN = ["python", "-m", "lockstep", "run", "--run-dir", "r", "train.py", "run", "a b"]

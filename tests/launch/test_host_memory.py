@@ -149,14 +149,23 @@ def test_a_lost_loader_worker_is_known(message, lost):
 GREEDY = """
     import os, time
     from pathlib import Path
+
+    def wait_until_looked_at():
+        # The launcher looks, and says what it saw, once a second each, in one loop.
+        file, before = Path(os.environ["LOCKSTEP_RUN_DIR"], "ranks-0000.json"), None
+        for _ in range(4):  # the first is what there is
+            while not file.exists() or file.stat().st_mtime_ns == before:
+                time.sleep(0.01)
+            before = file.stat().st_mtime_ns
+
     held = [bytearray(os.urandom(1)) * (30 << 20)]
     Path("up-" + os.environ["RANK"]).touch()
     while not all(Path(f"up-{rank}").exists() for rank in range(2)):
         time.sleep(0.01)
-    time.sleep(2.5)  # so that it was looked at
+    wait_until_looked_at()
     if (own := os.environ.get("OWN_GROUP")) and os.environ["RANK"] == "1":
         Path(own).write_text(str(os.getpid()))
-        time.sleep(2.5)
+        wait_until_looked_at()
     while os.environ["RANK"] == "1":
         held.append(bytearray(os.urandom(1)) * (10 << 20))
     time.sleep(60)

@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -107,6 +108,8 @@ def test_a_script_for_slurm():
 def test_a_script_for_grid_engine():
     request = JobRequest(gpus="1", cpus=8, time_s=3600, mem="8G", queue="all.q", account="me", pe="smp")
     assert write(SGE, request, COMMAND) == SGE_SCRIPT
+    # It kills a job on several hosts.
+    assert "s_rt" not in write(SGE, replace(request, nodes=2), COMMAND)
     assert legible(SGE_SCRIPT).returncode == 0
 
 

@@ -212,7 +212,9 @@ def refused(strategy):
 
 
 OUTSIDE = "run.carry outside of the loop's body: there is no micro-batch whose place it could be"
-SERVED = "run.carry: under this strategy not every rank has micro-batches of its own; use ddp, zero, or fsdp without"
+SERVED = (
+    "run.carry: under this strategy not every rank has micro-batches of its own; use ddp, zero, or fsdp without tensor="
+)
 
 
 def test_where_there_is_no_place_it_is_refused():

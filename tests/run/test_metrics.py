@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.collectives import single_rank_group
 from lockstep.errors import UsageError
@@ -51,6 +53,14 @@ def test_a_mean_weighs_what_it_is_the_mean_of():
     assert mean(torch.tensor(1.0), torch.tensor(4.0), counts=[torch.tensor(2), torch.tensor(1)]) == 2.0
     assert mean(0.5, math.nan, counts=[3, 0]) != mean(0.5, counts=[3]), "nan stays, also as the mean of nothing"
     assert mean(0.5, 100.0, counts=[3, 0]) == 0.5
+
+
+@given(st.lists(st.tuples(st.floats(width=32), st.integers(0, 99)), min_size=1))
+def test_what_waits_on_a_device_and_what_does_not_have_the_same_mean(measured):
+    # A count that is a tensor waits, as every value of a GPU does.
+    values, counts = [torch.tensor(value) for value, _ in measured], [count for _, count in measured]
+    at_once, waited = mean(*values, counts=counts), mean(*values, counts=list(map(torch.tensor, counts)))
+    assert at_once == waited or (math.isnan(at_once) and math.isnan(waited))
 
 
 def test_a_count_is_for_one_number():

@@ -211,6 +211,8 @@ def test_the_memory_table_names_gpus():
     assert max(map(len, lines)) <= WIDTH
     with pytest.raises(SettingError, match="no formula"):
         memory_need(record_of(), "pipeline", 2)
+    with pytest.raises(SettingError, match="fsdp:tensor=2"):
+        memory_need(record_of(), "fsdp:tensor=2", 2)
 
 
 def test_every_field_of_a_row_is_in_the_documented_schema():

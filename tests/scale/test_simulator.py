@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import profile
 
-from lockstep.errors import PlanError
+from lockstep.errors import PlanError, SettingError
 from lockstep.scale import SimulatedStrategy, System, open_catalogue, simulate
 from lockstep.scale.buckets import MIB, buckets_of
 from lockstep.scale.links import Curve, Link
@@ -236,6 +236,12 @@ def test_dp_loads_for_all_in_one_process_and_pipelines_have_bubbles():
 def test_what_cannot_be_is_refused(spec, nodes):
     with pytest.raises(PlanError, match=str(nodes)):
         simulate(profile(), system(nodes=nodes), SimulatedStrategy.parse(spec))
+
+
+def test_tensor_groups_are_measured_and_not_predicted():
+    assert SimulatedStrategy.parse("fsdp:tensor=1").name == "fsdp"
+    with pytest.raises(SettingError, match="lockstep bench"):
+        SimulatedStrategy.parse("fsdp:tensor=2")
 
 
 def test_the_slowest_of_many_is_awaited():

@@ -26,8 +26,8 @@ from lockstep.strategies.pipelined.stage import (
     StageInterface,
     StageMicroBatch,
     StageModules,
-    random_state,
 )
+from lockstep.strategies.random_state import random_state
 from lockstep.testing import run_each, run_ranks, state_hash
 from worlds import on_world
 

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from lockstep.collectives import StoredTensor, TensorShard
 from lockstep.errors import SettingError, UsageError
 from lockstep.run import Run
+from lockstep.strategies.tensor_parallel.divided_output import DividedOutput
 from lockstep.strategies.tensor_parallel.tensor_parallel import check_groups
 from lockstep.strategies.tensor_parallel.tensor_plan import TensorDivision, divisions_of, styles_of
 from lockstep.testing import run_ranks, state_hash
@@ -212,7 +213,7 @@ def steps_muon():
 def test_a_plan_that_would_train_something_else_is_found():
     without_sums = {name: style for name, style in PLAN.items() if "norm" not in name}
     found = on_world(
-        2,
+        4,
         [
             (refused, without_sums),
             (refused, {"blocks.*.up": "colwise"}),
@@ -220,13 +221,53 @@ def test_a_plan_that_would_train_something_else_is_found():
             (steps_muon,),
         ],
     )
-    assert "MismatchError" in found[0][0]
+    assert "MismatchError: ranks of a tensor group" in found[0][0]
     assert "blocks.0.attention.norm.weight" in found[0][0]
     assert "cannot be multiplied" in found[1][0]
     assert "UsageError" in found[2][0]
     assert "tensor_plan={" in found[2][0]
     assert "blocks.0.attention.q" in found[2][0]
     assert "Muon" in found[3][0]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda q: q.view(2, 3, 4, -1),
+        lambda q: q.reshape((6, 4, -1)),
+        lambda q: torch.reshape(q, (2, 3, 4, -1)),
+        lambda q: q.unflatten(-1, (4, -1)),
+        lambda q: q.chunk(3, dim=-1),
+        lambda q: torch.split(q, 2, 2),
+        F.glu,
+    ],
+)
+def test_a_part_of_the_last_dimension_is_not_taken_for_the_whole(use):
+    q = DividedOutput.of(torch.zeros(2, 3, 8), "blocks.0.q")
+    with pytest.raises(UsageError, match=r"blocks\.0\.q"):
+        use(q)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda q: q.view(2, 3, -1, 4),
+        lambda q: q.view(2, 3, 2, 4),
+        lambda q: q.reshape(6, -1),
+        lambda q: q.reshape(-1),
+        lambda q: q.view(torch.int32).float(),
+        lambda q: q.unflatten(2, (-1, 4)),
+        lambda q: q.unflatten(0, (1, -1)),
+        lambda q: q.chunk(2)[1],
+        lambda q: q.split(1, dim=1)[0],
+        lambda q: q + 1,
+    ],
+)
+def test_what_else_is_computed_with_it_is_computed_with_a_plain_tensor(use):
+    plain = torch.randn(2, 3, 8)
+    found = use(DividedOutput.of(plain, "blocks.0.q"))
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, use(plain))
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

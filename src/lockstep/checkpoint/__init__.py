@@ -23,7 +23,14 @@ from lockstep.checkpoint.safetensors_file import FileTensor
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.async_save import Checkpoints, Saved
-    from lockstep.checkpoint.part_file import PartHead, PartWriter, load_part, merge_parts, read_part_head
+    from lockstep.checkpoint.part_file import (
+        PartCopies,
+        PartHead,
+        PartWriter,
+        load_part,
+        merge_parts,
+        read_part_head,
+    )
     from lockstep.checkpoint.save_thread import Outcome
     from lockstep.checkpoint.tensors import (
         Tensors,
@@ -45,7 +52,9 @@ else:
             ("Tensors", "content_of", "in_file", "load_tree", "stored_tree", "tensor_of", "write_torch_file"), "tensors"
         )
         homes["read_weights"] = "weights_file"
-        homes |= dict.fromkeys(("PartHead", "PartWriter", "load_part", "merge_parts", "read_part_head"), "part_file")
+        homes |= dict.fromkeys(
+            ("PartCopies", "PartHead", "PartWriter", "load_part", "merge_parts", "read_part_head"), "part_file"
+        )
         homes |= dict.fromkeys(("FlatTree", "checksums_in", "save_whole"), "whole_save")
         if name not in homes:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -68,6 +77,7 @@ __all__ = [
     "LocalFileSystem",
     "Manifest",
     "Outcome",
+    "PartCopies",
     "PartHead",
     "PartWriter",
     "Piece",

@@ -16,7 +16,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,15 +53,18 @@ class PartWriter:
 
     Args:
         directory: that has the slots; it is made, and must be this rank's own.
+        whole: called with the step and the bytes of each slot that has become whole, what `PartCopies.take` takes; the
+            bytes must be released before the slot is written again, or closed. On whatever thread completes the slot.
 
     Raises:
         OSError: if it cannot be made.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, whole: Callable[[int, memoryview], None] | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._slots: Final = [_Slot(directory / f"slot-{number}") for number in range(2)]
+        self._slots: Final = _slots_in(directory)
         self._newest = 1
+        self._whole: Final = whole
         self._thread: Final = ThreadPoolExecutor(1, thread_name_prefix="lockstep-mirror")
         self._copying: Future[None] | None = None
 
@@ -114,6 +117,8 @@ class PartWriter:
     def _commit(self, step: int, slot: _Slot) -> None:
         slot.commit(step)
         self._newest = 1 - self._newest
+        if self._whole is not None:
+            self._whole(step, slot.content())
 
     def close(self) -> None:
         """`finish`, and end the thread; the files stay."""
@@ -121,6 +126,48 @@ class PartWriter:
         self._thread.shutdown()
         for slot in self._slots:
             slot.close()
+
+
+class PartCopies:
+    """Two slots with what another rank's `PartWriter` has written, on another host. Used by one thread.
+
+    Args:
+        directory: that has the slots; it is made, and must be for that rank alone.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory: Final = directory
+        self._slots: list[_Slot] = []
+        self._newest = 1
+
+    def take(self, step: int, length: int, fill: Callable[[memoryview], None]) -> None:
+        """Keep the bytes of a slot that was whole after ``step``, in the older of the two slots.
+
+        Args:
+            step: steps done.
+            length: bytes that there are.
+            fill: is called with so much memory, once there is room; where it raises, this slot stays empty.
+
+        Raises:
+            OSError: if there is no room.
+        """
+        if not self._slots:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._slots = _slots_in(self._directory)
+        slot = self._slots[1 - self._newest]
+        with slot.room_for(length) as content:
+            fill(content)
+        slot.commit(step)
+        self._newest = 1 - self._newest
+
+    def close(self) -> None:
+        """The files stay as they are."""
+        for slot in self._slots:
+            slot.close()
+
+
+def _slots_in(directory: Path) -> list[_Slot]:
+    return [_Slot(directory / f"slot-{number}") for number in range(2)]
 
 
 class _Copies:
@@ -152,6 +199,7 @@ class _Slot:
         self._path: Final = path
         self._memory: mmap.mmap | None = None
         self._length = 0
+        self._used = 0  # bytes of it
         self._text = 0  # bytes for the text, with room to grow
         self._shapes: list[tuple[torch.dtype, torch.Size]] = []  # of the tensors that it has places for
         self._places: list[torch.Tensor] = []
@@ -172,6 +220,17 @@ class _Slot:
         assert self._memory is not None
         _STEP.pack_into(self._memory, 0, step)
 
+    def content(self) -> memoryview:
+        """All bytes but the step, by which one knows that they are whole."""
+        assert self._memory is not None
+        return memoryview(self._memory)[_STEP.size : self._used]
+
+    def room_for(self, length: int) -> memoryview:
+        """Room for ``length`` bytes of another slot's `content`; this one is empty until `commit`."""
+        memory = self._allocate(_STEP.size + length)
+        _STEP.pack_into(memory, 0, _NONE)
+        return memoryview(memory)[_STEP.size : self._used]
+
     def close(self) -> None:
         """The file stays as it is."""
         self._places, self._shapes = [], []
@@ -182,6 +241,12 @@ class _Slot:
     def _lay_out(self, text: int, shapes: list[tuple[torch.dtype, torch.Size]]) -> None:
         self._text = _up(2 * text)
         offsets, length = _offsets(_HEADER.size + self._text, shapes)
+        memory = self._allocate(length)
+        self._shapes = shapes
+        self._places = [_view(memory, o, d, s) for o, (d, s) in zip(offsets, shapes, strict=True)]
+
+    def _allocate(self, length: int) -> mmap.mmap:
+        """The memory, of at least ``length`` bytes; what it held is lost where it had less."""
         if self._memory is None or length > self._length:
             self.close()
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -192,8 +257,8 @@ class _Slot:
             finally:
                 os.close(file)
             self._length = length
-        self._shapes = shapes
-        self._places = [_view(self._memory, o, d, s) for o, (d, s) in zip(offsets, shapes, strict=True)]
+        self._used = length
+        return self._memory
 
 
 def _view(memory: mmap.mmap | memoryview, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from lockstep.collectives.group import (
     translating_peer_errors,
 )
 from lockstep.collectives.leader_gather import gather_on_leader
+from lockstep.collectives.neighbour_link import NeighbourLink, open_neighbour_link
 from lockstep.collectives.object_channel import ObjectChannel
 from lockstep.collectives.owner_broadcast import OwnerBroadcast, open_owner_broadcast
 from lockstep.collectives.reduce_scatter import (
@@ -38,6 +39,7 @@ __all__ = [
     "KeyValueStore",
     "NativeAllReduce",
     "NativeReduceScatter",
+    "NeighbourLink",
     "Node",
     "ObjectChannel",
     "OwnerBroadcast",
@@ -63,6 +65,7 @@ __all__ = [
     "open_all_reduce",
     "open_gather",
     "open_group",
+    "open_neighbour_link",
     "open_owner_broadcast",
     "open_reduce_scatter",
     "open_store",

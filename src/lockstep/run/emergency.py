@@ -9,7 +9,7 @@
 
     MEMORY/run-0-generation-3-1f2e/measures-0002        what rank 2 has measured, see `measures_journal`
     MEMORY/run-0-generation-3-1f2e/state-0/step-00001234  a checkpoint as in docs/format.md, by one rank of node 0
-    MEMORY/run-0-generation-3-1f2e/mirror-0002          the part of rank 2 after the last two steps, see `part_file`
+    MEMORY/run-0-generation-3-1f2e/mirror-0002          the part of rank 2 after the last two steps, see `mirror`
     MEMORY/run-0-generation-3-1f2e/left-0002            the part of rank 2 when another one died, as under hsdp
     MEMORY/run-0-generation-3-1f2e/suspect              its ranks held different bits: none of its states is used
 
@@ -44,7 +44,6 @@ from lockstep.checkpoint import (
 )
 from lockstep.collectives import Group
 from lockstep.errors import LockstepError, MismatchError
-from lockstep.formatting import plural, size
 from lockstep.launch_contract import EMERGENCY
 from lockstep.memory_use import host_memory
 from lockstep.peer_failure import is_peer_failure
@@ -52,6 +51,7 @@ from lockstep.run.emergency_choice import Left, LeftState, choose
 from lockstep.run.left_behind import LeftBehind
 from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, read_journal
 from lockstep.run.metrics import MetricMeans, PassMetrics
+from lockstep.run.mirror import MIRROR_PARTS, Mirror, open_mirror
 from lockstep.run.resume_point import ResumePoint
 from lockstep.settings import Settings
 from lockstep.strategies import StatePart, Strategy, state_part
@@ -66,7 +66,7 @@ About = Callable[[], StateTree]
 _TURN_S = 60.0
 _POLL_S = 0.01
 _STATE = "state-"
-_PARTS: Final = ("mirror", "left")
+_LEFT = "left"
 #: The part of the free memory that a state may take.
 _SHARE = 0.8
 
@@ -95,8 +95,9 @@ class Emergency(Protocol):
     def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
         """A step has ended: begin to copy this rank's ``own`` part of the state into memory, with what is said of it.
 
-        It is there when the next `note` returns: where one rank has finished a step, all have the one before. The
-        ``buffers`` of models, which the next forward pass may change, are copied before this returns.
+        It is there when the next `note` returns, and with the setting ``mirror`` on another host, too: where one rank
+        has finished a step, all have the one before. The ``buffers`` of models, which the next forward pass may change,
+        are copied before this returns.
         """
         ...
 
@@ -153,7 +154,7 @@ class NoEmergency(Emergency):
 
 
 class EmergencyMemory(Emergency):
-    """Saves states in a directory of this host's memory, which the ranks of one launcher share.
+    """Saves states in a directory of this host's memory, which the ranks of one launcher share. Collective to make.
 
     Args:
         memory: the directory.
@@ -166,6 +167,7 @@ class EmergencyMemory(Emergency):
         say: tells the user something.
         log_every: number of steps after which recent means are logged; None: never.
         checkpoint: directory of the run's checkpoints, which distinguishes the runs of one script; "": the usual one.
+        on_two_hosts: whether what is mirrored is kept on another host as well.
     """
 
     def __init__(
@@ -181,6 +183,7 @@ class EmergencyMemory(Emergency):
         say: Callable[[str], None],
         log_every: int | None,
         checkpoint: str = "",
+        on_two_hosts: bool = False,
     ) -> None:
         self._memory: Final = memory
         self._run_dir: Final = run_dir / "emergency"
@@ -194,8 +197,6 @@ class EmergencyMemory(Emergency):
         self._name: Final = f"{self._run}-generation-{world.generation}-{mark}"
         self.notes, self.part = writes, part
         self._say: Final = say
-        self._mirror: PartWriter | None = None  # made when it is first needed
-        self._has_mirrored = False
         self._journal: MeasuresJournal | None = None
         self._train: MetricMeans | None = None  # of the pass whose sums the journal began with
         self._step = 0  # that was noted last
@@ -204,6 +205,13 @@ class EmergencyMemory(Emergency):
             self._own(memory).mkdir(parents=True, exist_ok=True)
             if writes:
                 self._journal = MeasuresJournal(self._own(memory) / f"measures-{group.rank:04d}")
+        self._mirror: Final[Mirror | None] = (
+            None
+            if part is None
+            else open_mirror(
+                self._own(memory), group, world, part, lambda: self._room(memory), say, on_two_hosts=on_two_hosts
+            )
+        )
 
     # ---- while it trains -----------------------------------------------------------------------------------------
 
@@ -240,32 +248,9 @@ class EmergencyMemory(Emergency):
 
     def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
         """See `Emergency.mirror`. Large tensors are copied by a thread while the ranks compute the next step."""
-        if self.part is None:
-            return
-        try:
-            flat = FlatTree.of(_needed(own(self.part), self.part, is_first=self._world.local_rank == 0))
-            if not self._has_mirrored:
-                self._require_room(flat)
-                self._mirror, self._has_mirrored = PartWriter(self._own(self._memory) / self._file("mirror")), True
-            if self._mirror is not None:
-                sums = (self._metrics.train.own(), self._metrics.recent.own())
-                place = {"part": self._group.rank, "parts": self._group.size, "sums": sums}
-                said = about() | place
-                self._mirror.begin(said["step"], said, flat, at_once=buffers)
-        except OSError as error:
-            self._has_mirrored, self._mirror = True, None
-            self._say(f"the state is not mirrored any more: {error}")
-
-    def _require_room(self, flat: FlatTree) -> None:
-        wanted = 2 * self._world.local_size * flat.size_bytes
-        # Other ranks of this node may have their files already: all of them are to find room, or none.
-        taken = sum(slot.stat().st_size for slot in self._own(self._memory).glob("mirror-*/slot-*"))
-        free = int(_SHARE * (taken + min(LOCAL.free_bytes(self._memory), free_memory())))
-        if wanted > free:
-            raise OSError(
-                f"two copies of the state of {plural(self._world.local_size, 'rank')} take about {size(wanted)} of "
-                f"{self._memory}, where {size(free)} may be used"
-            )
+        if self.part is not None and self._mirror is not None:
+            sums = Sums(self._metrics.train.own(), self._metrics.recent.own())
+            self._mirror.begin(own(self.part), about(), sums, buffers)
 
     def _measured(self) -> list[Measured]:
         return [
@@ -291,13 +276,12 @@ class EmergencyMemory(Emergency):
             self._journal = None
         if self._mirror is not None:
             self._mirror.close()
-            self._mirror = None
 
     # ---- when a rank is lost -------------------------------------------------------------------------------------
 
     def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
         """See `Emergency.leave`. It never raises, since the error that ended the run has to reach the user."""
-        if not self.notes and self._mirror is None:
+        if not self.notes and (self._mirror is None or not self._mirror.is_used):
             return
         try:
             if isinstance(error, MismatchError):
@@ -310,7 +294,7 @@ class EmergencyMemory(Emergency):
 
     def _leave(self, flat: FlatTree, about: StateTree) -> None:
         if about["parts"] > 1:
-            writer = PartWriter(self._own(self._memory) / self._file("left"))
+            writer = PartWriter(self._own(self._memory) / f"{_LEFT}-{self._group.rank:04d}")
             writer.begin(about["step"], about, flat)
             writer.close()
             return
@@ -332,10 +316,15 @@ class EmergencyMemory(Emergency):
 
     def _place(self, size_bytes: int) -> Path | None:
         """A directory with room for ``size_bytes``; None if there is none."""
-        if size_bytes <= _SHARE * min(LOCAL.free_bytes(self._memory), free_memory()):
+        if size_bytes <= self._room(self._memory):
             return self._memory
         self._run_dir.mkdir(exist_ok=True)
         return self._run_dir if size_bytes <= LOCAL.free_bytes(self._run_dir) else None
+
+    @staticmethod
+    def _room(memory: Path) -> int:
+        """How many bytes of ``memory`` may be taken."""
+        return int(_SHARE * min(LOCAL.free_bytes(memory), free_memory()))
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -383,7 +372,9 @@ class EmergencyMemory(Emergency):
                 with contextlib.suppress(LockstepError, OSError):
                     manifest = read_manifest(one.path)
                     found.append(LeftState.of(generation, str(one.path), manifest.about, checksums_in(manifest)))
-            for slot in (slot for root in _PARTS for slot in (place / generation).glob(f"{root}-*/slot-*")):
+            for slot in (
+                one for kind in (*MIRROR_PARTS, _LEFT) for one in (place / generation).glob(f"{kind}-*/slot-*")
+            ):
                 with contextlib.suppress(OSError):
                     if (head := read_part_head(slot)) is not None:
                         found.append(LeftState.of(generation, head.path, head.about, {}))
@@ -397,21 +388,10 @@ class EmergencyMemory(Emergency):
     def _own(self, place: Path) -> Path:
         return place / self._name
 
-    def _file(self, kind: str) -> str:
-        return f"{kind}-{self._group.rank:04d}"
-
 
 def free_memory() -> int:
     """What the host and this job's control groups leave, in which files in memory count, too; 0 if nobody says."""
     return host_memory().host_free or 0
-
-
-def _needed(own: StateTree, part: StatePart, *, is_first: bool) -> StateTree:
-    """What a rank mirrors of its ``own`` part; the first rank of each node does so for what all of them hold."""
-    if is_first:
-        return own
-    divided = {"carry": True, "optimizers": part.of > 1, "models": part.divides_models}
-    return {name: value for name, value in own.items() if divided.get(name)}
 
 
 def open_emergency(
@@ -437,6 +417,7 @@ def open_emergency(
         say=say,
         log_every=None if settings.log_every is None else int(settings.log_every.every),
         checkpoint=settings.checkpoint or "",
+        on_two_hosts=settings.mirror,
     )
 
 

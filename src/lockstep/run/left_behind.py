@@ -35,7 +35,7 @@ class LeftBehind:
     def origin(self) -> str:
         """Who has written it, in words."""
         state = self._choice.state
-        return f"state of rank {state.rank}" if state.parts == 1 else f"put together from {state.parts} ranks"
+        return f"state of rank {state.rank}" if state.parts == 1 else f"put together from {state.ranks} ranks"
 
     def load(self) -> StateTree | None:
         """Its tree, on every rank; None on all of them if it cannot be read. Collective."""

@@ -75,9 +75,9 @@ def memory_need(record: RankRecord, strategy: str, ranks: int) -> MemoryNeed:
         SettingError: for a strategy of which no formula is known here.
     """
     name, options = split(strategy)
-    if name not in (*_WHOLE, *_DIVIDED):
+    if name not in (*_WHOLE, *_DIVIDED) or options.get("tensor", "1") != "1":
         known = ", ".join((*_WHOLE, *_DIVIDED))
-        raise SettingError(f"--memory knows no formula for strategy {name}; it has {known}")
+        raise SettingError(f"--memory knows no formula for strategy {strategy}; it has {known}")
     shard = options.get("shard", str(ranks))
     if not shard.isdecimal() or int(shard) < 1:
         raise SettingError(f"strategy {strategy}: shard={shard}; give a number of ranks from 1")

@@ -41,9 +41,15 @@ class SimulatedStrategy:
         """What ``--strategy SPEC`` means, with buckets of ``bucket_mb`` MiB (None: what Lockstep takes on ``device``).
 
         Raises:
-            SettingError: for a strategy or an option that there is not, and a limit that is not above 0.
+            SettingError: for a strategy or an option that there is not, for tensor groups, of which no model is known
+                here, and a limit that is not above 0.
         """
         name, options = split(spec)
+        if options.get("tensor", "1") != "1":
+            raise SettingError(
+                f"strategy {spec}: a prediction knows no tensor groups, whose ranks wait for each other within a "
+                "layer; measure it with lockstep bench, or leave tensor= out"
+            )
         limit = _BUCKET_MIB[device] if bucket_mb is None else bucket_mb
         if not limit > 0:
             raise SettingError(f"bucket={limit:g}: give MiB above 0")

@@ -8,6 +8,8 @@ What it really sends, measured with Grid Engine 8.1.9:
                       dies at once, and the job with it: the launcher must take its place (exec)
     s_rt passed       USR1, likewise
     h_rt passed       KILL at once; with -notify USR2 before
+    s_rt passed, in a job on several hosts
+                      as h_rt, on all of them: there a run has to know the limit and stop before it
     exit 99           the job starts again, with RESTARTED=1 and the same JOB_ID
 """
 
@@ -86,12 +88,15 @@ class GridEngine(WritesJobScripts):
         )
 
     def job_ends_at(self, env: Mapping[str, str], ask: Ask) -> float | None:
-        """The first of the limits ``s_rt`` and ``h_rt``."""
-        text = ask(("qstat", "-j", env["JOB_ID"]))
-        limits = [int(limit) for limit in re.findall(r"\b[hs]_rt=(\d+)", text)]
-        began = re.search(r"(?m)^start_time\s+\d+:\s+(\S+ \S+)", text)
-        start = timestamp(began[1]) if began else None
-        return start + min(limits) if limits and start is not None else None
+        """The first of the limits ``s_rt`` and ``h_rt``, counted from the start of this job or task."""
+        job, task = env["JOB_ID"], env.get("SGE_TASK_ID", "undefined")
+        limits = [int(limit) for limit in re.findall(r"\b[hs]_rt=(\d+)", ask(("qstat", "-j", job)))]
+        if not limits:
+            return None
+        # Only some versions of it say there when a job began.
+        rows = [row for row in _rows_of(job, ask(("qstat", "-s", "r", "-u", "*"))) if task in ("undefined", row[-1])]
+        start = timestamp(" ".join(rows[0][5:7])) if rows else None
+        return None if start is None else start + min(limits)
 
     def node_address(self, name: str, resolves: Callable[[str], bool], ask: Ask) -> str:
         """Nodes are called by their host names."""
@@ -112,7 +117,7 @@ class GridEngine(WritesJobScripts):
         """A job is requeued by its exit code."""
         _, queue = run(("qstat", "-u", "*"))
         number, _, _ = given.job.partition(".")  # as it is listed, without the task of an array
-        if any("d" in line[4] for line in map(str.split, queue.splitlines()) if line[:1] == [number]):
+        if any("d" in row[4] for row in _rows_of(number, queue)):
             return Requeued(stopped, f"Grid Engine job {given.job} was deleted, so it does not start again")
         return Requeued(EXIT_RERUN, f"Grid Engine starts job {given.job} again for exit code {EXIT_RERUN}")
 
@@ -142,7 +147,9 @@ class GridEngine(WritesJobScripts):
             and Directive(f"-l {request.gpu_resource or 'gpu'}={request.gpus}", "of each node; one rank for each"),
             request.mem and Directive(f"-l h_vmem={request.mem}", "for each slot"),
             Directive(f"-l h_rt={clock(time_s)}"),
-            Directive(f"-l s_rt={clock(time_s - warning_s(request))}", "from here on: save, and stop (SIGUSR1)"),
+            # On several hosts a soft limit kills: there the run goes by the hard one, which it knows, too.
+            (request.nodes or 1) == 1
+            and Directive(f"-l s_rt={clock(time_s - warning_s(request))}", "from here on: save, and stop (SIGUSR1)"),
             request.queue and Directive(f"-q {request.queue}"),
             request.account and Directive(f"-P {request.account}"),
             Directive("-notify", "SIGUSR2 before the job is killed; without it qdel kills at once"),
@@ -153,6 +160,11 @@ class GridEngine(WritesJobScripts):
             line for each in directives for line in (*([f"# {each.why}:"] if each.why else []), f"#$ {each.option}")
         ]
         return script_text(lines, request, command, _USAGE)
+
+
+def _rows_of(job: str, listed: str) -> list[list[str]]:
+    """The words of the lines of ``qstat`` that are about ``job``, one for each of its tasks."""
+    return [row for row in map(str.split, listed.splitlines()) if row[:1] == [job] and len(row) > 4]
 
 
 def _slots(request: JobRequest) -> int:

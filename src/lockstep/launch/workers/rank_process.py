@@ -80,8 +80,8 @@ def become_rank(env: Mapping[str, str], log: str, parent: int, program: Program)
     # Signals that came meanwhile are delivered now.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # A session of its own, which is also a group: the rank can be killed together with all that it starts, and given a
-    # terminal. Where Linux shares CPUs out among sessions (sched_autogroup), ranks of one session would get, beside other
-    # programs, what a single process gets.
+    # terminal. Where Linux shares CPUs out among sessions (sched_autogroup), all ranks of one session would get, beside
+    # other programs, what a single process gets.
     with contextlib.suppress(OSError):
         os.setsid()
     terminal = env.get(TERMINAL, "")

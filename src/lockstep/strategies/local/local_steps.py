@@ -35,6 +35,7 @@ class LocalSteps:
             group, lambda _, micro_batches: range(micro_batches), exact=context.exact
         )
         self._samples = 0  # that this rank has met in the step
+        self._expected = 1  # that it will meet, as was seen from its first micro-batch
 
     def setup_model(self, model: nn.Module) -> None:
         """Keep the buffers of ``model`` at the mean over each step's micro-batches of this rank.
@@ -51,8 +52,11 @@ class LocalSteps:
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """Count the samples that this rank computes in the step."""
-        if not position.is_padding:
-            self._samples += position.samples
+        if position.is_padding:
+            return
+        if not self._samples:
+            self._expected = max(1, position.samples_in(self._runs(self._rank, position.of)))
+        self._samples += position.samples
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
@@ -64,10 +68,15 @@ class LocalSteps:
         if position.is_padding:
             _clear_gradients(target)
             return
+        # From the micro-batch's part of the whole step to its part of this rank's: in the loss, since to multiply the
+        # gradients would take one more pass over them.
+        if weight is None:
+            self._expected = position.step_samples
+        elif self._expected != position.step_samples:
+            weight = weight * (position.step_samples / self._expected)
         self._single_process.backward(loss, weight, target, self._local_position(position))
-        # The weight of each micro-batch is its part of the whole step.
-        if position.last and self._samples != position.step_samples:
-            divide_by_counts(target, position.step_samples, self._samples)
+        if position.last and self._samples != self._expected:
+            divide_by_counts(target, self._expected, self._samples)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """Turn ``.grad`` into the mean over the rank's own items; None, if it has none, so that it makes no step."""

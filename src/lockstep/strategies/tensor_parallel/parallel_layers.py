@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from lockstep.strategies.random_state import random_state, set_random_state
 from lockstep.strategies.tensor_parallel import tensor_plan
+from lockstep.strategies.tensor_parallel.divided_output import DividedOutput
 from lockstep.strategies.tensor_parallel.tensor_group import TensorGroup
 from lockstep.strategies.tensor_parallel.tensor_plan import TensorDivision
 
@@ -77,15 +78,15 @@ class DividedRegion:
 class _Colwise:
     """Each rank computes some of the outputs."""
 
-    def __init__(self, layer: nn.Linear, group: TensorGroup, region: DividedRegion) -> None:
-        self._layer, self._group, self._region = layer, group, region
+    def __init__(self, name: str, layer: nn.Linear, group: TensorGroup, region: DividedRegion) -> None:
+        self._name, self._layer, self._group, self._region = name, layer, group, region
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         shared = self._region.shared_input(value, self._group)
         out = F.linear(shared, self._layer.weight, self._layer.bias)
         if self._layer.training:
             self._region.enter()
-        return out
+        return DividedOutput.of(out, self._name)
 
 
 class _ColwiseGathered:
@@ -176,16 +177,16 @@ def compute_in_parallel(
         region: what all layers of the model share.
     """
     for name, style in styles.items():
-        forward = _forward_of(style, model.get_submodule(name), divisions.get(f"{name}.weight"), group, region)
+        forward = _forward_of(style, name, model.get_submodule(name), divisions.get(f"{name}.weight"), group, region)
         model.get_submodule(name).forward = forward
 
 
 def _forward_of(
-    style: str, layer: Any, weight: TensorDivision | None, group: TensorGroup, region: DividedRegion
+    style: str, name: str, layer: Any, weight: TensorDivision | None, group: TensorGroup, region: DividedRegion
 ) -> Callable[..., Any]:
     match style:
         case tensor_plan.COLWISE:
-            return _Colwise(layer, group, region)
+            return _Colwise(name, layer, group, region)
         case tensor_plan.COLWISE_GATHERED:
             return _ColwiseGathered(layer, group)
         case tensor_plan.ROWWISE | tensor_plan.ROWWISE_SPLIT:
