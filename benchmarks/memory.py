@@ -83,7 +83,7 @@ class Memory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.bytes: dict[str, int] = {}
-        self.held = 0  # the most in tensors, at an optimizer's step
+        self._held = 0  # the most in tensors, at an optimizer's step
         self._before = 0
         self._before = self.now()
         self._begin()
@@ -96,7 +96,9 @@ class Memory:
         return memory_bytes("VmRSS") - memory_bytes("RssShmem") - self._before
 
     def end(self, phase: str) -> None:
-        """Note the peak of ``phase``; the next one begins."""
+        """Note the peak of ``phase``, and after a step what tensors held; the next one begins."""
+        if phase == "step":
+            self.bytes["held"] = self._held
         if self._device.type == "cuda":
             self.bytes[phase] = torch.cuda.max_memory_allocated() - self._before
         else:
@@ -108,7 +110,7 @@ class Memory:
         optimizer.register_step_post_hook(lambda *_: self._look())
 
     def _look(self) -> None:
-        self.held = max(self.held, live_bytes(self._device))
+        self._held = max(self._held, live_bytes(self._device))
 
     def _begin(self) -> None:
         if self._device.type == "cuda":
@@ -182,7 +184,7 @@ def with_run(
             else:  # the next save has not begun yet
                 memory.bytes["kept"] = memory.now() - before_save
         shared = 0 if torch.cuda.is_available() else memory_bytes("RssShmem")
-        every = run.gather(memory.bytes | {"held": memory.held, "shared": shared})
+        every = run.gather(memory.bytes | {"shared": shared})
         return every if run.leads else [], parameters
 
 
@@ -256,7 +258,7 @@ def by_hand(
         memory.end("save")
         memory.bytes["kept"] = memory.now() - before_save
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, memory.bytes | {"held": memory.held, "shared": 0}, group=saving)
+    dist.all_gather_object(every, memory.bytes | {"shared": 0}, group=saving)
     dist.destroy_process_group()
     return every if int(os.environ["RANK"]) == 0 else [], parameters
 
