@@ -42,9 +42,9 @@ def _delegation_chain(strategy: Strategy) -> Iterator[Strategy]:
 def _first_with(ability: type, strategy: Strategy) -> Any:
     """The first of ``strategy`` and those that it delegates to that has ``ability``; None: none of them has."""
     # As through `_delegation_chain`, without a generator: it is asked several times in a step.
-    each: Any = strategy
+    each: Strategy | None = strategy
     while each is not None and not _has(type(each), ability):
-        each = each.delegate() if _has(type(each), Delegates) else None
+        each = each.delegate() if _has(type(each), Delegates) else None  # type: ignore[attr-defined]  # as just asked
     return each
 
 
