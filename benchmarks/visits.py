@@ -248,7 +248,7 @@ class Crew:
         for ready in self._ready:
             ready.stdin.close()
             ready.stdout.close()
-            ready.wait(30)
+            ready.wait(self._options.timeout)
 
 
 @contextlib.contextmanager
