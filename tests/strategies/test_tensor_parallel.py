@@ -120,24 +120,27 @@ CASES = {
     "in bf16": {"told": (("precision", "bf16"),)},
     "with dropout": {"drop": 0.3, "recomputes": True},
 }
-#: What must not change the bits of a case.
-MADE_BY_THE_RUN = {**CASES["plain"], "as_function": True}
-NOT_COMPUTED_AGAIN = {**CASES["with dropout"], "recomputes": False}
-BLOCKS_COMPUTED_AGAIN = {**NOT_COMPUTED_AGAIN, "options": ",wrap=Block,checkpoint_activations"}
+#: The same cases, otherwise made and computed, which must not change a bit.
+ALIKE = {
+    "plain": {**CASES["plain"], "as_function": True},
+    "in bf16": CASES["in bf16"],
+    "with dropout": {"drop": 0.3, "options": ",wrap=Block,checkpoint_activations"},
+}
 
 
 def train_case(strategy, case):
     return train(strategy, **case)
 
 
-def calls(strategy, *cases):
-    return [(train_case, strategy, case) for case in (*CASES.values(), *cases)]
+def on_leader(ranks, strategy, cases):
+    found = on_world(ranks, [(train_case, strategy, case) for case in cases.values()])
+    return dict(zip(cases, (of_ranks[0] for of_ranks in found), strict=True))
 
 
 def test_it_trains_what_one_rank_trains_with_bits_that_do_not_depend_on_the_number_of_groups():
-    on_four = on_world(4, calls("fsdp:tensor=2", MADE_BY_THE_RUN, NOT_COMPUTED_AGAIN, BLOCKS_COMPUTED_AGAIN))
-    by_world = (on_world(1, calls("none")), on_world(2, calls("fsdp:tensor=2")), on_four)
-    alone, two, four = (dict(zip(CASES, (ranks[0] for ranks in runs), strict=False)) for runs in by_world)
+    alone = on_leader(1, "none", CASES)
+    two = on_leader(2, "fsdp:tensor=2", {**CASES, "nothing computed again": {"drop": 0.3}})
+    four = on_leader(4, "fsdp:tensor=2", ALIKE)
     for name in CASES:
         assert two[name][0] == four[name][0], f"{name}: other bits on two groups"
         assert two[name][2:] == four[name][2:], f"{name}: other metrics on two groups"
@@ -147,9 +150,7 @@ def test_it_trains_what_one_rank_trains_with_bits_that_do_not_depend_on_the_numb
         away = max(float((value - two[name][1][key]).abs().max()) for key, value in alone[name][1].items())
         assert away <= tolerance, f"{name}: {away:.3g} away"
         assert two[name][2:] == pytest.approx(alone[name][2:], rel=min(0.1, 10 * tolerance)), name
-    made, not_again, again = (ranks[0] for ranks in on_four[len(CASES) :])
-    assert made[0] == four["plain"][0], "made by the run"
-    assert not_again[0] == again[0] == four["with dropout"][0], "computed again"
+    assert two["nothing computed again"][0] == two["with dropout"][0]
 
 
 class Dropped(nn.Module):
