@@ -212,20 +212,20 @@ _GROUPS: dict[str, Group] = {
                 for_seconds(10.0, lambda host: host.slow("64kbit", "2kb"), Host.clear), ends=False, beside=True
             ),
             "a rank of one node is killed": Fault(
-                of_host(Training.rank, KILL), _RANK + "was killed by SIGKILL", beside=True
+                of_host(Training.rank, KILL), _RANK + "w(as|ere) killed by SIGKILL", beside=True
             ),
             "exception on one node": Fault(itself("raise"), _RANK + "raised ValueError", beside=True),
             "the fork server of a node is killed": Fault(
                 of_host(Training.fork_server, KILL),
-                r"run failed: the fork server, which starts the ranks, was killed by SIGKILL",
+                r"run failed: the fork server, which starts the ranks, w(as|ere) killed by SIGKILL",
             ),
             "the ranks' store is killed": Fault(
                 lambda training: send(training.ranks_store(), KILL),
-                r"run failed: the store where the ranks meet was killed by",
+                r"run failed: the store where the ranks meet w(as|ere) killed by",
             ),
             "the launchers' store is killed": Fault(
                 launchers_store_killed,
-                r"the store where the launchers meet was killed by SIGKILL: starting another one",
+                r"the store where the launchers meet w(as|ere) killed by SIGKILL: starting another one",
                 ends=False,
             ),
             "the launchers' store is stopped": Fault(
@@ -263,7 +263,7 @@ _GROUPS: dict[str, Group] = {
         {
             "IPv6 only: a node is killed": Fault(host_killed, _LOST, "disk"),
             "IPv6 only: a rank of one node is killed": Fault(
-                of_host(Training.rank, KILL), _RANK + "was killed by SIGKILL"
+                of_host(Training.rank, KILL), _RANK + "w(as|ere) killed by SIGKILL"
             ),
             "IPv6 only: the endpoint's host is killed, and comes back": Fault(
                 endpoint_killed, r"(?s)cut off: .*to go on, on n1: ", "disk"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,14 +47,16 @@ def summary(struck: Sequence[Struck], seed: int, loads: Iterable[float]) -> str:
     over = sum(one.again > one.allowed for one in ours)
     kinds, trainings = len({one.kind for one in ours}), len({one.round for one in ours})
     there = f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPU cores, which had other work, too"
-    return (
+    return textwrap.fill(
         f"{len(ours)} faults of {kinds} kinds in {trainings} trainings: after "
         f"{_of(one.seconds is not None for one in ours)} the training went on, of {_of(one.named for one in ours)} the "
         f"right cause was named and no other, {_of(one.bits for one in ours)} were in trainings that ended in the bits "
         f"of one without faults, {over} cost more steps than allowed, {sum(bool(one.left) for one in ours)} were in "
         f"trainings that left something behind. Beside them {len(theirs)} faults under torchrun: after "
         f"{_of(one.seconds is not None for one in theirs)} the training went on. Seed {seed}, {there}: their load "
-        f"average was {median(list(loads) or [0.0]):.0f} (median over the trainings)."
+        f"average was {median(list(loads) or [0.0]):.0f} (median over the trainings).",
+        width=120,
+        break_on_hyphens=False,
     )
 
 
@@ -109,7 +112,8 @@ _INTRODUCTION = """\
 Made by `python benchmarks/campaign.py`. Kinds, hosts and ranks are drawn from a seed; several faults strike each
 training, one after the other. Faults of one machine strike 2 or 3 ranks with loader processes, under `ddp`, `ddp` with
 `mirror`, or `zero` with `mirror`; those of nodes and networks strike 2 to 4 hosts made of namespaces, with
-`--nnodes 1:N`, one rank each. A checkpoint is saved every 10 steps, and a hang is told after 20 s.
+`--nnodes 1:N`, one rank each. A checkpoint is saved every 10 steps, and a hang is told after 20 s. Trainings that found
+a defect, of Lockstep or of the campaign, are left out until they are made again without it.
 
 - Cause named: what the launchers say names what befell the run, and accuses nobody else. Nothing can be said by a
   launcher that was killed; then it must only accuse nobody.
