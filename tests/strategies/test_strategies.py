@@ -31,7 +31,7 @@ def test_one_rank_alone_needs_no_strategy():
 
 
 def test_an_unknown_strategy_is_refused():
-    with pytest.raises(SettingError, match="strategy='dpp': give one of none, "):
+    with pytest.raises(SettingError, match=r"strategy='dpp': did you mean dp\? give one of none, "):
         one_rank("dpp")
 
 
