@@ -14,7 +14,7 @@ from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.rendezvous.lease import Lease
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message
 from lockstep.launch.rendezvous.plan import ElasticLimits, NodeReport
-from lockstep.launch.rendezvous.takeover import Moved
+from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch_contract import EXIT_STOPPED
 
 RAISED = Failure(1, "n2", "ValueError", "bad label", "train.py", 5, "x", "Traceback...", False, 10.0, 7)
@@ -82,7 +82,7 @@ def test_a_message_that_is_a_failure_is_the_last_failure(err):
 def test_a_coordinator_that_was_replaced_while_it_stood_still_shows_nothing_of_the_new_leader(err):
     """Its leader's log is one file with that of the next leader, and it looks at it as soon as it wakes up."""
     node, did = agent(err, is_coordinator=True), []
-    moved = Moved(Lease(2, "m", "n2", "n2:29400"), None)
+    moved = NewCoordinator(Lease(2, "m", "n2", "n2:29400"), None)
     node._takeover = SimpleNamespace(poll=lambda silent_s, running: moved)
     node._store.silent_s = lambda: 0.0
     node._workers = SimpleNamespace(
