@@ -506,9 +506,11 @@ def page(cases: list[dict[str, str]], others: list[dict[str, str]], ratio: str) 
     return f"""\
 # When something fails
 
-Made by `{command}` on {time.strftime("%Y-%m-%d")}, on {machine} that were shared with other
-work. Nothing here is written by hand: run it and compare. With `--rows` rows are kept from one run of the script to the
-next, so they may be some minutes apart.
+Made by `{command}` on {time.strftime("%Y-%m-%d")}.
+On a machine that was shared with other work: {machine}.
+
+Nothing here is written by hand: run it and compare. With `--rows` rows are kept from one run of the script to the next,
+so they may be some minutes apart.
 
 ## Each failure in each phase
 

@@ -92,11 +92,12 @@ def test_two_ranks_write_one_checkpoint_and_what_fails_on_one_fails_on_both(tmp_
 def newest_of_damaged(group, root, said, told):
     saves = Checkpoints(root, group, keep=9, say=said.append)
     told["found"] = saves.newest().step
-    hidden = Checkpoints(root, group, keep=9, say=said.append, disk=Hides() if group.rank else LocalFileSystem())
-    try:
-        hidden.newest()
-    except CheckpointError as error:
-        told["hidden"] = str(error)
+    for name, elsewhere in (("hidden", Hides()), ("another", Elsewhere(root))):
+        disk = elsewhere if group.rank else LocalFileSystem()
+        try:
+            Checkpoints(root, group, keep=9, say=said.append, disk=disk).newest()
+        except CheckpointError as error:
+            told[name] = str(error)
 
 
 class Hides(LocalFileSystem):
@@ -106,24 +107,46 @@ class Hides(LocalFileSystem):
         return False
 
 
+class Elsewhere(LocalFileSystem):
+    """On another node, where a directory of this name holds the checkpoints of another run."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def _there(self, path):
+        return self.root.with_name("elsewhere") / path.relative_to(self.root)
+
+    def reader(self, path):
+        return super().reader(self._there(path))
+
+    def size(self, path):
+        return super().size(self._there(path))
+
+
 def test_what_is_damaged_in_the_share_of_any_rank_is_passed_over_by_all(tmp_path):
-    one = Checkpoints(tmp_path, single_rank_group(), keep=9, say=pytest.fail)
+    root = tmp_path / "root"
+    one = Checkpoints(root, single_rank_group(), keep=9, say=pytest.fail)
     for step in range(1, 5):
         one.save(state(step), step, {})
     one.close()
+    another = Checkpoints(tmp_path / "elsewhere", single_rank_group(), keep=9, say=pytest.fail)
+    another.save(state(7), 1, {})
+    another.close()
     for step, place in ((4, -1), (3, 400), (2, 1)):  # bytes from the beginning: of the end, the middle, and the head
-        file = tmp_path / f"step-{step:08d}" / "part-00000.safetensors"
+        file = root / f"step-{step:08d}" / "part-00000.safetensors"
         content = bytearray(file.read_bytes())
         content[place] ^= 1
         file.write_bytes(bytes(content))
-    leader, other = run_ranks(on_a_rank, 2, newest_of_damaged, tmp_path)
+    leader, other = run_ranks(on_a_rank, 2, newest_of_damaged, root)
     assert leader["found"] == other["found"] == 1
-    assert [line.partition(":")[0] for line in leader["said"]] == [
+    assert [line.partition(":")[0] for line in leader["said"][:3]] == [
         f"DAMAGED checkpoint of step {step}" for step in (4, 3, 2)
     ]
     assert other["said"] == [], "only the leader speaks"
     assert leader["hidden"] == other["hidden"]
     assert "rank 1 does not see" in leader["hidden"]
+    assert leader["another"] == other["another"]
+    assert "step-00000001 is another checkpoint for rank 1 than for the leader" in leader["another"]
 
 
 class WaitsForASign(LocalFileSystem):

@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.checkpoint import SafetensorsWriter, content_of, in_file, read_weights
-from lockstep.errors import SettingError, UsageError
+from lockstep.collectives import single_rank_group
+from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.run import Run
+from lockstep.strategies.pipelined.division import made_apart
 from lockstep.testing import state_hash
 from worlds import on_world
 
@@ -96,8 +98,15 @@ def trained_in_stages(strategy, weights):
         return begun, state_hash(run.state_dict(model)), 0.0
 
 
-def write_stages(place):
-    state = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 6)).state_dict()
+def differing(places):
+    """What is said where each rank reads other weights."""
+    with Run() as run:
+        with pytest.raises(MismatchError) as refused:
+            run.model(nn.Linear(6, 8), weights=places[run.rank])
+        return str(refused.value)
+
+
+def write(place, state):
     with SafetensorsWriter(place, [in_file(name, t.dtype, tuple(t.shape)) for name, t in state.items()]) as out:
         for tensor in state.values():
             out.write(content_of(tensor))
@@ -138,11 +147,7 @@ def files(tmp_path_factory):
         names = list(state)
         parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
         for part, within in parts.items():
-            with SafetensorsWriter(
-                place / part, [in_file(n, state[n].dtype, tuple(state[n].shape)) for n in within]
-            ) as out:
-                for name in within:
-                    out.write(content_of(state[name]))
+            write(place / part, {name: state[name] for name in within})
         index = {"weight_map": {name: part for part, within in parts.items() for name in within}}
         (place / "model.safetensors.index.json").write_text(json.dumps(index))
         found[tied] = place, state
@@ -150,7 +155,8 @@ def files(tmp_path_factory):
 
 
 def test_however_a_model_is_made_it_is_the_model_of_one_rank_under_every_strategy(files, tmp_path):
-    write_stages(stages := tmp_path / "stages.safetensors")
+    given = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 6)).state_dict()
+    write(stages := tmp_path / "stages.safetensors", given)
     alone = [(tied, from_file) for tied in (True, False) for from_file in (False, True)]
     calls = [(trained, "none", tied, "given", str(files[tied][0]) if from_file else None) for tied, from_file in alone]
     calls += [(trained_in_stages, "none", weights) for weights in (None, stages)]
@@ -164,7 +170,11 @@ def test_however_a_model_is_made_it_is_the_model_of_one_rank_under_every_strateg
         tied = not way.startswith(APART)
         calls.append((trained, way, tied, form, str(files[tied][0]) if from_file else None))
     in_stages = [(trained_in_stages, way, weights) for way in ("pipeline", "ddp") for weights in (None, stages)]
-    *found, divided = on_world(2, [*calls, *in_stages, (held, "pipeline")])
+    places = [tmp_path / "here.safetensors", tmp_path / "there.safetensors"]
+    for place in places:
+        write(place, nn.Linear(6, 8).state_dict())
+    *found, divided, refused = on_world(2, [*calls, *in_stages, (held, "pipeline"), (differing, places)])
+    assert all("weights=...) reads differs between ranks" in said for said in refused)
     assert [each[0] for each in found[len(calls) :]] == [drawn, read] * 2
     assert [after for _, after in divided] == [24, 24]
     assert max(most for most, _ in divided) <= 16 + 2 * 4, "what may stay whole, the layer that is made, and one more"
@@ -253,3 +263,56 @@ def test_what_nobody_initialises_is_refused_and_so_are_weights_of_another_model(
         ):
             with pytest.raises(error, match=words):
                 run.model(model, weights=weights)
+
+
+class Shares(nn.Module):
+    """Two names of one tensor; a buffer of integers; and something that its `state_dict` computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+        self.extra = torch.ones(1)
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def test_weights_that_would_be_cut_off_or_lost_are_refused_and_so_are_files_that_contradict_themselves(tmp_path):
+    w = torch.randn(3, 3)
+    fine = {"first.weight": w, "second.weight": w, "seen": torch.ones(2, dtype=torch.int32)}
+    write(tmp_path / "fine.safetensors", fine)
+    write(tmp_path / "two.safetensors", fine | {"second.weight": w + 1})
+    write(tmp_path / "fractions.safetensors", fine | {"seen": torch.ones(2)})
+    write(tmp_path / "extra.safetensors", fine | {"_extra_state": torch.zeros(1)})
+    whole = (tmp_path / "fine.safetensors").read_bytes()
+    (tmp_path / "short.safetensors").write_bytes(whole[:-1])
+    (tmp_path / "odd.safetensors").write_bytes(whole.replace(b"[3,3]", b"[3,2]"))
+    index = {"weight_map": dict.fromkeys([*fine, "third.weight"], "fine.safetensors")}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+
+    class WithoutExtra(Shares):
+        get_extra_state = nn.Module.get_extra_state
+
+    with Run() as run:
+        for model, name, error, words in (
+            (WithoutExtra(), "two.safetensors", UsageError, "first.weight and second.weight are one tensor"),
+            (WithoutExtra(), "fractions.safetensors", UsageError, "seen is torch.float32 there, and torch.int64"),
+            (Shares(), "fine.safetensors", UsageError, "such as _extra_state"),
+            (Shares(), "extra.safetensors", UsageError, "_extra_state of Shares is neither a parameter nor a buffer"),
+            (Shares(), "short.safetensors", SettingError, "short.safetensors is cut short: it has"),
+            (Shares(), "odd.safetensors", SettingError, "contradicts itself about first.weight"),
+            (Shares(), "index.json", SettingError, "fine.safetensors has no third.weight"),
+        ):
+            with pytest.raises(error, match=words):
+                run.model(model, weights=tmp_path / name)
+        model = run.model(WithoutExtra(), weights=tmp_path / "fine.safetensors")
+        assert torch.equal(model.first.weight, w)
+        assert (model.second.weight is model.first.weight, model.seen.tolist()) == (True, [1, 1])
+    stages = [lambda: nn.Linear(3, 3, bias=False), lambda: nn.Linear(3, 2)]
+    with pytest.raises(UsageError, match=r"stage 1 of .*such as bias"):
+        made_apart(stages, {"0.weight": w, "1.weight": torch.ones(2, 3)}, {0, 1}, single_rank_group())

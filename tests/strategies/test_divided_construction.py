@@ -1,6 +1,7 @@
 """Models that no rank holds whole while they are made: values and random numbers are those of one rank."""
 
 import copy
+import io
 import os
 import random
 import weakref
@@ -64,6 +65,11 @@ class Reads(nn.Module):
         self.e = nn.Parameter(torch.randn(600).view(20, 30))
         nn.init.sparse_(self.e, 0.2)
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(30, 30))
+        file = io.BytesIO()
+        torch.save(self.b.state_dict(), file)
+        file.seek(0)
+        self.loaded = nn.Linear(20, 30)
+        self.loaded.load_state_dict(torch.load(file))
         self.lstm, self.norm = nn.LSTM(20, 20, 2, bidirectional=True), nn.BatchNorm1d(600)
 
 

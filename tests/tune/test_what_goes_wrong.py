@@ -113,6 +113,27 @@ def test_a_stopped_trial_of_which_it_is_unknown_whether_it_violates_the_constrai
     json.dumps(result.to_json(), allow_nan=False)
 
 
+def test_what_is_bred_once_a_trial_violates_the_constraints_is_what_a_resumed_search_breeds():
+    def objective(run, params):
+        if current_trial().number < 6:
+            run.report(params["x"])
+        return Evaluated(1 - params["x"], violation=params["x"])
+
+    class StopsFirstSix:
+        def stops(self, trial, others):
+            return "one of the first" if trial.number < 6 else ""
+
+    def searched(run_dir, *steps):
+        for number, trials in enumerate(steps):
+            result = lockstep.tune(
+                objective, LINE, trials=trials, stopping=StopsFirstSix(), run_dir=run_dir, resume=number > 0,
+                algorithm="propulate:population=2,random_init=0",
+            )  # fmt: skip
+        return [trial.params["x"] for trial in result.trials]
+
+    assert searched("once", 14) == searched("resumed", 9, 14)
+
+
 def test_an_objective_cannot_change_what_others_get():
     space = {"sizes": Choice([8], [8, 8]), "x": Float(0, 1)}
 

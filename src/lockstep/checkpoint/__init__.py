@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         tensor_of,
         write_torch_file,
     )
-    from lockstep.checkpoint.weights_file import read_weights
+    from lockstep.checkpoint.weights_file import checksum_of_first_rows, read_weights
     from lockstep.checkpoint.whole_save import FlatTree, checksums_in, save_whole
 else:
     # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
@@ -51,7 +51,7 @@ else:
         homes = {"Checkpoints": "async_save", "Saved": "async_save", "Outcome": "save_thread"} | dict.fromkeys(
             ("Tensors", "content_of", "in_file", "load_tree", "stored_tree", "tensor_of", "write_torch_file"), "tensors"
         )
-        homes["read_weights"] = "weights_file"
+        homes |= dict.fromkeys(("checksum_of_first_rows", "read_weights"), "weights_file")
         homes |= dict.fromkeys(
             ("PartCopies", "PartHead", "PartWriter", "load_part", "merge_parts", "read_part_head"), "part_file"
         )
@@ -91,6 +91,7 @@ __all__ = [
     "Tree",
     "averaged_state",
     "check_writable",
+    "checksum_of_first_rows",
     "checksums_in",
     "content_of",
     "expired",

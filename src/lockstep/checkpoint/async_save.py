@@ -10,7 +10,6 @@ rank that died is noticed by a deadline.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import secrets
 import threading
@@ -43,12 +42,9 @@ from lockstep.checkpoint.save_thread import Outcome, SaveMessages, SaveRequest, 
 from lockstep.checkpoint.tensors import CpuStager, TensorEntry, flatten, stored_tree
 from lockstep.collectives import Group
 from lockstep.errors import CheckpointError, DamagedCheckpoint, SettingError
-from lockstep.formatting import plural
+from lockstep.formatting import format_ranks, plural
 from lockstep.size_balancing import owners_of
 
-#: Between two reads of the store, so that a thread which waits for a peer can be told to give up.
-_POLL_S = 0.02
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 #: In a manifest's ``about``: steps whose checkpoints retention leaves alone.
 _PROTECTED = "protected_steps"
 
@@ -70,6 +66,7 @@ class _Verified:
     saved: Saved | None  #: what its manifest says; None: it is not whole, or cannot be used
     damage: str = ""  #: what is not as it was committed
     refused: str = ""  #: why it cannot be told whether it is whole
+    manifest_sum: int = 0  #: of its whole manifest
 
     @classmethod
     def of(cls, one: Committed, group: Group, disk: FileSystem) -> Self:
@@ -90,7 +87,7 @@ class _Verified:
             return cls(None, refused=str(error))
         about = dict(manifest.about)
         protected = frozenset(about.pop(_PROTECTED, ()))
-        return cls(Saved(one.path, one.step, about, protected))
+        return cls(Saved(one.path, one.step, about, protected), manifest_sum=zlib.crc32(manifest.dump()))
 
 
 class Checkpoints:
@@ -184,16 +181,15 @@ class Checkpoints:
 
         Raises:
             CheckpointError: if there are checkpoints and none is whole, if a newer version of Lockstep wrote the
-                newest, or if a rank does not see it: training from the start instead would be wrong in silence.
+                newest, or if a rank does not see it, or sees another one: training from the start, or from two
+                checkpoints, would be wrong in silence.
         """
         self.wait()
         there, refused = self._group.broadcast_object(self._listed(), "which checkpoints there are")
         saved = None
         for one in there:
             found = _Verified.of(one, self._group, self._disk)
-            faults = self._group.gather_objects((found.damage, found.refused), "whether a checkpoint is whole")
-            refused = next((text for _, text in faults if text), "")
-            damage = next((text for text, _ in faults if text), "")
+            damage, refused = self._agree(found, one)
             if refused or not damage:
                 saved = found.saved
                 break
@@ -211,6 +207,19 @@ class Checkpoints:
             self._last_committed_step = saved.step
             self._protected |= saved.protected
         return saved
+
+    def _agree(self, found: _Verified, one: Committed) -> tuple[str, str]:
+        """The damage that some rank has found in ``one``, and why it is refused; "" where there is none. Collective."""
+        told = (found.damage, found.refused, found.manifest_sum)
+        damages, refusals, sums = zip(*self._group.gather_objects(told, "whether a checkpoint is whole"), strict=True)
+        damage, refused = next(filter(None, damages), ""), next(filter(None, refusals), "")
+        strangers = [rank for rank, found_sum in enumerate(sums) if found_sum != sums[0]]
+        if strangers and not damage and not refused:
+            refused = (
+                f"{one.path} is another checkpoint for {format_ranks(strangers)} than for the leader: checkpoints must "
+                "be in a directory that all nodes share"
+            )
+        return damage, refused
 
     def _listed(self) -> tuple[tuple[Committed, ...], str]:
         """On the leader, what is committed, newest first; or why that cannot be known."""

@@ -8,12 +8,17 @@ directory/                       with one of the two, as transformers writes it
 from __future__ import annotations
 
 import json
+import math
+import os
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from lockstep.checkpoint.layout import Box, runs_within
 from lockstep.checkpoint.safetensors_file import FileTensor, read_head
+from lockstep.checkpoint.tensors import content_of
 from lockstep.collectives import StoredTensor
 from lockstep.errors import SettingError
 
@@ -24,7 +29,7 @@ def read_weights(path: Path) -> dict[str, StoredTensor]:
     """The tensors at ``path``, by name, of which nothing is in memory yet.
 
     Raises:
-        SettingError: if there are none, or they cannot be read.
+        SettingError: if there are none, they cannot be read, or a file is not as long as its head, or the index, says.
     """
     if path.is_dir():
         path = next((path / name for name in _NAMES if (path / name).is_file()), path)
@@ -32,6 +37,9 @@ def read_weights(path: Path) -> dict[str, StoredTensor]:
         if path.name.endswith(".json"):
             names: dict[str, str] = json.loads(path.read_text())["weight_map"]
             files = {name: _tensors_of(path.with_name(name)) for name in sorted(set(names.values()))}
+            for name, file in names.items():
+                if name not in files[file]:
+                    raise ValueError(f"{file} has no {name}, which is there by the index")
             return {name: files[file][name] for name, file in names.items()}
         if path.suffix.lower() == ".safetensors":
             return _tensors_of(path)
@@ -43,9 +51,29 @@ def read_weights(path: Path) -> dict[str, StoredTensor]:
     )
 
 
+def checksum_of_first_rows(weights: Mapping[str, StoredTensor]) -> int:
+    """A checksum of the names, types and shapes of ``weights`` and of the first row of each, which it reads.
+
+    Other weights of the same model have another one, but for those that differ in later rows alone.
+    """
+    found = 0
+    for name, stored in weights.items():
+        found = zlib.crc32(repr((name, stored.dtype, tuple(stored.shape))).encode(), found)
+        if stored.numel():
+            found = zlib.crc32(content_of(stored.rows(0, 1) if stored.dim() else stored.whole()), found)
+    return found
+
+
 def _tensors_of(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
         length, tensors = read_head(file.read)
+        size = file.seek(0, os.SEEK_END)
+    for offset, tensor in tensors:
+        dtype: torch.dtype = getattr(torch, tensor.dtype)
+        if offset < 0 or tensor.length != math.prod(tensor.shape) * dtype.itemsize:
+            raise ValueError(f"{path.name} contradicts itself about {tensor.name}, of {tensor.length} bytes")
+        if length + offset + tensor.length > size:
+            raise ValueError(f"{path.name} is cut short: it has {size} bytes, and {tensor.name} is behind them")
     return {tensor.name: _stored(path, length + offset, tensor) for offset, tensor in tensors}
 
 

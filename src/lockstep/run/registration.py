@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from lockstep.checkpoint import read_weights
+from lockstep.checkpoint import checksum_of_first_rows, read_weights
 from lockstep.collectives import StoredTensor
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
@@ -64,10 +64,16 @@ class Registration:
 
         Raises:
             UsageError: after training has begun, or for a model that cannot be trained beside the others.
+            SettingError: if ``weights`` cannot be read.
+            MismatchError: if ranks made different models, or would read different weights.
         """
         self._start.refuse_late("model")
         context = self._context
-        stored = None if weights is None else read_weights(Path(weights))
+        stored = None
+        if weights is not None:
+            stored = read_weights(Path(weights))
+            # Each rank may read other parts of its file, so none would notice another file on another host.
+            context.group.check_equal("what run.model(..., weights=...) reads", checksum_of_first_rows(stored))
         if isinstance(given, list | tuple):
             model, is_new = self._of_stages(given, stored)
         else:

@@ -628,7 +628,7 @@ class Run:
                 `metrics` are.
 
         Raises:
-            TrialStopped: on all ranks, if the search stops the trial; the objective should not catch it.
+            TrialStopped: on all ranks, if the search stops the trial; the objective need not catch it.
             UsageError: if ``loss`` is not one number.
         """
         self._reports.report(loss)

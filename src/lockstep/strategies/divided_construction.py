@@ -97,6 +97,7 @@ class DividedConstruction:
         self._least_bytes: Final = least_bytes
         self._whole_bytes: Final = whole_bytes
         self._known: Final[dict[int, _Divided]] = {}  # by the storage
+        self._handed_out: Final[dict[int, StorageWeakRef]] = {}  # while it is there, no other storage has its place
         # Those that are whole, in the order of their last use: of the operations alone, never of which tensors are
         # still alive, for garbage is collected at other times on other ranks, and all must gather alike.
         self._whole: Final[dict[int, _Divided]] = {}
@@ -150,7 +151,7 @@ class DividedConstruction:
         in_use = {_storage_of(tensor) for tensor in used}
         for tensor in made:
             in_use.add(key := _storage_of(tensor))
-            if key not in self._known and self._can_divide(tensor):
+            if key not in self._known and key not in self._handed_out and self._can_divide(tensor):
                 self._known[key] = _Divided(tensor, self._group, has_values=not allocated)
                 self._use(key, self._known[key])
         if self._total > self._whole_bytes:
@@ -202,6 +203,7 @@ class DividedConstruction:
         """Something may look at the memory of ``tensors`` without an operation from now on. Collective."""
         for tensor in tensors:
             divided = self._known.pop(key := _storage_of(tensor), None)
+            self._handed_out.setdefault(key, StorageWeakRef(tensor.untyped_storage()))
             if divided is not None:
                 self._forget_use(key)
                 divided.restore()
@@ -246,7 +248,7 @@ class DividedConstruction:
         size = parameter.numel() * parameter.element_size()
         if parameter.is_meta or size < self._least_bytes or not parameter.is_contiguous() or not parameter.dim():
             return None
-        if not storage.resizable() or storage.nbytes() != size:
+        if not storage.resizable() or storage.nbytes() != size or storage._cdata in self._handed_out:
             parameter.data = parameter.data.clone()
         return _Divided(parameter, self._group, has_values=True)
 

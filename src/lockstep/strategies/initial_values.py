@@ -49,8 +49,8 @@ def give_values(model: nn.Module, weights: Mapping[str, StoredTensor] | None = N
         weights: by the names of ``state_dict()``; None: as initialised.
 
     Raises:
-        UsageError: if nothing gives a value to something on ``meta``, or if the names or shapes of ``weights`` are not
-            those of the model.
+        UsageError: if nothing gives a value to something on ``meta``, or if the names, shapes or types of ``weights``
+            are not those of the model.
     """
     was_on_meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     with _Written() as written:
@@ -130,18 +130,45 @@ def _inner_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _read(model: nn.Module, weights: Mapping[str, StoredTensor]) -> None:
     """Copy ``weights`` into ``model``, one after another."""
+    kind = type(model).__name__
     tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     there = {id(tensors[name]) for name in weights if name in tensors}
     missing = [name for name, tensor in tensors.items() if id(tensor) not in there]
-    check_names(type(model).__name__, missing, [name for name in weights if name not in tensors])
+    check_names(kind, missing, [name for name in weights if name not in tensors])
+    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    first: dict[int, str] = {}  # the name under which a tensor was read
     with torch.no_grad():
         for name, stored in weights.items():
-            if tensors[name].shape != stored.shape:
+            tensor = tensors[name]
+            _check_fits(name, stored, tensor, kind)
+            if id(tensor) not in held:
                 raise UsageError(
-                    f"weights: {name} has shape {tuple(stored.shape)} there, and {tuple(tensors[name].shape)} in "
-                    f"{type(model).__name__}"
+                    f"weights: {name} of {kind} is neither a parameter nor a buffer: its state_dict() computes it, and "
+                    "what is copied there is lost; use model.load_state_dict(...) before run.model(model)"
                 )
-            tensors[name].copy_(stored)
+            known = first.setdefault(id(tensor), name)
+            if known == name:
+                tensor.copy_(stored)
+            elif stored.dtype != weights[known].dtype or not torch.equal(stored, weights[known]):
+                raise UsageError(
+                    f"weights: {known} and {name} are one tensor of {kind}, and two there, of other values: leave one "
+                    "of them out of the file, or do not share them in the model"
+                )
+
+
+def _check_fits(name: str, stored: StoredTensor, tensor: torch.Tensor, kind: str) -> None:
+    """Check that ``stored`` can be copied into ``tensor``, of a model of this ``kind``, and nothing is cut off.
+
+    Raises:
+        UsageError: for another shape, or for numbers that it cannot hold, such as fractions in an integer.
+    """
+    if tensor.shape != stored.shape:
+        raise UsageError(f"weights: {name} has shape {tuple(stored.shape)} there, and {tuple(tensor.shape)} in {kind}")
+    if not torch.can_cast(stored.dtype, tensor.dtype):
+        raise UsageError(
+            f"weights: {name} is {stored.dtype} there, and {tensor.dtype} in {kind}, which cannot hold its values; "
+            "write the file from a model of this kind"
+        )
 
 
 def check_names(model: str, missing: Sequence[str], unknown: Sequence[str]) -> None:

@@ -87,19 +87,12 @@ class SearchWorker:
         leave_at_s: float,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._directory, self._worker, self._ranks = directory, worker, ranks
+        self._directory, self._ranks = directory, ranks
+        self._worker, self._workers = worker, workers
         self._space, self._settings, self._death = space, settings, death
         self._limit_at_s, self._leave_at_s, self._now = limit_at_s, leave_at_s, now
         self._stopping = make_stopping(settings.stopping)
-        self._breeding = Breeding(
-            space,
-            settings.islands,
-            settings.algorithm,
-            objectives=settings.objectives,
-            seed=settings.seed,
-            worker=worker,
-            workers=workers,
-        )
+        self._breeding = self._new_breeding()
         with contextlib.ExitStack() as stack:
             self._writer: Final = stack.enter_context(contextlib.closing(JournalWriter(directory.path, worker)))
             self._claims: Final = stack.enter_context(contextlib.closing(TrialClaims(directory.path)))
@@ -107,6 +100,8 @@ class SearchWorker:
             self._open: Final = stack.pop_all()
         self._history: Final = TrialHistory()
         self._unlearnt: list[int] = []  # trials that have ended and that breeding has not been given yet
+        self._learnt: list[int] = []  # those that it has been given, in their order
+        self._moves: list[Move] = []  # that it has been given
         self._learn()
         self._unfinished = self._claimed_before(worker)
         self._began_s = 0.0  # when the current attempt began
@@ -196,6 +191,7 @@ class SearchWorker:
     def _learn(self) -> None:
         """Read the new records of all workers and give them to breeding."""
         moves: list[Move] = []
+        had_violations = self._history.has_violations
         for entry in self._reader.read():
             if not self._history.add(entry):
                 continue
@@ -205,8 +201,29 @@ class SearchWorker:
                 moves.append(_move(entry.record))
         ended = [trial for number in self._unlearnt if (trial := self._history.trial(number)) is not None]
         self._unlearnt = [number for number in self._unlearnt if self._history.trial(number) is None]
+        self._learnt += [trial.number for trial in ended]
+        self._moves += moves
+        if self._history.has_violations and not had_violations:
+            # Stopped trials are not those any more that were learnt: it is unknown whether they violate constraints,
+            # and there are some. Breed from what is known now, as a worker does that begins again.
+            self._breeding = self._new_breeding()
+            ended = [trial for number in self._learnt if (trial := self._history.trial(number)) is not None]
+            moves = self._moves
         if ended or moves:
             self._breeding.learn(ended, moves)
+
+    def _new_breeding(self) -> Breeding:
+        """Breeding that has learnt of no trial."""
+        settings = self._settings
+        return Breeding(
+            self._space,
+            settings.islands,
+            settings.algorithm,
+            objectives=settings.objectives,
+            seed=settings.seed,
+            worker=self._worker,
+            workers=self._workers,
+        )
 
     def _begin(self, number: int) -> TrialOrder:
         self._learn()

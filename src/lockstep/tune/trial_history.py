@@ -47,7 +47,7 @@ class TrialHistory:
         self._stories: dict[int, _Story] = {}
         self._trials: dict[int, Trial | None] = {}  # computed from them, until a new record comes
         self._moves: dict[tuple[int, int], MovePlanned] = {}
-        self._has_violations = False  # some trial violates the constraints, so there are some
+        self.has_violations = False  #: some trial violates the constraints, so the search has some
         self.ended = 0  #: number of trials that have ended
         self._expected: dict[int, int] = {}  # by worker: serial number of the next entry
 
@@ -74,15 +74,15 @@ class TrialHistory:
             case TrialEnded():
                 self.ended += not story.ended
                 story.ended[record.attempt] = record
-                if record.violation and not self._has_violations:
-                    self._has_violations = True
+                if record.violation and not self.has_violations:
+                    self.has_violations = True
                     self._trials.clear()
         return True
 
     def trial(self, number: int) -> Trial | None:
         """The trial ``number``; None if the record of its beginning has not been read."""
         if number not in self._trials and number in self._stories:
-            self._trials[number] = _trial(number, self._stories[number], math.inf if self._has_violations else 0.0)
+            self._trials[number] = _trial(number, self._stories[number], math.inf if self.has_violations else 0.0)
         return self._trials.get(number)
 
     def trials(self) -> tuple[Trial, ...]:

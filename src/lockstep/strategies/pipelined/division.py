@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from lockstep.collectives import Group, StoredTensor
-from lockstep.errors import SettingError
+from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
 from lockstep.strategies.initial_values import check_names, give_values
 from lockstep.strategies.module_states import sync_module_states
@@ -96,7 +96,7 @@ def made_apart(
 
     Raises:
         SettingError: for a stage that shares a tensor with one before it, which other ranks may have let go of.
-        UsageError: if ``weights`` are of another model.
+        UsageError: if ``weights`` are of another model, or nothing gives a value to something on ``meta``.
     """
     stages, tensors = [], _TensorsOfStages()
     places = {str(place) for place in range(len(makers))}
@@ -104,7 +104,10 @@ def made_apart(
     for place, make in enumerate(makers):
         stage = make()
         tensors.add(place, stage)
-        give_values(stage, None if weights is None else _weights_of(place, weights))
+        try:
+            give_values(stage, None if weights is None else _weights_of(place, weights))
+        except UsageError as error:
+            raise UsageError(f"stage {place} of run.model([...]): {error}") from error
         sync_module_states(group, stage)
         if place not in own:
             keep_own_tensors(stage, set(), group.device)
