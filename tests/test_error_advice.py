@@ -70,6 +70,19 @@ def test_a_device_that_is_not_there_is_no_business_of_the_script():
     assert "leave .to(...) and .cuda() out" in advice_for(caught(lambda: torch.ones(1).to("cuda")), attached=False)
 
 
+def test_who_looks_at_a_part_of_a_parameter_is_told_where_the_whole_is():
+    class Part(torch.Tensor):
+        @staticmethod
+        def __new__(cls):
+            return torch.Tensor._make_wrapper_subclass(cls, (2,))
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    assert "run.state_dict(model)" in advice_for(caught(Part().numpy), attached=False)
+
+
 def trains_with_a_scaler_of_its_own():
     with lockstep.run.Run() as run:
         model = run.model(nn.Linear(2, 1))

@@ -104,6 +104,15 @@ def _grad_scaler(error: BaseException, frames: Frames) -> str:
     )
 
 
+def _divided(error: BaseException, frames: Frames) -> str:
+    if "not supported for tensor subclasses" not in str(error) or "lockstep.run" not in sys.modules:
+        return ""
+    return (
+        "where the strategy divides the model, a rank holds a part of each parameter: run.state_dict(model), called on "
+        "all ranks, gives the leader whole tensors"
+    )
+
+
 def _loader_process(error: BaseException, frames: Frames) -> str:
     # Torch knows a loader process that dies while its next sample is waited for, not one that is handing it over.
     handing = any(file.endswith(_HANDING_OVER) for file, _ in frames)
@@ -114,4 +123,6 @@ def _loader_process(error: BaseException, frames: Frames) -> str:
     return f"a loader process was {'killed' if not killed else f'killed by {killed[0]}'} while it handed a sample over"
 
 
-_ADVICES: Final[tuple[Callable[[BaseException, Frames], str], ...]] = (_data, _gpu, _ddp, _grad_scaler, _loader_process)
+_ADVICES: Final[tuple[Callable[[BaseException, Frames], str], ...]] = (
+    *(_data, _gpu, _ddp, _grad_scaler, _divided, _loader_process),
+)

@@ -1,6 +1,7 @@
 """How an agent shows what the coordinator announces."""
 
 import io
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.rendezvous.lease import Lease
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message
 from lockstep.launch.rendezvous.plan import ElasticLimits, NodeReport
-from lockstep.launch.rendezvous.takeover import Moved
+from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch_contract import EXIT_STOPPED
 
 RAISED = Failure(1, "n2", "ValueError", "bad label", "train.py", 5, "x", "Traceback...", False, 10.0, 7)
@@ -27,7 +28,10 @@ def err():
 
 
 def agent(err, *, is_coordinator):
-    job = SimpleNamespace(generation=0, log=lambda rank: Path(f"r/{rank}.log"), to_resume="lockstep run --resume")
+    request = SimpleNamespace(grace_s=100.0)
+    job = SimpleNamespace(
+        generation=0, request=request, log=lambda rank: Path(f"r/{rank}.log"), to_resume="lockstep run --resume"
+    )
     store = SimpleNamespace(is_coordinator=is_coordinator, coordinator="c")
     joined = SimpleNamespace(
         job=job,
@@ -82,7 +86,7 @@ def test_a_message_that_is_a_failure_is_the_last_failure(err):
 def test_a_coordinator_that_was_replaced_while_it_stood_still_shows_nothing_of_the_new_leader(err):
     """Its leader's log is one file with that of the next leader, and it looks at it as soon as it wakes up."""
     node, did = agent(err, is_coordinator=True), []
-    moved = Moved(Lease(2, "m", "n2", "n2:29400"), None)
+    moved = NewCoordinator(Lease(2, "m", "n2", "n2:29400"), None)
     node._takeover = SimpleNamespace(poll=lambda silent_s, running: moved)
     node._store.silent_s = lambda: 0.0
     node._workers = SimpleNamespace(
@@ -95,3 +99,23 @@ def test_a_coordinator_that_was_replaced_while_it_stood_still_shows_nothing_of_t
     assert node._until_over() == EXIT_STOPPED
     assert did == ["leave log", "stop", "poll"]
     assert err.getvalue() == "n2 is the coordinator now (term 2)\n"
+
+
+def test_a_node_that_is_told_to_stop_while_the_coordinator_is_away_waits_for_it_to_save(err):
+    """Such as while the launchers' store is replaced. Who insists, or has waited for the grace, waits no longer."""
+    node, did = agent(err, is_coordinator=False), []
+    node._workers = SimpleNamespace(running=True, failed=False, stop=lambda mode: did.append("killed"))
+    node._store.silent_s = lambda: 8.0
+    node._stops.ask(signal.SIGTERM)
+    assert node._while_cut_off() is None
+    assert did == []
+    node._stops.ask(signal.SIGTERM)
+    assert node._while_cut_off() is None, "a scheduler that asks twice does not insist"
+    node._job.request.grace_s = 0.0
+    assert node._while_cut_off() == 128 + signal.SIGTERM
+    assert did == ["killed"]
+    insisting = agent(err, is_coordinator=False)
+    insisting._workers, insisting._store.silent_s = node._workers, node._store.silent_s
+    insisting._stops.ask(signal.SIGINT)
+    insisting._stops.ask(signal.SIGINT)
+    assert insisting._while_cut_off() == 128 + signal.SIGINT

@@ -68,7 +68,7 @@ class Node:
         if self.linked:
             self.plan, self.heard_s = plan, now_s
         # Some nodes are slower than others to see something and to end their ranks.
-        nothing_to_keep = self.report.failed or self.report.stops
+        nothing_to_keep = self.report.failed or self.report.stops > 1
         patience_s = limits.suspect_after_s if nothing_to_keep else limits.lost_after_s
         cut_off = now_s - self.heard_s >= patience_s + self.slow * TICK_S
         self.asked_for = self.asked_for + 1 if self.plan.stop_mode > StopMode.NONE else 0

@@ -65,6 +65,7 @@ class Stops:
     def __init__(self) -> None:
         self.times = 0  #: 1: save and stop, 2: stop now, 3: kill
         self.first: int | None = None
+        self._first_s = float("inf")  # when that was
         #: All nodes are meant: by a user at a terminal, or by a file in the run directory. Others mean this node only.
         self.of_job = False
 
@@ -73,8 +74,13 @@ class Stops:
         insists = signum in (signal.SIGINT, signal.SIGQUIT)
         if self.first is None or insists:
             self.times += 1
-        self.first = self.first or signum
+        if self.first is None:
+            self.first, self._first_s = signum, time.monotonic()
         self.of_job |= insists or of_job
+
+    def waited(self, grace_s: float) -> bool:
+        """Whether somebody who asked has insisted, or waited for ``grace_s``."""
+        return self.times > 1 or time.monotonic() - self._first_s >= grace_s
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -321,7 +327,8 @@ class Agent:
             self._cut_off_since_s, self._waits_for_coordinator = None, False
             return None
         # What the coordinator knows of this node lets it count on this: see `lost_members`.
-        nothing_to_keep = not self._workers.running or self._workers.failed or self._stops.times > 0
+        stops = self._stops.waited(self._job.request.grace_s)  # until then the coordinator may come back, for a save
+        nothing_to_keep = not self._workers.running or self._workers.failed or stops
         if silent_s < limits.lost_after_s and not nothing_to_keep and self._cut_off_since_s is None:
             if not self._waits_for_coordinator:
                 self._waits_for_coordinator = True
