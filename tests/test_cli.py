@@ -4,6 +4,7 @@ import importlib
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,7 @@ def test_help_of_run_fits_a_screen(capsys):
         ("run --devices=2 train.py", "no such option: --devices; say --nproc-per-node N"),
         ("run --monitor-interval 1 train.py", "no such option: --monitor-interval; leave it out"),
         ("job slurm --num-gpus 2 train.py", "no such option: --num-gpus; say --nproc-per-node N"),
+        ("job slurm --num_machines 2 train.py", "no such option: --num_machines; leave it out: the job itself says"),
         ("run --strategy ddp:compres=fp16 train.py", "strategy ddp has no option compres; did you mean compress?"),
         ("run --keep 3 train.py", "it is a setting: --set keep=VALUE"),
         ("run --set keep train.py", "give NAME=VALUE"),
@@ -146,6 +148,8 @@ def test_what_is_said_of_the_options_of_other_launchers_is_true():
         ("train.py --resume --fresh -m x", {}, ("train.py", ["--resume", "--fresh", "-m", "x"])),
         ("--resume --run-dir r train.py --run-dir s", {"run_dir": "r"}, ("train.py", ["--run-dir", "s"])),
         ("--nproc_per_node=4 -- train.py -- x", {"nproc_per_node": "4"}, ("train.py", ["--", "x"])),
+        ("--grace 1 train.py -- x", {"options": ("--grace", "1")}, ("train.py", ["--", "x"])),
+        ("train.py --", {"options": ()}, ("train.py", ["--"])),
         ("--standalone --nnodes 1 train.py", {}, ("train.py", [])),
         ("-m pack.train -m", {"options": ()}, ("pack.train", ["-m"])),
         ("--fresh --run-dir=r --grace 3 train.py", {"grace_s": 3.0, "options": ("--grace", "3")}, ("train.py", [])),
@@ -163,6 +167,9 @@ def test_what_stands_after_the_script_is_the_scripts(here, monkeypatch, words, o
     (request,) = asked
     assert (request.program.name, list(request.program.args)) == program
     assert {name: getattr(request, name) for name in ours} == ours
+    assert cli.main(request.command_args("--resume", "--run-dir", "there")) == 0
+    goes_on = replace(request, run_dir="there", resume=True, fresh=False, options=asked[1].options)
+    assert asked[1] == goes_on, "the command that goes on asks for the same"
 
 
 def test_the_guides_static_rendezvous_is_ours(here, monkeypatch):

@@ -203,6 +203,7 @@ def test_hosts_that_die_are_named_and_the_job_goes_on_when_they_are_back(cluster
     options = ("--max-restarts", "1", "--save-every", "100 steps", "--strategy", "fsdp", "--set", "mirror=true")
     conf = CONF.replace("lost_after=4", "lost_after=30")
     for name in ("n1", "n2"):
+        cluster.machines[name].like_debian()  # copies find the way to the other host as gloo does
         cluster.launch(name, "2", *options, wait=12, conf=conf)
     assert cluster.until_steps(0, ranks=2, steps=12) == {"n1", "n2"}
     cluster.machines["n2"].cut()

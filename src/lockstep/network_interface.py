@@ -46,6 +46,16 @@ def interface_of(address: str) -> str:
     return ""
 
 
+def address_of(interface: str) -> str:
+    """The address of this network interface that gloo takes: IPv4 before IPv6; "" if it has none, or is not there."""
+    import psutil
+
+    found = [each for each in psutil.net_if_addrs().get(interface, ()) if each.family in _IP]
+    # Of IPv6, one that holds on this network only comes last: elsewhere the interface may have another name.
+    found.sort(key=lambda each: (_IP.index(each.family), "%" in each.address))
+    return str(found[0].address) if found else ""
+
+
 def is_loopback(address: str) -> bool:
     """Whether only this host can reach this IPv4 or IPv6 ``address``; of none ("") that is true, too."""
     return not address or ipaddress.ip_address(_without_zone(address)).is_loopback

@@ -117,6 +117,7 @@ def test_nccls_watchdog_ends_a_rank_collaterally_and_other_aborts_do_not():
         ([left(0, 3), left(1, 0)], None, 1),
         ([left(0, 2), left(1, 2)], None, 2),
         ([left(0, 2), left(1, 1)], None, 1),
+        ([left(0, 2), lost(1)], None, 2),  # it would be the same the next time
         ([raised(0), lost(1)], None, 1),
         ([left(0, -9), lost(1)], None, 137),
         ([left(0, -11), lost(1)], None, 1),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -188,8 +189,8 @@ def test_with_any_one_node_lost_every_part_and_every_name_of_each_kind_is_left(n
         assert {name for _, name in there} == names
 
 
-def mirrored(place, nodes, kinds, steps, full):
-    """Ranks that mirror some steps as if they were on these ``nodes``; ``full``: which of them has no room for copies.
+def mirrored(place, nodes, kinds, steps, full, lacks="copy"):
+    """Ranks that mirror some steps as if they were on these ``nodes``; ``full``: which of them lacks room for what.
 
     What each was told.
     """
@@ -205,7 +206,7 @@ def mirrored(place, nodes, kinds, steps, full):
     directory = place / f"node-{here}"
     directory.mkdir(parents=True, exist_ok=True)
     if here == full:
-        os.posix_fallocate = no_room_for_copies
+        os.posix_fallocate = partial(allocate_but_for, lacks)
     mirror = open_mirror(directory, group, world, part, lambda: 1 << 30, told.append, on_two_hosts=True)
     for step in range(1, steps + 1):
         own = whole_state(step, len(nodes), kinds)
@@ -224,8 +225,8 @@ def mirrored(place, nodes, kinds, steps, full):
     return told
 
 
-def no_room_for_copies(file, offset, length, real=os.posix_fallocate):
-    if "/copy-" in os.readlink(f"/proc/self/fd/{file}"):
+def allocate_but_for(kind, file, offset, length, real=os.posix_fallocate):
+    if f"/{kind}-" in os.readlink(f"/proc/self/fd/{file}"):
         raise OSError(28, "No space left on device")
     real(file, offset, length)
 
@@ -268,6 +269,12 @@ def test_a_host_without_room_for_copies_costs_a_word_and_not_the_run(tmp_path):
     assert choose(found, None).state.step == 3
     assert choose(found[1:], None) is None, "the part of rank 0 is lost with its host"
     assert choose(found[:1], None).state.step == 3
+
+
+def test_a_host_without_room_for_its_own_costs_a_word_and_not_the_run(tmp_path):
+    """Though a part of it is being sent to the other host at that moment."""
+    word = "the state is not mirrored any more: [Errno 28] No space left on device"
+    assert run_ranks(mirrored, 2, tmp_path, [0, 1], 2, 3, 1, "rest") == [[], [word]]
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------

@@ -36,6 +36,16 @@ class Parser(argparse.ArgumentParser):
         raise SettingError(message)
 
 
+def split_at_script(parsed: argparse.Namespace, words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The ``words`` of a command line before the ``script`` that was parsed from them, and those behind it.
+
+    Of a ``--`` right behind it, which is the script's own, `argparse` says nothing.
+    """
+    at = len(words) - len(parsed.args) - 1
+    at -= words[at] != parsed.script
+    return list(words[:at]), tuple(words[at + 1 :])
+
+
 class ScriptParser(Parser):
     """Finds the script anywhere among options, of which some take several values.
 

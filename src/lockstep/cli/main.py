@@ -20,7 +20,7 @@ from typing import Any
 
 import lockstep
 from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
-from lockstep.cli.command import Command, Parser
+from lockstep.cli.command import Command, Parser, split_at_script
 from lockstep.cli.fit import fitting_micro_batch
 from lockstep.cli.moment import moment
 from lockstep.cli.other_launchers import INSTEAD
@@ -48,6 +48,7 @@ _PLACES = {
     *("--node-rank", "--master-addr", "--master-port", "--attach", "--fit"),
     *("--max-changes", "--spares", "--rdzv-takeover"),
 }
+_BY_JOB = "leave it out: the job itself says where its machines meet; --nodes N says how many there are"
 #: Short forms of commands.
 _SHORT = {"ckpt": "checkpoints"}
 #: They say where and how a run begins, and what the words after them are: a later command says that itself.
@@ -194,8 +195,8 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     # Late, for what it loads is needed only from here on.
     from lockstep.launch import Nodes, Request, asks_for_help, check_program, show_help, start, without_options
 
-    own = list(words[: len(words) - len(parsed.args) - 1])
-    program = _program(parsed)
+    own, of_script = split_at_script(parsed, words)
+    program = _program(parsed, of_script)
     if asks_for_help(program):
         check_program(program)
         return show_help(program)
@@ -231,7 +232,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     )
 
 
-def _program(parsed: argparse.Namespace) -> Any:
+def _program(parsed: argparse.Namespace, args: tuple[str, ...]) -> Any:
     """What is to be run."""
     # Late, for help and usage errors do without it.
     from lockstep.launch import Executable, Module, Script
@@ -239,7 +240,7 @@ def _program(parsed: argparse.Namespace) -> Any:
     if parsed.module and parsed.no_python:
         raise SettingError("-m and --no-python contradict each other; give one of them")
     kind = Module if parsed.module else Executable if parsed.no_python else Script
-    return kind(parsed.script, tuple(parsed.args))
+    return kind(parsed.script, args)
 
 
 def job_options(name: str) -> Parser:
@@ -292,7 +293,8 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
 
     if parsed.script is None:
         raise SettingError(f"say what to run: lockstep job {name} --time 12:00:00 --gpus 4 train.py")
-    program = _program(parsed)
+    _, of_script = split_at_script(parsed, words)
+    program = _program(parsed, of_script)
     check_program(program)
     scheduler = JOB_SCRIPT_SCHEDULERS[name]
     asked = ("nodes", "gpus", "cpus", "account", "name", *(option.name for option in scheduler.options))
@@ -305,7 +307,7 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
     requeue = [] if "--requeue" in run else ["--requeue"]
     kind = kind_options(program)
     command = JobCommand(
-        argv=(*(sys.executable, "-m", "lockstep", "run", *run, *requeue, *kind, parsed.script, *parsed.args),),
+        argv=(*(sys.executable, "-m", "lockstep", "run", *run, *requeue, *kind, parsed.script, *of_script),),
         directory=str(Path.cwd()),
         stem=program.stem,
         written_by=shlex.join(["lockstep", "job", name, *words]),
@@ -354,8 +356,9 @@ def _names() -> list[str]:
 def _advice(unknown: str, command: Command) -> str:
     option = unknown.partition("=")[0]
     spelt = option.replace("_", "-")
-    if command.name.startswith(("run", "job ")) and spelt in INSTEAD:
-        return f"no such option: {option}; {INSTEAD[spelt]}"
+    if command.name.startswith(("run", "job ")) and (instead := INSTEAD.get(spelt)):
+        named_by_job = command.name != "run" and any(place in instead for place in _PLACES)
+        return f"no such option: {option}; {_BY_JOB if named_by_job else instead}"
     parser = command.options()
     known = [o for action in parser._actions for o in action.option_strings if "_" not in o]
     if spelt.removeprefix("--").replace("-", "_") in _names():

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.command import Command, Parser
+from lockstep.cli.command import Command, Parser, split_at_script
 from lockstep.cli.search_results import add_result_options, show_results, wants_results
 from lockstep.cli.setting_options import add_setting_options, settings_of
 from lockstep.errors import SettingError
@@ -112,7 +112,8 @@ def _tune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     from lockstep.launch import Machine, Module, Script, asks_for_help, check_program, show_help, without_options
     from lockstep.tune import Driver, SearchRequest, join_directory, open_directory, visible_gpus, worker_sizes
 
-    program = (Module if parsed.module else Script)(parsed.script, tuple(parsed.args))
+    own, of_script = split_at_script(parsed, words)
+    program = (Module if parsed.module else Script)(parsed.script, of_script)
     check_program(program)
     if asks_for_help(program):
         return show_help(program)
@@ -136,7 +137,6 @@ def _tune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         )
     if parsed.join:
         options = {**directory.options(), **options}  # such as how many trials: all workers end with the same one
-    own = list(words[: len(words) - len(parsed.args) - 1])
     repeated = without_options(own, _BEGINNING, valued=["--run-dir"])
     again = ["lockstep", "tune", "--resume", "--run-dir", _shown(directory.path), *repeated]
     request = SearchRequest(
@@ -148,7 +148,7 @@ def _tune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         settings=settings,
         hang_after_s=parsed.hang_after,
         grace_s=parsed.grace,
-        again=shlex.join([*again, parsed.script, *parsed.args]),
+        again=shlex.join([*again, parsed.script, *of_script]),
     )
     return Driver(request, sys.stdout, sys.stderr).run()
 

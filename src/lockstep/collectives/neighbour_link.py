@@ -10,15 +10,18 @@ A connection of its own for each pair of ranks: a collective of the training nei
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from lockstep.collectives.group import Group
+from lockstep.network_interface import INTERFACES, address_of, address_towards
 
 Fill = Callable[[memoryview], None]
 """Fills the memory that it is given with the bytes that arrive."""
@@ -34,6 +37,8 @@ _GREETING: Final = struct.Struct("<16sq")  # the receiver's secret, who connects
 _SCRAP_BYTES: Final = 1 << 16
 #: For a connection within a cluster; the ranks have met already.
 _CONNECT_S: Final = 20.0
+#: A rank sends its greeting as soon as it is connected, whether the other one looks or not.
+_GREETING_S: Final = 2.0
 
 
 class NeighbourLink:
@@ -95,6 +100,9 @@ def open_neighbour_link(
 ) -> NeighbourLink | str:
     """Connect this rank to ``to``, and with those that are to send to it. Collective.
 
+    It goes over the network interface that gloo uses. Nobody but these ranks can take part: each is told the others'
+    secrets by the group. What is sent is not encrypted.
+
     Args:
         group: all ranks.
         address: of a host and a port in the network through which the ranks reach each other.
@@ -110,6 +118,7 @@ def open_neighbour_link(
         if listening is not None:
             stack.callback(listening.close)
         ranks = group.gather_objects((here, secret, why_not), "where neighbours meet")
+        unreached, unheard = "", ""
         connection: socket.socket | None = None
         accepted: dict[int, socket.socket] = {}
         if listening is not None and not any(failed for *_, failed in ranks):
@@ -117,15 +126,17 @@ def open_neighbour_link(
             try:
                 connection = socket.create_connection(there, timeout=_CONNECT_S)
                 connection.sendall(_GREETING.pack(its_secret, group.rank))
-                accepted = _accept(listening, secret, sources)
             except OSError as error:
-                why_not = f"rank {group.rank} and rank {to}: {error}"
-        failures = [failed for failed in group.gather_objects(why_not, "whether neighbours have met") if failed]
+                unreached = f"rank {group.rank} does not reach rank {to} at {there[0]}: {error.strerror or error}"
+            unheard = _accept(listening, secret, sources, accepted)
+        told = group.gather_objects((why_not, unreached, unheard), "whether neighbours have met")
+        # Whoever was not reached has waited in vain, too.
+        failures = [failed for kind in zip(*told, strict=True) for failed in kind if failed]
         made = (*accepted.values(), *([] if connection is None else [connection]))
         if failures or connection is None:
             for one in made:
                 one.close()
-            return failures[0] if failures else "they have not met"
+            return f"{failures[0]}; {INTERFACES[0]} names another network interface"
         for one in made:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -134,33 +145,45 @@ def open_neighbour_link(
 
 
 def _listen(address: tuple[str, int]) -> tuple[socket.socket | None, tuple[str, int], str]:
-    """A socket at this host's address in the network of ``address``; else why there is none."""
+    """A socket at this host's address in the network of the ranks; else why there is none."""
+    # On the host that has ``address`` the name may stand for the loopback. Gloo has been told the interface.
+    interface, _, _ = os.environ.get(INTERFACES[0], "").partition(",")
+    host = address_of(interface) or address_towards(*address)
+    if not host:
+        return None, ("", 0), f"{socket.gethostname()} has no address in the network of {address[0]}"
     try:
-        family, *_, place = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
-            probe.connect(place)
-            host = str(probe.getsockname()[0])
-        listening = socket.create_server((host, 0), family=family, backlog=64)
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        return None, ("", 0), f"no address in the network of {address[0]}: {error}"
+        return None, ("", 0), f"{socket.gethostname()} cannot listen at {host}: {error.strerror or error}"
     return listening, (host, listening.getsockname()[1]), ""
 
 
-def _accept(listening: socket.socket, secret: bytes, sources: Mapping[int, Keep]) -> dict[int, socket.socket]:
-    accepted: dict[int, socket.socket] = {}
-    listening.settimeout(_CONNECT_S)
-    while accepted.keys() != sources.keys():
-        connection, _ = listening.accept()
-        connection.settimeout(_CONNECT_S)
-        greeting = bytearray(_GREETING.size)
-        with contextlib.suppress(OSError):
-            _fill(connection, memoryview(greeting))
-        told, rank = _GREETING.unpack(greeting)
-        if secrets.compare_digest(told, secret) and rank in sources:
+def _accept(
+    listening: socket.socket, secret: bytes, sources: Collection[int], accepted: dict[int, socket.socket]
+) -> str:
+    """Take the connections of ``sources`` into ``accepted``, and no others; why one is missing, "" if none is."""
+    end_s = time.monotonic() + _CONNECT_S
+    while (missing := [rank for rank in sources if rank not in accepted]) and (left_s := end_s - time.monotonic()) > 0:
+        listening.settimeout(left_s)
+        try:
+            connection, _ = listening.accept()
+        except OSError as error:
+            return f"rank {missing[0]} has not come: {error}"
+        if (rank := _greeted(connection, secret)) in missing:
             accepted[rank] = connection
         else:
             connection.close()
-    return accepted
+    return f"rank {missing[0]} has not come within {_CONNECT_S:g} s" if missing else ""
+
+
+def _greeted(connection: socket.socket, secret: bytes) -> int:
+    """The rank that has opened ``connection``; -1 for a stranger, who may be mute."""
+    connection.settimeout(_GREETING_S)
+    greeting = bytearray(_GREETING.size)
+    with contextlib.suppress(OSError):
+        _fill(connection, memoryview(greeting))
+    told, rank = _GREETING.unpack(greeting)
+    return rank if secrets.compare_digest(told, secret) else -1
 
 
 def _receive(connection: socket.socket, keep: Keep) -> None:

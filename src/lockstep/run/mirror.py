@@ -65,6 +65,7 @@ class Mirror:
         self._room: Final = room
         self._say: Final = say
         self._sends = link is not None
+        self._unsent = ""  # why, where it is not told yet
         self._begins = True
         self._writers: dict[str, PartWriter] = {}  # made when they are first needed
 
@@ -86,6 +87,10 @@ class Mirror:
             return
         try:
             self.finish()
+            if self._unsent:
+                # Only now: where the neighbour is gone the step before has failed, and the launcher tells why.
+                self._say(self._unsent)
+                self._unsent = ""
             parts = self._parts(own)
             if self._begins:
                 self._open(parts)
@@ -95,6 +100,7 @@ class Mirror:
                 said = about | {"part": number, "parts": self._plan.parts, "sums": measured}
                 self._writers[name].begin(said["step"], said, flat, at_once=hurried)
         except OSError as error:
+            self.finish()  # what has been begun is being sent, from the memory that is closed now
             self._end_writers()
             self._say(f"the state is not mirrored any more: {error}")
 
@@ -107,7 +113,7 @@ class Mirror:
                 self._link.finish()
             except OSError as error:
                 self._sends = False
-                self._say(f"the state is not copied to another host any more: rank {self._plan.to}: {error}")
+                self._unsent = f"the state is not copied to another host any more: rank {self._plan.to}: {error}"
 
     def close(self) -> None:
         """End all threads; the files stay."""

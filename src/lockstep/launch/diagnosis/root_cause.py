@@ -161,7 +161,8 @@ def exit_code(exits: Sequence[RankExit], *, stopped_by: int | None) -> int:
         return EXIT_INTERRUPTED
     if cause.failure is not None and cause.failure.kind == "SystemExit" and cause.status in _OF_SCRIPTS:
         return cause.status
-    return EXIT_USAGE if all(rank_exit.status == EXIT_USAGE for rank_exit in failed) else EXIT_FAILED
+    causes = [rank_exit for rank_exit in failed if not rank_exit.collateral] or failed
+    return EXIT_USAGE if all(rank_exit.status == EXIT_USAGE for rank_exit in causes) else EXIT_FAILED
 
 
 def format_failure(diagnosis: Diagnosis, *, ranks: int, log: Callable[[int], str], shown: Callable[[Path], str]) -> str:
