@@ -304,15 +304,28 @@ class Small(nn.Module):
 SMALL_PLAN = {"words": "embedding_rowwise", "up": "colwise", "down": "rowwise"}
 
 
-def train_small(ids=range(6), penalty=0.0, directory=None, resume=False, hidden=8, sparse=False, again=False, **told):
+def train_small(
+    ids=range(6),
+    penalty=0.0,
+    directory=None,
+    resume=False,
+    hidden=8,
+    sparse=False,
+    again=False,
+    averages=False,
+    strategy="fsdp:tensor=2",
+    **told,
+):
     """What goes wrong, in words."""
     os.environ.pop(RESUME, None)
     if resume:
         os.environ[RESUME] = "1"
     saves = {"checkpoint": directory, "save_every": "1 step"} if directory else {}
     try:
-        with Run(seed=1, strategy="fsdp:tensor=2", **saves, **told) as run:
+        with Run(seed=1, strategy=strategy, **saves, **told) as run:
             net = run.model(Small(hidden, sparse), tensor_plan=SMALL_PLAN)
+            if averages:
+                run.keep(average=[p.detach().clone() for p in net.parameters()])
             if again:
                 nn.init.normal_(net.up.weight)
             run.optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
@@ -326,7 +339,7 @@ def train_small(ids=range(6), penalty=0.0, directory=None, resume=False, hidden=
 
 
 def differentiates_twice():
-    """How far gradients of a gradient's norm are from those of the whole model, of how many; shapes of what is whole."""
+    """How far gradients of a gradient's norm are from the whole model's, of how many; shapes of what is whole."""
     with Run(seed=3, strategy="fsdp:tensor=2") as run:
         net, beside = Small(), nn.Linear(3, 5)
         whole = copy.deepcopy(net)
@@ -358,6 +371,8 @@ def test_what_is_no_layer_s_part_is_not_computed_with_as_if_it_were(tmp_path):
             (partial(train_small, sync_batchnorm=True),),
             (partial(train_small, sparse=True),),
             (partial(train_small, again=True),),
+            (partial(train_small, averages=True),),
+            (partial(train_small, averages=True, strategy="fsdp", directory=str(tmp_path / "fsdp")),),
             (partial(train_small, hidden=4, **saved),),
             (partial(train_small, hidden=8, resume=True, **saved),),
         ],
@@ -374,6 +389,8 @@ def test_what_is_no_layer_s_part_is_not_computed_with_as_if_it_were(tmp_path):
         "sync_batchnorm with tensor=2",
         "sparse=True",
         "part of up.weight",
+        "kept_values.average.0 on rank 1",
+        "of which this rank holds a part, as of the parameter",
         "run.save(model, path)",
         "was saved, and here it has shape (8, 4)",
     ]
