@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from lockstep.collectives import single_rank_group
 from lockstep.errors import UsageError
+from lockstep.run import Run
 from lockstep.run.metrics import MetricMeans
 
 
@@ -61,6 +63,23 @@ def test_what_waits_on_a_device_and_what_does_not_have_the_same_mean(measured):
     values, counts = [torch.tensor(value) for value, _ in measured], [count for _, count in measured]
     at_once, waited = mean(*values, counts=counts), mean(*values, counts=list(map(torch.tensor, counts)))
     assert at_once == waited or (math.isnan(at_once) and math.isnan(waited))
+
+
+def test_what_was_measured_stays_when_the_script_goes_on_in_its_tensors():
+    with Run(seed=0, strategy="none") as run:
+        net = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(net.parameters(), lr=0.0))
+        expected = 0.0
+        for _ in run.epochs(1):
+            for x in run.train(run.loader(torch.ones(6, 2), global_batch=4, micro_batch=2, shuffle=False)):
+                # What counts are tensors of waits, as all that is on a GPU does.
+                loss, metric, count = net(x).square().mean(), torch.tensor(3.0), torch.tensor(5)
+                expected = loss.item()
+                run.step(loss, count=count)
+                run.measure(metric=metric, count=count)
+                for each in (loss.detach(), metric, count):
+                    each.mul_(7)
+        assert run.metrics == {"loss": expected, "metric": 3.0}
 
 
 def test_a_count_is_for_one_number():

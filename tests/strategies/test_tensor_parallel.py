@@ -1,5 +1,9 @@
 """Layers that several ranks compute together: the results of one rank, and the same bits on any number of groups."""
 
+import copy
+import os
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.collectives import StoredTensor, TensorShard
 from lockstep.errors import SettingError, UsageError
+from lockstep.launch_contract import RESUME
 from lockstep.run import Run
 from lockstep.strategies.tensor_parallel.divided_output import DividedOutput
 from lockstep.strategies.tensor_parallel.tensor_parallel import check_groups
@@ -24,13 +29,13 @@ WORDS, LENGTH, WIDTH, HEADS = 24, 6, 16, 4
 
 
 class Attention(nn.Module):
-    """With a norm of each head, which ranks have whole and use for their own heads."""
+    """With a norm of each head, a module within another one, which ranks have whole and use for their own heads."""
 
     def __init__(self, drop):
         super().__init__()
         self.head, self.drop = WIDTH // HEADS, drop
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.norm = nn.LayerNorm(self.head)
+        self.norm = nn.Sequential(nn.LayerNorm(self.head))
 
     def forward(self, x):
         q, k, v = (m(x).view(*x.shape[:2], -1, self.head).transpose(1, 2) for m in (self.q, self.k, self.v))
@@ -223,7 +228,7 @@ def test_a_plan_that_would_train_something_else_is_found():
         ],
     )
     assert "MismatchError: ranks of a tensor group" in found[0][0]
-    assert "blocks.0.attention.norm.weight" in found[0][0]
+    assert "blocks.0.attention.norm.0.weight" in found[0][0]
     assert "cannot be multiplied" in found[1][0]
     assert "UsageError" in found[2][0]
     assert "tensor_plan={" in found[2][0]
@@ -241,6 +246,12 @@ def test_a_plan_that_would_train_something_else_is_found():
         lambda q: q.chunk(3, dim=-1),
         lambda q: torch.split(q, 2, 2),
         F.glu,
+        lambda q: q.view(2, -1, 4, 4),
+        lambda q: q.view(2, 3, 2, -1, 2),
+        lambda q: q.softmax(-1),
+        lambda q: F.normalize(q, dim=2),
+        lambda q: q.mean(),
+        lambda q: torch.sum(q, (1, 2)),
     ],
 )
 def test_a_part_of_the_last_dimension_is_not_taken_for_the_whole(use):
@@ -262,6 +273,12 @@ def test_a_part_of_the_last_dimension_is_not_taken_for_the_whole(use):
         lambda q: q.chunk(2)[1],
         lambda q: q.split(1, dim=1)[0],
         lambda q: q + 1,
+        lambda q: q.view(-1, 4),
+        lambda q: q.view(-1, 3, 8),
+        lambda q: q.view(2, -1, 2, 4),
+        lambda q: q.softmax(1),
+        lambda q: q.sum((0, 1)),
+        lambda q: q.max(-q),
     ],
 )
 def test_what_else_is_computed_with_it_is_computed_with_a_plain_tensor(use):
@@ -269,6 +286,116 @@ def test_what_else_is_computed_with_it_is_computed_with_a_plain_tensor(use):
     found = use(DividedOutput.of(plain, "blocks.0.q"))
     assert type(found) is torch.Tensor
     assert torch.equal(found, use(plain))
+
+
+class Small(nn.Module):
+    def __init__(self, hidden=8, sparse=False):
+        super().__init__()
+        self.words = nn.Embedding(6, 4, sparse=sparse)
+        self.up, self.down, self.batch_norm = nn.Linear(4, hidden), nn.Linear(hidden, 4), nn.BatchNorm1d(4)
+
+    def forward(self, ids):
+        return self.rest(self.words(ids))
+
+    def rest(self, x):
+        return self.down(torch.tanh(self.up(self.batch_norm(x))))
+
+
+SMALL_PLAN = {"words": "embedding_rowwise", "up": "colwise", "down": "rowwise"}
+
+
+def train_small(
+    ids=range(6),
+    penalty=0.0,
+    directory=None,
+    resume=False,
+    hidden=8,
+    sparse=False,
+    again=False,
+    averages=False,
+    strategy="fsdp:tensor=2",
+    **told,
+):
+    """What goes wrong, in words."""
+    os.environ.pop(RESUME, None)
+    if resume:
+        os.environ[RESUME] = "1"
+    saves = {"checkpoint": directory, "save_every": "1 step"} if directory else {}
+    try:
+        with Run(seed=1, strategy=strategy, **saves, **told) as run:
+            net = run.model(Small(hidden, sparse), tensor_plan=SMALL_PLAN)
+            if averages:
+                run.keep(average=[p.detach().clone() for p in net.parameters()])
+            if again:
+                nn.init.normal_(net.up.weight)
+            run.optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+            for _ in run.epochs(1):
+                for each in run.train(run.loader(torch.tensor([*ids]), global_batch=6, micro_batch=3)):
+                    norms = sum(p.norm() for p in net.parameters())
+                    run.step(net(each).square().mean() + penalty * norms)
+        torch.save(net.state_dict(), os.devnull)
+    except Exception as error:  # noqa: BLE001 - the test that called will read it
+        return f"{type(error).__name__}: {error}"
+
+
+def differentiates_twice():
+    """How far gradients of a gradient's norm are from the whole model's, of how many; shapes of what is whole."""
+    with Run(seed=3, strategy="fsdp:tensor=2") as run:
+        net, beside = Small(), nn.Linear(3, 5)
+        whole = copy.deepcopy(net)
+        run.model(net, tensor_plan=SMALL_PLAN)
+        run.model(beside, tensor_plan={})
+        x = torch.randn(3, 4)
+        for model in (whole, net):
+            given = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(model.rest(given).square().sum(), given, create_graph=True)
+            slope.square().sum().backward()
+        mine = divisions_of(whole, styles_of(whole, SMALL_PLAN), run.rank, run.world_size)
+        known = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+        expected = {name: mine[name].own(grad) if name in mine else grad for name, grad in known.items()}
+        away = max(float((p.grad - expected[n]).abs().max()) for n, p in net.named_parameters() if n in known)
+        net.load_state_dict(copy.deepcopy(net.state_dict()))
+        return away, len(known), [tuple(p.shape) for p in beside.parameters()]
+
+
+def test_what_is_no_layer_s_part_is_not_computed_with_as_if_it_were(tmp_path):
+    saved = {"directory": str(tmp_path)}
+    found = on_world(
+        2,
+        [
+            (differentiates_twice,),
+            (train_small,),
+            (partial(train_small, ids=[0, 1, 2, 3, 4, 6]),),
+            (partial(train_small, ids=[0, 1, 2, 3, 4, -1]),),
+            (partial(train_small, penalty=0.1),),
+            (partial(train_small, sync_batchnorm=True),),
+            (partial(train_small, sparse=True),),
+            (partial(train_small, again=True),),
+            (partial(train_small, averages=True),),
+            (partial(train_small, averages=True, strategy="fsdp", directory=str(tmp_path / "fsdp")),),
+            (partial(train_small, hidden=4, **saved),),
+            (partial(train_small, hidden=8, resume=True, **saved),),
+        ],
+    )
+    for away, known, beside in found[0]:
+        assert away < 1e-6
+        assert known == 6
+        assert beside == [(5, 3), (5,)]
+    words = [
+        "run.save(model, path)",
+        "index out of range",
+        "index out of range",
+        "the sum of the losses",
+        "sync_batchnorm with tensor=2",
+        "sparse=True",
+        "part of up.weight",
+        "kept_values.average.0 on rank 1",
+        "of which this rank holds a part, as of the parameter",
+        "run.save(model, path)",
+        "was saved, and here it has shape (8, 4)",
+    ]
+    for said, (first, _) in zip(words, found[1:], strict=True):
+        assert said in first
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
@@ -321,12 +448,13 @@ def test_a_model_brings_its_own_plan():
     assert styles_of(model, None) == {"0": "colwise_gather_output", "1": "colwise_gather_output"}
     model.tensor_parallel_plan = {"0": "rowwise_rep"}
     assert styles_of(model, None) == {"0": "rowwise_split_input"}
+    assert styles_of(model, {}) == {}
 
 
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({}, "has none"),
+        (None, "has none"),
         ({"block.*": "colwise"}, "no layer 'block.*'"),
         ({"head": "columns"}, "'columns'"),
         ({"head": SequenceParallel()}, "not known here"),

@@ -16,9 +16,10 @@ import torch
 
 from lockstep.checkpoint import SavedTree
 from lockstep.collectives import Group
-from lockstep.errors import MismatchError
+from lockstep.errors import MismatchError, UsageError
 from lockstep.formatting import format_ranks
 
+_KEEP_WHOLE: Final = "Keep what is whole on each rank: an average of the weights needs ddp or zero"
 _PIECE: Final = 1 << 20  # words of a GPU's tensor that are weighed at once
 _ODD: Final = -7046029254386353131  # any odd number without a pattern would do
 
@@ -42,6 +43,7 @@ class DivergenceCheck:
 
         Raises:
             MismatchError: naming the tensors and ranks that differ.
+            UsageError: for a tensor of which a rank keeps a part.
         """
         if self._group.size == 1:
             return
@@ -69,6 +71,7 @@ class DivergenceCheck:
             f"ranks hold different values after step {step}: {first} on {format_ranks(ranks)}{more}; they were equal "
             f"after step {self._equal_at}. Something changes them on each rank by itself, such as random numbers, the "
             "clock, run.rank, a load on one rank or an optimizer of your own; nothing of it was saved"
+            + (f". {_KEEP_WHOLE}" if first.startswith("kept") else "")
         )
 
 
@@ -76,7 +79,15 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """A whole number, of no dimension, on the tensor's device: equal for equal bits; one pass over it.
 
     Another one where one bit differs, or where two places are exchanged.
+
+    Raises:
+        UsageError: for a tensor of which this rank holds a part.
     """
+    if hasattr(tensor, "to_local"):  # as a divided one of torch has
+        raise UsageError(
+            f"run.keep(...) of a tensor of shape {tuple(tensor.shape)} of which this rank holds a part, as of the "
+            f"parameter that it was made from. {_KEEP_WHOLE}"
+        )
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return torch.tensor(zlib.crc32(flat.numpy().data)) if flat.device.type == "cpu" else weighed(flat)
 

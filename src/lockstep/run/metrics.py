@@ -89,7 +89,10 @@ class MetricMeans:
         self._of(name).add_number(value, weight, count)
 
     def add(self, name: str, value: object, samples: int, count: int | torch.Tensor | None = None) -> None:
-        """Measure ``value``: one number for each sample, or the mean of ``count`` items; None: of all ``samples``."""
+        """Measure ``value``: one number for each sample, or the mean of ``count`` items; None: of all ``samples``.
+
+        The script may change both afterwards.
+        """
         if isinstance(value, torch.Tensor) and value.dim():
             if count is not None:
                 raise UsageError(
@@ -103,12 +106,14 @@ class MetricMeans:
         else:
             try:
                 # A number of Python's is not rounded to torch's default type.
-                number = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None).detach()
+                number = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+                number = number.detach().clone()
             except (TypeError, ValueError, RuntimeError):
                 number = torch.empty(0)
             if number.dim():
                 raise UsageError(f"measure({name}={value!r}): give a tensor with one number per sample, or one number")
-            self.add_mean(name, number, samples if count is None else count)
+            count = samples if count is None else count
+            self.add_mean(name, number, count.clone() if isinstance(count, torch.Tensor) else count)
 
     @property
     def is_empty(self) -> bool:

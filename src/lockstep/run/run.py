@@ -302,8 +302,8 @@ class Run:
                 used are found once, and what is checkpointed with ``use_reentrant=True`` may be called several times.
             tensor_plan: which layers the ranks of a tensor group compute together under ``fsdp:tensor=N``, such as
                 ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; other strategies ignore it. The words are
-                those of transformers, or torch's `ColwiseParallel` and `RowwiseParallel`. None: the plan that the model
-                brings as ``tensor_parallel_plan`` or, in transformers, ``tp_plan``.
+                those of transformers, or torch's `ColwiseParallel` and `RowwiseParallel`; ``{}`` divides nothing. None:
+                the plan that the model brings as ``tensor_parallel_plan`` or, in transformers, ``tp_plan``.
 
         Raises:
             MismatchError: if ranks made different models.

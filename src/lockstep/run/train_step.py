@@ -191,8 +191,9 @@ class TrainStep:
 
     def _measure(self, known: Known) -> None:
         for value, items in known:
-            self._position.loss = value.detach()
-            self._metrics.add_loss(self._position.loss, items)
+            # Copies, for what is not read yet: the script may go on in its tensors, such as with a running sum.
+            self._position.loss = value.detach().clone()
+            self._metrics.add_loss(self._position.loss, items.clone() if isinstance(items, torch.Tensor) else items)
 
     def serve(self, current: CurrentMicroBatch) -> bool:
         """The whole step of the ranks that this one serves; whether there was one, see `HasServerRanks.serve`."""

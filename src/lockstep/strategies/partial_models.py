@@ -48,6 +48,20 @@ def mark_absent(
 
     In a ``state_dict()`` each is an `AbsentTensor`, of ``shape`` if some rows of a larger tensor are here.
     """
+    _mark(module, names, strategy, lambda tensor, name: AbsentTensor.like(tensor, name, strategy, shape))
+
+
+def mark_partial(module: nn.Module, names: Collection[str], strategy: str) -> None:
+    """The tensors of these ``names``, which are ``module``'s own and parts of others, are in no file from now on.
+
+    In a ``state_dict()`` each is a `PartialTensor`.
+    """
+    _mark(module, names, strategy, lambda tensor, name: PartialTensor.of(tensor, name, strategy))
+
+
+def _mark(
+    module: nn.Module, names: Collection[str], strategy: str, mark: Callable[[torch.Tensor, str], torch.Tensor]
+) -> None:
     for name in names:
         what = half_a_model(name, strategy)
 
@@ -61,7 +75,7 @@ def mark_absent(
             value = state.get(prefix + name)
             # With keep_vars=True, the tensors themselves were asked for.
             if isinstance(value, torch.Tensor) and value is not getattr(module, name):
-                state[prefix + name] = AbsentTensor.like(value, prefix + name, strategy, shape)
+                state[prefix + name] = mark(value, prefix + name)
 
     module.register_state_dict_post_hook(replace)
 
@@ -93,6 +107,32 @@ class AbsentTensor(torch.Tensor):
     def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not possible."""
         raise UsageError(self._what)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise UsageError(self._what)
+
+
+class PartialTensor(torch.Tensor):
+    """A part of a tensor that ranks hold together. It can be read, copied and loaded again, but not written to a file.
+
+    What is computed from it is such a tensor, too.
+    """
+
+    _what: str = f"this rank holds only a part of a tensor, or of what was computed from it: {_SAVE}"
+
+    @classmethod
+    def of(cls, part: torch.Tensor, name: str, strategy: str) -> PartialTensor:
+        """``part`` of the tensor of that name, in the same memory."""
+        partial = part.as_subclass(cls)
+        partial._what = half_a_model(name, strategy)
+        return partial
+
+    def data_ptr(self) -> NoReturn:
+        """Not possible: safetensors would write what is there."""
+        raise UsageError(self._what)
+
+    def __deepcopy__(self, _memo: object) -> torch.Tensor:
+        return self.detach().clone()
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         raise UsageError(self._what)

@@ -346,8 +346,9 @@ class FullySharded(
         self._buffers_are_moved = False
         self._gradients.discard_step()
         for root in self._roots:
-            # Torch 2.11 has no such method; there, what it remembers of the pass is replaced by the next one's.
-            if hasattr(root, "reset_iter_state"):
+            # Torch 2.11 has no such method; there, what it remembers of the pass is replaced by the next one's. Before
+            # the first forward pass, there is nothing to reset, and torch's own attributes are missing.
+            if hasattr(root, "reset_iter_state") and root._get_fsdp_state()._is_root is not None:
                 root.reset_iter_state()
         self._reshard()
         self._buffers.restore()

@@ -3,15 +3,21 @@
     q = self.q(x)                       this rank's heads, end to end
     q.view(batch, length, -1, size)     right: as many heads as are here
     q.view(batch, length, heads, -1)    refused: so many heads, each smaller
+    q.view(batch, -1, heads, size)      refused: so many heads, of half as many places
     q, k, v = self.qkv(x).chunk(3, -1)  refused: where a third ends on one rank, it does not on two
+    q.softmax(-1)                       refused: the sum is that of a part
 
-Only the layer's own output is watched; what is computed from it is a plain tensor.
+Only the layer's own output is watched, and not sizes that are all given as numbers; what is computed from it is a plain
+tensor.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -19,6 +25,14 @@ from lockstep.errors import UsageError
 
 #: They cut a dimension into parts; with the place of that dimension among their arguments, and its default.
 _CUTS: Final = {"chunk": (2, 0), "split": (2, 0), "split_with_sizes": (2, 0), "tensor_split": (2, 0), "glu": (1, -1)}
+#: They need all elements along a dimension, or along several; None: along all.
+_REDUCTIONS: Final = {
+    **dict.fromkeys(("softmax", "log_softmax", "logsumexp"), (1, -1)),
+    **dict.fromkeys(("sum", "mean", "var", "std", "amax", "argmax", "max", "min"), (1, None)),
+    "norm": (2, None),
+    "normalize": (2, 1),
+    "cross_entropy": (99, 1),  # always that of the classes
+}
 
 
 class DividedOutput(torch.Tensor):
@@ -43,8 +57,10 @@ class DividedOutput(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if args and isinstance(args[0], cls):
-            if name in _CUTS:
-                _check_cut(args[0], name, args, kwargs)
+            if name in _CUTS and _is_along_last(args[0], _CUTS[name], args, kwargs):
+                _refuse_cut(args[0], name)
+            elif name in _REDUCTIONS and _is_along_last(args[0], _REDUCTIONS[name], args, kwargs):
+                _refuse_reduction(args[0], name)
             elif name in ("view", "reshape"):
                 _check_sizes(args[0], args[1:])
             elif name == "unflatten" and len(args) > 2 and args[1] in (-1, args[0].dim() - 1):
@@ -53,35 +69,50 @@ class DividedOutput(torch.Tensor):
             return func(*args, **kwargs)
 
 
-def _check_cut(output: DividedOutput, name: str, args: Any, kwargs: Any) -> None:
-    """Check that the dimension that is cut is whole.
+def _is_along_last(output: DividedOutput, place: tuple[int, int | None], args: Any, kwargs: Any) -> bool:
+    """Whether the dimension, or one of the dimensions, at that ``place`` of the arguments is the last one."""
+    index, default = place
+    dim = kwargs.get("dim", args[index] if len(args) > index else default)
+    dims = dim if isinstance(dim, tuple | list) else (dim,)
+    return any(one is None or (isinstance(one, int) and one in (-1, output.dim() - 1)) for one in dims)
 
-    Raises:
-        UsageError: if it is the last one.
-    """
-    place, default = _CUTS[name]
-    dim = kwargs.get("dim", args[place] if len(args) > place else default)
-    if dim in (-1, output.dim() - 1):
-        raise UsageError(
-            f"{name}(...) cuts the last dimension of what {output._layer} gives, of which this rank has a part, so the "
-            "pieces would be others for each size of a tensor group: write a layer for each piece, as one for queries, "
-            f'one for keys and one for values, or name {output._layer} as "colwise_gather_output"'
-        )
+
+def _refuse_cut(output: DividedOutput, name: str) -> NoReturn:
+    raise UsageError(
+        f"{name}(...) cuts the last dimension of what {output._layer} gives, of which this rank has a part, so the "
+        "pieces would be others for each size of a tensor group: write a layer for each piece, as one for queries, "
+        f'one for keys and one for values, or name {output._layer} as "colwise_gather_output"'
+    )
+
+
+def _refuse_reduction(output: DividedOutput, name: str) -> NoReturn:
+    raise UsageError(
+        f"{name}(...) along the last dimension of what {output._layer} gives, of which this rank has a part: the "
+        f'result would be that of the part. Name {output._layer} as "colwise_gather_output"'
+    )
 
 
 def _check_sizes(output: DividedOutput, sizes: Any) -> None:
-    """Check that the last dimension is not divided into a number of pieces that was meant for the whole.
+    """Check that a -1 among ``sizes`` stands neither for what pieces of the whole are cut into, nor for the places.
 
     Raises:
-        UsageError: if it is.
+        UsageError: if it does.
     """
     sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    if not isinstance(sizes, tuple | list) or not sizes or sizes[-1] != -1:
+    if not isinstance(sizes, tuple | list) or -1 not in sizes or not output.numel():
         return
-    pieces = math.prod(sizes[:-1]) * output.shape[-1]
-    if output.numel() < pieces:
+    inferred = sizes.index(-1)
+    places = output.numel() // output.shape[-1]
+    if math.prod(sizes[:inferred]) > places or _exceeds(sizes[inferred + 1 :], output.shape[-1]):
         raise UsageError(
             f"view({', '.join(map(str, sizes))}) of what {output._layer} gives, of which this rank has a part: heads, "
-            "or whatever the last dimension consists of, would be smaller, and not fewer. Write the size of one and -1 "
-            "for their number, as in view(batch, length, -1, head_size)"
+            "or whatever the last dimension consists of, would be other ones than on one rank. Write the size of one "
+            "and -1 for their number, as in view(batch, length, -1, head_size), and a layer for each of queries, keys "
+            "and values"
         )
+
+
+def _exceeds(sizes: Sequence[int], part: int) -> bool:
+    """Whether the last dimensions, of these ``sizes``, would be pieces of more than one ``part``."""
+    ends = list(accumulate(reversed(sizes), mul))
+    return bool(ends) and ends[0] < part < ends[-1] and part not in ends

@@ -119,14 +119,15 @@ class _EmbeddingRowwise:
 
     def __init__(self, layer: nn.Embedding, group: TensorGroup, rows: TensorDivision) -> None:
         self._layer, self._group = layer, group
-        self._first, self._rows = rows.start, rows.length
+        self._first, self._rows, self._all_rows = rows.start, rows.length, rows.shape[0]
         padding = layer.padding_idx
         here = padding is not None and rows.start <= padding < rows.start + rows.length
         self._padding: Final = padding - rows.start if padding is not None and here else None
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         own = value - self._first
-        elsewhere = (own < 0) | (own >= self._rows)
+        # An id that no rank has stays what it is, and the look-up refuses it, as it would on one rank.
+        elsewhere = ((own < 0) & (value >= 0)) | ((own >= self._rows) & (value < self._all_rows))
         rows = F.embedding(own.masked_fill(elsewhere, 0), self._layer.weight, self._padding)
         return self._group.sum_of_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 

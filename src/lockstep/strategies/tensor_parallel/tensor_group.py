@@ -7,6 +7,8 @@ gathered             the ranks' last dimensions joined   this rank's part
 own_part             this rank's part                    the ranks' parts joined
 
 Sums follow the tree over the ranks of the group: their bits depend on the values, and on how many ranks the group has.
+
+Each one's backward pass is another one, so gradients can be differentiated again, as for a gradient penalty.
 """
 
 from __future__ import annotations
@@ -82,17 +84,18 @@ class _ToEachRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.sum(gradient), None
+        return ctx.group.sum_of_ranks(gradient), None
 
 
 class _SumOfRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
         return group.sum(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+        return ctx.group.to_each_rank(gradient), None
 
 
 class _Gathered(torch.autograd.Function):
@@ -103,7 +106,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.part(gradient), None
+        return ctx.group.own_part(gradient), None
 
 
 class _OwnPart(torch.autograd.Function):
@@ -114,4 +117,4 @@ class _OwnPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.gather(gradient), None
+        return ctx.group.gathered(gradient), None

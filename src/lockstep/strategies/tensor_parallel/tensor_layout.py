@@ -9,15 +9,18 @@ norm.weight        6                the same on both              rows 0..2, 3..
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.collectives import Group, ShardGroups, TensorShard
 from lockstep.errors import MismatchError, UsageError
 from lockstep.strategies.gradient_accumulation import parameters_of
+from lockstep.strategies.partial_models import PartialTensor
 from lockstep.strategies.protocol import StateDict, StateLayout
 from lockstep.strategies.tensor_parallel.tensor_plan import TensorDivision
 
@@ -36,6 +39,11 @@ class TensorDivisions:
             if name in divisions:
                 self._by_parameter[parameter] = divisions[name]
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of all models that are divided, with their names."""
+        for model, divisions in self._by_model.items():
+            yield from ((name, parameter) for name, parameter in model.named_parameters() if name in divisions)
+
     def of_model(self, model: nn.Module) -> Mapping[str, TensorDivision]:
         """The divisions of a model's tensors, by their names."""
         return self._by_model[model]
@@ -52,16 +60,24 @@ class TensorLayout(StateLayout):
         inner: of the strategy, for what this rank would hold if its part were the whole.
         shard_groups: of which a tensor group is a copy.
         divisions: into such parts.
+        alike: what else must be the same on all ranks of a tensor group, by what it is called.
         alone: whether states are what lies on this rank, and no other one is asked.
     """
 
     def __init__(
-        self, inner: StateLayout, shard_groups: ShardGroups, divisions: TensorDivisions, *, alone: bool = False
+        self,
+        inner: StateLayout,
+        shard_groups: ShardGroups,
+        divisions: TensorDivisions,
+        alike: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        *,
+        alone: bool = False,
     ) -> None:
         self._inner: Final = inner
         self._shard_groups: Final = shard_groups
         self._group: Final[Group] = shard_groups.within
         self._divisions: Final = divisions
+        self._alike: Final = alike
         self._alone: Final = alone
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -87,12 +103,19 @@ class TensorLayout(StateLayout):
             MismatchError: if ranks of a tensor group have other values of what each of them has whole.
         """
         divisions = self._divisions.of_model(model)
-        state = self._inner.model_state(model)
-        self._check_equal({name: value for name, value in state.items() if name not in divisions})
+        state = {
+            name: value.as_subclass(torch.Tensor) if isinstance(value, PartialTensor) else value
+            for name, value in self._inner.model_state(model).items()
+        }
+        self._check_equal({name: value for name, value in state.items() if name not in divisions} | dict(self._alike))
         return {name: self._outside(value, divisions.get(name)) for name, value in state.items()}
 
     def load_model(self, model: nn.Module, state: StateDict) -> None:
-        """Load this rank's part of each tensor."""
+        """Load this rank's part of each tensor.
+
+        Raises:
+            ValueError: for a tensor of another shape.
+        """
         divisions = self._divisions.of_model(model)
         self._inner.load_model(model, {name: _own(value, divisions.get(name)) for name, value in state.items()})
 
@@ -106,8 +129,32 @@ class TensorLayout(StateLayout):
         return state | {"state": self._states(optimizer, state, self._outside)}
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
-        """Load this rank's part of each state."""
+        """Load this rank's part of each state.
+
+        Raises:
+            ValueError: for a tensor of another shape than its parameter.
+        """
         self._inner.load_optimizer(optimizer, state | {"state": self._states(optimizer, state, _own)})
+
+    def check_parts_differ(self) -> None:
+        """Check that no matrix has the same values, not one value each, on all ranks of a tensor group. Collective.
+
+        Raises:
+            UsageError: if one has: ranks have drawn the same numbers, each for its part, and would learn the same.
+        """
+        own = {
+            name: _checksum(part)
+            for name, parameter in self._divisions.named_parameters()
+            if parameter.requires_grad and (part := _local(parameter)).dim() > 1 and (part != part[:1, :1]).any()
+        }
+        by_rank = self._group.gather_objects(own, "a checksum of each rank's part of each tensor")
+        alike = [name for name in own if all(found.get(name) == own[name] for found in by_rank)]
+        if alike:
+            raise UsageError(
+                f"each rank of a tensor group has the same values in its part of {', '.join(alike[:5])}: after "
+                "run.model(...) ranks draw the same numbers, each for its own part. Initialise before it, or within "
+                "the function that it is given, as in run.model(lambda: initialised(Net()))"
+            )
 
     def _states(
         self,
@@ -159,15 +206,30 @@ class TensorLayout(StateLayout):
                 f"ranks of a tensor group hold different values of {', '.join(differ[:5])}, of which each has the "
                 "whole. The plan is not right where they are computed with: a layer that computes with divided "
                 'activations is named in it as "replicated_with_grad_allreduce", what "colwise" layers give must reach '
-                'a "rowwise" one, and a head whose outputs the loss needs is "colwise_gather_output"'
+                'a "rowwise" one, and a head whose outputs the loss needs is "colwise_gather_output". Or ranks compute '
+                "with other values: of run.rank; with a norm of parameters or gradients, of which each has parts (clip "
+                "by Run(clip_norm=...), decay weights in the optimizer); or with random numbers for whole activations "
+                "that are drawn between a colwise layer and its rowwise one: draw them before"
             )
 
 
 def _own(value: Any, division: TensorDivision | None) -> Any:
-    """This rank's part of ``value``, if that is a whole tensor of the shape that is divided; else ``value``."""
-    if division is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != division.shape:
+    """This rank's part of ``value``, if that is a tensor of the shape that is divided; ``value``, if it has no shape.
+
+    Raises:
+        ValueError: for a tensor of another shape, which may be that of a part.
+    """
+    if division is None or not isinstance(value, torch.Tensor) or not value.dim():
         return value
+    if tuple(value.shape) != division.shape:
+        raise ValueError(f"a tensor of shape {tuple(value.shape)} was saved, and here it has shape {division.shape}")
     return division.own(value)
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    """What lies on this rank."""
+    held = parameter.detach()
+    return held.to_local() if isinstance(held, DTensor) else held
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -25,6 +25,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import ShardGroups, broadcast_from_rank0
@@ -44,11 +45,13 @@ from lockstep.strategies.abilities import (
     StatePart,
     TensorPlan,
 )
+from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.divided_construction import DividedConstruction
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.module_states import sync_module_states, verify_module_states
-from lockstep.strategies.partial_models import refuse_copies
+from lockstep.strategies.partial_models import mark_partial, refuse_copies
 from lockstep.strategies.protocol import Strategy, StrategyContext
+from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.tensor_parallel.parallel_layers import DividedRegion, compute_in_parallel
 from lockstep.strategies.tensor_parallel.tensor_group import TensorGroup
 from lockstep.strategies.tensor_parallel.tensor_layout import TensorDivisions, TensorLayout
@@ -57,7 +60,12 @@ from lockstep.strategies.tensor_parallel.tensor_plan import divisions_of, styles
 #: Optimizers of torch whose step of one element depends on others of its tensor.
 _ACROSS_ELEMENTS: Final = ("Adafactor", "LBFGS", "Muon")
 #: What torch says where a layer is given activations that are divided otherwise than it expects.
-_SHAPE_ERRORS: Final = ("shapes cannot be multiplied", "is invalid for input of size", "must match the size of tensor")
+_SHAPE_ERRORS: Final = (
+    "shapes cannot be multiplied",
+    "is invalid for input of size",
+    "must match the size of tensor",
+    "don't multiply up to the size of dim",
+)
 
 
 class TensorParallel(
@@ -100,10 +108,15 @@ class TensorParallel(
         self._construction: Final = DividedConstruction(group, group)
         self._constructed: nn.Module | None = None  # the model that it has made last
         self._plan: TensorPlan | None = None
+        self._is_checked = False  # whether parts of ranks differ
         self._regions: Final[list[DividedRegion]] = []
         self._divisions: Final = TensorDivisions()
         self.assignment = replace(self._inner.assignment, counts=self._tensor_group.rank == 0)
-        self.state_layout = TensorLayout(self._inner.state_layout, self._shard_groups, self._divisions)
+        # Losses are whole; what penalises the parts of parameters, or reads run.rank, shows in them.
+        self._losses: Final = torch.zeros((), dtype=torch.float64, device=group.device)
+        alike = {"the sum of the losses": self._losses}
+        self._layout: Final = TensorLayout(self._inner.state_layout, self._shard_groups, self._divisions, alike)
+        self.state_layout = self._layout
         part = abilities.state_part(self._inner)
         self.state_part = part and StatePart(
             self._tensor_group.rank * part.of + part.number,
@@ -134,9 +147,17 @@ class TensorParallel(
 
         Raises:
             MismatchError: if ranks made different models.
-            UsageError: for a plan that cannot be followed.
+            SettingError: for layers that normalise over all ranks.
+            UsageError: for a plan that cannot be followed, or for an embedding with sparse gradients.
         """
         group, tensor_group = self._context.group, self._tensor_group
+        refuse_sparse(model, self._name)
+        if normalises_over_ranks(model):
+            raise SettingError(
+                f"sync_batchnorm with tensor={self._ranks}: ranks of a tensor group compute the same micro-batch, "
+                f"which would count {self._ranks} times; leave it out (running statistics are the mean over the step's "
+                "micro-batches), or leave tensor= out"
+            )
         styles = styles_of(model, self._plan)
         group.check_equal("the tensor plan", sorted(styles.items()))
         divisions = divisions_of(model, styles, tensor_group.rank, tensor_group.size)
@@ -157,6 +178,11 @@ class TensorParallel(
         compute_in_parallel(model, styles, divisions, tensor_group, region)
         self._inner.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
         self._divisions.add(model, divisions)
+        for name in divisions:
+            layer, _, own_name = name.rpartition(".")
+            module = model.get_submodule(layer)
+            if not isinstance(getattr(module, own_name), DTensor):  # else the other strategy has seen to it
+                mark_partial(module, [own_name], self._name)
         refuse_copies(model, self._name)
         model.compile = self._refuse_compile  # type: ignore[method-assign]
         return model
@@ -176,8 +202,15 @@ class TensorParallel(
         abilities.check_can_step(self._inner, optimizer)
 
     def resync(self) -> None:
-        """Let the other strategy start from what models hold."""
+        """Let the other strategy start from what models hold. Collective.
+
+        Raises:
+            UsageError: before the first step, if each rank has drawn its part anew.
+        """
         self._inner.resync()
+        if not self._is_checked:
+            self._layout.check_parts_differ()
+        self._is_checked = True
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """Forget what random numbers the micro-batch before has drawn."""
@@ -188,6 +221,7 @@ class TensorParallel(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """Let the other strategy compute and sum gradients, each rank those of its part. Collective."""
+        self._losses.add_(loss.detach().to(self._losses))
         self._inner.backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:

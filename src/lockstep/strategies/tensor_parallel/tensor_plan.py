@@ -102,18 +102,21 @@ def styles_of(model: nn.Module, plan: Mapping[str, object] | None) -> dict[str, 
         model: asked for a plan of its own if ``plan`` is None: ``tensor_parallel_plan``, or ``tp_plan`` as models of
             transformers have it, whose patterns need not fit a layer.
         plan: styles by patterns, compared name by name between the dots, as `parallelize_module` does; a style is a
-            word of transformers or an object of torch.
+            word of transformers or an object of torch. An empty one divides nothing.
 
     Raises:
         UsageError: if there is no plan, or one that cannot be followed, by the name of what is in the way.
     """
+    if plan is not None and not plan:
+        return {}
     given = plan
     if given is None:
         given = getattr(model, "tensor_parallel_plan", None) or getattr(model, "tp_plan", None)
     if not isinstance(given, Mapping) or not given:
         raise UsageError(
             f"tensor=... divides the layers that a plan names, and {type(model).__name__} has none: say {_EXAMPLE}; it "
-            f"has {', '.join(_divisible(model)[:6]) or 'no nn.Linear and no nn.Embedding'}"
+            f"has {', '.join(_divisible(model)[:6]) or 'no nn.Linear and no nn.Embedding'}. With tensor_plan={{}}, "
+            "each rank of a tensor group computes all of it"
         )
     found: dict[str, str] = {}
     modules = dict(model.named_modules())
@@ -124,8 +127,10 @@ def styles_of(model: nn.Module, plan: Mapping[str, object] | None) -> dict[str, 
                 f"tensor_plan: {type(model).__name__} has no layer {pattern!r}; it has "
                 f"{', '.join(_divisible(model)[:6])}. A * stands for one name between dots"
             )
-        for name in names:
-            word = _word(name, style, modules[name])
+        # A module that computes with divided activations does so with all that is inside of it.
+        named = [(name, _word(name, style, modules[name])) for name in names]
+        named += [(inner, SUMMED) for name, word in named if word == SUMMED for inner in _inside(name, modules[name])]
+        for name, word in named:
             if found.setdefault(name, word) != word:
                 raise UsageError(f"tensor_plan: it names {name} as {found[name]} and as {word}; name it once")
     if not any(_DIVIDES[style] for style in found.values()):
@@ -171,6 +176,11 @@ def divisions_of(model: nn.Module, styles: Mapping[str, str], rank: int, ranks: 
 
 def _divisible(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
+
+
+def _inside(name: str, module: nn.Module) -> list[str]:
+    """The modules with parameters of their own inside of the one of that name."""
+    return [n for n, inner in module.named_modules(prefix=name) if inner is not module and inner._parameters]
 
 
 def _fits(name: str, pattern: str) -> bool:
