@@ -192,7 +192,7 @@ def lockstep_way(
         drop_last=False,
         workers=WorkerOptions(workers),
         agree=lambda numbers: [numbers],
-        in_order=in_order,
+        shuffle=False if in_order else None,
     )
     return lambda epoch: (each.data for each in loader.epoch(epoch, padding="none")), loader
 

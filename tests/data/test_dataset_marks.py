@@ -1,14 +1,16 @@
 """What the script changes in a data set between two epochs is seen by loader processes, too."""
 
 import os
+import weakref
 
 import pytest
 import torch
 from loaders import loader_of
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lockstep.batch import BatchPlan
 from lockstep.data.dataset_marks import DatasetMarks
+from lockstep.errors import DataError
 
 
 class Scale:
@@ -84,8 +86,73 @@ def test_loader_processes_see_what_the_script_changes_between_epochs():
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_marks_differ_where_something_was_changed(change):
-    dataset = Subset(Scaled(), range(6))
+    scaled = Scaled()
+    dataset = ConcatDataset([Subset(Subset(scaled, range(6)), range(6))])
     dataset.itself = dataset
     before = DatasetMarks(dataset)
-    change(dataset.dataset)
+    change(scaled)
     assert DatasetMarks(dataset).differ_from(before) == (change is not change_nothing)
+
+
+class FarAway:
+    """Answers for something that cannot be asked now."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        raise ConnectionError(name)
+
+
+def test_a_data_set_may_hold_anything():
+    dataset = Scaled()
+    with torch.inference_mode():
+        dataset.embedded = torch.ones(3)
+    dataset.parts = [
+        weakref.proxy(Scaled()),  # which is gone
+        FarAway(),
+        torch.empty(3, device="meta"),
+        torch.eye(3).to_sparse(),
+        lambda: None,
+        float("nan"),
+    ]
+    dataset.text = "a" * 10**6
+    before = DatasetMarks(dataset)
+    assert not DatasetMarks(dataset).differ_from(before)
+    dataset.text = "b" * 10**6
+    assert DatasetMarks(dataset).differ_from(before)
+
+
+def of_an_epoch(loader, number):
+    loader.draw(number)
+    return torch.cat([batch.data for batch in loader.epoch(number, padding="none")])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_the_script_adds_are_not_left_out_in_silence(workers):
+    samples = [float(number) for number in range(6)]
+    loader = loader_of(samples, BatchPlan(3, 3, 1), workers=workers)
+    by_order = loader_of(
+        samples, BatchPlan(3, 3, 1), workers=workers, order=lambda epoch, generator: range(len(samples))
+    )
+    assert len(of_an_epoch(loader, 0)) == len(of_an_epoch(by_order, 0)) == 6
+    samples.append(6.0)
+    with pytest.raises(DataError, match=r"holds 7 samples now, and held 6.*call run.loader again"):
+        loader.draw(1)
+    assert of_an_epoch(by_order, 1).tolist() == samples
+    loader.close()
+    by_order.close()
+
+
+def test_tensors_that_the_script_puts_into_a_data_set_are_read():
+    dataset = TensorDataset(torch.zeros(6))
+    loader = loader_of(Subset(dataset, range(6)), BatchPlan(3, 3, 1), collate_fn=None)
+
+    def read(number):
+        return torch.cat([batch.data[0] for batch in loader.epoch(number, padding="none")]).tolist()
+
+    assert read(0) == [0] * 6
+    dataset.tensors = (torch.ones(6),)
+    assert read(1) == [1] * 6
+    dataset.tensors = (torch.ones(6), "a text")
+    with pytest.raises(DataError, match="also holds a str"):
+        read(2)

@@ -193,14 +193,14 @@ def test_a_package_shuffles_alike_on_any_world_and_in_any_process(monkeypatch, m
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for world in (1, 2, 3):
-        assert read(stream, world, epoch=epoch, workers=workers, in_order=True) == expected
+        assert read(stream, world, epoch=epoch, workers=workers, shuffle=False) == expected
     # Divided by shard: in another order, but the same samples.
     divided = read(stream, 1, epoch=epoch)
     assert divided != expected
     assert sorted(chain(*divided.values())) == sorted(chain(*expected.values()))
     for world in (2, 3):
         assert read(stream, world, epoch=epoch, workers=workers) == divided
-    for order, options in ((expected, {"in_order": True}), (divided, {})):
+    for order, options in ((expected, {"shuffle": False}), (divided, {})):
         rest = {place: data for place, data in order.items() if place[0] >= 4}
         assert read(stream, 2, epoch=epoch, first_step=4, workers=workers, **options) == rest
 

@@ -12,7 +12,7 @@ from loaders import Meeting, evaluated, loader_of, on_world, passes, samples_of,
 from lockstep.batch import BatchPlan
 from lockstep.data.dealt_shards import Piece, first_deal, next_deal, position_in
 from lockstep.data.iterable_loader import IterableLoader
-from lockstep.data.shard_streams import shard_stream_of
+from lockstep.data.shard_streams import SeededShards, shard_stream_of
 from lockstep.errors import DataError
 
 
@@ -54,6 +54,15 @@ class Buffered(Drawing):
             if len(buffer) == 3:
                 yield buffer.pop(random.randrange(3))
         yield from buffer
+
+
+class Ordered(Drawing):
+    """Draws the order of a shard before its first sample, and something for each sample."""
+
+    def read_shard(self, shard, start):
+        order = list(super().read_shard(shard, 0))
+        random.shuffle(order)
+        yield from (number // 1 + random.random() / 2 for number in order[start:])
 
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=14).filter(any)
@@ -126,7 +135,8 @@ def test_a_shard_is_read_once_by_one_rank_and_a_resume_does_not_read_what_is_beh
     found = found_after(Files(lengths), sizes, 2, 18)
     dataset = Files(lengths)
     rest = passes(dataset, sizes, 4, lambda loader: loader.epoch(0, 18, padding="none", found=copied(found)))
-    assert len(samples_of(rest)) == dataset.read == 640 - 18 * 32
+    assert len(samples_of(rest)) == 640 - 18 * 32
+    assert dataset.read == 640 - 18 * 32 + 8  # one before, in each shard that was begun
     assert sum(dataset.opened.values()) == 8
 
 
@@ -155,7 +165,7 @@ def passes_of(make, sizes, world, meeting):
     return got
 
 
-@pytest.mark.parametrize("kind", [Drawing, Buffered])
+@pytest.mark.parametrize("kind", [Drawing, Buffered, Ordered])
 def test_what_a_shard_draws_is_the_same_on_any_world_in_any_process_and_after_a_resume(kind, monkeypatch):
     monkeypatch.setattr("lockstep.data.shard_streams.OwnShards.seeks", kind is not Buffered)
     lengths, sizes = [7, 10, 0, 13, 5, 11, 2, 19, 16, 4], (6, 3)  # most begin in the midst of a micro-batch
@@ -173,6 +183,7 @@ def test_what_a_shard_draws_is_the_same_on_any_world_in_any_process_and_after_a_
 
     alone = found(1)
     assert len({number % 1 for data in alone.values() for number in data}) > 80
+    assert sorted(int(number) for data in alone.values() for number in data) == list(range(sum(lengths)))
     assert found(2) == found(2, workers=1) == found(1, workers=2) == alone
     for first_step in range(0, 14, 2):
         known = found_after(kind(lengths), sizes, 2, first_step, epoch=1)
@@ -187,6 +198,23 @@ def test_an_evaluation_and_padding_see_the_samples_of_the_training():
         even = on_world(Files(lengths), sizes, world, padding="even")
         assert sorted(samples_of(even)) == alone
         assert len({len(rank) for rank in even}) == 1
+
+
+@pytest.mark.parametrize("padding", ["none", "even"])
+def test_an_evaluation_on_more_ranks_than_micro_batches(padding):
+    lengths, sizes = [9, 4, 7, 12, 3], (4, 2)
+    got = evaluated(Files(lengths), sizes, 4, padding=padding)
+    assert sorted(samples_of(got)) == list(range(35))
+    assert len({len(rank) for rank in got}) == 1 or padding == "none"
+
+
+def test_shards_that_the_script_adds_between_epochs_are_read():
+    dataset = Files([5, 4, 6])
+    loader = loader_of(dataset, BatchPlan(4, 2, 1), agree=lambda numbers: [numbers])
+    before = loader.draw(0), len(samples_of([list(loader.epoch(0, padding="none"))]))
+    dataset.lengths, dataset.num_shards = [5, 4, 6, 3], 4
+    assert before[0] != loader.draw(0)
+    assert (before[1], len(samples_of([list(loader.epoch(1, padding="none"))]))) == (15, 18)
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 4))
@@ -222,11 +250,11 @@ def test_a_position_goes_on_in_the_shard_of_which_no_end_was_seen():
 
 
 def test_an_order_of_its_own_and_few_shards_are_read_whole_and_said():
-    for options, says in (({"in_order": True}, "shuffle=False"), ({}, "2 shards are fewer than the 4 micro-batches")):
+    for options, says in (({"shuffle": False}, "shuffle=False"), ({}, "it has 2 shards for the 4 micro-batches")):
         loader = loader_of(Files([5, 4]), BatchPlan(8, 2, 2), agree=lambda numbers: [numbers] * 2, **options)
         (note,) = loader.notes
         assert says in note
-    got = on_world(Files([5, 4]), (4, 1), 2, in_order=True)
+    got = on_world(Files([5, 4]), (4, 1), 2, shuffle=False)
     assert [x for step in steps_of(got).values() for samples, _ in step.values() for x in samples] == list(range(9))
 
 
@@ -234,6 +262,8 @@ def test_shards_may_be_asked_to_be_shuffled_and_know_no_index():
     assert isinstance(loader_of(Files([9, 9]), BatchPlan(4, 2, 1), shuffle=True), IterableLoader)
     with pytest.raises(DataError, match="can only be iterated"):
         loader_of(Files([9, 9]), BatchPlan(4, 2, 1), sampler=[1, 2])
+    with pytest.raises(DataError, match=r"it has 1 shard for the 2 micro-batches.*shuffle itself"):
+        loader_of(Files([9]), BatchPlan(4, 2, 1), shuffle=True)
 
 
 def stream():
@@ -253,13 +283,61 @@ def test_streams_of_datasets_are_divided_where_their_samples_stay_the_same():
         "interleaved": plain.shuffle(seed=1, buffer_size=8, max_buffer_input_shards=2),
         "mapped": plain.map(lambda row: {"x": row["x"]}).filter(lambda row: row["x"] % 7).with_format("torch"),
         "selected": plain.select_columns(["x"]),
+        "batched": plain.map(lambda rows: {"x": rows["x"]}, batched=True, batch_size=4),
+        "random": plain.filter(lambda row: random.random() < 0.8),
     }
     for name, made in divided.items():
         found = shard_stream_of(made)
         assert found is not None, name
-        every = [int(row["x"]) for shard in range(found.num_shards) for row in found.open(1, shard, 0)]
-        assert sorted(every) == sorted(int(row["x"]) for row in made), name
-        first = [int(row["x"]) for row in found.open(1, 2, 0)]
-        assert [int(row["x"]) for row in found.open(1, 2, 5)] == first[5:], name
-    for made in (plain.take(20), plain.skip(3), other, datasets.distributed.split_dataset_by_node(plain, 0, 2)):
+        shards = SeededShards(found, seed=0, at_once=3)
+        every = [int(row["x"]) for shard in range(found.num_shards) for row in shards.open(1, shard, 0)]
+        if name != "random":
+            assert sorted(every) == sorted(int(row["x"]) for row in made), name
+        first = [int(row["x"]) for row in shards.open(1, 2, 0)]
+        assert [int(row["x"]) for row in shards.open(1, 2, 5)] == first[5:], name
+    counting = {
+        "take": plain.take(20),
+        "skip": plain.skip(3),
+        "concatenated": other,
+        "divided": datasets.distributed.split_dataset_by_node(plain, 0, 2),
+        "numbered": plain.map(lambda row, number: {"number": number}, with_indices=True),
+        "every second": plain.filter(lambda row, number: number % 2, with_indices=True),
+        "column": plain.add_column("y", list(range(50))),
+        "batches": plain.batch(4),
+        "batches of tables": plain.with_format("torch").batch(4),
+        "last batch": plain.map(lambda rows: rows, batched=True, batch_size=4, drop_last_batch=True),
+    }
+    assert [name for name, made in counting.items() if shard_stream_of(made) is not None] == []
+
+
+def test_pipelines_of_webdataset_are_divided_where_their_stages_are_known():
+    import webdataset as wds
+
+    def of_the_users_own(samples):
+        yield from samples
+
+    def first(sample):
+        return sample
+
+    plain = wds.WebDataset(["0.tar", "1.tar"], shardshuffle=2, seed=1, nodesplitter=wds.split_by_node)
+    by_hand = wds.DataPipeline(
+        wds.SimpleShardList(["0.tar", "1.tar"]),
+        wds.split_by_worker,
+        wds.tarfile_to_samples(),
+        wds.detshuffle(5, seed=1),
+        wds.decode("torchrgb"),
+        wds.to_tuple("jpg", "cls"),
+        wds.map(first),
+    )
+    known = plain.shuffle(5, seed=1).decode("rgb").rename(x="jpg").select(first).map(first).to_tuple("x", "cls")
+    for made in (plain, by_hand, known, known.with_length(7, silent=True), plain.rsample(0.5)):
+        assert shard_stream_of(made) is not None
+    for made in (
+        plain.compose(of_the_users_own),
+        wds.WebDataset(["0.tar", "1.tar"], shardshuffle=False, nodesplitter=of_the_users_own),
+        plain.mcached(),
+        plain.slice(10),
+        plain.batched(4),
+        known.with_epoch(10),
+    ):
         assert shard_stream_of(made) is None

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from lockstep.data.sampling import UserDataset
 
-_DEEPEST: Final = 4  # such as a data set, its part, a transform in it, and a list of transforms
+_DEEPEST: Final = 8  # such as a data set, its parts, one of them, its transforms, and those in a list among these
 _MOST: Final = 2000  # attributes and items that are looked at
 _SHORT: Final = 32  # a list or dict of settings; longer ones hold samples
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+_NUMBERS: Final = (bool, int, float, complex, type(None))
+_TEXTS: Final = (str, bytes)
 _OPAQUE: Final = (Tensor, ModuleType, FunctionType, BuiltinFunctionType, type)
 
 
@@ -41,23 +42,36 @@ def _marks_of(dataset: UserDataset) -> Iterator[tuple[object, object]]:
     seen: set[int] = set()
     waiting: list[tuple[Any, int]] = [(dataset, 0)]
     for value, depth in waiting:  # which grows
-        if type(value) in _PLAIN:
-            yield None, (type(value), repr(value))  # nan is itself
+        kind = type(value)
+        if kind in _NUMBERS:
+            yield None, (kind, repr(value))  # nan is itself
+            continue
+        if kind in _TEXTS:
+            yield None, value
             continue
         yield value, _mark_of(value)
-        if id(value) in seen or depth == _DEEPEST or isinstance(value, _OPAQUE):
+        # Not `isinstance`, which asks the object itself: it may stand for another one, far away or gone.
+        if id(value) in seen or depth == _DEEPEST or issubclass(kind, _OPAQUE):
             continue
         seen.add(id(value))
-        parts = [*_items_of(value), *getattr(value, "__dict__", {}).values()]
+        parts = [*_items_of(value), *_attributes_of(value)]
         waiting += [(part, depth + 1) for part in parts[: _MOST - len(waiting)]]
 
 
 def _mark_of(value: Any) -> object:
-    if isinstance(value, Tensor):
-        return value._version, value.shape
-    if isinstance(value, list | tuple | dict | set | bytearray):
+    if issubclass(type(value), Tensor):
+        # Those made in inference mode do not count what is written to them, and nested ones have no shape.
+        return None if value.is_inference() else value._version, value.numel()
+    if issubclass(type(value), list | tuple | dict | set | bytearray):
         return len(value)
     return None
+
+
+def _attributes_of(value: Any) -> list[Any]:
+    try:
+        return list(object.__getattribute__(value, "__dict__").values())  # asks no `__getattr__` of the user's
+    except AttributeError:
+        return []
 
 
 def _items_of(value: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lockstep.data.dealt_shards import Deal, Piece, ShardsFound, position_in
 from lockstep.data.iterable_dataset import Reader, StreamShare, StreamStep
 from lockstep.data.sampling import Data, Sample
-from lockstep.data.shard_streams import ShardStream
+from lockstep.data.shard_streams import SeededShards
 from lockstep.data.single_process_view import single_process_view
 from lockstep.seeding import seed_generators, seed_of
 
@@ -19,11 +19,12 @@ from lockstep.seeding import seed_generators, seed_of
 class DealtReader(Reader):
     """Reads the hands of this rank's micro-batches, as long as each of them can fill one."""
 
-    def __init__(self, share: StreamShare, stream: ShardStream, deal: Deal, found: ShardsFound) -> None:
+    def __init__(self, share: StreamShare, shards: SeededShards, deal: Deal, found: ShardsFound) -> None:
         self._share = share
-        self._stream = stream
+        self._shards = shards
         self._deal = deal
         self._found = found
+        self._heads: dict[int, list[Sample]] = {}  # by micro-batch
 
     @override
     def most_parts(self) -> int:
@@ -32,7 +33,7 @@ class DealtReader(Reader):
     @override
     def part(self, number: int, parts: int) -> Reader:
         return DealtReader(
-            replace(self._share, run=self._share.run[number::parts]), self._stream, self._deal, self._found
+            replace(self._share, run=self._share.run[number::parts]), self._shards, self._deal, self._found
         )
 
     @override
@@ -57,31 +58,28 @@ class DealtReader(Reader):
 
     @override
     def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Data]:
-        raise AssertionError("a step of a deal is full")
+        """Padding for a rank without a micro-batch in full steps: a sample that the deal begins with, read once."""
+        with single_process_view():
+            for m in set(indices) - self._heads.keys():
+                self._heads[m] = self._begun(epoch, self._deal.first_step, m).take(self._deal.first_step, 1)
+            return [self._share.collate(self._heads[m], epoch, step, m) for m in indices]
 
     def _begun(self, epoch: int, step: int, index: int) -> _Hand:
         """The hand of micro-batch ``index``, at ``step``."""
-        deal, size = self._deal, self._share.plan.micro_batch
-        samples = (step - deal.first_step) * size
-        left, read = position_in(deal.hands[index], samples, self._found["lengths"])
-        hand = _Hand(self._share.seed, self._stream, epoch, index, left)
-        if read and self._stream.seeks:
+        samples = (step - self._deal.first_step) * self._share.plan.micro_batch
+        left, read = position_in(self._deal.hands[index], samples, self._found["lengths"])
+        hand = _Hand(self._share.seed, self._shards, epoch, index, left)
+        if read:
             hand.open(read)
-        elif read:
-            # What it draws, such as for a shuffling buffer, is to be what was drawn when it was read before.
-            begin = samples - read
-            for at in range(begin // size, samples // size):
-                hand.take(deal.first_step + at, min(size, (at + 1) * size - begin))
-            hand.lengths()
         return hand
 
 
 class _Hand:
     """The samples of one place, from shard to shard."""
 
-    def __init__(self, seed: int, stream: ShardStream, epoch: int, index: int, pieces: list[Piece]) -> None:
+    def __init__(self, seed: int, shards: SeededShards, epoch: int, index: int, pieces: list[Piece]) -> None:
         self._seed = seed
-        self._stream = stream
+        self._shards = shards
         self._epoch = epoch
         self._index = index
         self._left = pieces
@@ -92,9 +90,7 @@ class _Hand:
     def open(self, read: int) -> None:
         """The first piece is read after ``read`` of its samples."""
         shard, start = self._left[0]
-        # Where a shard begins in the midst of a micro-batch, what was drawn before is another rank's business.
-        seed_generators(seed_of(self._seed, "shard", self._epoch, shard))
-        self._samples, self._read = self._stream.open(self._epoch, shard, start + read), read
+        self._samples, self._read = self._shards.open(self._epoch, shard, start + read), read
 
     def take(self, step: int, most: int) -> list[Sample]:
         """The next ``most`` samples, those of ``step``; fewer at the end."""

@@ -17,8 +17,9 @@ from lockstep.data.dealt_shards import ShardsFound
 from lockstep.data.map_dataset import LoaderPass, MicroBatchSampler, Picks, SeededDataset
 from lockstep.data.micro_batch_loader import MicroBatchLoader
 from lockstep.data.sampling import Data, MicroBatch, Padding, TorchLoader, UserDataset
-from lockstep.data.tensor_dataset import TensorColumns
+from lockstep.data.tensor_dataset import TensorColumns, columns_of
 from lockstep.data.workers import CollateFunction, WorkerOptions, as_it_is, end_passes, open_loader
+from lockstep.errors import DataError
 
 
 class BatchSource(Protocol):
@@ -89,12 +90,14 @@ class TensorSource(BatchSource):
     def __init__(
         self, dataset: UserDataset, columns: TensorColumns, sampler: MicroBatchSampler, *, pin_memory: bool
     ) -> None:
+        self._dataset = dataset
+        self._marks = DatasetMarks(dataset)
         self._columns = columns
         self._sampler = sampler
         self._pin = pin_memory
 
         def take(indices: list[int]) -> Data:
-            return columns.take(columns.arranged(torch.tensor(indices)))
+            return self._columns.take(self._columns.arranged(torch.tensor(indices)))
 
         self.data_loader = open_loader(
             SeededDataset(dataset, take),
@@ -109,7 +112,8 @@ class TensorSource(BatchSource):
 
     @override
     def read(self, selected: LoaderPass) -> Iterator[Data]:
-        columns, order, pin = self._columns, self._sampler.order, self._pin
+        self._columns = columns = self._columns_now()
+        order, pin = self._sampler.order, self._pin
         indices = order.indices(selected.epoch)
         # One that is stored at once; of one that is computed each part.
         rows = columns.arranged(indices) if isinstance(indices, Tensor | range) else None
@@ -117,6 +121,18 @@ class TensorSource(BatchSource):
             part = order.rows(selected.steps, position)
             data = columns.take(columns.arranged(indices[part]) if rows is None else rows[part])
             yield pinned(data) if pin else data
+
+    def _columns_now(self) -> TensorColumns:
+        """Those that it has, or others that the script has put into it since the last pass."""
+        before, self._marks = self._marks, DatasetMarks(self._dataset)
+        if not self._marks.differ_from(before):
+            return self._columns
+        columns = columns_of(self._dataset)
+        if columns is None:
+            raise DataError(
+                "the data set held tensors when run.loader was called, and something else now: call run.loader again"
+            )
+        return columns
 
     @override
     def close(self) -> None:

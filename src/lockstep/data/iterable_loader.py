@@ -29,14 +29,14 @@ class IterableLoader(MicroBatchLoader):
         self,
         share: StreamShare,
         *,
-        in_order: bool,
+        shuffle: bool | None,
         drop_last: bool,
         workers: WorkerOptions,
         agree: Agree,
         pin_memory: bool,
     ) -> None:
         self._dataset = share.dataset
-        self._division = division_of(share, in_order=in_order)
+        self._division = division_of(share, shuffle=shuffle)
         self._rank = share.rank
         self._seed = share.seed
         self._drop_last = drop_last

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from lockstep.batch import BatchPlan
 from lockstep.data.indexed_loader import IndexedLoader, SampleSource, TensorSource
@@ -86,8 +87,7 @@ def open_order(
                 f"leave {names[0]} out, or give a data set with __getitem__ and __len__"
             )
         return None
-    columns = columns_of(dataset) if collate_fn is None else None
-    length = _length_of(dataset if columns is None else columns)
+    length = partial(_length_of, dataset, may_be_columns=collate_fn is None)
     if sampler is not None:
         return order_of_sampler(sampler, length, seed)
     if batch_sampler is not None:
@@ -107,7 +107,7 @@ def open_micro_batch_loader(
     drop_last: bool,
     workers: WorkerOptions,
     agree: Agree,
-    in_order: bool = False,
+    shuffle: bool | None = None,
     collate_fn: CollateFunction | None = None,
     pin_memory: bool = False,
 ) -> MicroBatchLoader:
@@ -126,19 +126,20 @@ def open_micro_batch_loader(
             at most one for each of the rank's micro-batches of a step; any other iterable at most one, as it is read
             in order.
         agree: gathers the numbers of all ranks; collective, and used only for iterables, once for many steps.
-        in_order: an iterable's samples come in its own order, also where it has shards that ranks could divide.
+        shuffle: of an iterable. False: its samples come in its own order, also where it has shards that ranks could
+            divide; True: its shards come in another order each epoch, as they do with None where there are enough.
         collate_fn: makes a batch of a list of samples, as for `torch.utils.data.DataLoader`.
         pin_memory: hand out tensors in page-locked memory, for asynchronous copies to a GPU.
 
     Raises:
         DataError: for tensors that cannot be divided into samples; for an iterable if ``micro_batch`` does not divide
-            ``global_batch``.
+            ``global_batch``, or if it is to be shuffled and has too few shards.
     """
     if order is None:
         refuse_unequal(plan)
         share = StreamShare.of(dataset, plan, rank, seed, collate_fn or default_collate)
         return IterableLoader(
-            share, in_order=in_order, drop_last=drop_last, workers=workers, agree=agree, pin_memory=pin_memory
+            share, shuffle=shuffle, drop_last=drop_last, workers=workers, agree=agree, pin_memory=pin_memory
         )
     sampler = MicroBatchSampler(plan, rank, order, seed, drop_last=drop_last)
     if is_sharded(dataset):
@@ -177,9 +178,12 @@ def _is_stream(dataset: UserDataset) -> bool:
     )
 
 
-def _length_of(dataset: UserDataset) -> int:
+def _length_of(dataset: UserDataset, *, may_be_columns: bool) -> int:
+    """How many samples it holds; of columns, such as a dict of them, those of each."""
+    # A Subset knows it itself, and its columns are not found in no time.
+    columns = columns_of(dataset) if may_be_columns and not isinstance(dataset, Subset) else None
     try:
-        length = len(dataset)
+        length = len(dataset if columns is None else columns)
     except TypeError:
         raise DataError(
             f"{type(dataset).__name__} has no length; a data set with __getitem__ needs __len__, "

@@ -28,10 +28,13 @@ from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition
 from lockstep.data.permutation import ComputedPermutation
 from lockstep.data.sampling import UserSampler
 from lockstep.errors import DataError, UsageError
+from lockstep.formatting import plural
 from lockstep.seeding import seed_of, seeded_generators
 
 OrderFunction = Callable[[int, torch.Generator], Iterable[Any]]
 """``(epoch, generator)`` -> indices of samples: any, in any order, repeated ones too."""
+Length = Callable[[], int]
+"""How many samples the data set holds now: the script may change it between two epochs."""
 
 _GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _WHOLE: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -80,13 +83,20 @@ class ShuffledOrder(Order):
     largest_batch: int | None = None
     may_repeat = False
 
-    def __init__(self, length: int, seed: int, *, shuffle: bool) -> None:
-        self._length = length
+    def __init__(self, length: Length, seed: int, *, shuffle: bool) -> None:
+        self._length_now = length
+        self._length = length()
         self._seed = seed
         self._shuffle = shuffle
 
     @override
     def draw(self, epoch: int) -> str | None:
+        if (now := self._length_now()) != self._length:
+            raise DataError(
+                f"the data set holds {plural(now, 'sample')} now, and held {self._length} when run.loader was called: "
+                "call run.loader again, or give an order that may have another length in each epoch, such as "
+                "order=lambda epoch, generator: torch.randperm(len(dataset), generator=generator)"
+            )
         # For a checkpoint within an epoch: a version that computes another permutation refuses it.
         return "computed, 1" if self._shuffle and self._length > LONGEST_STORED else None
 
@@ -184,7 +194,7 @@ class SampledOrder(Order):
         return drawn
 
 
-def order_of_sampler(sampler: UserSampler, length: int, seed: int) -> Order:
+def order_of_sampler(sampler: UserSampler, length: Length, seed: int) -> Order:
     """The order of ``sampler``, any iterable of indices, for a data set of ``length``.
 
     Raises:
@@ -196,12 +206,12 @@ def order_of_sampler(sampler: UserSampler, length: int, seed: int) -> Order:
 
     def give(epoch: int) -> _Drawn:
         _begin_epoch(sampler, epoch, seed)
-        return _Drawn(_indices_of(name, sampler, length))
+        return _Drawn(_indices_of(name, sampler, length()))
 
     return SampledOrder(name, give, seed)
 
 
-def order_of_batch_sampler(sampler: UserSampler, length: int, seed: int) -> Order:
+def order_of_batch_sampler(sampler: UserSampler, length: Length, seed: int) -> Order:
     """The order of ``sampler``, any iterable of batches of indices: each is one step.
 
     Raises:
@@ -212,7 +222,8 @@ def order_of_batch_sampler(sampler: UserSampler, length: int, seed: int) -> Orde
 
     def give(epoch: int) -> _Drawn:
         _begin_epoch(sampler, epoch, seed)
-        batches = [_indices_of(name, batch, length) for batch in _batches_of(name, sampler)]
+        samples = length()
+        batches = [_indices_of(name, batch, samples) for batch in _batches_of(name, sampler)]
         sizes = tuple(map(len, batches))
         if 0 in sizes:
             raise DataError(f"{name} gives an empty batch at step {sizes.index(0)} of epoch {epoch}; leave it out")
@@ -221,7 +232,7 @@ def order_of_batch_sampler(sampler: UserSampler, length: int, seed: int) -> Orde
     return SampledOrder(name, give, seed)
 
 
-def order_of_function(function: OrderFunction, length: int, seed: int) -> Order:
+def order_of_function(function: OrderFunction, length: Length, seed: int) -> Order:
     """What ``function(epoch, generator)`` gives, any indices.
 
     Raises:
@@ -232,7 +243,7 @@ def order_of_function(function: OrderFunction, length: int, seed: int) -> Order:
         raise UsageError(f"{name}: {_WAY_OUT}; indices that are the same each epoch are a sampler: sampler=indices")
 
     def give(epoch: int) -> _Drawn:
-        return _Drawn(_indices_of(name, function(epoch, generator_of(seed, epoch)), length))
+        return _Drawn(_indices_of(name, function(epoch, generator_of(seed, epoch)), length()))
 
     return SampledOrder(name, give, seed)
 

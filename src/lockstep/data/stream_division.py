@@ -22,10 +22,11 @@ from lockstep.data.dealt_shards import Deal, Piece, ShardsFound, first_deal, nex
 from lockstep.data.iterable_dataset import OnePassReader, Reader, StreamShare, StridedReader, checksum
 from lockstep.data.orders import generator_of
 from lockstep.data.sampling import Sample, UserDataset
-from lockstep.data.shard_streams import ShardStream, shard_stream_of
+from lockstep.data.shard_streams import SeededShards, ShardStream, shard_stream_of
 from lockstep.data.single_process_view import single_process_view
 from lockstep.data.stream_agreement import RanksFound, samples_of_dealt_step, samples_of_stream_step
-from lockstep.seeding import seed_generators, seed_of
+from lockstep.errors import DataError
+from lockstep.formatting import plural
 
 _LOOKED_AT: Final = 8  # samples of a shard that tell whether ranks read the same
 
@@ -80,9 +81,9 @@ class DealtStream(StreamDivision):
 
     def __init__(self, share: StreamShare, stream: ShardStream) -> None:
         self._share = share
-        self._stream = stream
-        self.reader: Reader = OnePassReader(replace(share, dataset=_Pieces(stream, _all_of(stream))))
-        self._digest: tuple[int, str] | None = None
+        self._shards = SeededShards(stream, share.seed, share.plan.micro_batch)
+        self.reader: Reader = OnePassReader(replace(share, dataset=_Pieces(self._shards)))
+        self._digest: tuple[tuple[int, int], str] | None = None
 
     @override
     def part(self, epoch: int, ended: Sequence[int], found: ShardsFound) -> StreamPart:
@@ -90,44 +91,47 @@ class DealtStream(StreamDivision):
         for end in ended:
             deal = next_deal(deal, end, plan.micro_batch, found)
         if not deal.is_rest:
-            reader = DealtReader(self._share, self._stream, deal, found)
+            reader = DealtReader(self._share, self._shards, deal, found)
             return StreamPart(reader, partial(samples_of_dealt_step, plan), ends_epoch=False)
         return StreamPart(self._rest(deal), _judge(self._share, epoch), ends_epoch=True)
 
     @override
     def digest(self, epoch: int) -> str | None:
         """Of the shards, and of the first samples of one of them: what shuffles without a seed gives others."""
-        if self._digest is None or self._digest[0] != epoch:
-            self._digest = epoch, self._looked_at(epoch)
+        of = epoch, self._shards.stream.num_shards
+        if self._digest is None or self._digest[0] != of:
+            self._digest = of, self._looked_at(epoch)
         return self._digest[1]
 
     def _order(self, epoch: int) -> list[int]:
-        shards: list[int] = torch.randperm(
-            self._stream.num_shards, generator=generator_of(self._share.seed, epoch)
-        ).tolist()
+        number, generator = self._shards.stream.num_shards, generator_of(self._share.seed, epoch)
+        shards: list[int] = torch.randperm(number, generator=generator).tolist()
         return shards
 
     def _rest(self, deal: Deal) -> Reader:
         (pieces,) = deal.hands
-        return OnePassReader(replace(self._share, dataset=_Pieces(self._stream, pieces)), deal.first_step)
+        return OnePassReader(replace(self._share, dataset=_Pieces(self._shards, pieces)), deal.first_step)
 
     def _looked_at(self, epoch: int) -> str:
+        order, few = self._order(epoch), replace(self._shards, at_once=_LOOKED_AT)
         with single_process_view():
-            seed_generators(seed_of(self._share.seed, "stream", epoch))
-            shards = (self._stream.open(epoch, shard, 0) for shard in self._order(epoch))
+            shards = (few.open(epoch, shard, 0) for shard in order)
             mark = checksum(list(islice(chain.from_iterable(shards), _LOOKED_AT)))
-        found = repr((self._stream.num_shards, self._share.plan.micro_batches, mark))
+        found = repr((len(order), self._share.plan.micro_batches, mark))
         return hashlib.blake2b(found.encode(), digest_size=8).hexdigest()
 
 
-def division_of(share: StreamShare, *, in_order: bool) -> StreamDivision:
+def division_of(share: StreamShare, *, shuffle: bool | None) -> StreamDivision:
     """How the data set of ``share`` is read: by its shards if it has enough of them, else whole.
 
     Args:
         share: of this rank.
-        in_order: whether the samples are to come in the order of the data set.
+        shuffle: False, if the samples are to come in the order of the data set; True, if they are not.
+
+    Raises:
+        DataError: if it is to be shuffled and has too few shards.
     """
-    stream = None if callable(getattr(share.dataset, "stride", None)) else shard_stream_of(share.dataset)
+    stream = shard_stream_of(share.dataset)
     places, name = share.plan.micro_batches, type(share.dataset).__name__
     if stream is None:
         return WholeStream(
@@ -136,23 +140,28 @@ def division_of(share: StreamShare, *, in_order: bool) -> StreamDivision:
             "stride(start, step) that gives every step-th sample from start on; a data set with shards is read once, "
             "by several loader processes (docs/data.md)",
         )
-    if in_order or stream.num_shards < places:
-        why = (
-            "shuffle=False takes the samples in its order"
-            if in_order
-            else f"its {stream.num_shards} shards are fewer than the {places} micro-batches of a step; a larger "
-            "micro_batch, or more files, would do"
+    few = (
+        f"it has {plural(stream.num_shards, 'shard')} for the {places} micro-batches of a step; a larger "
+        "micro_batch, or more files, would do"
+    )
+    if shuffle and stream.num_shards < places:
+        raise DataError(
+            f"shuffle=True, but {name} has too few shards to take them in another order each epoch: {few}; or leave "
+            "shuffle out and let it shuffle itself, such as by its own shuffle(..., seed=0)"
         )
-        whole = replace(share, dataset=_Pieces(stream, _all_of(stream)) if _is_bare(share.dataset) else share.dataset)
+    if shuffle is False or stream.num_shards < places:
+        why = few if shuffle is None else "shuffle=False takes the samples in its order"
+        pieces = _Pieces(SeededShards(stream, share.seed, share.plan.micro_batch))
+        whole = replace(share, dataset=pieces if _is_bare(share.dataset) else share.dataset)
         return WholeStream(whole, f"each of {share.plan.world_size} ranks reads the whole of {name}: {why}")
     return DealtStream(share, stream)
 
 
 class _Pieces(IterableDataset[Sample]):
-    """Pieces of shards, one after another."""
+    """Pieces of shards, one after another; without any, all shards in their order."""
 
-    def __init__(self, stream: ShardStream, pieces: Sequence[Piece]) -> None:
-        self._stream = stream
+    def __init__(self, shards: SeededShards, pieces: Sequence[Piece] | None = None) -> None:
+        self._shards = shards
         self._pieces = pieces
         self._epoch = 0
 
@@ -161,12 +170,9 @@ class _Pieces(IterableDataset[Sample]):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Sample]:
-        for shard, start in self._pieces:
-            yield from self._stream.open(self._epoch, shard, start)
-
-
-def _all_of(stream: ShardStream) -> list[Piece]:
-    return [Piece(shard) for shard in range(stream.num_shards)]
+        pieces = map(Piece, range(self._shards.stream.num_shards)) if self._pieces is None else self._pieces
+        for shard, start in pieces:
+            yield from self._shards.open(self._epoch, shard, start)
 
 
 def _is_bare(dataset: UserDataset) -> bool:

@@ -79,7 +79,7 @@ class Loaders:
             order=order,
             seed=settings.seed,
             drop_last=arguments.drop_last,
-            in_order=arguments.shuffle is False,
+            shuffle=arguments.shuffle,
             collate_fn=arguments.collate_fn,
             workers=WorkerOptions(
                 self._workers_for(arguments),
