@@ -159,8 +159,22 @@ def test_a_gradient_penalty_is_that_of_plain_torch():
     assert "UsageError: the loss depends on gradients that were computed before" in fsdp
 
 
+def differentiated_twice():
+    def script():
+        for x in run.train(run.loader(X, **SIZES)):
+            x.requires_grad_(True)
+            torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+    with Run(strategy="fsdp") as run:
+        model = run.model(net())
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(UsageError) as error:
+            script()
+        return str(error.value)
+
+
 def test_what_cannot_be_is_refused_by_name():
-    (said, *others) = [
+    (said, *others, twice) = [
         ranks[0]
         for ranks in on_world(
             2,
@@ -169,11 +183,13 @@ def test_what_cannot_be_is_refused_by_name():
                 (refused, "ddp", "fp16"),
                 (refused, "ddp", "fp32", True),
                 *((refused, s) for s in ("zero", "fsdp", "local-sgd", "ddp:compress=fp16", "auto", "parameter-server")),
+                (differentiated_twice,),
             ],
         )
     ]
     assert "run.step(F.cross_entropy, images, labels)" in said
     assert "fp16" in others[0]
     assert "must be the run's only one" in others[1]
+    assert "gradients that were computed before" in twice, "before anything reads what fully_shard has freed"
     for text in others[2:]:
         assert "cannot: use --strategy ddp" in text, text

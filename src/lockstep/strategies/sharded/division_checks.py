@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Final
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
 
 from lockstep.errors import UsageError
+
+SECOND_ORDER: Final = (
+    "the loss depends on gradients that were computed before, as with torch.autograd.grad(..., create_graph=True) for "
+    "a gradient penalty, and after those, fully_shard has let go of the whole parameters, which the second backward "
+    "pass needs: use ddp or zero"
+)
+
+
+def refuse_second_order(model: nn.Module) -> None:
+    """Refuse gradients of what ``model`` gives that could be differentiated again, as they are computed.
+
+    What the second backward pass would read is freed by then, and has ended processes by SIGSEGV.
+    """
+
+    def check(_gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # as in a backward pass with create_graph=True only
+            raise UsageError(SECOND_ORDER)
+
+    def watch(_model: nn.Module, _args: object, output: object) -> None:
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(check)
+
+    model.register_forward_hook(watch)
 
 
 def check_divisible(model: nn.Module, strategy: str, ignored: Container[nn.Parameter]) -> None:

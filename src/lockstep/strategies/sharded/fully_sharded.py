@@ -257,6 +257,7 @@ class FullySharded(
             register_fsdp_forward_method(model, "generate")
         else:
             model.register_forward_hook(partial(self._reshard_after_looking, self._blocks[-len(blocks) - 1 :]))
+        checks.refuse_second_order(model)
         refuse_copies(model, self._name)
         if self._guard is None:
             self._guard = PickleGuard(DTensor, lambda tensor: tensor.device_mesh == mesh, self._name)
@@ -292,11 +293,7 @@ class FullySharded(
         except RuntimeError as error:
             if "storage of size 0" not in str(error):
                 raise
-            raise UsageError(
-                "the loss depends on gradients that were computed before, as with torch.autograd.grad(..., "
-                "create_graph=True) for a gradient penalty, and after those, fully_shard has let go of the whole "
-                "parameters, which the second backward pass needs: use ddp or zero"
-            ) from error
+            raise UsageError(checks.SECOND_ORDER) from error
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """Divide by the number of items of the step. Collective."""
