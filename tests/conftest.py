@@ -18,6 +18,9 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 # Where no name server answers, looking up this host's own name would otherwise wait many seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# A shell starts what it puts in the background with Ctrl-C ignored, and all that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Inherited by every process that a test starts, so that also those whose parent died are found.
 MARK = "LOCKSTEP_TEST_SESSION"
 os.environ[MARK] = str(os.getpid())

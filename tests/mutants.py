@@ -405,8 +405,8 @@ MUTANTS = [
     ),
     mutant(
         "run/metrics.py",
-        "self.add_mean(name, number, samples if count is None else count)",
-        "self.add_mean(name, number, samples)",
+        "            count = samples if count is None else count\n",
+        "            count = samples\n",
         HAND,
         "tests/run/test_metrics.py",
         LOOP,
