@@ -129,6 +129,29 @@ def test_what_ranks_hold_is_seen_in_real_processes():
         started.communicate()
 
 
+def test_a_rank_that_has_ended_is_left_out():
+    """The kernel says of it that it is in the root's control groups, where it was not killed."""
+    code = """
+        import ctypes, os, sys
+        ctypes.CDLL(None).prctl(15, b"rank 3", 0, 0, 0)
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        print(child, flush=True)
+        sys.stdin.read()
+    """
+    started = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        ended = int(started.stdout.readline())
+        assert Path(f"/proc/{ended}/comm").read_text() == "rank 3\n"
+        assert not memory_by_rank(started.pid)
+        assert 3 in memory_by_rank(os.getpid()), "the one that lives"
+    finally:
+        started.communicate()
+
+
 @pytest.mark.parametrize(
     ("message", "lost"),
     [

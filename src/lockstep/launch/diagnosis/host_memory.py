@@ -126,9 +126,13 @@ def memory_by_rank(fork_server: int) -> dict[int, RankMemory]:
             if name.startswith("rank "):
                 workers = procfs.descendants(child)
                 rank = int(name.removeprefix("rank "))
+                # A process that ends gives up its memory first and its groups after: where it holds memory once its
+                # groups are read, they were its own. One that has ended tells the root's groups.
                 groups = text_of(Path(f"/proc/{child}/cgroup"))
+                if not (own_bytes := _own_bytes(child)):
+                    continue
                 found[rank] = RankMemory(
-                    _own_bytes(child),
+                    own_bytes,
                     sum(map(_own_bytes, workers)),
                     len(workers),
                     "" if groups == own_groups else groups,
