@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -140,7 +141,8 @@ def pipe(checkpoint: Path) -> None:
 
 def checkpoints_gone(training: Training) -> None:
     """Somebody moves the checkpoints away, and a rank dies."""
-    (training.run_dir / "checkpoints").rename(training.run_dir / "moved")
+    # To a name of its own, since a training may be struck so twice.
+    (training.run_dir / "checkpoints").rename(tempfile.mkdtemp(prefix="moved-", dir=training.run_dir))
     send(training.rank(), signal.SIGKILL)
 
 
