@@ -332,9 +332,7 @@ def _run_dir(
     if not held and request.fresh:
         return run_dir, "fresh", ()
     if not held:
-        if request.resume:
-            return run_dir, "resume", (f"nothing to resume in {shown(run_dir)}: this run begins at its first step",)
-        return run_dir, "new", ()
+        return run_dir, "resume" if request.resume else "new", ()
     if _about(run_dir) is None:
         raise SettingError(f"{spelt} is not empty and holds no run (no {MARK}); give a new directory, or empty it")
     if request.resume:

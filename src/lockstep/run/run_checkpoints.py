@@ -175,6 +175,8 @@ class DirectoryCheckpointer(RunCheckpointer):
             self._say(f"goes on from step {left.step} ({left.origin})")
             return survived
         if saved is None:
+            if asked:
+                self._say(f"no checkpoint in {self._checkpoints.root}: training begins at the first step")
             return None
         if not asked:
             script = Path(sys.argv[0]).name or "train.py"

@@ -127,7 +127,7 @@ class TrainStep:
         self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
     ) -> None:
         """See `Run.backward`. The losses that have become known by it are measured."""
-        current = self._in_loop("backward")
+        current = self._in_loop("run.step(...) or run.backward(...)")
         position = current.position
         if loss_is != "mean":
             loss = _mean_of(loss, loss_is, position.samples if count is None else count)
@@ -213,7 +213,7 @@ class TrainStep:
 
     def update(self, optimizer: Optimizers) -> bool:
         """See `Run.update`. Whether the step is done by it."""
-        current = self._in_loop("update")
+        current = self._in_loop("run.update(...)")
         if current.finished:
             raise UsageError("a second run.update() in one micro-batch: call it once for each run.backward(loss)")
         if not current.reached:
@@ -335,9 +335,12 @@ class TrainStep:
 
     def _in_loop(self, what: str) -> CurrentMicroBatch:
         if self.current is None:
-            raise UsageError(f"run.{what}(...) outside of `for batch in run.train(loader)`: there is no micro-batch")
+            raise UsageError(
+                f"{what} outside of `for batch in run.train(loader)`: there is no micro-batch; write the loop over "
+                "run.train(loader), not over the loader itself"
+            )
         if self.current.ended:
-            raise UsageError(f"run.{what}(...) after the step was done: call run.step(loss) once for each micro-batch")
+            raise UsageError(f"{what} after the step was done: call run.step(loss) once for each micro-batch")
         return self.current
 
     def new_pass(self) -> None:
