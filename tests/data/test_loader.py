@@ -500,7 +500,7 @@ def test_a_stream_cannot_be_shuffled():
 
 
 def test_a_stream_needs_equal_micro_batches():
-    with pytest.raises(DataError, match="global_batch=6 would do"):
+    with pytest.raises(DataError, match="use global_batch=6, or"):
         loader_of(Stream(5), BatchPlan(5, 2, 1))
 
 

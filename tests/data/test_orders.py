@@ -235,7 +235,7 @@ DIVIDED = DistributedSampler(range(N), num_replicas=2, rank=0)
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"sampler": [1], "shuffle": True}, UsageError, r"sampler=..., shuffle=...\): each of them says the whole"),
+        ({"sampler": [1], "shuffle": True}, UsageError, r"sampler=..., shuffle=...\): each determines the order"),
         ({"sampler": [1], "order": Growing()}, UsageError, r"sampler=..., order=...\)"),
         ({"sampler": GoesOn()}, UsageError, "GoesOn gives another order .* order=function"),
         ({"batch_sampler": BatchSampler(GoesOn(), 2, False)}, UsageError, "BatchSampler gives another order"),

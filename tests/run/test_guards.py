@@ -90,7 +90,9 @@ def test_a_step_after_the_step():
 def test_a_step_outside_of_train():
     run, model, _, batches = opened()
     with run:
-        with refused(r"run\.step\(\.\.\.\) .*outside of `for batch in run\.train\(loader\)`.*, not over the loader itself"):
+        with refused(
+            r"run\.step\(\.\.\.\) .*outside of `for batch in run\.train\(loader\)`.* not over the loader itself"
+        ):
             run.step(model(DATA).mean())
         for batch in run.train(batches):
             run.step(model(batch).mean())
@@ -382,7 +384,7 @@ def trained(directory, monkeypatch, resume="", **sizes):
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path, monkeypatch):
     trained(tmp_path, monkeypatch)
-    with refused(r"holds a run that got to step 2\. To go on with it: .*LOCKSTEP_RESUME=1 python", SettingError):
+    with refused(r"holds a run that got to step 2\. To continue it: .*LOCKSTEP_RESUME=1 python", SettingError):
         trained(tmp_path, monkeypatch)
 
 

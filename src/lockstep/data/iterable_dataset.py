@@ -337,5 +337,5 @@ def refuse_unequal(plan: BatchPlan) -> None:
         m = plan.micro_batches
         raise DataError(
             f"micro_batch={plan.micro_batch} does not divide global_batch={plan.global_batch}, which an iterable data "
-            f"set needs; global_batch={m * plan.micro_batch} would do, or a data set with __getitem__ and __len__"
+            f"set needs; use global_batch={m * plan.micro_batch}, or a data set with __getitem__ and __len__"
         )

@@ -64,7 +64,7 @@ def open_order(
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise UsageError(
-            f"run.loader({', '.join(f'{name}=...' for name in names)}): each of them says the whole order; give one"
+            f"run.loader({', '.join(f'{name}=...' for name in names)}): each determines the order; give only one"
         )
     if is_sharded(dataset):
         if names not in ([], ["shuffle"]):

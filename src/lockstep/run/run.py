@@ -244,7 +244,7 @@ class Run:
         """
         position = self._context.metrics.position
         if position is None:
-            raise UsageError("run.micro_batch outside of run.train(...) and run.evaluate(...): there is none in hand")
+            raise UsageError("run.micro_batch outside of run.train(...) and run.evaluate(...): there is no micro-batch")
         return position
 
     @property

@@ -105,7 +105,7 @@ class TrainingLoop:
         if self._start.resumes_within_turn and passes.loop != loop and "steps" in (passes.loop, loop):
             raise CheckpointError(
                 f"the checkpoint was taken in {_OUTER[passes.loop]}, and this script says run.{loop}(...) there: "
-                "give it the loop of before, or start over with --fresh"
+                "use the previous loop, or start over with --fresh"
             )
         passes.caller = caller
         if self._start.resumes_within_turn:
