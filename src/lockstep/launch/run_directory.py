@@ -120,16 +120,7 @@ def prepare(
             f"this process is already {world} (started by {world.launcher}), and would start ranks of its own; "
             "start the launcher once, or the script itself under what started this"
         )
-    if request.max_restarts < 0:
-        raise SettingError(f"{request.spelt('--max-restarts', request.max_restarts)}: it must be at least 0")
-    if not request.refill_after_s > 0:
-        given_s = request.spelt("--refill-after", request.refill_after_s)
-        raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never counts from 0 again")
-    if not request.grace_s >= 0:
-        raise SettingError(f"{request.spelt('--grace', request.grace_s)}: it must be at least 0 seconds")
-    if not (request.hang_after_s is None or request.hang_after_s > 0):
-        given_s = request.spelt("--hang-after", request.hang_after_s)
-        raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never asks")
+    _check_numbers(request)
     check_variables(env)
     check_program(request.program)
     ranks, notes = ranks_of(request, machine, env)
@@ -158,6 +149,19 @@ def prepare(
         notes=(*notes, *more),
         given=given,
     )
+
+
+def _check_numbers(request: Request) -> None:
+    if request.max_restarts < 0:
+        raise SettingError(f"{request.spelt('--max-restarts', request.max_restarts)}: it must be at least 0")
+    if not request.refill_after_s > 0:
+        given_s = request.spelt("--refill-after", request.refill_after_s)
+        raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never counts from 0 again")
+    if not request.grace_s >= 0:
+        raise SettingError(f"{request.spelt('--grace', request.grace_s)}: it must be at least 0 seconds")
+    if not (request.hang_after_s is None or request.hang_after_s > 0):
+        given_s = request.spelt("--hang-after", request.hang_after_s)
+        raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never asks")
 
 
 def _check_attached(rank: int, ranks: int) -> None:

@@ -36,10 +36,9 @@ class LoopChecks:
         self._state: Final = state
         self._whole: Final = whole
         self._options: list[Any] = []  # of all optimizers at the step's first backward pass
-        self._kept_marks: dict[str, Any] | None = (
-            None  # marks of the kept objects, where they are compared in this body
-        )
-        self._checksums_before: dict[nn.Parameter, int] | None = None  # checksums of parameters, likewise
+        # What the body began with, if it is compared at the body's end: marks of kept objects, checksums of parameters.
+        self._kept_marks: dict[str, Any] | None = None
+        self._checksums_before: dict[nn.Parameter, int] | None = None
         self._at_point: tuple[list[Any], dict[str, Any]] | None = None  # options, and marks of the kept objects
         self._buffer_versions: list[int] = []
         self.run_steps = True  #: whether an optimizer may step now: outside of the loop, and where the run does it

@@ -460,7 +460,7 @@ class Run:
         return self._training.epochs(epochs, sys._getframe(1).f_code)
 
     def steps(self, steps: int, every: int | None = None) -> Iterator[int]:
-        """Stretches of training, ``steps`` in all: gives how many steps were done when each began. Collective.
+        """Train for ``steps`` steps, in parts of ``every``; gives the number of steps done before each part. Collective.
 
         ::
 
@@ -468,34 +468,34 @@ class Run:
                 for images, labels in run.train(batches):      # 500 steps, through as many epochs as that takes
                     run.step(F.cross_entropy(model(images), labels))
 
-        `train` goes through its data set again and again, each time in another order, until the stretch is over;
-        `progress.epoch` counts that. The next stretch goes on where it ended. After a resume the first one is that in
-        which the checkpoint was taken, with what was left of it.
+        Within a part, `train` goes through its data set again and again, each time in another order;
+        `progress.epoch` counts these epochs. The next part continues with the next sample. A resumed run begins with
+        the part in which the checkpoint was saved, and trains its remaining steps.
 
         Args:
             steps: of the whole run.
-            every: a stretch ends where the number of steps done divides by it. None: one stretch.
+            every: a part ends when the number of steps done is a multiple of it. None: there is one part.
 
         Raises:
-            UsageError: for a stretch in which no step was made.
+            UsageError: for a part without a step.
         """
         return self._training.steps(steps, every, sys._getframe(1).f_code)
 
     def train(self, *loaders: TorchLoader) -> MicroBatches:
         """This rank's micro-batches of a pass over a data set, on its device, each to be given to `step`. Collective.
 
-        In `epochs` a pass visits each sample once; in `steps` it goes on until the stretch is over.
+        In `epochs` a pass visits each sample once; in `steps` it has as many steps as the part.
 
         Models are in training mode. Before each micro-batch the random generators are seeded for it, so dropout does
         not depend on the ranks. At the end, `metrics` holds the means of the pass: ``loss``, and what was measured.
-        A loop that is left by ``break`` must be left on all ranks after the same step; then `metrics` stays as it was,
-        and `train` with the same loader goes on at the next step, until the epoch is over. A rank that serves others
-        gets no micro-batch, and continues after the loop when they do.
+        ``break`` must leave the loop on all ranks after the same step; then `metrics` stays as it was, and `train` with
+        the same loader, in the same epoch, continues with the next step. A rank that serves others gets no micro-batch,
+        and continues after the loop when they do.
 
         Several passes may follow each other in one epoch, over several loaders or over one, each time in another order.
-        Given several loaders, each step takes one step of each, and the body gets a tuple with a micro-batch of each,
-        of which there must be equally many. In `epochs` the shortest ends the pass. A loss weighs what the first one's
-        micro-batch holds; give ``count`` to say otherwise.
+        Given several loaders, each step takes one step of each, and the body gets a tuple with a micro-batch of each;
+        they must have equally many. In `epochs` the shortest loader ends the pass. A loss is weighted by the samples of
+        the first loader's micro-batch, or by ``count``.
 
         Its length is this rank's number of micro-batches; that of a loader is the number of steps of an epoch.
 

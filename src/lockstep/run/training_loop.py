@@ -345,10 +345,10 @@ class TrainingLoop:
             if steps is None:
                 lengths.append(self._loaders.training_length(loader, order, first_step))
             else:
-                lengths.append(self._length_of_stretch(loader, order, first_step, steps))
+                lengths.append(self._length_of_steps(loader, order, first_step, steps))
         return None if None in lengths else min(length for length in lengths if length is not None)
 
-    def _length_of_stretch(self, loader: MicroBatchLoader, order: int, first_step: int, steps: int) -> int | None:
+    def _length_of_steps(self, loader: MicroBatchLoader, order: int, first_step: int, steps: int) -> int | None:
         per_epoch, length = loader.steps_per_epoch, 0
         if not per_epoch:
             return None
