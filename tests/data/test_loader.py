@@ -495,7 +495,7 @@ def test_what_is_no_data_set_is_refused_with_a_way_out(dataset, says):
 
 
 def test_a_stream_cannot_be_shuffled():
-    with pytest.raises(DataError, match="shuffle=False takes it as it comes"):
+    with pytest.raises(DataError, match="has its own order; give shuffle=False"):
         loader_of(Stream(5), BatchPlan(4, 2, 1), shuffle=True)
 
 

@@ -92,7 +92,7 @@ class Loaders:
         )
         if loader.length is None and replicas != context.group.size:
             raise DataError(
-                f"{type(dataset).__name__} can only be iterated, and strategy={settings.strategy!r} has ranks "
+                f"{type(dataset).__name__} is an iterable data set, and strategy={settings.strategy!r} has ranks "
                 "that read nothing; give a data set with __getitem__ and __len__, or use ddp"
             )
         context.group.check_equal("length and plan of a data set", (loader.length, str(plan)))

@@ -460,7 +460,7 @@ class Run:
         return self._training.epochs(epochs, sys._getframe(1).f_code)
 
     def steps(self, steps: int, every: int | None = None) -> Iterator[int]:
-        """Train for ``steps`` steps, in parts of ``every``; gives the number of steps done before each part. Collective.
+        """Train for ``steps`` steps, in parts of ``every``; gives how many steps are done before each part. Collective.
 
         ::
 
@@ -575,7 +575,7 @@ class Run:
         the evaluation. A run that is asked to stop meanwhile stops at the end of the body.
 
         Each rank gets one block of the data, in the order of ranks: what each appends to a list and `gather` brings
-        together is in the data set's order, without ``shuffle``. Not so for a data set that can only be iterated. Its
+        together is in the data set's order, without ``shuffle``. Not so for an iterable data set. Its
         length is this rank's number of micro-batches.
 
         Raises:
