@@ -150,7 +150,7 @@ def test_what_is_said_too_late():
             lambda: run.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1)),
             lambda: run.keep(extra=optimizer),
         ):
-            with refused(r"after the training began: say it before run\.epochs"):
+            with refused(r"after the training began: call it before run\.epochs"):
                 call()
 
 

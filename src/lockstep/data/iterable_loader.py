@@ -56,7 +56,9 @@ class IterableLoader(MicroBatchLoader):
 
     @override
     def steps(self, epoch: int) -> EpochSteps:
-        raise DataError(f"{type(self._dataset).__name__} is an iterable data set: its steps are known only when they are read")
+        raise DataError(
+            f"{type(self._dataset).__name__} is an iterable data set: its steps are known only when they are read"
+        )
 
     @override
     def epoch(

@@ -57,8 +57,8 @@ def open_order(
     Raises:
         UsageError: for more than one of them; for a sampler that divides samples among ranks, or gives another order
             when it is asked again.
-        DataError: for an object that is no data set, or an empty one; for indices outside of it; for an iterable data set
-            if any of the three is given.
+        DataError: for an object that is no data set, or an empty one; for indices outside of it; for any of the three
+            with an iterable data set.
     """
     _refuse_what_is_no_data_set(dataset)
     given = {"sampler": sampler, "batch_sampler": batch_sampler, "order": order, "shuffle": shuffle or None}
