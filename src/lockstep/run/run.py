@@ -228,7 +228,7 @@ class Run:
 
     @property
     def counts(self) -> bool:
-        """Whether the micro-batch in hand is to be counted on this rank, for sums of one's own.
+        """Whether the current micro-batch is to be counted on this rank, for sums of your own.
 
         False for padding, which only makes this rank join the others' collectives, and where another rank of the same
         replica counts it. `measure` and `step` take care of that by themselves.
@@ -237,7 +237,7 @@ class Run:
 
     @property
     def micro_batch(self) -> MicroBatchPosition:
-        """Where the micro-batch in hand stands in its step: its index, how many there are, how many samples it holds.
+        """Where the current micro-batch stands in its step: its index, how many there are, how many samples it holds.
 
         Raises:
             UsageError: outside of the loops of `train` and `evaluate`.
@@ -249,7 +249,7 @@ class Run:
 
     @property
     def carry(self) -> CarriedState:
-        """What the script carries from step to step, such as a hidden state: a dict for the micro-batch in hand.
+        """What the script carries from step to step, such as a hidden state: a dict for the current micro-batch.
 
         It belongs to the micro-batch's index in the step, not to the rank: what was put in comes back at the same index
         in the next step, on any number of ranks, and is saved. ``run.carry.get("hidden")`` is None the first time.
