@@ -23,6 +23,7 @@ RANKS ?= $(if $(filter-out 0,$(GPUS)),gpu,2)
 
 train: .venv/.ready
 	@$(BIN)/lockstep run --nproc-per-node $(RANKS) --run-dir $(RUN_DIR) $(if $(wildcard $(RUN_DIR)/run.json),--resume) examples/digits.py
+	@echo "kept in $(RUN_DIR); as a file: $(BIN)/lockstep export $(RUN_DIR) model.safetensors; your own script: docs/from-single-gpu.md"
 
 # Most tests wait for ranks more than they compute: five at a time suit two cores. The tests start hundreds of
 # processes: each reads the bytecode of this package where it may be written, else it compiles all modules anew.

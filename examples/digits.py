@@ -11,7 +11,6 @@ On any number of ranks up to 8 it ends with the same model, bit for bit.
 """
 
 import argparse
-import math
 
 import torch
 from sklearn.datasets import load_digits
@@ -25,7 +24,7 @@ HELD_OUT = 360
 
 
 class Shifted(Dataset[tuple[Tensor, Tensor]]):
-    """Images moved by up to one pixel each time they are asked for: the ranks need not agree on how far."""
+    """Images that are moved by up to one pixel each time they are read, at random: the run seeds this augmentation."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images = nn.functional.pad(images, (1, 1, 1, 1))
@@ -75,14 +74,13 @@ def main(epochs: int = 10) -> float:
     """Train; the accuracy on the held-out images."""
     with lockstep.Run(seed=0) as run:
         train, test = digits()
+        batches = run.loader(train, global_batch=GLOBAL_BATCH, micro_batch=16)
+        held_out = run.loader(test, global_batch=HELD_OUT, shuffle=False)
         model = run.model(Net())
         optimizer = run.optimizer(
             torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=True, weight_decay=5e-4)
         )
-        steps = epochs * math.ceil(len(train) / GLOBAL_BATCH)
-        run.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps))
-        batches = run.loader(train, global_batch=GLOBAL_BATCH, micro_batch=16)
-        held_out = run.loader(test, global_batch=HELD_OUT, shuffle=False)
+        run.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs * len(batches)))
 
         def evaluate() -> float:
             for images, labels in run.evaluate(held_out):

@@ -327,8 +327,8 @@ MUTANTS = [
     ),
     mutant(
         "run/train_step.py",
-        "self._measure([] if position.is_padding else [(loss, items)])",
-        "self._measure([(loss, items)])",
+        "self._measure([] if position.is_padding else [(value, items)])",
+        "self._measure([(value, items)])",
         HAND,
         LOOP,
     ),

@@ -101,7 +101,7 @@ def test_what_the_message_proposes_is_accepted(global_batch, micro_batch, data):
     with pytest.raises(PlanError) as refused:
         BatchPlan(global_batch, micro_batch, world_size).require_work_for_all_ranks()
     if fits := global_batch // world_size:
-        assert f"micro_batch={fits} or less would do" in str(refused.value)
+        assert f"use micro_batch={fits} or less" in str(refused.value)
         for size in range(1, fits + 1):
             BatchPlan(global_batch, size, world_size).require_work_for_all_ranks()
     else:
@@ -118,7 +118,7 @@ def test_what_the_message_proposes_is_accepted(global_batch, micro_batch, data):
         ((8, 9, 1), "micro_batch=9 is larger than global_batch=8"),
         ((8, 4, 3), "3 ranks for 2 micro-batches (global_batch=8, micro_batch=4)"),
         ((8, 8, 2), "2 ranks for 1 micro-batch (global_batch=8, micro_batch=8)"),
-        ((8, 8, 2), "micro_batch=4 or less would do, or 1 rank or fewer"),
+        ((8, 8, 2), "use micro_batch=4 or less, or 1 rank or fewer"),
         ((8, 4, 9), "raise global_batch to 9 or more"),
         ((8, 4, 9, True), "the largest batch is of 8, micro_batch=4"),
         ((8, 4, 9, True), "start at most 8 ranks, or make larger batches"),

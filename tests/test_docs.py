@@ -148,21 +148,21 @@ def option_words():
     return of_command
 
 
-def rows_below(heading):
-    """The rows of the first table below a heading of README.md, as lists of cells."""
-    text = (HOUSE / "README.md").read_text(encoding="utf-8").split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+def rows_below(page, heading):
+    """The rows of the table below a heading of a page of the documentation, as lists of cells."""
+    text = (HOUSE / "docs" / page).read_text(encoding="utf-8").split(f"# {heading}\n", 1)[1].split("\n## ", 1)[0]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return rows[2:]
 
 
 def test_the_table_of_settings_is_the_code():
-    assert [(row[0], row[1]) for row in rows_below("Settings")] == [
+    assert [(row[0], row[1]) for row in rows_below("settings.md", "Settings")] == [
         (f"`{field.name}`", "" if field.default is None else f"`{field.default}`") for field in fields(Settings)
     ]
 
 
 def test_the_table_of_exit_codes_is_the_code():
-    said = {int(row[0]) for row in rows_below("Exit codes")}
+    said = {int(row[0]) for row in rows_below("launching.md", "Exit codes")}
     assert said == {value for name, value in vars(launch_contract).items() if name.startswith("EXIT_")}
 
 

@@ -117,7 +117,7 @@ class BatchPlan:
         fits = self.global_batch // self.world_size
         if fits:
             ranks = plural(self.micro_batches, "rank")
-            raise PlanError(f"{has}; micro_batch={fits} or less would do, or {ranks} or fewer")
+            raise PlanError(f"{has}; use micro_batch={fits} or less, or {ranks} or fewer")
         larger = "make larger batches" if self.varies else f"raise global_batch to {self.world_size} or more"
         raise PlanError(f"{has}; start at most {plural(self.global_batch, 'rank')}, or {larger}")
 

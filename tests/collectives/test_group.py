@@ -132,7 +132,7 @@ def test_a_killed_rank_is_noticed_and_named_as_no_cause():
     assert "SIGKILL" in str(outcomes[1].error)
     for survivor in (outcomes[0], outcomes[2]):
         assert survivor.error is None, survivor.trace
-        assert survivor.value.startswith("another rank left or fell silent during never met: ")
+        assert survivor.value.startswith("another rank exited or stopped responding during never met: ")
 
 
 def one_does_not_come():

@@ -24,7 +24,7 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """A stream of ``length`` numbers that can only be iterated."""
+    """A stream of ``length`` numbers without indices."""
 
     def __init__(self, length):
         self.length = length

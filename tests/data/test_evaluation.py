@@ -114,6 +114,6 @@ def test_a_stream_without_a_length_says_so():
     loader = loader_of(Stream(5), BatchPlan(4, 1, 1))
     assert loader.micro_batches(padding="none") is None
     assert loader.micro_batches_of_evaluation(padding="none") is None
-    with pytest.raises(TypeError, match=r"len\(loader\).*Stream can only be iterated.*__len__"):
+    with pytest.raises(TypeError, match=r"len\(loader\).*Stream is an iterable data set.*__len__"):
         len(loader.data_loader)
     assert list(loader.data_loader) == [torch.tensor([n]) for n in range(5)]

@@ -495,12 +495,12 @@ def test_what_is_no_data_set_is_refused_with_a_way_out(dataset, says):
 
 
 def test_a_stream_cannot_be_shuffled():
-    with pytest.raises(DataError, match="shuffle=False takes it as it comes"):
+    with pytest.raises(DataError, match="has its own order; give shuffle=False"):
         loader_of(Stream(5), BatchPlan(4, 2, 1), shuffle=True)
 
 
 def test_a_stream_needs_equal_micro_batches():
-    with pytest.raises(DataError, match="global_batch=6 would do"):
+    with pytest.raises(DataError, match="use global_batch=6, or"):
         loader_of(Stream(5), BatchPlan(5, 2, 1))
 
 

@@ -235,7 +235,7 @@ DIVIDED = DistributedSampler(range(N), num_replicas=2, rank=0)
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"sampler": [1], "shuffle": True}, UsageError, r"sampler=..., shuffle=...\): each of them says the whole"),
+        ({"sampler": [1], "shuffle": True}, UsageError, r"sampler=..., shuffle=...\): each determines the order"),
         ({"sampler": [1], "order": Growing()}, UsageError, r"sampler=..., order=...\)"),
         ({"sampler": GoesOn()}, UsageError, "GoesOn gives another order .* order=function"),
         ({"batch_sampler": BatchSampler(GoesOn(), 2, False)}, UsageError, "BatchSampler gives another order"),
@@ -269,7 +269,7 @@ def test_what_is_no_order_is_refused_with_a_way_out(options, error, says):
 
 @pytest.mark.parametrize("way", ["sampler", "batch_sampler", "order"])
 def test_a_stream_has_no_indices_to_choose(way):
-    with pytest.raises(DataError, match=f"{way}=..., but Stream can only be iterated"):
+    with pytest.raises(DataError, match=f"{way}=..., but Stream is an iterable data set"):
         loader_of(Stream(5), BatchPlan(4, 2, 1), **{way: [1]})
 
 

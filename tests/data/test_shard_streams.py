@@ -260,7 +260,7 @@ def test_an_order_of_its_own_and_few_shards_are_read_whole_and_said():
 
 def test_shards_may_be_asked_to_be_shuffled_and_know_no_index():
     assert isinstance(loader_of(Files([9, 9]), BatchPlan(4, 2, 1), shuffle=True), IterableLoader)
-    with pytest.raises(DataError, match="can only be iterated"):
+    with pytest.raises(DataError, match="is an iterable data set"):
         loader_of(Files([9, 9]), BatchPlan(4, 2, 1), sampler=[1, 2])
     with pytest.raises(DataError, match=r"it has 1 shard for the 2 micro-batches.*shuffle itself"):
         loader_of(Files([9]), BatchPlan(4, 2, 1), shuffle=True)

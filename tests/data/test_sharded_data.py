@@ -154,7 +154,7 @@ def test_lengths_that_are_none_are_refused(lengths):
 def test_shards_have_an_order_of_their_own():
     with pytest.raises(DataError, match=r"sampler=.*lies in shards"):
         loader_of(Shards(9), BatchPlan(2, 1, 1), sampler=[1, 2])
-    with pytest.raises(UsageError, match="each of them says the whole order"):
+    with pytest.raises(UsageError, match="each determines the order"):
         loader_of(Shards(9), BatchPlan(2, 1, 1), sampler=[1, 2], shuffle=True)
 
 

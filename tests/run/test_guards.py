@@ -90,7 +90,9 @@ def test_a_step_after_the_step():
 def test_a_step_outside_of_train():
     run, model, _, batches = opened()
     with run:
-        with refused(r"run\.backward\(\.\.\.\) outside of `for batch in run\.train\(loader\)`"):
+        with refused(
+            r"run\.step\(\.\.\.\) .*outside of `for batch in run\.train\(loader\)`.* not over the loader itself"
+        ):
             run.step(model(DATA).mean())
         for batch in run.train(batches):
             run.step(model(batch).mean())
@@ -148,7 +150,7 @@ def test_what_is_said_too_late():
             lambda: run.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1)),
             lambda: run.keep(extra=optimizer),
         ):
-            with refused(r"after the training began: say it before run\.epochs"):
+            with refused(r"after the training began: call it before run\.epochs"):
                 call()
 
 
@@ -382,8 +384,13 @@ def trained(directory, monkeypatch, resume="", **sizes):
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path, monkeypatch):
     trained(tmp_path, monkeypatch)
-    with refused(r"holds a run that got to step 2\. To go on with it: .*LOCKSTEP_RESUME=1 python", SettingError):
+    with refused(r"holds a run that got to step 2\. To continue it: .*LOCKSTEP_RESUME=1 python", SettingError):
         trained(tmp_path, monkeypatch)
+
+
+def test_to_resume_without_a_checkpoint_begins_and_says_so(tmp_path, monkeypatch, capfd):
+    trained(tmp_path, monkeypatch, resume="1")
+    assert f"no checkpoint in {tmp_path}: training begins at the first step" in capfd.readouterr().err
 
 
 def test_other_batch_sizes_at_resume(tmp_path, monkeypatch):

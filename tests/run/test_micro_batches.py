@@ -121,9 +121,9 @@ def test_a_pass_over_a_stream_says_why_it_has_no_length():
     with Run() as run:
         _, batches = open_run(run, Stream())
         for start in (run.train, run.evaluate):
-            with pytest.raises(TypeError, match=r"number of micro-batches.*can only be iterated.*__len__"):
+            with pytest.raises(TypeError, match=r"number of micro-batches.*an iterable data set.*__len__"):
                 len(start(batches))
-        with pytest.raises(TypeError, match=r"len\(loader\).*Stream can only be iterated"):
+        with pytest.raises(TypeError, match=r"len\(loader\).*Stream is an iterable data set"):
             len(batches)
         assert len(list(run.evaluate(batches))) == 20
         assert sum(len(batch) for batch in tqdm(run.evaluate(batches), disable=True)) == 38

@@ -79,7 +79,7 @@ def local_hash(module):
     return state_hash([tensor for tensor in here if not tensor.is_meta])
 
 
-WAY_OUT = ". Look at the data and the learning rate, or go on all the same with Run(on_nan='warn') or 'ignore'"
+WAY_OUT = ". Look at the data and the learning rate, or continue anyway with Run(on_nan='warn') or 'ignore'"
 LOSSES = [
     (kind, words, micro_batch, strategy)
     for kind, words in ((NAN_LOSS, "nan"), (INF_LOSS, "inf"))

@@ -63,4 +63,7 @@ def test_the_final_line_tells_the_last_loss(monkeypatch, capfd):
             for x in run.train(run.loader(torch.ones(8, 1), global_batch=4, micro_batch=2)):
                 loss = (model(x) * 0).sum() + 0.5 * epoch + 0.125 * run.progress.epoch_step
                 run.step(loss)
-    assert "done | step 4/4 | epoch 2/2" in capfd.readouterr().err.splitlines()[-1].replace(" | loss 0.625", "")
+        run.log(third=torch.tensor(1 / 3), lr=0.1)
+    *_, logged, last = capfd.readouterr().err.splitlines()
+    assert "done | step 4/4 | epoch 2/2" in last.replace(" | loss 0.625", "")
+    assert "third 0.3333, lr 0.1" in logged  # a tensor is rounded as a float is

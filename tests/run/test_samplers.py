@@ -258,7 +258,7 @@ def test_an_epoch_cannot_go_on_in_another_order(tmp_path, monkeypatch):
     train(3)
     monkeypatch.setenv("LOCKSTEP_RESUME", "1")
     weights[:20] = 0
-    with pytest.raises(CheckpointError, match=r"taken within epoch 0, whose order of samples is another one now.*keep"):
+    with pytest.raises(CheckpointError, match=r"taken within epoch 0, whose order of samples has changed.*keep"):
         train(None)
     weights[:20] = 1
     train(None)

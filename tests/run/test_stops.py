@@ -219,7 +219,7 @@ def test_a_stop_within_an_evaluation_cuts_it_short_and_ends_in_the_same_bits_and
 
 
 class Stream:
-    """A table that can only be iterated, over which ranks tell each other in each step what they found."""
+    """An iterable table, over which ranks tell each other in each step what they found."""
 
     def __iter__(self):
         return iter(table())

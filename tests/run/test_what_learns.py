@@ -380,7 +380,7 @@ REFUSED = {
     scales_by_hand: r"SGD.step\(\) was called in the loop of run.train\(...\)",
     rate_in_each_body: r"lr of SGD's group 0 changed from 0.18.* to 0.162.* between two micro-batches of step 1.*`if",
     backward_first: r"4 parameters had a gradient before the step's first run.step\(loss\), such as body.weight",
-    unfreezes_within: r"which parameters learn has changed between two micro-batches of a step",
+    unfreezes_within: r"the trainable parameters have changed between two micro-batches of a step",
     teaches: r"teacher changed in the loop's body on micro-batch 0 of 4 of a step.*`if run.step\(loss\): ...`",
     teaches_afterwards: r"teacher changed in the loop's body on micro-batch 0 of 4 of a step.*`if run.step\(loss\)",
 }

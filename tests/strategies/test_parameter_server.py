@@ -466,7 +466,7 @@ def stopped(word):
 
 def test_a_server_that_stops_is_named_after_the_deadline():
     (worker, server) = run_each(stopped, 2, "parameter-server", timeout_s=30)
-    assert worker.value.startswith("rank 1 left or fell silent during the pull of parameters: ")
+    assert worker.value.startswith("rank 1 exited or stopped responding during the pull of parameters: ")
     assert "RPC ran for more than set timeout (2000 ms)" in worker.value
     assert str(server.error) == "rank 1 was killed by SIGKILL before the function returned"
 

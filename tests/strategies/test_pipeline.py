@@ -632,4 +632,4 @@ def test_what_one_rank_meets_is_told_by_it(number):
     *_, rank, words = FAULTS[number]
     said = [outcome.value for outcome in run_each(failed_as, 2, number, env={"LOCKSTEP_PEER_TIMEOUT_S": "20"})]
     assert words in said[rank]
-    assert said[1 - rank].startswith("PeerLost: another rank left or fell silent during ")
+    assert said[1 - rank].startswith("PeerLost: another rank exited or stopped responding during ")

@@ -164,7 +164,7 @@ def _lock(
             return True
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                say(f"{path} cannot be locked ({error.strerror}): see to it that no other run works in this directory")
+                say(f"{path} cannot be locked ({error.strerror}): make sure that no other run uses this directory")
                 return False
         holder = Holder.read(path)
         leaves = holder is None or holder.is_gone or holder.is_before(me)

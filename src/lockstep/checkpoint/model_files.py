@@ -98,7 +98,7 @@ def check_writable(out: Path, tensors: Iterable[tuple[str, str]], others: Sequen
         odd = [*others, *(name for name, dtype in tensors if not has_type(dtype))]
         if odd:
             raise SettingError(
-                f"{odd[0]} is nothing that a safetensors file can hold ({len(odd)} such in all); write {out.stem}.pt"
+                f"{odd[0]} cannot be stored in a safetensors file ({len(odd)} such in all); write {out.stem}.pt"
             )
     return kind
 

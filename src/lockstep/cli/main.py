@@ -319,7 +319,7 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
         return EXIT_OK
     file = Path(parsed.output)
     if file.exists():
-        raise SettingError(f"-o {parsed.output}: there is such a file already; give another name, or remove it")
+        raise SettingError(f"-o {parsed.output}: this file exists already; give another name, or remove it")
     file.write_text(script, encoding="utf-8")
     print(f"{file}: submit it with {scheduler.submit} {file}", file=sys.stderr)
     return EXIT_OK

@@ -35,7 +35,8 @@ def translating_peer_errors(what: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, PeerLost) or not is_peer_failure(error):
             raise
-        raise PeerLost(f"another rank left or fell silent during {what}: {str(error).splitlines()[0]}") from error
+        said = str(error).splitlines()[0]
+        raise PeerLost(f"another rank exited or stopped responding during {what}: {said}") from error
 
 
 class KeyValueStore:

@@ -168,7 +168,7 @@ class SharedMemoryArena:
             try:
                 received, descriptors, _, _ = socket.recv_fds(self._peers[0], 1, 1)
             except OSError as error:
-                raise PeerLost(f"no word from rank 0 during {self._what} ({error})") from error
+                raise PeerLost(f"no message from rank 0 during {self._what} ({error})") from error
             if not received:
                 raise PeerLost(f"rank 0 left during {self._what}")
             (memory,) = descriptors
@@ -195,7 +195,7 @@ class SharedMemoryArena:
                 try:
                     received = peer.recv(1)
                 except TimeoutError as error:
-                    raise PeerLost(f"no word from rank {rank} during {self._what} ({error})") from error
+                    raise PeerLost(f"no message from rank {rank} during {self._what} ({error})") from error
                 except ConnectionError:
                     received = b""  # closed before it had read our byte
                 if not received:

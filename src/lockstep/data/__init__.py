@@ -7,7 +7,7 @@
     tensor_dataset       tensors in memory: whole micro-batches by index
     map_dataset          data sets with an index: sample by sample, in loader processes
     sharded_dataset      shards of samples by index, read from beginning to end
-    iterable_dataset     data sets that can only be iterated
+    iterable_dataset     iterable data sets
     shard_streams        those that can be read shard by shard: of `datasets`, of `webdataset`, of the user's
     dealt_shards         pure: which shards each place of a step reads, and where they are after some steps
     dealt_reader         reads them
@@ -19,7 +19,7 @@
     dataset_marks        whether the script has changed a data set of which loader processes hold copies
     workers              loader processes that end with their rank, and not before it
     indexed_loader       the micro-batches of tensors, of data sets with an index and of shards
-    iterable_loader      those of data sets that can only be iterated
+    iterable_loader      those of iterable data sets
     loader               `open_micro_batch_loader` chooses how a data set is read
 
 No rank number decides what a micro-batch holds: a rank only decides which of them to compute.

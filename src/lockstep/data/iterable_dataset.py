@@ -1,4 +1,4 @@
-"""Data sets that can only be iterated, divided among micro-batches without a word about ranks.
+"""Iterable data sets, divided among micro-batches without the data set knowing of ranks.
 
     stream           0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | 16 17 18       global_batch 8 = 4 micro-batches x 2
     micro-batch 0    0       4       | 8          12         | 16
@@ -176,7 +176,7 @@ class OnePassReader(Reader):
         self._first_step = first_step
 
     def most_parts(self) -> int:
-        """One: the stream can only be read whole."""
+        """One: every rank reads the whole stream."""
         return 1
 
     def part(self, number: int, parts: int) -> Reader:
@@ -337,5 +337,5 @@ def refuse_unequal(plan: BatchPlan) -> None:
         m = plan.micro_batches
         raise DataError(
             f"micro_batch={plan.micro_batch} does not divide global_batch={plan.global_batch}, which an iterable data "
-            f"set needs; global_batch={m * plan.micro_batch} would do, or a data set with __getitem__ and __len__"
+            f"set needs; use global_batch={m * plan.micro_batch}, or a data set with __getitem__ and __len__"
         )

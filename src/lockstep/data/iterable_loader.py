@@ -1,4 +1,4 @@
-"""The loader of a data set that can only be iterated: read here, or ahead of time in loader processes."""
+"""The loader of an iterable data set: read here, or ahead of time in loader processes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ class IterableLoader(MicroBatchLoader):
 
     @override
     def steps(self, epoch: int) -> EpochSteps:
-        raise DataError(f"{type(self._dataset).__name__} can only be iterated: its steps are known when they are read")
+        raise DataError(
+            f"{type(self._dataset).__name__} is an iterable data set: its steps are known only when they are read"
+        )
 
     @override
     def epoch(
@@ -157,7 +159,7 @@ class IterableLoader(MicroBatchLoader):
         if samples is None:
             raise TypeError(
                 f"len(loader): how many steps an epoch has is known at its end only, as {type(self._dataset).__name__} "
-                "can only be iterated and does not know its length; give it a method __len__, or write the number of "
+                "is an iterable data set without a length; give it a method __len__, or write the number of "
                 "steps yourself"
             )
         return self.plan.steps(samples, drop_last=self._drop_last)

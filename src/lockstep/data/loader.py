@@ -1,4 +1,4 @@
-"""`open_micro_batch_loader` chooses how a data set is read, and refuses what is none."""
+"""`open_micro_batch_loader` chooses how a data set is read, and refuses other objects."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def open_order(
     batch_sampler: Iterable[Any] | None = None,
     order: OrderFunction | None = None,
 ) -> Order | None:
-    """In which order ``dataset`` is visited; None for an iterable, whose order is its own.
+    """In which order ``dataset`` is visited; None for an iterable data set, which has its own order.
 
     Args:
         dataset: see `open_micro_batch_loader`.
@@ -57,14 +57,15 @@ def open_order(
     Raises:
         UsageError: for more than one of them; for a sampler that divides samples among ranks, or gives another order
             when it is asked again.
-        DataError: for what is no data set, or is empty; for indices that it has not; for an iterable if any is given.
+        DataError: for an object that is no data set, or an empty one; for indices outside of it; for any of the three
+            with an iterable data set.
     """
     _refuse_what_is_no_data_set(dataset)
     given = {"sampler": sampler, "batch_sampler": batch_sampler, "order": order, "shuffle": shuffle or None}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise UsageError(
-            f"run.loader({', '.join(f'{name}=...' for name in names)}): each of them says the whole order; give one"
+            f"run.loader({', '.join(f'{name}=...' for name in names)}): each determines the order; give only one"
         )
     if is_sharded(dataset):
         if names not in ([], ["shuffle"]):
@@ -78,12 +79,12 @@ def open_order(
             return None
         if names == ["shuffle"]:
             raise DataError(
-                f"shuffle=True, but {type(dataset).__name__} can only be iterated: its order is its own; "
-                "shuffle=False takes it as it comes (it may shuffle itself: it is seeded alike on every rank)"
+                f"shuffle=True, but {type(dataset).__name__} is an iterable data set, which has its own order; "
+                "give shuffle=False (it may shuffle itself: its generators are seeded alike on every rank)"
             )
         if names:
             raise DataError(
-                f"{names[0]}=..., but {type(dataset).__name__} can only be iterated: there are no indices to choose; "
+                f"{names[0]}=..., but {type(dataset).__name__} is an iterable data set, which has no indices; "
                 f"leave {names[0]} out, or give a data set with __getitem__ and __len__"
             )
         return None
@@ -187,7 +188,7 @@ def _length_of(dataset: UserDataset, *, may_be_columns: bool) -> int:
     except TypeError:
         raise DataError(
             f"{type(dataset).__name__} has no length; a data set with __getitem__ needs __len__, "
-            "one that can only be iterated has __iter__ and no __getitem__"
+            "an iterable one has __iter__ and no __getitem__"
         ) from None
     if length < 1:
         raise DataError(f"the data set is empty (length {length}); it needs at least one sample")

@@ -323,7 +323,7 @@ class Agent:
         silent_s, limits = self._store.silent_s(), self._limits
         if silent_s < limits.suspect_after_s:
             if self._cut_off_since_s is not None or self._waits_for_coordinator:
-                self._screen.say("the other nodes are heard again")
+                self._screen.say("the connection to the other nodes is back")
             self._cut_off_since_s, self._waits_for_coordinator = None, False
             return None
         # What the coordinator knows of this node lets it count on this: see `lost_members`.
@@ -405,7 +405,7 @@ class Agent:
         self._screen.close()
         if self.released:
             saved = "with a complete checkpoint" if code == EXIT_STOPPED else "without a checkpoint of this moment"
-            self._screen.say(f"left the job {saved}; the other nodes go on")
+            self._screen.say(f"left the job {saved}; the other nodes continue")
             return
         if self._stops.times:
             # The request was carried out, and must not stop the next run too.

@@ -166,27 +166,10 @@ class Nodes:
                 f"--node-rank {node_rank} with --nnodes {nnodes}: machines that come and go have no fixed numbers; "
                 "leave --node-rank out"
             )
-        if master_addr or master_port:
-            if endpoint:
-                raise SettingError("--rdzv-endpoint and --master-addr say the same thing; give one of them")
-            if not master_addr:
-                raise SettingError(
-                    f"--master-port {master_port}: say --master-addr HOST, too, the same on each machine"
-                )
-            endpoint = f"{master_addr}:{DEFAULT_MASTER_PORT if master_port is None else master_port}"
-        if not endpoint:
-            raise SettingError(
-                f"--nnodes {nnodes}: say where the machines meet, the same on each: --rdzv-endpoint HOST:PORT, with "
-                "HOST one of them"
-            )
-        host, _, port = endpoint.rpartition(":") if re.search(r":\d+$", endpoint) else (endpoint, "", str(DEFAULT_PORT))
-        if not host or not 0 < int(port) < 65536:
-            option = "--master-addr and --master-port" if master_addr else f"--rdzv-endpoint {endpoint}"
-            raise SettingError(f"{option}: give HOST:PORT, with a port between 1 and 65535")
         return cls(
             min_nodes,
             max_nodes,
-            f"{host}:{port}",
+            _endpoint(nnodes, endpoint, master_addr, master_port),
             run_id or "",
             node_rank=node_rank,
             max_changes=max_changes,
@@ -223,6 +206,26 @@ def _node_range(nnodes: str) -> tuple[int, int]:
     if not (least.isdigit() and most.isdigit() and 0 < int(least) <= int(most)):
         raise SettingError(f"--nnodes {nnodes}: give a number of machines, or MIN:MAX such as 1:4")
     return int(least), int(most)
+
+
+def _endpoint(nnodes: str, endpoint: str | None, master_addr: str | None, master_port: int | None) -> str:
+    """``HOST:PORT`` where the launchers meet, as torchrun's two ways of saying it give it."""
+    if master_addr or master_port:
+        if endpoint:
+            raise SettingError("--rdzv-endpoint and --master-addr say the same thing; give one of them")
+        if not master_addr:
+            raise SettingError(f"--master-port {master_port}: say --master-addr HOST, too, the same on each machine")
+        endpoint = f"{master_addr}:{DEFAULT_MASTER_PORT if master_port is None else master_port}"
+    if not endpoint:
+        raise SettingError(
+            f"--nnodes {nnodes}: say where the machines meet, the same on each: --rdzv-endpoint HOST:PORT, with HOST "
+            "one of them"
+        )
+    host, _, port = endpoint.rpartition(":") if re.search(r":\d+$", endpoint) else (endpoint, "", str(DEFAULT_PORT))
+    if not host or not 0 < int(port) < 65536:
+        option = "--master-addr and --master-port" if master_addr else f"--rdzv-endpoint {endpoint}"
+        raise SettingError(f"{option}: give HOST:PORT, with a port between 1 and 65535")
+    return f"{host}:{port}"
 
 
 def _rdzv_conf(conf: str) -> dict[str, Any]:

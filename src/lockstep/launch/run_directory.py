@@ -120,16 +120,7 @@ def prepare(
             f"this process is already {world} (started by {world.launcher}), and would start ranks of its own; "
             "start the launcher once, or the script itself under what started this"
         )
-    if request.max_restarts < 0:
-        raise SettingError(f"{request.spelt('--max-restarts', request.max_restarts)}: it must be at least 0")
-    if not request.refill_after_s > 0:
-        given_s = request.spelt("--refill-after", request.refill_after_s)
-        raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never counts from 0 again")
-    if not request.grace_s >= 0:
-        raise SettingError(f"{request.spelt('--grace', request.grace_s)}: it must be at least 0 seconds")
-    if not (request.hang_after_s is None or request.hang_after_s > 0):
-        given_s = request.spelt("--hang-after", request.hang_after_s)
-        raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never asks")
+    _check_numbers(request)
     check_variables(env)
     check_program(request.program)
     ranks, notes = ranks_of(request, machine, env)
@@ -158,6 +149,19 @@ def prepare(
         notes=(*notes, *more),
         given=given,
     )
+
+
+def _check_numbers(request: Request) -> None:
+    if request.max_restarts < 0:
+        raise SettingError(f"{request.spelt('--max-restarts', request.max_restarts)}: it must be at least 0")
+    if not request.refill_after_s > 0:
+        given_s = request.spelt("--refill-after", request.refill_after_s)
+        raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never counts from 0 again")
+    if not request.grace_s >= 0:
+        raise SettingError(f"{request.spelt('--grace', request.grace_s)}: it must be at least 0 seconds")
+    if not (request.hang_after_s is None or request.hang_after_s > 0):
+        given_s = request.spelt("--hang-after", request.hang_after_s)
+        raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never asks")
 
 
 def _check_attached(rank: int, ranks: int) -> None:
@@ -332,9 +336,7 @@ def _run_dir(
     if not held and request.fresh:
         return run_dir, "fresh", ()
     if not held:
-        if request.resume:
-            return run_dir, "resume", (f"nothing to resume in {shown(run_dir)}: this run begins at its first step",)
-        return run_dir, "new", ()
+        return run_dir, "resume" if request.resume else "new", ()
     if _about(run_dir) is None:
         raise SettingError(f"{spelt} is not empty and holds no run (no {MARK}); give a new directory, or empty it")
     if request.resume:

@@ -26,7 +26,7 @@ _NOT_HERE: Final = (
 
 
 class CarriedState(MutableMapping[str, Any]):
-    """In the loop's body: a dict for the place of the micro-batch in hand; outside of it, only `clear` works.
+    """In the loop's body: a dict for the place of the current micro-batch; outside of it, only `clear` works.
 
     Values are tensors, plain values, and dicts, lists and tuples of them. They are saved, and follow the place to the
     rank that computes it. Tensors should be detached. All ranks use it alike, in each body or in none.

@@ -47,7 +47,7 @@ def check_closures(context: RunContext, optimizer: torch.optim.Optimizer) -> Non
     if context.precision.scales:
         raise UsageError(
             f"{name} computes the loss several times in a step, through a closure, and precision='fp16' scales "
-            "losses, which it would not know: use precision='bf16'"
+            "losses, which such an optimizer does not know: use precision='bf16'"
         )
     refuse_beside(context.state, name)
 

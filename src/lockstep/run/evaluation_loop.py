@@ -73,7 +73,7 @@ class EvaluationLoop:
         if isinstance(self._context.strategy, HasServerRanks):
             raise UsageError(
                 "run.evaluate(...) in the body of run.train(...): under this strategy some ranks serve the others, and "
-                "have no body; leave the loop by break and evaluate after it, in an epoch or a stretch of "
+                "have no body; leave the loop by break and evaluate after it, in the loop of run.epochs(n) or "
                 "run.steps(n, every=...)"
             )
         if current is None or not current.complete:

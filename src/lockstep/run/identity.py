@@ -206,7 +206,7 @@ def _describe_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]
     for (was, were), (kind, groups) in zip(before, now, strict=False):
         if was != kind:
             raise CheckpointError(
-                f"the checkpoint's optimizer is {was}, and this script's {kind}, which remembers other things: use "
+                f"the checkpoint's optimizer is {was}, and this script's {kind}, which has another state: use "
                 f"{was}, or start over with --fresh"
             )
         for old, new in zip(were, groups, strict=False):

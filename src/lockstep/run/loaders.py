@@ -92,20 +92,24 @@ class Loaders:
         )
         if loader.length is None and replicas != context.group.size:
             raise DataError(
-                f"{type(dataset).__name__} can only be iterated, and strategy={settings.strategy!r} has ranks "
+                f"{type(dataset).__name__} is an iterable data set, and strategy={settings.strategy!r} has ranks "
                 "that read nothing; give a data set with __getitem__ and __len__, or use ddp"
             )
         context.group.check_equal("length and plan of a data set", (loader.length, str(plan)))
         self._draw(loader, 0)
         for note in loader.notes:
             context.reporter.say(note)
+        self._register(loader)
+        return loader.data_loader
+
+    def _register(self, loader: MicroBatchLoader) -> None:
+        """Give ``loader`` the name by which a resumed run finds it: its place among the loaders that it opens again."""
         if self._since_turn is None:
             self._names[id(loader)] = str(len(self._by_id))
         else:
             self._names[id(loader)] = f"+{self._since_turn}"
             self._since_turn += 1
         self._by_id[id(loader.data_loader)] = loader
-        return loader.data_loader
 
     def begin_turn(self) -> None:
         """A turn of the outer loop begins: what is opened in it, a resumed script opens again."""

@@ -36,10 +36,9 @@ class LoopChecks:
         self._state: Final = state
         self._whole: Final = whole
         self._options: list[Any] = []  # of all optimizers at the step's first backward pass
-        self._kept_marks: dict[str, Any] | None = (
-            None  # marks of the kept objects, where they are compared in this body
-        )
-        self._checksums_before: dict[nn.Parameter, int] | None = None  # checksums of parameters, likewise
+        # What the body began with, if it is compared at the body's end: marks of kept objects, checksums of parameters.
+        self._kept_marks: dict[str, Any] | None = None
+        self._checksums_before: dict[nn.Parameter, int] | None = None
         self._at_point: tuple[list[Any], dict[str, Any]] | None = None  # options, and marks of the kept objects
         self._buffer_versions: list[int] = []
         self.run_steps = True  #: whether an optimizer may step now: outside of the loop, and where the run does it
@@ -68,8 +67,8 @@ class LoopChecks:
                     if was.get(name) != value:
                         raise UsageError(
                             f"{name} of {type(optimizer).__name__}'s group {group} changed from {was.get(name)} to "
-                            f"{value} between two micro-batches of step {step + 1}, so it would tell how many ranks "
-                            f"there are: give the scheduler to run.scheduler(...), or {_ONCE}"
+                            f"{value} between two micro-batches of step {step + 1}, so the result would depend on "
+                            f"the number of ranks: give the scheduler to run.scheduler(...), or {_ONCE}"
                         )
 
     def begin_body(self, *, compare: bool) -> None:
@@ -112,7 +111,7 @@ class LoopChecks:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             raise UsageError(
                 f"{self._state.name_of(odd[0])}{more} changed in the loop's body on micro-batch {index} of {of} of a "
-                f"step, so it would tell how many ranks there are: {_ONCE}"
+                f"step, so the result would depend on the number of ranks: {_ONCE}"
             )
 
     def end_body(self, index: int, of: int) -> None:
@@ -127,7 +126,7 @@ class LoopChecks:
             if _mark(self._state.kept[name]) != mark:
                 raise UsageError(
                     f"keep({name}={type(exposed(self._state.kept[name])).__name__}) was changed in the loop's body on "
-                    f"micro-batch {index} of {of} of a step, so it would tell how many ranks there are: {_ONCE}"
+                    f"micro-batch {index} of {of} of a step, so the result would depend on the number of ranks: {_ONCE}"
                 )
 
     def note_buffers(self) -> None:

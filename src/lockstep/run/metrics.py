@@ -264,7 +264,7 @@ class PassMetrics:
         return added
 
     def measure(self, values: Mapping[str, object], count: int | torch.Tensor | None) -> None:
-        """Add ``values`` of the micro-batch in hand to the metrics: means over samples, or over ``count`` items.
+        """Add ``values`` of the current micro-batch to the metrics: means over samples, or over ``count`` items.
 
         Raises:
             UsageError: outside of a pass, for ``loss`` while training, and for a count of no value.

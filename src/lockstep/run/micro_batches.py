@@ -33,7 +33,7 @@ class MicroBatches(Iterator[Data]):
         length = self._length()
         if length is None:
             raise TypeError(
-                "the number of micro-batches is known at the end only, as the data set can only be iterated and does "
+                "the number of micro-batches is known at the end only, as an iterable data set does "
                 "not know its length; give it a method __len__"
             )
         return length

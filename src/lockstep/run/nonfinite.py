@@ -147,7 +147,7 @@ class NonFiniteChecks:
         good = self._last_good()
         saved = "no checkpoint was saved before" if good is None else f"the last checkpoint is that of step {good}"
         raise NonFiniteError(
-            f"{text}; {saved}. Look at the data and the learning rate, or go on all the same with "
+            f"{text}; {saved}. Look at the data and the learning rate, or continue anyway with "
             "Run(on_nan='warn') or 'ignore'"
         )
 

@@ -81,7 +81,7 @@ class ParameterSets:
         if before.intersection(found.candidates) != set(found.parameters):
             if target in in_step:
                 raise UsageError(
-                    "which parameters learn has changed between two micro-batches of a step, so ranks would differ: "
+                    "the trainable parameters have changed between two micro-batches of a step, so ranks would differ: "
                     "freeze, unfreeze and add parameters alike in each micro-batch of a step, or where run.step(loss) "
                     "has returned True"
                 )

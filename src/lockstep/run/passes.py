@@ -85,7 +85,7 @@ class Passes:
             )
         if not may_take_up and any(self._is_left(cursor) for cursor in cursors):
             raise UsageError(
-                "run.train(...) again for a loop that was left by break: ranks that serve others cannot take it up; "
+                "run.train(...) again for a loop that was left by break: ranks that serve others cannot continue it; "
                 "under this strategy give each part an epoch of its own, or use ddp or zero"
             )
         for cursor in cursors:

@@ -228,7 +228,7 @@ class Run:
 
     @property
     def counts(self) -> bool:
-        """Whether the micro-batch in hand is to be counted on this rank, for sums of one's own.
+        """Whether the current micro-batch is to be counted on this rank, for sums of your own.
 
         False for padding, which only makes this rank join the others' collectives, and where another rank of the same
         replica counts it. `measure` and `step` take care of that by themselves.
@@ -237,19 +237,19 @@ class Run:
 
     @property
     def micro_batch(self) -> MicroBatchPosition:
-        """Where the micro-batch in hand stands in its step: its index, how many there are, how many samples it holds.
+        """Where the current micro-batch stands in its step: its index, how many there are, how many samples it holds.
 
         Raises:
             UsageError: outside of the loops of `train` and `evaluate`.
         """
         position = self._context.metrics.position
         if position is None:
-            raise UsageError("run.micro_batch outside of run.train(...) and run.evaluate(...): there is none in hand")
+            raise UsageError("run.micro_batch outside of run.train(...) and run.evaluate(...): there is no micro-batch")
         return position
 
     @property
     def carry(self) -> CarriedState:
-        """What the script carries from step to step, such as a hidden state: a dict for the micro-batch in hand.
+        """What the script carries from step to step, such as a hidden state: a dict for the current micro-batch.
 
         It belongs to the micro-batch's index in the step, not to the rank: what was put in comes back at the same index
         in the next step, on any number of ranks, and is saved. ``run.carry.get("hidden")`` is None the first time.
@@ -460,7 +460,7 @@ class Run:
         return self._training.epochs(epochs, sys._getframe(1).f_code)
 
     def steps(self, steps: int, every: int | None = None) -> Iterator[int]:
-        """Stretches of training, ``steps`` in all: gives how many steps were done when each began. Collective.
+        """Train for ``steps`` steps, in parts of ``every``; gives how many steps are done before each part. Collective.
 
         ::
 
@@ -468,34 +468,34 @@ class Run:
                 for images, labels in run.train(batches):      # 500 steps, through as many epochs as that takes
                     run.step(F.cross_entropy(model(images), labels))
 
-        `train` goes through its data set again and again, each time in another order, until the stretch is over;
-        `progress.epoch` counts that. The next stretch goes on where it ended. After a resume the first one is that in
-        which the checkpoint was taken, with what was left of it.
+        Within a part, `train` goes through its data set again and again, each time in another order;
+        `progress.epoch` counts these epochs. The next part continues with the next sample. A resumed run begins with
+        the part in which the checkpoint was saved, and trains its remaining steps.
 
         Args:
             steps: of the whole run.
-            every: a stretch ends where the number of steps done divides by it. None: one stretch.
+            every: a part ends when the number of steps done is a multiple of it. None: there is one part.
 
         Raises:
-            UsageError: for a stretch in which no step was made.
+            UsageError: for a part without a step.
         """
         return self._training.steps(steps, every, sys._getframe(1).f_code)
 
     def train(self, *loaders: TorchLoader) -> MicroBatches:
         """This rank's micro-batches of a pass over a data set, on its device, each to be given to `step`. Collective.
 
-        In `epochs` a pass visits each sample once; in `steps` it goes on until the stretch is over.
+        In `epochs` a pass visits each sample once; in `steps` it has as many steps as the part.
 
         Models are in training mode. Before each micro-batch the random generators are seeded for it, so dropout does
         not depend on the ranks. At the end, `metrics` holds the means of the pass: ``loss``, and what was measured.
-        A loop that is left by ``break`` must be left on all ranks after the same step; then `metrics` stays as it was,
-        and `train` with the same loader goes on at the next step, until the epoch is over. A rank that serves others
-        gets no micro-batch, and continues after the loop when they do.
+        ``break`` must leave the loop on all ranks after the same step; then `metrics` stays as it was, and `train` with
+        the same loader, in the same epoch, continues with the next step. A rank that serves others gets no micro-batch,
+        and continues after the loop when they do.
 
         Several passes may follow each other in one epoch, over several loaders or over one, each time in another order.
-        Given several loaders, each step takes one step of each, and the body gets a tuple with a micro-batch of each,
-        of which there must be equally many. In `epochs` the shortest ends the pass. A loss weighs what the first one's
-        micro-batch holds; give ``count`` to say otherwise.
+        Given several loaders, each step takes one step of each, and the body gets a tuple with a micro-batch of each;
+        they must have equally many. In `epochs` the shortest loader ends the pass. A loss is weighted by the samples of
+        the first loader's micro-batch, or by ``count``.
 
         Its length is this rank's number of micro-batches; that of a loader is the number of steps of an epoch.
 
@@ -575,7 +575,7 @@ class Run:
         the evaluation. A run that is asked to stop meanwhile stops at the end of the body.
 
         Each rank gets one block of the data, in the order of ranks: what each appends to a list and `gather` brings
-        together is in the data set's order, without ``shuffle``. Not so for a data set that can only be iterated. Its
+        together is in the data set's order, without ``shuffle``. Not so for an iterable data set. Its
         length is this rank's number of micro-batches.
 
         Raises:

@@ -175,11 +175,13 @@ class DirectoryCheckpointer(RunCheckpointer):
             self._say(f"goes on from step {left.step} ({left.origin})")
             return survived
         if saved is None:
+            if asked:
+                self._say(f"no checkpoint in {self._checkpoints.root}: training begins at the first step")
             return None
         if not asked:
             script = Path(sys.argv[0]).name or "train.py"
             raise SettingError(
-                f"{self._checkpoints.root} holds a run that got to step {saved.step}. To go on with it: "
+                f"{self._checkpoints.root} holds a run that got to step {saved.step}. To continue it: "
                 f"lockstep run --resume ... {script}, or {RESUME}=1 python {script}. "
                 f"To start over: lockstep run --fresh ..., {FRESH}=1 python {script}, or another directory"
             )
@@ -196,7 +198,7 @@ class DirectoryCheckpointer(RunCheckpointer):
         best = tree["best"]
         if best is None or best["step"] in self._checkpoints.steps():
             return False
-        self._say(f"what survivors have left is not taken: the best step, {best['step']}, was not saved yet")
+        self._say(f"the step that survivors saved is not used: the best step, {best['step']}, was not saved yet")
         return True
 
     def _back_to(self, wanted: str, newest: Saved) -> Saved | None:
@@ -230,7 +232,7 @@ class DirectoryCheckpointer(RunCheckpointer):
                 continue
             raise CheckpointError(
                 f"the checkpoint was trained with global_batch={was_global}, micro_batch={was_micro}, and this script "
-                f"says {global_batch}, {micro_batch}: its steps would hold other samples. Give the sizes of before, or "
+                f"says {global_batch}, {micro_batch}: its steps would hold other samples. Give the previous sizes, or "
                 "start over with --fresh"
             )
         for name in within_pass:
@@ -240,14 +242,14 @@ class DirectoryCheckpointer(RunCheckpointer):
                 continue
             raise CheckpointError(
                 f"the checkpoint was taken within an epoch of {was} samples, and this script's data set "
-                f"has {samples}: what is left of the epoch would not be what was left then. Give the data "
-                "set of before, or start over with --fresh"
+                f"has {samples}: what is left of the epoch would not be what was left then. Give the "
+                "previous data set, or start over with --fresh"
             )
         for number, (epoch, digest) in identity.get("orders", {}).items():
             was_epoch, was = before.get("orders", {}).get(number, (None, None))
             if was_epoch == epoch and was != digest:
                 raise CheckpointError(
-                    f"the checkpoint was taken within epoch {epoch}, whose order of samples is another one now: what "
+                    f"the checkpoint was taken within epoch {epoch}, whose order of samples has changed: what "
                     "is left of the epoch would not be what was left then. Keep what the sampler or order= depends on, "
                     "with run.keep(...), or start over with --fresh"
                 )

@@ -6,6 +6,9 @@ import time
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import torch
+
 from lockstep.report import LogsValues, MetricsFile, TrackerContext, TrackerThread, open_trackers, record_row
 from lockstep.run.setup import RunContext
 
@@ -67,7 +70,7 @@ class RunLog:
         if row is not None:
             for tracker in self._trackers:
                 tracker.log(row)
-        texts = (f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in ({"epoch": epoch} | values).items())
+        texts = (f"{name} {_on_screen(value)}" for name, value in ({"epoch": epoch} | values).items())
         self._context.reporter.say(f"step {step}: " + ", ".join(texts))
 
     def write_recent(self, step: int, epoch: int) -> None:
@@ -90,3 +93,10 @@ class RunLog:
             tracker.end()
         for tracker in self._trackers:
             tracker.close(max(0.0, until - time.monotonic()))
+
+
+def _on_screen(value: object) -> str:
+    """``value`` with four digits if it is a fraction, also one of NumPy's or torch's."""
+    if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0:
+        value = value.item()
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

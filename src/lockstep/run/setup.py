@@ -105,13 +105,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     marker = progress_marker()
     marker.set_phase("start")
     world = _world_of_trial(World.from_env(env), current_trial())
-    device = _choose_device(world, settings.rehearse)
-    threads = _choose_threads(settings, device)
-    torch.set_num_threads(threads)
-    if device.type == "cuda":
-        marker.memory = partial(gpu_memory, device)
-        if settings.reduction == "exact":
-            _pin_kernels()
+    device, threads = _prepare_device(settings, world, marker)
     deadline = JobDeadline.from_env(env)
     reporter = ProgressReporter(world, env, deadline, marker.memory, is_trial=current_trial() is not None)
     env.update(world.rank_variables())
@@ -177,6 +171,18 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         else StepProfiler(settings.profile, Path(home or ".", "profile"), group.rank, device, marker, reporter.say),
         measure=measure,
     )
+
+
+def _prepare_device(settings: Settings, world: World, marker: ProgressMarker) -> tuple[torch.device, int]:
+    """This rank's device and number of CPU threads; torch is set to both, and to kernels whose bits can be promised."""
+    device = _choose_device(world, settings.rehearse)
+    threads = _choose_threads(settings, device)
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        marker.memory = partial(gpu_memory, device)
+        if settings.reduction == "exact":
+            _pin_kernels()
+    return device, threads
 
 
 def _world_of_trial(world: World, trial: CurrentTrial | None) -> World:

@@ -49,7 +49,7 @@ class TrainingStart:
             UsageError: if it has.
         """
         if self.done:
-            raise UsageError(f"run.{method}(...) after the training began: say it before run.epochs(...)")
+            raise UsageError(f"run.{method}(...) after the training began: call it before run.epochs(...)")
 
     def begin(self) -> None:
         """Start the training, unless that is done. Collective."""
@@ -93,7 +93,7 @@ class TrainingStart:
             raise CheckpointError(
                 f"the checkpoint of step {self._position.progress.step} was taken in a loop over run.train(...) that "
                 "this script did not come to again: it has other loops, or their order depends on what is in no "
-                "checkpoint. Give the script of before, run.keep(...) what decides, or start over with --fresh"
+                "checkpoint. Use the previous script, run.keep(...) what decides, or start over with --fresh"
             )
 
     def _log_what_may_be_missing(self, left: LeftBehind) -> None:

@@ -122,7 +122,7 @@ class StoreAgreement(StepAgreement):
                 if not self._changed.wait(self._peer_timeout_s):
                     raise PeerLost(
                         f"the ranks could not agree on where to stop or save: no answer within "
-                        f"{self._peer_timeout_s:g} s after step {step}; one of them is gone or stands still"
+                        f"{self._peer_timeout_s:g} s after step {step}; one of them has exited or hangs"
                     )
             if step < self._at:
                 return False

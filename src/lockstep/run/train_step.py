@@ -18,7 +18,7 @@ number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -55,21 +55,22 @@ Known = list[tuple[torch.Tensor, int | torch.Tensor]]
 
 
 class CurrentMicroBatch:
-    """The micro-batch that the script has."""
+    """The micro-batch that the loop's body has, and what the body has done with it so far."""
 
     __slots__ = ("due", "ended", "failed", "finished", "position", "reached")
 
     def __init__(self, position: MicroBatchPosition) -> None:
         self.position: Final = position
-        self.reached: set[ParameterSet] = set()  # by backward passes since it was handed out
-        self.due: dict[ParameterSet, tuple[torch.optim.Optimizer, ...]] = {}  # who steps at its end
-        self.finished = False  # all that is to learn from it was learnt
-        self.failed = False  # ... or an error came in between
-        self.ended = False  # ... and the script is done with it
+        self.reached: set[ParameterSet] = set()  #: parameters with a backward pass of this micro-batch
+        #: The optimizers that step after this micro-batch, if it is the step's last one, by their parameters.
+        self.due: dict[ParameterSet, tuple[torch.optim.Optimizer, ...]] = {}
+        self.finished = False  #: every optimizer had its loss
+        self.failed = False  #: an error ended the update that followed
+        self.ended = False  #: the loop's body is over
 
     @property
     def complete(self) -> bool:
-        """Whether the step that it is the last one of is done."""
+        """Whether this was the last micro-batch of a step, and the step is done."""
         return self.finished and self.position.last and not self.failed
 
 
@@ -77,11 +78,12 @@ class CurrentMicroBatch:
 class _StepLosses:
     """The losses of the step so far."""
 
-    has_counts: dict[ParameterSet, bool] = field(
-        default_factory=dict
-    )  # of sets with a loss: whether it came with a count
-    counts: dict[ParameterSet, int | torch.Tensor] = field(default_factory=dict)  # the sums of these
-    items: dict[int, int | torch.Tensor] = field(default_factory=dict)  # of micro-batches whose loss is not known yet
+    #: For each set of parameters that had a loss: whether the loss came with a count.
+    has_counts: dict[ParameterSet, bool] = field(default_factory=dict)
+    #: The sums of these counts.
+    counts: dict[ParameterSet, int | torch.Tensor] = field(default_factory=dict)
+    #: For each micro-batch whose loss a pipeline has not computed yet: its number of items.
+    items: dict[int, int | torch.Tensor] = field(default_factory=dict)
 
 
 class TrainStep:
@@ -127,7 +129,7 @@ class TrainStep:
         self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
     ) -> None:
         """See `Run.backward`. The losses that have become known by it are measured."""
-        current = self._in_loop("backward")
+        current = self._in_loop("run.step(...) or run.backward(...)")
         position = current.position
         if loss_is != "mean":
             loss = _mean_of(loss, loss_is, position.samples if count is None else count)
@@ -138,7 +140,7 @@ class TrainStep:
             )
         self._check_first(target, current, counts=count is not None)
         task = self._task(loss, data, target) if callable(loss) else None
-        pipelines = None if task is None else self._computes_loss
+        pipeline = None if task is None else self._computes_loss
         if task is None and self._closures.active:
             raise UsageError(
                 f"{type(self._state.optimizers[0]).__name__} computes the loss several times in a step, so give "
@@ -146,48 +148,60 @@ class TrainStep:
                 "F.cross_entropy(model(images), labels), in place of its value"
             )
         random_state = self._closures.random_state()
-        if task is not None and pipelines is None:
-            with self._precision.forward():
-                loss = task()
-        if pipelines is None and not is_loss(loss):
-            raise UsageError(
-                f"step({describe_loss(loss)}): the loss must be a tensor of no dimension that depends on the model's "
-                "parameters; reduce it with .mean(), and do not detach it"
-            )
-        if isinstance(loss, torch.Tensor) and not self._precision.scales and not position.is_padding:
-            self._finite.loss(loss, self._step, position.index, position.of)
+        value = None if pipeline is not None else self._value_of(loss, task, position)
         current.reached.add(target)
-        self._marker.set_phase("reduction" if current.position.last and self._group.size > 1 else "backward")
+        self._marker.set_phase("reduction" if position.last and self._group.size > 1 else "backward")
         if count is not None and not position.is_padding:
             self._losses.counts[target] = self._losses.counts.get(target, 0) + count
         # The loss is a mean over the micro-batch's items, the gradient one over the step's: each weighs what it holds.
         items = position.samples if count is None else count
         share = (items.double() if isinstance(items, torch.Tensor) else items) / position.step_samples
         weighs = count is not None or position.of > 1
-        if pipelines is not None and task is not None:
-            self._losses.items[position.index] = items
-            weight = self._weight(share, self._widest) if weighs else None
-            losses = pipelines.compute(task, weight, target, current.position)
-            for index, value in () if self._precision.scales else losses:
-                self._finite.loss(value, self._step, index, position.of)
-            self._measure([(value, self._losses.items[m]) for m, value in losses])
-        else:
-            assert isinstance(loss, torch.Tensor)
-            self._measure([] if position.is_padding else [(loss, items)])
+        if value is not None:
+            self._measure([] if position.is_padding else [(value, items)])
             if position.last:
                 self._emergency.note(self._step + 1)
             with self._precision.backward():
-                scaled = self._precision.scale(loss)
+                scaled = self._precision.scale(value)
                 weight = self._weight(share, scaled) if weighs else None
-                self._strategy.backward(scaled, weight, target, current.position)
+                self._strategy.backward(scaled, weight, target, position)
             if task is not None and self._closures.active:
-                self._closures.hold(HeldMicroBatch(position, task, random_state, items, weight, loss.detach()))
-        if current.position.last:
+                self._closures.hold(HeldMicroBatch(position, task, random_state, items, weight, value.detach()))
+        elif pipeline is not None and task is not None:
+            self._losses.items[position.index] = items
+            weight = self._weight(share, self._widest) if weighs else None
+            self._take_losses(pipeline.compute(task, weight, target, position), position)
+        if position.last:
             self._losses.items.clear()
             if self._losses.has_counts[target]:
                 self._divide_by_counts(target, position.step_samples)
         if len(self._state.optimizers) > 1:
             self._marker.set_phase("forward")  # of the next loss
+
+    def _value_of(self, loss: Loss, task: LossCall | None, position: MicroBatchPosition) -> torch.Tensor:
+        """The loss of this micro-batch: what the script has given, or what ``task`` computes.
+
+        Raises:
+            UsageError: if no backward pass can begin at it.
+            NonFiniteError: if it is not finite, `Settings.on_nan` says so, and no loss scale may be the reason.
+        """
+        if task is not None:
+            with self._precision.forward():
+                loss = task()
+        if not isinstance(loss, torch.Tensor) or not is_loss(loss):
+            raise UsageError(
+                f"step({describe_loss(loss)}): the loss must be a tensor of no dimension that depends on the model's "
+                "parameters; reduce it with .mean(), and do not detach it"
+            )
+        if not self._precision.scales and not position.is_padding:
+            self._finite.loss(loss, self._step, position.index, position.of)
+        return loss
+
+    def _take_losses(self, losses: Sequence[tuple[int, torch.Tensor]], position: MicroBatchPosition) -> None:
+        """Check and measure what a pipeline has computed: the losses of micro-batches of this step, by their index."""
+        for index, value in () if self._precision.scales else losses:
+            self._finite.loss(value, self._step, index, position.of)
+        self._measure([(value, self._losses.items[index]) for index, value in losses])
 
     def _measure(self, known: Known) -> None:
         for value, items in known:
@@ -213,7 +227,7 @@ class TrainStep:
 
     def update(self, optimizer: Optimizers) -> bool:
         """See `Run.update`. Whether the step is done by it."""
-        current = self._in_loop("update")
+        current = self._in_loop("run.update(...)")
         if current.finished:
             raise UsageError("a second run.update() in one micro-batch: call it once for each run.backward(loss)")
         if not current.reached:
@@ -335,9 +349,12 @@ class TrainStep:
 
     def _in_loop(self, what: str) -> CurrentMicroBatch:
         if self.current is None:
-            raise UsageError(f"run.{what}(...) outside of `for batch in run.train(loader)`: there is no micro-batch")
+            raise UsageError(
+                f"{what} outside of `for batch in run.train(loader)`: there is no micro-batch; write the loop over "
+                "run.train(loader), not over the loader itself"
+            )
         if self.current.ended:
-            raise UsageError(f"run.{what}(...) after the step was done: call run.step(loss) once for each micro-batch")
+            raise UsageError(f"{what} after the step was done: call run.step(loss) once for each micro-batch")
         return self.current
 
     def new_pass(self) -> None:

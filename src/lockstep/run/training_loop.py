@@ -105,7 +105,7 @@ class TrainingLoop:
         if self._start.resumes_within_turn and passes.loop != loop and "steps" in (passes.loop, loop):
             raise CheckpointError(
                 f"the checkpoint was taken in {_OUTER[passes.loop]}, and this script says run.{loop}(...) there: "
-                "give it the loop of before, or start over with --fresh"
+                "use the previous loop, or start over with --fresh"
             )
         passes.caller = caller
         if self._start.resumes_within_turn:
@@ -345,10 +345,10 @@ class TrainingLoop:
             if steps is None:
                 lengths.append(self._loaders.training_length(loader, order, first_step))
             else:
-                lengths.append(self._length_of_stretch(loader, order, first_step, steps))
+                lengths.append(self._length_of_steps(loader, order, first_step, steps))
         return None if None in lengths else min(length for length in lengths if length is not None)
 
-    def _length_of_stretch(self, loader: MicroBatchLoader, order: int, first_step: int, steps: int) -> int | None:
+    def _length_of_steps(self, loader: MicroBatchLoader, order: int, first_step: int, steps: int) -> int | None:
         per_epoch, length = loader.steps_per_epoch, 0
         if not per_epoch:
             return None

@@ -272,7 +272,7 @@ class WorkerGroup:
             for rank in set(self._ranks) - self._exited.keys():
                 process = fork_server.processes().get(rank, 0)
                 self._screen.say(
-                    f"note: rank {rank} (process {process}) was killed, and the kernel does not let it end"
+                    f"note: rank {rank} (process {process}) was killed, but the kernel has not ended it yet"
                 )
                 self._exited[rank] = RankExit(rank, -signal.SIGKILL, now_s, ended_by_us=True, host=self._host)
 
@@ -319,7 +319,7 @@ class WorkerGroup:
                 self._lose_fork_server(status, why)
             case LeaseExpired():
                 self._stop_mode = StopMode.KILL
-                self._screen.say("this launcher stood still for so long that its ranks were ended")
+                self._screen.say("this launcher was stopped for so long that its ranks were ended")
 
     def _lose_fork_server(self, status: int | None, why: str) -> None:
         """The fork server is dead, and all ranks with it."""

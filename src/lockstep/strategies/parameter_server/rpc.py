@@ -332,7 +332,9 @@ def translating_rpc_errors(rank: int, what: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, PeerLost) or not is_peer_failure(error):
             raise
-        raise PeerLost(f"rank {rank} left or fell silent during {what}: {str(error).splitlines()[0]}") from error
+        raise PeerLost(
+            f"rank {rank} exited or stopped responding during {what}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 _END: Final = "the end of the loop over micro-batches"
