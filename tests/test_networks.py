@@ -60,8 +60,12 @@ def launch(machines, here, name, endpoint):
 
 def met(here, started):
     """What both ranks have left, once they have ended well."""
-    codes = [each.wait(DEADLINE_S) for each in started]
-    assert codes == [0, 0], "\n".join(file.read_text() for file in sorted(here.rglob("*.txt")))
+
+    def said():
+        return "\n".join(f"{file.name}: {file.read_text()}" for file in sorted(here.rglob("*.txt")))
+
+    wait_until(lambda: None not in [each.poll() for each in started], said, deadline_s=DEADLINE_S)
+    assert [each.returncode for each in started] == [0, 0], said()
     return [json.loads((here / f"rank-{rank}").read_text()) for rank in range(2)]
 
 
