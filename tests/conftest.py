@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -80,7 +81,7 @@ CAMPAIGN = re.compile(
     r"test_whoever_is_killed_.*\[(accumulates|steps)\]|test_no_step_is_lost_where_.*\[(?!fsdp\])|"
     r"test_training_on_a_package_.*\[webdataset\]|"
     r"test_it_is_killed_and_begun_again_on_other_ranks\[(?!steps\]|two_passes_in_an_epoch\]|evaluation_in_the_body\])|"
-    r"test_figures_are_those_of_plain_torch_|"
+    r"test_each_ends_as_the_page_says\[\(1, 2, 3\)\]|test_figures_are_those_of_plain_torch_|"
     r"test_recipes_huggingface\.py|test_contrastive_loss_is_that_of_the_whole_batch|test_a_cadence_in_seconds|"
     r"test_layouts\.py::test_gradients_are_.*\[3\]|test_fsdp\.py::test_on_three_ranks|"
     r"test_loops\.py::test_a_loop_is_the_same_on_any_world|"
@@ -129,6 +130,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             return together[0] if together else nodeid
 
     return OneWorkerForEachScope(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test whose own limit is longer is not ended, and the run with it, by ``faulthandler_timeout``."""
+    limit = item.get_closest_marker("timeout")
+    if limit is not None and limit.args[0] >= float(item.config.getini("faulthandler_timeout")):
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)

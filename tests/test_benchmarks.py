@@ -16,6 +16,9 @@ from lockstep.strategies import STRATEGIES
 from strategies import WAYS
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+DEADLINE_S = 600  #: for what takes up to half a minute on an idle machine
+
+pytestmark = pytest.mark.timeout(DEADLINE_S + 20)
 
 
 def measured(tmp_path, script, *options):
@@ -32,7 +35,7 @@ def measured(tmp_path, script, *options):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((tmp_path / "found.json").read_text()), done.stdout
@@ -206,17 +209,19 @@ def test_zero(tmp_path):
 
 
 def test_failures():
+    # A hang is not its subject, and on a busy machine ranks do nothing for seconds.
+    few = ("--only", "exception in forward", "--hang-after", "100")
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "failures.py"), "--only", "exception in forward"],
+        [sys.executable, str(BENCHMARKS / "failures.py"), *few],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = done.stdout.splitlines()
-    failure, phase, said, _, left, at, bits, code = row.split(" | ")
-    assert (failure, phase, left, at, bits, code) == ("exception", "forward", "0", "step 10", "equal", "0")
+    failure, phase, said, _, left, bits, code = row.split(" | ")
+    assert (failure, phase, left, bits, code) == ("exception", "forward", "0", "equal", "0")
     assert said == "rank 1 of 2 raised lockstep.faults.PlannedFault"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mutants import MUTANTS, SOURCE, _try, broken
+from mutants import MUTANTS, SOURCE, _fails_anyway, _try, broken
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name[:60])
@@ -18,3 +18,10 @@ def test_there_are_enough():
 def test_a_planted_error_is_caught():
     mutant = next(mutant for mutant in MUTANTS if mutant.file == "progress.py")
     assert _try(mutant)[1].startswith("tests/test_progress.py::")
+
+
+def test_a_test_that_fails_without_the_error_has_not_noticed_it(monkeypatch):
+    _fails_anyway.cache_clear()
+    monkeypatch.setattr("mutants._failing", lambda tests, directory: (tests, ": fails everywhere"))
+    assert _try(MUTANTS[0])[1] == ""
+    _fails_anyway.cache_clear()

@@ -5,7 +5,6 @@ killed, too, and all ways in which the law was broken are told at the end, each 
 """
 
 import collections
-import faulthandler
 import functools
 import os
 from random import Random, SystemRandom
@@ -23,8 +22,6 @@ SIMPLIFIED = 3  # scripts that broke the law in the same words; more tell nothin
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own Adagrad
 @pytest.mark.timeout(90 + 5 * SCRIPTS)
 def test_every_world_trains_the_same_or_the_script_is_refused():
-    if CAMPAIGN:
-        faulthandler.cancel_dump_traceback_later()  # which would end a test of more than five minutes
     tally: collections.Counter[str] = collections.Counter()
     first: dict[str, Recipe] = {}  # that came to a verdict
     broken: dict[tuple[str, str], str] = {}  # by how, and the simplest script

@@ -119,7 +119,7 @@ class Job:
             | {"PYTHONPATH": os.pathsep.join(sys.path), "LIMITED": str(place), "LOCKSTEP_VIEW": "silent"},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=900,
         )
 
     def starts_and_resumes(self, place, form):
@@ -139,7 +139,7 @@ def test_a_model_trains_and_resumes_within_a_limit_at_which_replicas_are_killed(
         job.starts_and_resumes(place, "made")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2000)  # a minute on an idle machine
 @pytest.mark.parametrize("form", ["made", "meta", "file"])
 def test_300_mb_of_parameters(form, tmp_path):
     """Held on each of three ranks: 16 / 3 bytes a parameter while it steps, 12 / 3 more for the copy of a save."""

@@ -15,6 +15,7 @@ from lockstep.tune.records import TrialEnded
 from waiting import wait_until
 
 TRIALS = 60
+DEADLINE_S = 280  #: for the start of a search and its first trial, four seconds on an idle machine
 
 
 def ends(run_dir):
@@ -57,7 +58,7 @@ def search_through_kills(run_dir, kills, seed):
                 search_quickly, run_dir, trials, workers=2, ranks_per_worker=(2, 1), retries=10**6, resume=resume
             )
         count = len(ends(run_dir))
-        wait_until(lambda c=count, d=driver: len(ends(run_dir)) > c or d.exitcode is not None)
+        wait_until(lambda c=count, d=driver: len(ends(run_dir)) > c or d.exitcode is not None, deadline_s=DEADLINE_S)
         if len(killed) < kills:
             time.sleep(choose.random() * 0.2)
             if what := kill_something(driver, choose):
@@ -81,6 +82,7 @@ def test_kills(tmp_path):
     search_through_kills(tmp_path / "search", kills=4, seed=11)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(3))
 def test_many_kills(tmp_path, seed):
     killed = search_through_kills(tmp_path / "search", kills=15, seed=seed)
