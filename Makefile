@@ -31,7 +31,7 @@ test: lint
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 5
 
 test-clusters: .venv/.ready
-	@$(BIN)/python -m pytest -q -rs tests/clusters
+	@$(BIN)/python -m pytest -q -rs -o faulthandler_timeout=1500 tests/clusters
 
 campaign: .venv/.ready
 	@LOCKSTEP_RANDOM_SCRIPTS=1000 $(BIN)/python -m pytest -q -p no:randomly --timeout 7200 tests/test_random_scripts.py

@@ -125,7 +125,8 @@ class GridEngine(WritesJobScripts):
         again = f"Grid Engine starts job {given.job} again for exit code {EXIT_RERUN}"
         # It bars the hosts beside the first until they say once more that the job has left them, which they never do.
         barred = ", ".join(node.name for node in given.nodes[1:])
-        return Requeued(EXIT_RERUN, f"{again}, on others than {barred}, which it bars from this job" if barred else again)
+        without = f", on others than {barred}, which it bars from this job" if barred else ""
+        return Requeued(EXIT_RERUN, again + without)
 
     def missing(self, request: JobRequest) -> list[str]:
         """Several slots come from a parallel environment."""
