@@ -32,7 +32,7 @@ test: lint
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 5
 
 test-clusters: .venv/.ready
-	@$(BIN)/python -m pytest -q -rs tests/clusters
+	@$(BIN)/python -m pytest -q -rs -o faulthandler_timeout=1500 tests/clusters
 
 # Its tests are the long ones: five times the time of the suite's for each.
 campaign: .venv/.ready

@@ -7,16 +7,16 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-import gridengine
 import pytest
-import slurm as slurm_daemons
 
 import lockstep
-from hosts import hosts
+from gridengine import GRID_ENGINE
+from slurm import SLURM
 from waiting import wait_until
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
-DEADLINE_S = 240
+#: For what takes three minutes on an idle machine.
+DEADLINE_S = 600
 
 #: Takes a few seconds, and leaves the hash of what it has learnt. A run that goes on was warned: it makes no pauses.
 TRAIN = """\
@@ -79,11 +79,10 @@ class Bench:
         return str(file)
 
     def command(self, *words, **env):
-        """Give a command here, outside of any job."""
-        return subprocess.run(
-            [sys.executable, *words], cwd=self.here, env={**os.environ, **self.env, **env},
-            capture_output=True, text=True, timeout=DEADLINE_S,
-        )  # fmt: skip
+        """Give a command here, outside of any job; python is ours."""
+        words = [sys.executable if word == "python" else word for word in words]
+        env = {**os.environ, **self.env, **env}
+        return subprocess.run(words, cwd=self.here, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
 
     def steps(self):
         try:
@@ -123,7 +122,7 @@ def expected(tmp_path_factory):
         if epochs not in known:
             alone = Bench(tmp_path_factory.mktemp("alone"))
             (alone.here / "train.py").write_text(TRAIN)
-            done = alone.command("train.py", EPOCHS=str(epochs), PAUSE="0")
+            done = alone.command("python", "train.py", EPOCHS=str(epochs), PAUSE="0")
             assert done.returncode == 0, done.stderr
             known[epochs] = alone.result()[0]
         return known[epochs]
@@ -131,27 +130,19 @@ def expected(tmp_path_factory):
     return of
 
 
+def running(kind, here):
+    """Daemons of a scheduler until all tests have ended; without what they need, tests are skipped."""
+    if lacking := kind.missing():
+        pytest.skip(f"no {kind.title} of our own here: {', '.join(lacking)} missing")
+    with kind.running(here) as daemons:
+        yield daemons
+
+
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory):
-    if lacking := slurm_daemons.missing():
-        pytest.skip(f"no Slurm of our own here: {', '.join(lacking)} missing")
-    with hosts(3) as machines:
-        found = slurm_daemons.Slurm(tmp_path_factory.mktemp("slurm"), machines)
-        try:
-            found.start()
-            yield found
-        finally:
-            found.stop()
+    yield from running(SLURM, tmp_path_factory.mktemp("slurm"))
 
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory):
-    if lacking := gridengine.missing():
-        pytest.skip(f"no Grid Engine of our own here: {', '.join(lacking)} missing")
-    with hosts(2) as machines:
-        found = gridengine.GridEngine(tmp_path_factory.mktemp("sge"), machines)
-        try:
-            found.start()
-            yield found
-        finally:
-            found.stop()
+    yield from running(GRID_ENGINE, tmp_path_factory.mktemp("sge"))

@@ -1,19 +1,18 @@
 """A real Open MPI."""
 
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here"),
+    pytest.mark.timeout(1200),
+]
 
 
 def mpirun(bench, *words):
-    env = {**os.environ, **bench.env, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    words = ["mpirun", "--oversubscribe", "-np", "2", sys.executable, *words]
-    return subprocess.run(words, cwd=bench.here, env=env, capture_output=True, text=True, timeout=120)
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return bench.command("mpirun", "--oversubscribe", "-np", "2", "python", *words, **as_root)
 
 
 def test_the_script_runs_as_it_is(bench, expected):

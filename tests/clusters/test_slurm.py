@@ -6,12 +6,14 @@ import sys
 
 import pytest
 
+from slurm import NODES, idle, job_state
+
 HERE = "PYTHON -m lockstep run --nproc-per-node 2 --save-every '2 steps' train.py"
 EVERYWHERE = "PYTHON -m lockstep run --nproc-per-node 1 --save-every '2 steps' train.py"
 SLOW = {"PAUSE": "0.2", "EPOCHS": "12"}
 
-# Jobs of a minute, and a scheduler that lets them wait.
-pytestmark = pytest.mark.timeout(300)
+# Jobs of a minute, and a scheduler that lets them wait. Each wait has its own deadline, and says what it waited for.
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture
@@ -32,8 +34,11 @@ def ended(slurm, bench):
     """Wait for the end of a job; what Slurm says of it."""
 
     def wait(job):
-        gone = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
-        return bench.until(lambda: (told := slurm.state(job)).get("JobState") in gone and told, f"the end of job {job}")
+        def told():
+            state = job_state(slurm, job)
+            return state.get("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT") and state
+
+        return bench.until(told, f"the end of job {job}")
 
     return wait
 
@@ -87,7 +92,7 @@ def test_mpirun_of_a_whole_job(submit, ended, bench, expected, options):
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_script_that_we_write_runs_as_it_is(slurm, submit, ended, bench, expected, nodes):
     words = f"job slurm --nodes {nodes} --cpus 2 --time 10m --mem 100M -o train.sh --nproc-per-node 2 train.py".split()
-    written = bench.command("-m", "lockstep", *words)
+    written = bench.command("python", "-m", "lockstep", *words)
     assert written.returncode == 0, written.stderr
     told = ended(submit("train.sh"))
     assert told["JobState"] == "COMPLETED", bench.out()
@@ -109,8 +114,8 @@ def test_a_cancelled_job_saves_first_and_stays_cancelled(slurm, submit, ended, b
     assert ended(job)["JobState"] == "CANCELLED"
     # On several nodes the launcher that has started the others asks them with SIGUSR1, which may come before.
     assert re.search(r"by SIG(TERM|USR1)( on n\d)? at step", bench.out()), bench.out()
-    assert slurm.state(job)["Restarts"] == "0"
-    bench.until(lambda: slurm.idle() == len(slurm.nodes), "all nodes to be idle")
+    assert job_state(slurm, job)["Restarts"] == "0"
+    bench.until(lambda: idle(slurm) == len(NODES), "all nodes to be idle")
     # Another job, on another number of ranks, goes on where it stopped.
     again = f"PYTHON -m lockstep run --nproc-per-node 3 --resume --run-dir runs/train-job{job} train.py"
     assert ended(submit(bench.batch(f"exec {again}"), EPOCHS="12", PAUSE="0"))["JobState"] == "COMPLETED", bench.out()
@@ -135,7 +140,7 @@ def test_a_warned_job_saves_starts_again_and_ends_in_the_same_bits(
     job = submit("--requeue", "--time=30", *options, bench.batch(line), PAUSE="2", EPOCHS="12")
     bench.under_way()
     # A minute or two are left, and the warning comes within fifty seconds, while there is something to save.
-    hours, minutes, _ = map(int, slurm.state(job)["RunTime"].split(":"))
+    hours, minutes, _ = map(int, job_state(slurm, job)["RunTime"].split(":"))
     slurm.must("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + 2}")
     bench.until(lambda: "in the queue again" in bench.out(), "the job to be put in the queue again")
     assert not (bench.here / "hash").exists(), "it ended before it was warned"

@@ -37,7 +37,7 @@ def test_a_list_of_nodes_that_cannot_be_read_is_refused():
 
 def test_a_batch_script_on_several_nodes_spreads():
     found = allocation(SLURM_ENV, nothing)
-    assert found == Allocation(SLURM, "812", (Node("n1", 8), Node("n2", 8)), gpus_per_node=4)
+    assert found == Allocation(SLURM, "812", (Node("n1", 8), Node("n2", 8)), gpus_per_node=4, start="0")
     assert found.starts_launchers
     assert not found.has_launcher_per_node
     assert str(found) == "Slurm job 812 (2 nodes: n1, n2)"
@@ -74,7 +74,7 @@ def test_gpus_of_a_node(says, gpus):
 def test_a_host_that_grid_engine_names_twice_is_one_node():
     files = {"hosts": "n1 4 all.q@n1 UNDEFINED\nn2 2 all.q@n2 UNDEFINED\nn1 2 long.q@n1 <NULL>\n"}
     found = allocation(SGE_ENV, files.__getitem__)
-    assert found == Allocation(SGE, "7", (Node("n1", 6), Node("n2", 2)), restarts=1)
+    assert found == Allocation(SGE, "7", (Node("n1", 6), Node("n2", 2)), restarted=True)
     assert found.starts_launchers
 
 

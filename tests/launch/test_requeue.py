@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lockstep.launch.schedulers import SCHEDULERS
 from lockstep.launch.schedulers.requeue import directory, noted
-from lockstep.launch.schedulers.scheduler import NO_SCHEDULER, Allocation
+from lockstep.launch.schedulers.scheduler import NO_SCHEDULER, Allocation, Node
 
 SLURM, SGE, PBS, _ = SCHEDULERS
 
@@ -24,15 +24,30 @@ class FileSystem:
         return path.name, on
 
 
-@given(st.lists(st.sampled_from(["a", "b"]), min_size=1, max_size=5), st.lists(st.integers(0, 5), max_size=3))
-def test_each_run_of_a_job_goes_on_in_its_own_directory(tmp_path_factory, commands, cuts):
+def started(scheduler, restart, job="5"):
+    """What the job is told, started once more after ``restart`` starts."""
+    if scheduler is SLURM:
+        env = {"SLURM_JOB_ID": job, **({"SLURM_RESTART_COUNT": str(restart)} if restart else {})}
+        return SLURM.allocation(env, lambda path: "")
+    # Grid Engine says whether it is started again, and not how often.
+    env = {"JOB_ID": job, "HOSTNAME": "n1", "RESTARTED": str(min(restart, 1)), "SGE_JOB_SPOOL_DIR": "/spool/5.1"}
+    trace = f"11/23/2026 05:15:5{restart} [0:{722 + restart}]: shepherd called with uid = 0, euid = 0\nand more\n"
+    return SGE.allocation(env, {"/spool/5.1/trace": trace, "": ""}.__getitem__)
+
+
+@given(
+    st.sampled_from([SLURM, SGE]),
+    st.lists(st.sampled_from(["a", "b"]), min_size=1, max_size=5),
+    st.lists(st.integers(0, 5), max_size=3),
+)
+def test_each_run_of_a_job_goes_on_in_its_own_directory(tmp_path_factory, scheduler, commands, cuts):
     tmp_path = tmp_path_factory.mktemp("runs")
     disk = FileSystem()
     first = []
     for restart, reached in enumerate([*cuts, len(commands)]):
         # The job got to its ``reached``-th run, and began each time at the first.
         for place, command in enumerate(commands[:reached]):
-            name, on = disk.start(Allocation(SLURM, "5", restarts=restart), command, tmp_path)
+            name, on = disk.start(started(scheduler, restart), command, tmp_path)
             if place < len(first):
                 assert (name, on) == (first[place], True)
             else:
@@ -43,9 +58,16 @@ def test_each_run_of_a_job_goes_on_in_its_own_directory(tmp_path_factory, comman
 
 def test_another_job_starts_over(tmp_path):
     disk = FileSystem()
-    assert disk.start(Allocation(SLURM, "5"), "a", tmp_path) == ("train-job5", False)
-    assert disk.start(Allocation(SLURM, "6", restarts=1), "a", tmp_path) == ("train-job6", False)
-    assert disk.start(Allocation(SLURM, "5", restarts=1), "a", tmp_path) == ("train-job5", True)
+    assert disk.start(started(SLURM, 0), "a", tmp_path) == ("train-job5", False)
+    assert disk.start(started(SLURM, 1, job="6"), "a", tmp_path) == ("train-job6", False)
+    assert disk.start(started(SLURM, 1), "a", tmp_path) == ("train-job5", True)
+
+
+def test_where_starts_cannot_be_told_apart_a_job_that_is_started_again_goes_on(tmp_path):
+    disk = FileSystem()
+    assert disk.start(Allocation(SGE, "5"), "a", tmp_path) == ("train-job5", False)
+    for _ in range(2):
+        assert disk.start(Allocation(SGE, "5", restarted=True), "a", tmp_path) == ("train-job5", True)
 
 
 def slurm(**answers):
@@ -94,6 +116,13 @@ def test_grid_engine_is_told_by_the_exit_code():
     assert SGE.requeue(Allocation(SGE, "5.2"), 75, lambda words: (127, "")).code == 99
     deleted = SGE.requeue(Allocation(SGE, "5.2"), 75, lambda words: (0, listed.format("dr")))
     assert (deleted.code, "was deleted" in deleted.message) == (75, True)
+
+
+def test_the_hosts_that_grid_engine_does_not_give_again_are_named():
+    given_ = Allocation(SGE, "5", (Node("n1", 1), Node("n2", 1), Node("n3", 1)))
+    done = SGE.requeue(given_, 75, lambda words: (0, ""))
+    assert done.code == 99
+    assert "on others than n2, n3, which it bars from this job" in done.message
 
 
 @pytest.mark.parametrize("scheduler", [PBS, NO_SCHEDULER])

@@ -317,7 +317,7 @@ def _run_dir(
     """The run directory, how the run begins in it, and notes for the user."""
     if request.resume and request.fresh:
         raise SettingError("--resume and --fresh contradict each other; give one of them")
-    again = f"{given} was started again (restart {given.restarts}), so its run goes on"
+    again = f"{given} was started again, so its run goes on"
     if request.run_dir is None and given.job and not request.resume:
         path, on = directory(given, _RUNS.absolute(), request.program.stem, without_secrets(request.subject), _about)
         return path, "resume" if on else "fresh" if request.fresh else "new", (again,) if on else ()

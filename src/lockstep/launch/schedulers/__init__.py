@@ -25,7 +25,7 @@ def detected(env: Mapping[str, str]) -> Scheduler:
 
 
 def allocation(env: Mapping[str, str], read: Read) -> Allocation:
-    """What the environment says; costs no more than reading one small file.
+    """What the environment says; costs no more than reading two small files.
 
     Raises:
         SettingError: if it cannot be understood.

@@ -10,7 +10,9 @@ What it really sends, measured with Grid Engine 8.1.9:
     h_rt passed       KILL at once; with -notify USR2 before
     s_rt passed, in a job on several hosts
                       as h_rt, on all of them: there a run has to know the limit and stop before it
-    exit 99           the job starts again, with RESTARTED=1 and the same JOB_ID
+    exit 99           the job starts again, with the same JOB_ID and RESTARTED=1, also the third time
+    exit 99, in a job on several hosts
+                      likewise, but of these hosts it is given the first one alone again: it waits for others
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class GridEngine(WritesJobScripts):
             self,
             env["JOB_ID"] + ("" if task in ("undefined", "") else f".{task}"),
             nodes or (Node(env.get("HOSTNAME", "here"), whole_number(env.get("NSLOTS")) or 1),),
-            restarts=whole_number(env.get("RESTARTED")) or 0,
+            start=_which_start(env, read),
+            restarted=bool(whole_number(env.get("RESTARTED"))),
         )
 
     def job_ends_at(self, env: Mapping[str, str], ask: Ask) -> float | None:
@@ -119,7 +122,11 @@ class GridEngine(WritesJobScripts):
         number, _, _ = given.job.partition(".")  # as it is listed, without the task of an array
         if any("d" in row[4] for row in _rows_of(number, queue)):
             return Requeued(stopped, f"Grid Engine job {given.job} was deleted, so it does not start again")
-        return Requeued(EXIT_RERUN, f"Grid Engine starts job {given.job} again for exit code {EXIT_RERUN}")
+        again = f"Grid Engine starts job {given.job} again for exit code {EXIT_RERUN}"
+        # It bars the hosts beside the first until they say once more that the job has left them, which they never do.
+        barred = ", ".join(node.name for node in given.nodes[1:])
+        without = f", on others than {barred}, which it bars from this job" if barred else ""
+        return Requeued(EXIT_RERUN, again + without)
 
     def missing(self, request: JobRequest) -> list[str]:
         """Several slots come from a parallel environment."""
@@ -160,6 +167,13 @@ class GridEngine(WritesJobScripts):
             line for each in directives for line in (*([f"# {each.why}:"] if each.why else []), f"#$ {each.option}")
         ]
         return script_text(lines, request, command, _USAGE)
+
+
+def _which_start(env: Mapping[str, str], read: Read) -> str:
+    """The first line that the process which started this job wrote: where, when, and its process number."""
+    spool = env.get("SGE_JOB_SPOOL_DIR")
+    first, _, _ = (read(f"{spool}/trace") if spool else "").partition("\n")
+    return f"{env.get('HOSTNAME', '')} {first}" if first else ""
 
 
 def _rows_of(job: str, listed: str) -> list[list[str]]:

@@ -39,9 +39,10 @@ def goes_on(given: Allocation, subject: str, record: Mapping[str, Any] | None) -
     """Whether a run directory, which holds ``record``, is this run's from before its job was started again."""
     last = record["starts"][-1] if record and record["starts"] else {}
     mine = last.get("job") == given.job and last.get("subject") == subject
-    return mine and last.get("job_restarts", 0) < given.restarts
+    # Where it is not known which start this is, going on loses nothing; to begin anew would.
+    return mine and given.restarted and (not given.start or last.get("job_start") != given.start)
 
 
 def noted(given: Allocation, subject: str) -> dict[str, Any]:
     """What a run directory is to say of a start, for `directory` and `goes_on` to read."""
-    return {"job": given.job, "job_restarts": given.restarts, "subject": subject}
+    return {"job": given.job, "job_start": given.start, "subject": subject}

@@ -50,7 +50,7 @@ class Scheduler(Protocol):
         ...
 
     def allocation(self, env: Mapping[str, str], read: Read) -> Allocation:
-        """The allocation of this process's job; costs no more than reading one small file.
+        """The allocation of this process's job; costs no more than reading two small files.
 
         Raises:
             SettingError: if the variables cannot be understood.
@@ -168,7 +168,8 @@ class Allocation:
     job: str = ""  #: the same when the job starts again; "" outside of a job
     nodes: tuple[Node, ...] = ()
     gpus_per_node: int | None = None  #: None: it does not say
-    restarts: int = 0  #: how often the scheduler has started this job again
+    start: str = ""  #: tells this start of the job from its others; "" if the scheduler does not
+    restarted: bool = False  #: the scheduler has started this job before
     step_tasks: int = 0  #: processes that srun started along with this one, itself among them; 0: srun did not start it
     node_rank: int = 0  #: of this process's node, where ``step_tasks`` says that it is one of several
     inside: bool = True  #: False: on another machine, such as under salloc on a login node

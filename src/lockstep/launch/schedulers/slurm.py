@@ -63,13 +63,15 @@ class Slurm(WritesJobScripts):
         names = _hosts(env)
         step = whole_number(env.get("SLURM_STEP_ID"))
         in_step = step is not None and step < FIRST_SPECIAL_STEP
+        restarts = whole_number(env.get("SLURM_RESTART_COUNT")) or 0
         tasks = whole_number(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS")) or 1
         return Allocation(
             self,
             env["SLURM_JOB_ID"],
             tuple(map(Node, names, _slots(env, len(names)))),
             gpus_per_node=_gpus(env),
-            restarts=whole_number(env.get("SLURM_RESTART_COUNT")) or 0,
+            start=str(restarts),
+            restarted=restarts > 0,
             step_tasks=tasks if in_step else 0,
             node_rank=(whole_number(env.get("SLURM_NODEID")) or 0) if in_step else 0,
             inside="SLURMD_NODENAME" in env,

@@ -85,7 +85,7 @@ def rank_environment(job: Job, world: World, restart: int, interface: str = "") 
     # A restart goes on from what the generation before it has saved, also where the run itself started over.
     begins = "resume" if restart else job.begins
     # Once: a job that the scheduler starts again goes on from what it has saved since.
-    back_to = None if job.given.restarts else job.request.resume_from
+    back_to = None if job.given.restarted else job.request.resume_from
     return {
         **world.rank_variables(),
         "ROLE_NAME": "default",
