@@ -52,8 +52,7 @@ class DividedParameter(DTensor):
     @property
     def data(self) -> torch.Tensor:
         """The same values, for which no gradient is computed; they cannot be replaced."""
-        found: torch.Tensor = DTensor.data.__get__(self)
-        return found
+        return super().data
 
     @data.setter
     def data(self, value: torch.Tensor) -> NoReturn:
@@ -123,7 +122,8 @@ _groups: Final[dict[DeviceMesh, Group]] = {}  # those of what is open; torch has
 
 
 def _handlers() -> dict[Any, Any]:
-    return DTensor._op_dispatcher._custom_op_handlers
+    found: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return found
 
 
 @functools.cache

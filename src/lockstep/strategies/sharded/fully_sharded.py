@@ -273,7 +273,7 @@ class FullySharded(
         refuse_copies(model, self._name)
         for parameter in model.parameters():
             if isinstance(parameter, DTensor):
-                parameter.__class__ = DividedParameter
+                cast(Any, parameter).__class__ = DividedParameter
         if self._guard is None:
             kinds = (DTensor, DividedParameter)
             self._guard = PickleGuard(kinds, lambda tensor: tensor.device_mesh == mesh, self._name)
