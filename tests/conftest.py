@@ -74,7 +74,7 @@ CAMPAIGN = re.compile(
     r"test_law_with_options\[.*-(survives_a_killed_rank|moves_between_strategies)\]|"
     r"test_law\[(auto|hsdp.*|diloco.*|dp|zero|local-sgd.*|hybrid.*)-survives_a_killed_rank\]|"
     r"test_law\[(auto|hsdp.*|diloco.*|zero|hybrid.*)-(moves_between_\w+|respects_count|clips_alike)\]|"
-    r"test_law\[fsdp:tensor.*-(?!moves_between_worlds)\w+\]|"
+    r"test_law\[fsdp:tensor.*-(?!moves_between_worlds)\w+\]|test_copies_of_what_tensor_groups_hold|"
     r"test_a_model_of_transformers_is_divided|"
     r"test_a_package_shuffles_alike_.*\[\w+-(0-2|1-0)\]|"
     r"test_whatever_is_killed_.*\[(second|third)\]|"

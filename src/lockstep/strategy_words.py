@@ -11,15 +11,15 @@ from typing import Final
 
 from lockstep.option_words import split_options
 
-_FSDP = ("wrap", "mixed", "reshard", "ignored_modules", "prefetch", "offload", "checkpoint_activations")
+_FSDP = ("wrap", "mixed", "reshard", "ignored_modules", "prefetch", "offload", "checkpoint_activations", "tensor")
 #: The strategies, each with the names of its options; a test compares them with the fields of its `Options`.
 STRATEGY_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "none": (),
     "dp": ("devices",),
     "ddp": ("compress", "rank", "start"),
     "zero": ("stage",),
-    "fsdp": (*_FSDP, "tensor"),
-    "hsdp": ("shard", *_FSDP),
+    "fsdp": _FSDP,
+    "hsdp": (*_FSDP, "shard"),
     "local-sgd": ("period", "warmup", "node_period", "moments"),
     "diloco": ("period", "outer_lr", "outer_momentum", "fragments", "overlap", "mix", "wire"),
     "parameter-server": ("servers", "mode", "staleness"),

@@ -128,13 +128,13 @@ CASES = {
 #: The same cases, otherwise made and computed, which must not change a bit.
 ALIKE = {
     "plain": {**CASES["plain"], "as_function": True},
-    "in bf16": CASES["in bf16"],
+    "in bf16": {**CASES["in bf16"], "strategy": "hsdp:shard=2,tensor=2"},
     "with dropout": {"drop": 0.3, "options": ",wrap=Block,checkpoint_activations"},
 }
 
 
 def train_case(strategy, case):
-    return train(strategy, **case)
+    return train(**{"strategy": strategy, **case})
 
 
 def on_leader(ranks, strategy, cases):
@@ -156,6 +156,11 @@ def test_it_trains_what_one_rank_trains_with_bits_that_do_not_depend_on_the_numb
         assert away <= tolerance, f"{name}: {away:.3g} away"
         assert two[name][2:] == pytest.approx(alone[name][2:], rel=min(0.1, 10 * tolerance)), name
     assert two["nothing computed again"][0] == two["with dropout"][0]
+
+
+def test_copies_of_what_tensor_groups_hold():
+    case = {"plain": CASES["plain"]}
+    assert on_leader(8, "hsdp:shard=2,tensor=2", case)["plain"][0] == on_leader(2, "fsdp:tensor=2", case)["plain"][0]
 
 
 class Dropped(nn.Module):
@@ -311,7 +316,7 @@ def train_small(
     resume=False,
     hidden=8,
     sparse=False,
-    again=False,
+    again=None,
     averages=False,
     strategy="fsdp:tensor=2",
     **told,
@@ -327,7 +332,7 @@ def train_small(
             if averages:
                 run.keep(average=[p.detach().clone() for p in net.parameters()])
             if again:
-                nn.init.normal_(net.up.weight)
+                nn.init.normal_(net.get_parameter(again))
             run.optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
             for _ in run.epochs(1):
                 for each in run.train(run.loader(torch.tensor([*ids]), global_batch=6, micro_batch=3)):
@@ -355,7 +360,11 @@ def differentiates_twice():
         expected = {name: mine[name].own(grad) if name in mine else grad for name, grad in known.items()}
         away = max(float((p.grad - expected[n]).abs().max()) for n, p in net.named_parameters() if n in known)
         net.load_state_dict(copy.deepcopy(net.state_dict()))
-        return away, len(known), [tuple(p.shape) for p in beside.parameters()]
+        other = Small().state_dict()
+        net.load_state_dict(other)
+        loaded = {name: mine[name].own(value) if name in mine else value for name, value in other.items()}
+        odd = [name for name, value in net.state_dict(keep_vars=True).items() if not torch.equal(value, loaded[name])]
+        return away, len(known), [tuple(p.shape) for p in beside.parameters()], odd
 
 
 def test_what_is_no_layer_s_part_is_not_computed_with_as_if_it_were(tmp_path):
@@ -370,14 +379,17 @@ def test_what_is_no_layer_s_part_is_not_computed_with_as_if_it_were(tmp_path):
             (partial(train_small, penalty=0.1),),
             (partial(train_small, sync_batchnorm=True),),
             (partial(train_small, sparse=True),),
-            (partial(train_small, again=True),),
+            (partial(train_small, again="up.weight"),),
+            (partial(train_small, again="up.bias"),),
+            (partial(train_small, again="batch_norm.weight"),),
             (partial(train_small, averages=True),),
             (partial(train_small, averages=True, strategy="fsdp", directory=str(tmp_path / "fsdp")),),
             (partial(train_small, hidden=4, **saved),),
             (partial(train_small, hidden=8, resume=True, **saved),),
         ],
     )
-    for away, known, beside in found[0]:
+    for away, known, beside, odd in found[0]:
+        assert odd == [], "what load_state_dict gives of whole tensors"
         assert away < 1e-6
         assert known == 6
         assert beside == [(5, 3), (5,)]
@@ -389,6 +401,8 @@ def test_what_is_no_layer_s_part_is_not_computed_with_as_if_it_were(tmp_path):
         "sync_batchnorm with tensor=2",
         "sparse=True",
         "part of up.weight",
+        "part of up.bias",
+        "run.save(model, path)",
         "kept_values.average.0 on rank 1",
         "of which this rank holds a part, as of the parameter",
         "run.save(model, path)",

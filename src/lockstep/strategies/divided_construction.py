@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.collectives import Group, StoredTensor, broadcast_from_rank0, in_memory
 from lockstep.errors import UsageError
-from lockstep.strategies.module_states import verify_module_states, verify_random_state
+from lockstep.strategies.module_states import checksum, verify_module_states, verify_random_state
 
 #: Tensors of fewer bytes stay whole.
 _LEAST_BYTES: Final = 1 << 10
@@ -236,7 +236,7 @@ class DividedConstruction:
             self._known[_storage_of(parameter)] = found
             checksums.append(found.checksum)
         whole = [p.detach() for p in model.parameters() if not p.is_meta and _storage_of(p) not in self._known]
-        checksums += [_checksum(p.contiguous().reshape(-1).view(torch.uint8)) for p in whole]
+        checksums += [checksum(p) for p in whole]
         self._everybody.check_equal(
             "the values that run.model(...) gave its parameters (the function must make the same model on every rank)",
             zlib.crc32(repr(checksums).encode()),
@@ -287,7 +287,7 @@ class _Divided:
         if self._is_whole:
             if self.has_values:
                 flat = _bytes_of(storage)
-                self.checksum = _checksum(flat)
+                self.checksum = checksum(flat)
                 self._own = flat[self._range(self._group.rank)].clone()
             storage.resize_(0)
             self._is_whole = False
@@ -433,14 +433,6 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _checksum(flat: torch.Tensor) -> int:
-    found = 0
-    for part in flat.split(1 << 20):
-        # A copy, for torch never again frees the memory of what was seen by NumPy.
-        found = zlib.crc32(part.to("cpu", copy=True).numpy().data, found)
-    return found
 
 
 def is_plain(value: object) -> bool:

@@ -17,6 +17,8 @@ from lockstep.strategies.sparse_gradients import dense_rows, no_rows, sparse_aga
 
 Tensors = list[torch.Tensor]
 
+_ACROSS_ELEMENTS: Final = ("Adafactor", "LBFGS", "Muon")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossCall:
@@ -159,6 +161,14 @@ def describe_loss(value: object) -> str:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """All parameters that ``optimizer`` steps, in the order of the numbers that they have in its state."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def steps_across_elements(optimizer: torch.optim.Optimizer) -> str:
+    """The name of a class of torch's that ``optimizer`` is, whose step of one element depends on others of its tensor.
+
+    "" if it is none of those.
+    """
+    return next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _ACROSS_ELEMENTS), "")
 
 
 def pop_gradients(parameters: Iterable[torch.Tensor], used: set[int], sparse: Collection[torch.Tensor] = ()) -> Tensors:

@@ -30,7 +30,7 @@ def verify_random_state(group: Group) -> None:
     """
     group.check_equal(
         "the state of torch's random numbers before run.model(...), which must draw the same on all ranks",
-        zlib.crc32(torch.get_rng_state().numpy().data),
+        checksum(torch.get_rng_state()),
     )
 
 
@@ -42,3 +42,12 @@ def sync_module_states(group: Group, model: nn.Module) -> None:
     """
     verify_module_states(group, model)
     broadcast_from_rank0(group, (*model.parameters(), *model.buffers()))
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """The CRC-32 of the bits of ``tensor``, copied to the CPU a MiB at a time."""
+    found, flat = 0, tensor.detach().contiguous().view(-1).view(torch.uint8)
+    for part in flat.split(1 << 20):
+        # A copy, for torch never again frees the memory of what was seen by NumPy.
+        found = zlib.crc32(part.to("cpu", copy=True).numpy().data, found)
+    return found

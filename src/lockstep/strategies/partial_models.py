@@ -142,29 +142,31 @@ class PickleGuard:
     """While open, pickling a tensor that ranks hold together raises `UsageError`, as `torch.save` does.
 
     Args:
-        kind: class of such tensors.
+        kinds: classes of such tensors.
         is_ours: whether one is divided by the strategy, and not by the user.
         strategy: its name.
     """
 
-    def __init__(self, kind: type[torch.Tensor], is_ours: Callable[[Any], bool], strategy: str) -> None:
-        self._kind: Final = kind
+    def __init__(self, kinds: Sequence[type[torch.Tensor]], is_ours: Callable[[Any], bool], strategy: str) -> None:
         self._is_ours: Final = is_ours
         self._strategy: Final = strategy
-        self._before: Final = copyreg.dispatch_table.get(kind)
-        copyreg.pickle(kind, self._reduce)
+        self._before: Final = {kind: copyreg.dispatch_table.get(kind) for kind in kinds}
+        for kind in kinds:
+            copyreg.pickle(kind, self._reduce)
 
     def close(self) -> None:
         """Pickling is as it was before."""
-        if copyreg.dispatch_table.get(self._kind) == self._reduce:
-            del copyreg.dispatch_table[self._kind]
-            if self._before is not None:
-                copyreg.pickle(self._kind, self._before)
+        for kind, before in self._before.items():
+            if copyreg.dispatch_table.get(kind) == self._reduce:
+                del copyreg.dispatch_table[kind]
+                if before is not None:
+                    copyreg.pickle(kind, before)
 
     def _reduce(self, tensor: torch.Tensor) -> Any:
         if self._is_ours(tensor):
             raise UsageError(half_a_model(f"a tensor of shape {tuple(tensor.shape)}", self._strategy))
-        return self._before(tensor) if self._before is not None else tensor.__reduce_ex__(2)
+        before = self._before[type(tensor)]
+        return before(tensor) if before is not None else tensor.__reduce_ex__(2)
 
 
 def half_a_model(what: str, strategy: str) -> str:
@@ -180,4 +182,21 @@ def outside_forward(strategy: str, method: str) -> str:
     return (
         f"{method}(...) uses parameters, and under strategy {strategy} they are together only while the model itself "
         "is called: compute it in forward(), as with an argument that says what is wanted, or use ddp or zero"
+    )
+
+
+def of_divided_parameters(strategy: str) -> str:
+    """What to say of an error of torch about an operation that it does not know for divided parameters."""
+    return (
+        f"parameters are divided among ranks under strategy {strategy}, and torch does not compute this with their "
+        "rows: compute it before run.model(...) or in forward(); write values with parameter.copy_(value); or use ddp "
+        "or zero"
+    )
+
+
+def replaced_parameters(strategy: str) -> str:
+    """What to say of an error that came of new parameters in the place of divided ones."""
+    return (
+        f"a parameter was replaced after run.model(...), and strategy {strategy} computes with the one that it has "
+        "divided: leave assign=True out of load_state_dict(...), or replace it before run.model(...)"
     )

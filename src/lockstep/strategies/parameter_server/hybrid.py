@@ -57,6 +57,7 @@ from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
     divide_by_counts,
     parameters_of,
+    steps_across_elements,
     total_count,
 )
 from lockstep.strategies.parameter_server.embedding_tables import (
@@ -84,8 +85,6 @@ from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import OwnerLayout
 
 _LOOK_UP, _BACKWARD = "a look-up of embeddings", "the backward pass"
-#: Optimizers of torch whose step of one row depends on the others.
-_ACROSS_ROWS = ("Adafactor", "LBFGS", "Muon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +218,10 @@ class Hybrid(
         Raises:
             UsageError: if it is one of torch's that do not.
         """
-        known = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _ACROSS_ROWS]
+        known = steps_across_elements(optimizer)
         if known and any(p in self._table_of and self._table_of[p].is_divided for p in parameters_of(optimizer)):
             raise UsageError(
-                f"{known[0]} steps a row by what is in the others, and an embedding's rows are divided between "
+                f"{known} steps a row by what is in the others, and an embedding's rows are divided between "
                 "servers; use another optimizer for it, servers=1, or ddp"
             )
 

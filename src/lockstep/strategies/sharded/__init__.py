@@ -5,6 +5,7 @@
 `hybrid_sharded`    the strategy ``hsdp``: replicas of such groups
 `wrapping`          which modules are gathered together, as blocks, and what else is done to them
 `division_checks`   which models can be divided by rows
+`divided_parameters`  what a script does to parameters that are divided
 `prefetch`          which blocks are gathered ahead
 `fsdp_gradients`    what sums the gradients of a block, in place of torch's reduce-scatter
 `whole_gradients`    what sums the gradients of parameters that are not divided

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from lockstep.errors import UsageError
+from lockstep.strategies.gradient_accumulation import parameters_of, steps_across_elements
 
 SECOND_ORDER: Final = (
     "the loss depends on gradients that were computed before, as with torch.autograd.grad(..., create_graph=True) for "
@@ -20,8 +21,8 @@ SECOND_ORDER: Final = (
 )
 
 
-def refuse_second_order(model: nn.Module) -> None:
-    """Refuse gradients of what ``model`` gives that could be differentiated again, as they are computed.
+def refuse_second_order(module: nn.Module) -> None:
+    """Refuse gradients of what ``module`` gives that could be differentiated again, as they are computed.
 
     What the second backward pass would read is freed by then, and has ended processes by SIGSEGV.
     """
@@ -30,12 +31,12 @@ def refuse_second_order(model: nn.Module) -> None:
         if torch.is_grad_enabled():  # as in a backward pass with create_graph=True only
             raise UsageError(SECOND_ORDER)
 
-    def watch(_model: nn.Module, _args: object, output: object) -> None:
+    def watch(_module: nn.Module, _args: object, output: object) -> None:
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(check)
 
-    model.register_forward_hook(watch)
+    module.register_forward_hook(watch)
 
 
 def check_divisible(model: nn.Module, strategy: str, ignored: Container[nn.Parameter]) -> None:
@@ -118,8 +119,23 @@ def check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, igno
     """Check that ``optimizer`` can step tensors that are divided.
 
     Raises:
-        UsageError: for a fused optimizer on CPUs, or one that steps divided and whole parameters at once.
+        UsageError: for a fused optimizer or parameters of two bytes on CPUs, one that steps divided and whole
+            parameters at once, or one of torch's that looks at several elements of a divided parameter at once.
     """
+    divided = [p for p in parameters_of(optimizer) if isinstance(p, DTensor)]
+    if device.type == "cpu" and any(p.dtype.itemsize < 4 for p in divided):
+        raise UsageError(
+            f"{type(optimizer).__name__} with divided parameters in bf16 or fp16 on CPUs: torch's kernels there round "
+            "the last few elements of a tensor otherwise, and each number of ranks has other last ones. Use "
+            "precision='bf16', which keeps parameters in fp32, or ddp or zero"
+        )
+    known = steps_across_elements(optimizer)
+    if known and divided:
+        raise UsageError(
+            f"{known} looks at several elements of a parameter at once, and a rank holds some of its rows: what it "
+            "computes would depend on how many ranks there are. Use zero, under which a rank steps whole parameters, "
+            "or an optimizer that treats each element alike, such as AdamW"
+        )
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if fused and device.type == "cpu":
         raise UsageError(

@@ -21,6 +21,7 @@ from lockstep.collectives import Group, ReduceScatter, ScatteredSum, translating
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
 from lockstep.strategies.gradient_accumulation import ParameterSet, negative_zeros_like
+from lockstep.strategies.sharded.divided_parameters import DividedParameter
 from lockstep.strategies.sharded.whole_gradients import WholeGradients
 
 
@@ -247,10 +248,12 @@ class FsdpBackward(Gradients):
                 fsdp_model.uses.after(position)
                 for unit in fsdp_model.units:
                     unit.expect(None)
-        if not position.last:
-            for fsdp_model in reached:
-                for parameter in fsdp_model.parameters:
+        for fsdp_model in reached:
+            for parameter in fsdp_model.parameters:
+                if not position.last:
                     parameter.grad = None
+                elif isinstance(parameter.grad, DTensor):
+                    parameter.grad.__class__ = DividedParameter
 
     def discard_step(self) -> None:
         """Drop what the units have summed."""

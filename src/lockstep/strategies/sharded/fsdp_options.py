@@ -1,4 +1,4 @@
-"""The options of ``fsdp``, most of which ``hsdp`` has, too."""
+"""The options of ``fsdp``, all of which ``hsdp`` has, too."""
 
 from __future__ import annotations
 

@@ -64,9 +64,17 @@ from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.divided_construction import DividedConstruction
 from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
 from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.partial_models import PickleGuard, half_a_model, outside_forward, refuse_copies
+from lockstep.strategies.partial_models import (
+    PickleGuard,
+    half_a_model,
+    of_divided_parameters,
+    outside_forward,
+    refuse_copies,
+    replaced_parameters,
+)
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.sharded import division_checks as checks
+from lockstep.strategies.sharded.divided_parameters import DividedOperations, DividedParameter
 from lockstep.strategies.sharded.dtensor_layout import DTensorLayout
 from lockstep.strategies.sharded.fsdp_gradients import (
     AllUsed,
@@ -83,6 +91,9 @@ from lockstep.strategies.sharded.wrapping import BlockCompiler, blocks_of, ignor
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.tensor_parallel.tensor_parallel import TensorParallel
+
+#: What torch says of operations that it does not compute with `DTensor`s.
+_OF_DTENSORS: Final = ("mixed torch.Tensor and DTensor", "sharding strategy", "Sharding propagation failed")
 
 
 def open_strategy(context: StrategyContext, options: Options, name: str = "fsdp") -> Strategy:
@@ -152,6 +163,7 @@ class FullySharded(
         self._constructed: nn.Module | None = None  # the model that it has made last
         self._blocks: Final[list[FSDPModule]] = []
         self._guard: PickleGuard | None = None
+        self._operations: DividedOperations | None = None
         self._prefetch: Final = Prefetch(options.prefetch, over_cpu=group.over_cpu)
         self._call_checksum = 0  # a checksum of which blocks were called, in their order
         self._roots: Final[list[FSDPModule]] = []
@@ -243,6 +255,7 @@ class FullySharded(
             divided.update(own)
             self._blocks.append(block)
             module.register_forward_pre_hook(partial(self._record_call, len(self._blocks), block), prepend=True)
+            checks.refuse_second_order(module)
             if own:
                 units.append(FsdpUnit(own, self._shard_groups.within.size, self._reduce_scatter))
                 block.set_custom_reduce_scatter(cast(Any, units[-1]))
@@ -257,10 +270,14 @@ class FullySharded(
             register_fsdp_forward_method(model, "generate")
         else:
             model.register_forward_hook(partial(self._reshard_after_looking, self._blocks[-len(blocks) - 1 :]))
-        checks.refuse_second_order(model)
         refuse_copies(model, self._name)
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor):
+                cast(Any, parameter).__class__ = DividedParameter
         if self._guard is None:
-            self._guard = PickleGuard(DTensor, lambda tensor: tensor.device_mesh == mesh, self._name)
+            kinds = (DTensor, DividedParameter)
+            self._guard = PickleGuard(kinds, lambda tensor: tensor.device_mesh == mesh, self._name)
+            self._operations = DividedOperations(mesh, self._group)
         if any(p.requires_grad for p in model.parameters()):
             learning = [p for p in model.parameters() if p in ignored and p.requires_grad]
             kept = by_type(learning, self._shard_groups, self._reduce_scatter)
@@ -332,8 +349,10 @@ class FullySharded(
 
     def explain(self, error: Exception, method: str) -> str:
         """Where torch speaks of a tensor that is divided."""
-        if method and "mixed torch.Tensor and DTensor" in str(error):
-            return outside_forward(self._name, method)
+        if any(words in str(error) for words in _OF_DTENSORS):
+            return outside_forward(self._name, method) if method else of_divided_parameters(self._name)
+        if isinstance(error, AttributeError) and error.name == "_local_tensor":
+            return replaced_parameters(self._name)
         if "invalid python storage" in str(error):  # as safetensors' save_file says
             return half_a_model("the tensors of a divided model", self._name)
         return ""
@@ -367,6 +386,8 @@ class FullySharded(
         self._shard_groups.close()
         if self._guard is not None:
             self._guard.close()
+        if self._operations is not None:
+            self._operations.close()
 
     def _record_call(self, number: int, block: FSDPModule, *_: object) -> None:
         self._call_checksum = zlib.crc32(number.to_bytes(4, "little"), self._call_checksum)

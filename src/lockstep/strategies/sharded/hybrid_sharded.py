@@ -10,35 +10,22 @@ Bytes between nodes: 2 (C - 1) / C times a rank's rows for C copies, where ``fsd
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.collectives import Group
 from lockstep.errors import SettingError
 from lockstep.strategies.protocol import Strategy, StrategyContext
 from lockstep.strategies.sharded import fsdp_options, fully_sharded
 from lockstep.strategies.sharded.fully_sharded import FullySharded
+from lockstep.strategies.tensor_parallel.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(fsdp_options.Options):
     """The options of ``hsdp``: those of ``fsdp``, and how many ranks hold a copy."""
 
-    #: Ranks that hold one copy of the model; 0: those of a node.
+    #: Ranks that hold one copy of the model, or of a tensor group's part of it; 0: those of a node.
     shard: int = 0
-    #: See ``fsdp``.
-    wrap: str = "auto"
-    #: See ``fsdp``.
-    mixed: str = "none"
-    #: See ``fsdp``.
-    reshard: str = "true"
-    #: See ``fsdp``.
-    ignored_modules: str = ""
-    #: See ``fsdp``.
-    prefetch: int = 0
-    #: See ``fsdp``.
-    offload: bool = False
-    #: See ``fsdp``.
-    checkpoint_activations: bool = False
 
 
 def open_strategy(context: StrategyContext, options: Options) -> Strategy:
@@ -47,18 +34,12 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     Raises:
         SettingError: if the ranks cannot be divided so.
     """
-    alike = fsdp_options.Options(
-        options.wrap,
-        options.mixed,
-        options.reshard,
-        options.ignored_modules,
-        options.prefetch,
-        options.offload,
-        options.checkpoint_activations,
-    )
+    if options.tensor > 1:
+        data_parallel = replace(options, tensor=1)
+        return TensorParallel(context, options.tensor, "hsdp", lambda inner: open_strategy(inner, data_parallel))
     if context.group.size == 1:
-        return fully_sharded.open_strategy(context, alike)
-    return FullySharded(context, alike, ranks_of_a_copy(context.group, options.shard), "hsdp")
+        return fully_sharded.open_strategy(context, options)
+    return FullySharded(context, options, ranks_of_a_copy(context.group, options.shard), "hsdp")
 
 
 def ranks_of_a_copy(group: Group, shard: int) -> int:

@@ -8,7 +8,6 @@ norm.weight        6                the same on both              rows 0..2, 3..
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.collectives import Group, ShardGroups, TensorShard
 from lockstep.errors import MismatchError, UsageError
 from lockstep.strategies.gradient_accumulation import parameters_of
+from lockstep.strategies.module_states import checksum
 from lockstep.strategies.partial_models import PartialTensor
 from lockstep.strategies.protocol import StateDict, StateLayout
 from lockstep.strategies.tensor_parallel.tensor_plan import TensorDivision
@@ -31,6 +31,7 @@ class TensorDivisions:
     def __init__(self) -> None:
         self._by_model: Final[dict[nn.Module, Mapping[str, TensorDivision]]] = {}
         self._by_parameter: Final[dict[nn.Parameter, TensorDivision]] = {}
+        self._noted: Final[dict[nn.Parameter, int]] = {}  # a checksum of this rank's part
 
     def add(self, model: nn.Module, divisions: Mapping[str, TensorDivision]) -> None:
         """Remember ``divisions`` by their names in ``model``, whose parameters are those that optimizers step."""
@@ -39,10 +40,26 @@ class TensorDivisions:
             if name in divisions:
                 self._by_parameter[parameter] = divisions[name]
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of all models that are divided, with their names."""
-        for model, divisions in self._by_model.items():
-            yield from ((name, parameter) for name, parameter in model.named_parameters() if name in divisions)
+    def named_parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of ``model`` that are divided, with their names."""
+        divisions = self._by_model[model]
+        return ((name, parameter) for name, parameter in model.named_parameters() if name in divisions)
+
+    def note_parts(self, model: nn.Module) -> None:
+        """What this rank holds of ``model`` is right: `changed_parts` are those that change afterwards."""
+        for _, parameter in self.named_parameters(model):
+            self._noted[parameter] = checksum(_local(parameter))
+
+    def changed_parts(self) -> dict[tuple[int, str], int]:
+        """Checksums of the parts that have changed, and have not one value each; by number of the model, and name."""
+        changed = {}
+        for number, model in enumerate(self._by_model):
+            for name, parameter in self.named_parameters(model):
+                part = _local(parameter)
+                found = checksum(part)
+                if found != self._noted.get(parameter) and part.numel() and (part != part.flatten()[0]).any():
+                    changed[number, name] = found
+        return changed
 
     def of_model(self, model: nn.Module) -> Mapping[str, TensorDivision]:
         """The divisions of a model's tensors, by their names."""
@@ -51,6 +68,17 @@ class TensorDivisions:
     def of_parameter(self, parameter: nn.Parameter) -> TensorDivision | None:
         """The division of a parameter; None: each rank of a tensor group has it whole."""
         return self._by_parameter.get(parameter)
+
+
+def take_own_part(module: nn.Module, name: str, division: TensorDivision) -> None:
+    """``load_state_dict`` of ``module``, or of one around it, takes whole tensors of that ``name``, too."""
+
+    def replace(_module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        value = state.get(prefix + name)
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == division.shape:
+            state[prefix + name] = division.own(value)
+
+    module.register_load_state_dict_pre_hook(replace)
 
 
 class TensorLayout(StateLayout):
@@ -118,6 +146,7 @@ class TensorLayout(StateLayout):
         """
         divisions = self._divisions.of_model(model)
         self._inner.load_model(model, {name: _own(value, divisions.get(name)) for name, value in state.items()})
+        self._divisions.note_parts(model)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
         """The states that lie on this rank, likewise. Collective, unless it asks no other rank.
@@ -137,18 +166,15 @@ class TensorLayout(StateLayout):
         self._inner.load_optimizer(optimizer, state | {"state": self._states(optimizer, state, _own)})
 
     def check_parts_differ(self) -> None:
-        """Check that no matrix has the same values, not one value each, on all ranks of a tensor group. Collective.
+        """Check that nothing got the same values, not one value each, on all ranks of a tensor group. Collective.
 
         Raises:
-            UsageError: if one has: ranks have drawn the same numbers, each for its part, and would learn the same.
+            UsageError: if something did: ranks have drawn the same numbers, each for its part, and would learn the
+                same.
         """
-        own = {
-            name: _checksum(part)
-            for name, parameter in self._divisions.named_parameters()
-            if parameter.requires_grad and (part := _local(parameter)).dim() > 1 and (part != part[:1, :1]).any()
-        }
-        by_rank = self._group.gather_objects(own, "a checksum of each rank's part of each tensor")
-        alike = [name for name in own if all(found.get(name) == own[name] for found in by_rank)]
+        own = self._divisions.changed_parts()
+        by_rank = self._group.gather_objects(own, "a checksum of what has changed of each rank's part of each tensor")
+        alike = [name for number, name in own if len({found.get((number, name)) for found in by_rank}) == 1]
         if alike:
             raise UsageError(
                 f"each rank of a tensor group has the same values in its part of {', '.join(alike[:5])}: after "
@@ -198,7 +224,7 @@ class TensorLayout(StateLayout):
         if self._alone:
             return
         held = {name: value.tensor if isinstance(value, TensorShard) else value for name, value in state.items()}
-        sums = {name: _checksum(tensor) for name, tensor in held.items() if isinstance(tensor, torch.Tensor)}
+        sums = {name: checksum(tensor) for name, tensor in held.items() if isinstance(tensor, torch.Tensor)}
         by_rank = self._group.gather_objects(sums, "a checksum of what each rank of a tensor group has whole")
         differ = [name for name in sums if len({found[name] for found in by_rank}) > 1]
         if differ:
@@ -230,7 +256,3 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
     """What lies on this rank."""
     held = parameter.detach()
     return held.to_local() if isinstance(held, DTensor) else held
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -47,18 +47,16 @@ from lockstep.strategies.abilities import (
 )
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.divided_construction import DividedConstruction
-from lockstep.strategies.gradient_accumulation import ParameterSet
+from lockstep.strategies.gradient_accumulation import ParameterSet, steps_across_elements
 from lockstep.strategies.module_states import sync_module_states, verify_module_states
 from lockstep.strategies.partial_models import mark_partial, refuse_copies
 from lockstep.strategies.protocol import Strategy, StrategyContext
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.tensor_parallel.parallel_layers import DividedRegion, compute_in_parallel
 from lockstep.strategies.tensor_parallel.tensor_group import TensorGroup
-from lockstep.strategies.tensor_parallel.tensor_layout import TensorDivisions, TensorLayout
+from lockstep.strategies.tensor_parallel.tensor_layout import TensorDivisions, TensorLayout, take_own_part
 from lockstep.strategies.tensor_parallel.tensor_plan import divisions_of, styles_of
 
-#: Optimizers of torch whose step of one element depends on others of its tensor.
-_ACROSS_ELEMENTS: Final = ("Adafactor", "LBFGS", "Muon")
 #: What torch says where a layer is given activations that are divided otherwise than it expects.
 _SHAPE_ERRORS: Final = (
     "shapes cannot be multiplied",
@@ -178,9 +176,11 @@ class TensorParallel(
         compute_in_parallel(model, styles, divisions, tensor_group, region)
         self._inner.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
         self._divisions.add(model, divisions)
+        self._divisions.note_parts(model)
         for name in divisions:
             layer, _, own_name = name.rpartition(".")
             module = model.get_submodule(layer)
+            take_own_part(module, own_name, divisions[name])
             if not isinstance(getattr(module, own_name), DTensor):  # else the other strategy has seen to it
                 mark_partial(module, [own_name], self._name)
         refuse_copies(model, self._name)
@@ -193,9 +193,9 @@ class TensorParallel(
         Raises:
             UsageError: for one of torch's that looks at several elements at once.
         """
-        if type(optimizer).__name__ in _ACROSS_ELEMENTS:
+        if known := steps_across_elements(optimizer):
             raise UsageError(
-                f"{type(optimizer).__name__} looks at several elements of a parameter at once, and with "
+                f"{known} looks at several elements of a parameter at once, and with "
                 f"tensor={self._ranks} a rank steps a part of each; use an optimizer that treats each element alike, "
                 "such as AdamW, or leave tensor= out"
             )
