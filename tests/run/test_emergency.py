@@ -25,7 +25,7 @@ from lockstep.launch_contract import EMERGENCY, RUN_DIR
 from lockstep.run.emergency import EmergencyMemory, NoEmergency, open_emergency, writes_emergency
 from lockstep.run.emergency_choice import Choice, Left, LeftState, choose
 from lockstep.run.left_behind import LeftBehind
-from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, part_after, read_journal, total
+from lockstep.run.measures_journal import Journal, Measured, MeasuresJournal, Sums, part_after, read_journal, total
 from lockstep.run.metrics import MetricMeans, PassMetrics
 from lockstep.run.point_marks import PointMarks
 from lockstep.run.resume_point import ResumePoint
@@ -106,8 +106,8 @@ def test_a_journal_that_is_full_begins_anew_and_one_that_is_torn_tells_nothing(t
     assert part_after(read_journal(path), 8999, 8999) is not None, "the other area is what it was"
     journal.close()
     path.write_bytes(path.read_bytes()[:1000])
-    assert read_journal(path) == ()
-    assert read_journal(tmp_path / "nowhere") == ()
+    assert read_journal(path) == Journal()
+    assert read_journal(tmp_path / "nowhere") == Journal()
 
 
 def items_after(path, step):
@@ -157,7 +157,7 @@ def part_of(step, late=False):
         sums = Sums({"loss": [1 << 1074, 0.0, 1]}, {})
 
     Area.late = step if late else -1
-    return (Area,)
+    return Journal((Area,))
 
 
 STATE = LeftState("generation-0-a", 7, False, 1, 2, "/memory/state", {"weight": 1}, {}, [])
