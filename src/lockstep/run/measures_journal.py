@@ -141,8 +141,8 @@ class MeasuresJournal:
             names: of what will be measured.
             late: whether something of ``step`` came after its gradients were summed.
         """
-        if late:
-            self._late = step
+        # Not the last step's: an area that begins with what came late to it would be taken for one of its pass.
+        self._late = step if late else _NEVER
         self._names = {name: number for number, name in enumerate(names)}
         text = json.dumps([list(self._names), sums.train, sums.recent]).encode()
         if self._began != (step, False):  # else the other area tells of this step, and is still needed
@@ -194,9 +194,13 @@ class MeasuresJournal:
 def read_journal(path: Path) -> Journal:
     """What is in the journal at ``path``; nothing, if there is none."""
     try:
-        content = path.read_bytes()
+        return journal_in(path.read_bytes())
     except OSError:
         return Journal()
+
+
+def journal_in(content: bytes) -> Journal:
+    """What is in the bytes of a journal; nothing, if there are too few of them."""
     if len(content) < JOURNAL_BYTES:
         return Journal()
     found = (_area(content[start : start + _AREA_BYTES]) for start in (0, _AREA_BYTES))
