@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
@@ -52,7 +53,13 @@ def end_connections(addresses: Collection[str]) -> int:
     ended = 0
     for descriptor in [int(entry.name) for entry in _DESCRIPTORS.iterdir()]:
         # Of a duplicate, so that the number cannot come to stand for something else meanwhile.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            duplicate = os.dup(descriptor)
+            stack.callback(os.close, duplicate)
+            if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
+                continue
+            connection = socket.socket(fileno=duplicate)
+            stack.callback(connection.detach)
             is_tcp = connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6)
             if is_tcp and plain_address(connection.getpeername()[0]) in addresses:
                 connection.shutdown(socket.SHUT_RDWR)
