@@ -50,8 +50,10 @@ def end_connections(addresses: Collection[str]) -> int:
 
     Also those that belong to libraries: they see the other end as closed.
     """
-    ended = 0
-    for descriptor in [int(entry.name) for entry in _DESCRIPTORS.iterdir()]:
+    ended, descriptors = 0, list[int]()
+    with contextlib.suppress(OSError):  # a system that does not list them
+        descriptors = [int(entry.name) for entry in _DESCRIPTORS.iterdir()]
+    for descriptor in descriptors:
         # Of a duplicate, so that the number cannot come to stand for something else meanwhile.
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             duplicate = os.dup(descriptor)

@@ -170,9 +170,7 @@ def _start_generation(
     reports = [node.report for node in _in_order(ready[: limits.max_nodes])]
     members = tuple(map(Member.of, reports))
     number = state.plan.number + 1
-    plan = replace(
-        state.plan, number=number, phase="generation", members=members, stop_mode=StopMode.NONE, lost=(), port=0
-    )
+    plan = replace(state.plan, number=number, phase="generation", members=members, stop_mode=StopMode.NONE, port=0)
     state = replace(state, plan=plan, since_s=now_s, failed_since_s=None, resizing=False, lost=(), suspects=())
     waiting = ready[limits.max_nodes :]
     if limits.max_nodes == 1 and not waiting:
@@ -403,6 +401,7 @@ def _next_generation(
         generation=state.plan.generation + 1,
         restart=state.plan.restart + 1,
         members=(),
+        lost=(),
         stop_mode=StopMode.NONE,
     )
     return replace(
