@@ -127,9 +127,8 @@ def test_ranks_that_lost_the_coordinators_host_leave_what_they_hold_just_before_
 
     def stop(mode, lost=()):
         did.append((mode, set(lost)))
-        node._workers.leaves = mode is StopMode.PEER_LOST
 
-    node._workers = SimpleNamespace(running=True, failed=False, leaves=False, stop=stop)
+    node._workers = SimpleNamespace(running=True, failed=False, stop=stop)
     shared = "172.17.0.1"
     plan = Plan(
         members=(Member("c", "n1", 1, "", ("10.0.0.1", shared)), Member("n", "n2", 1, "", ("10.0.0.2", shared)))
@@ -137,7 +136,7 @@ def test_ranks_that_lost_the_coordinators_host_leave_what_they_hold_just_before_
     for silent_s in (4.0, 26.0, 27.5):
         node._store.silent_s = lambda silent_s=silent_s: silent_s
         assert node._while_cut_off(plan) is None
-    assert did == [(StopMode.PEER_LOST, {"10.0.0.1"})]
+    assert did == [(StopMode.PEER_LOST, {"10.0.0.1"})], "just before"
     node._workers.failed = True  # the first of them; others have not written theirs yet
     node._while_cut_off(plan)
     assert {mode for mode, _ in did} == {StopMode.PEER_LOST}

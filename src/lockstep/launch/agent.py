@@ -135,6 +135,7 @@ class Agent:
         self._watched = -1  # the newest generation of which this node was seen to be no member
         self._cut_off_since_s: float | None = None
         self._waits_for_coordinator = False  # it is silent, and the ranks live on
+        self._leaves = False  # they do so only to leave what they hold
         self._after_failure, self._failures_told = after_failure, -1  # the newest generation of which it was told
         #: The failure that was shown last, "" if there was none.
         self.last_failure = ""
@@ -329,11 +330,11 @@ class Agent:
         if silent_s < limits.suspect_after_s:
             if self._cut_off_since_s is not None or self._waits_for_coordinator:
                 self._screen.say("the other nodes are heard again")
-            self._cut_off_since_s, self._waits_for_coordinator = None, False
+            self._cut_off_since_s, self._waits_for_coordinator, self._leaves = None, False, False
             return None
         # What the coordinator knows of this node lets it count on this: see `lost_members`.
         stops = self._stops.waited(self._job.request.grace_s)  # until then the coordinator may come back, for a save
-        failed = self._workers.failed and not self._workers.leaves
+        failed = self._workers.failed and not self._leaves  # by which they fail
         nothing_to_keep = not self._workers.running or failed or stops
         if silent_s < limits.lost_after_s and not nothing_to_keep and self._cut_off_since_s is None:
             if not self._waits_for_coordinator:
@@ -343,6 +344,7 @@ class Agent:
                     "while the ranks hold their connections"
                 )
             if silent_s >= limits.lost_after_s - min(_LEAVE_S, limits.lost_after_s / 4):
+                self._leaves = True
                 self._workers.stop(StopMode.PEER_LOST, lost=plan.addresses_of({self._store.coordinator}))
             return None
         if self._cut_off_since_s is None:

@@ -51,7 +51,7 @@ from lockstep.peer_failure import is_peer_failure
 from lockstep.run.copied_measures import COPIED, CopiedMeasures, open_copied_measures
 from lockstep.run.emergency_choice import Left, LeftState, choose
 from lockstep.run.left_behind import LeftBehind
-from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, read_journal
+from lockstep.run.measures_journal import Journal, Measured, MeasuresJournal, Sums, read_journal
 from lockstep.run.metrics import MetricMeans, PassMetrics
 from lockstep.run.mirror import MIRROR_PARTS, Mirror, open_mirror
 from lockstep.run.resume_point import ResumePoint
@@ -371,7 +371,8 @@ class EmergencyMemory(Emergency):
 
     def _left(self) -> Left:
         states: list[LeftState] = []
-        journals, copied, suspect = {}, {}, []
+        journals, copied = dict[tuple[str, int], Journal](), dict[tuple[str, int], Journal]()
+        suspect = []
         for directory in self._before():
             states += self._states(directory.name)
             if (directory / "suspect").exists():

@@ -96,8 +96,8 @@ class WorkerGroup:
         self._log_starts: Mapping[int, int] = {}  # by rank: length of its log before this generation
         self._start_s, self._heard = 0.0, False  # when the ranks were started, and whether one of them was heard since
         self._exited: dict[int, RankExit] = {}
-        self._stop_mode, self._kill_at_s, self._killed_s = StopMode.NONE, float("inf"), float("inf")
-        self._leave_by_s = float("inf")
+        self._stop_mode = StopMode.NONE
+        self._kill_at_s, self._killed_s, self._leave_by_s = float("inf"), float("inf"), float("inf")
         self._asked_with: signal.Signals | None = None  # and not known to have been heard
         self._world_size, self._store_unused = 0, False
         # Ranks that were killed before the others, such as those that hung, and when.
@@ -205,11 +205,6 @@ class WorkerGroup:
         if not self.running and self._ranks and not self.endings:
             self._collect_endings()
 
-    @property
-    def leaves(self) -> bool:
-        """Whether the ranks live on for a moment, to leave what they hold, since others are lost."""
-        return self.running and self._stop_mode is StopMode.PEER_LOST
-
     def stop(self, mode: StopMode, reason: str = "", lost: Collection[str] = ()) -> None:
         """Have the ranks end in this way, and tell the user why; nothing if they were asked as urgently already.
 
@@ -267,7 +262,8 @@ class WorkerGroup:
 
     def _insist(self, now_s: float) -> None:
         """Do what was asked for and did not happen."""
-        still_leaves = self.leaves and self._hang_monitor.saves and now_s < self._leave_by_s
+        leaves = self._stop_mode is StopMode.PEER_LOST
+        still_leaves = leaves and self._hang_monitor.saves and now_s < self._leave_by_s
         if now_s >= self._kill_at_s and not still_leaves:
             self._kill()
         fork_server = self._fork_server
