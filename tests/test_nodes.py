@@ -284,7 +284,7 @@ def test_one_to_three_hosts_shrink_when_one_is_cut_off_grow_let_one_go_and_train
         # Nobody has closed its connections, and what it had measured was in its memory, and on n1.
         done = max(int(path.read_text()) for path in tmp_path.glob("g*-n1-*of2"))
         assert cluster.until_steps("*", ranks=1, steps=12) == {"n1"}
-        assert f"goes on from step {done} (state of rank " in cluster.said("n1"), cluster.everything()
+        cluster.until_said("n1", f"goes on from step {done} (state of rank ")
         machines["n2"].mend()
         cluster.launch("n3", *args, **options)
         cluster.until_said("n1", " came: stopping at a checkpoint, to go on with more nodes")
