@@ -243,10 +243,10 @@ _GROUPS: dict[str, Group] = {
     "takeover": Group(
         {
             "the endpoint's host is killed, with --rdzv-takeover": Fault(
-                endpoint_killed_for_good, r"this node is the coordinator now", "disk"
+                endpoint_killed_for_good, r"this node is the coordinator now"
             ),
             "the endpoint's host is paused, with --rdzv-takeover": Fault(
-                endpoint_sleeps, r"this node is the coordinator now", "disk"
+                endpoint_sleeps, r"this node is the coordinator now"
             ),
             "spot notice on the endpoint's host, with --rdzv-takeover": Fault(
                 wanted_back("n1"), r"this node is the coordinator now"
