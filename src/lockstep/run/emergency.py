@@ -170,7 +170,7 @@ class EmergencyMemory(Emergency):
         say: tells the user something.
         log_every: number of steps after which recent means are logged; None: never.
         checkpoint: directory of the run's checkpoints, which distinguishes the runs of one script; "": the usual one.
-        on_two_hosts: whether what is mirrored is kept on another host as well.
+        on_two_hosts: whether what is mirrored is kept on another host as well; else only what is measured is.
     """
 
     def __init__(
