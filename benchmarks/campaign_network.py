@@ -183,15 +183,13 @@ _RANK = r"run failed: rank \d of \d \(host n\d\) "
 _GROUPS: dict[str, Group] = {
     "lost after 6 s": Group(
         {
-            "a node is killed": Fault(host_killed, _LOST, "disk", beside=True),
-            "a node is cut off for 15 s": Fault(
-                for_seconds(15.0, Host.cut, Host.mend, back=True), _LOST, "disk", beside=True
-            ),
-            "a node is paused for 12 s": Fault(for_seconds(12.0, Host.freeze, Host.thaw, back=True), _LOST, "disk"),
+            "a node is killed": Fault(host_killed, _LOST, beside=True),
+            "a node is cut off for 15 s": Fault(for_seconds(15.0, Host.cut, Host.mend, back=True), _LOST, beside=True),
+            "a node is paused for 12 s": Fault(for_seconds(12.0, Host.freeze, Host.thaw, back=True), _LOST),
             "a node comes": Fault(host_comes, r" came: stopping at a checkpoint", prepare=one_gone),
-            "the launcher of a node is killed": Fault(launcher_killed, _LOST, "disk", beside=True),
+            "the launcher of a node is killed": Fault(launcher_killed, _LOST, beside=True),
             "the endpoint's host is killed, and comes back": Fault(
-                endpoint_killed, r"(?s)cut off: .*to go on, on n1: ", "disk"
+                endpoint_killed, r"(?s)cut off: .*to go on, on n1: "
             ),
         },
         lost_after_s=6,
@@ -245,10 +243,10 @@ _GROUPS: dict[str, Group] = {
     "takeover": Group(
         {
             "the endpoint's host is killed, with --rdzv-takeover": Fault(
-                endpoint_killed_for_good, r"this node is the coordinator now", "disk"
+                endpoint_killed_for_good, r"this node is the coordinator now"
             ),
             "the endpoint's host is paused, with --rdzv-takeover": Fault(
-                endpoint_sleeps, r"this node is the coordinator now", "disk"
+                endpoint_sleeps, r"this node is the coordinator now"
             ),
             "spot notice on the endpoint's host, with --rdzv-takeover": Fault(
                 wanted_back("n1"), r"this node is the coordinator now"
@@ -261,12 +259,12 @@ _GROUPS: dict[str, Group] = {
     ),
     "IPv6 only": Group(
         {
-            "IPv6 only: a node is killed": Fault(host_killed, _LOST, "disk"),
+            "IPv6 only: a node is killed": Fault(host_killed, _LOST),
             "IPv6 only: a rank of one node is killed": Fault(
                 of_host(Training.rank, KILL), _RANK + "w(as|ere) killed by SIGKILL"
             ),
             "IPv6 only: the endpoint's host is killed, and comes back": Fault(
-                endpoint_killed, r"(?s)cut off: .*to go on, on n1: ", "disk"
+                endpoint_killed, r"(?s)cut off: .*to go on, on n1: "
             ),
         },
         lost_after_s=6,

@@ -39,9 +39,9 @@ def interface_of(address: str) -> str:
 
     if not address:
         return ""
-    host = _without_zone(address)
+    host = plain_address(address)
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.family in _IP and _without_zone(each.address) == host for each in addresses):
+        if any(each.family in _IP and plain_address(each.address) == host for each in addresses):
             return str(name)
     return ""
 
@@ -56,11 +56,20 @@ def address_of(interface: str) -> str:
     return str(found[0].address) if found else ""
 
 
+def own_addresses() -> tuple[str, ...]:
+    """The IPv4 and IPv6 addresses of this host, as `plain_address` spells them, but for those of its loopback."""
+    import psutil
+
+    every = (each.address for found in psutil.net_if_addrs().values() for each in found if each.family in _IP)
+    return tuple(dict.fromkeys(plain_address(address) for address in every if not is_loopback(address)))
+
+
 def is_loopback(address: str) -> bool:
     """Whether only this host can reach this IPv4 or IPv6 ``address``; of none ("") that is true, too."""
-    return not address or ipaddress.ip_address(_without_zone(address)).is_loopback
+    return not address or ipaddress.ip_address(plain_address(address)).is_loopback
 
 
-def _without_zone(address: str) -> str:
-    """``fe80::1%eth0`` as ``fe80::1``, in one spelling."""
-    return str(ipaddress.ip_address(address.partition("%")[0]))
+def plain_address(address: str) -> str:
+    """The one spelling of an IP address: ``fe80::1%eth0`` as ``fe80::1``, ``::ffff:10.0.0.1`` as ``10.0.0.1``."""
+    plain = ipaddress.ip_address(address.partition("%")[0])
+    return str(getattr(plain, "ipv4_mapped", None) or plain)

@@ -14,7 +14,7 @@ from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.rendezvous.lease import Lease
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message
-from lockstep.launch.rendezvous.plan import ElasticLimits, NodeReport
+from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeReport, Plan, StopMode
 from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch_contract import EXIT_STOPPED
 
@@ -107,15 +107,39 @@ def test_a_node_that_is_told_to_stop_while_the_coordinator_is_away_waits_for_it_
     node._workers = SimpleNamespace(running=True, failed=False, stop=lambda mode: did.append("killed"))
     node._store.silent_s = lambda: 8.0
     node._stops.ask(signal.SIGTERM)
-    assert node._while_cut_off() is None
+    assert node._while_cut_off(Plan()) is None
     assert did == []
     node._stops.ask(signal.SIGTERM)
-    assert node._while_cut_off() is None, "a scheduler that asks twice does not insist"
+    assert node._while_cut_off(Plan()) is None, "a scheduler that asks twice does not insist"
     node._job.request.grace_s = 0.0
-    assert node._while_cut_off() == 128 + signal.SIGTERM
+    assert node._while_cut_off(Plan()) == 128 + signal.SIGTERM
     assert did == ["killed"]
     insisting = agent(err, is_coordinator=False)
     insisting._workers, insisting._store.silent_s = node._workers, node._store.silent_s
     insisting._stops.ask(signal.SIGINT)
     insisting._stops.ask(signal.SIGINT)
-    assert insisting._while_cut_off() == 128 + signal.SIGINT
+    assert insisting._while_cut_off(Plan()) == 128 + signal.SIGINT
+
+
+def test_ranks_that_lost_the_coordinators_host_leave_what_they_hold_just_before_others_may_go_on(err):
+    node, did = agent(err, is_coordinator=False), []
+    node._store.coordinator = "c"
+
+    def stop(mode, lost=()):
+        did.append((mode, set(lost)))
+
+    node._workers = SimpleNamespace(running=True, failed=False, stop=stop)
+    shared = "172.17.0.1"
+    plan = Plan(
+        members=(Member("c", "n1", 1, "", ("10.0.0.1", shared)), Member("n", "n2", 1, "", ("10.0.0.2", shared)))
+    )
+    for silent_s in (4.0, 26.0, 27.5):
+        node._store.silent_s = lambda silent_s=silent_s: silent_s
+        assert node._while_cut_off(plan) is None
+    assert did == [(StopMode.PEER_LOST, {"10.0.0.1"})], "just before"
+    node._workers.failed = True  # the first of them; others have not written theirs yet
+    node._while_cut_off(plan)
+    assert {mode for mode, _ in did} == {StopMode.PEER_LOST}
+    node._store.silent_s = lambda: 30.0
+    node._while_cut_off(plan)
+    assert did[-1] == (StopMode.KILL, set()), "whatever they do: others may go on now"

@@ -404,14 +404,30 @@ def test_a_silent_node_is_lost_early_only_if_the_connections_to_it_broke(ends, a
     some.until(some.running)
     getattr(some.nodes[2], ends)()
     began_s = some.now_s
+    if ends == "lose_power":
+        some.until(lambda: some.plan.lost == ("s2",))
+        assert some.plan.stop_mode is StopMode.PEER_LOST
     some.until(lambda: some.plan.generation == 1)
     assert after_s <= some.now_s - began_s < after_s + 3
+    assert some.plan.lost == ()
     told = f"lost node n2 (ranks 4, 5 of 6): nothing heard for {after_s} s; ending all ranks" in some.said
     assert told == (after_s == 30), "where connections broke they have ended"
 
 
 def member(number, silent_s=0.0, **report):
     return NodeView(NodeReport(f"s{number}", f"n{number}", 1, generation=0, running=True, **report), silent_s)
+
+
+def test_a_plan_tells_the_addresses_by_which_one_reaches_lost_members_and_no_others():
+    bridge = "172.17.0.1"  # that of containers, on every host
+    members = tuple(Member(f"s{n}", f"n{n}", 1, "", (f"10.0.0.{n}", f"fd77::{n}", bridge)) for n in range(3))
+    plan = Plan(phase="generation", members=members).with_lost(("s1",))
+    assert (plan.number, plan.with_lost(("s1",)).number) == (1, 1)
+    read = Plan.from_json(plan.to_json())
+    assert read == plan
+    assert read.addresses_of(read.lost) == {"10.0.0.1", "fd77::1"}
+    one_host = replace(plan, members=tuple(replace(member, addresses=(bridge,)) for member in members))
+    assert one_host.addresses_of(one_host.lost) == set(), "as in a rehearsal"
 
 
 PEER = {"failed": True, "lost_peer": True}

@@ -25,7 +25,16 @@ from lockstep.launch_contract import EMERGENCY, RUN_DIR
 from lockstep.run.emergency import EmergencyMemory, NoEmergency, open_emergency, writes_emergency
 from lockstep.run.emergency_choice import Choice, Left, LeftState, choose
 from lockstep.run.left_behind import LeftBehind
-from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, part_after, read_journal, total
+from lockstep.run.measures_journal import (
+    Journal,
+    Measured,
+    MeasuresJournal,
+    Sums,
+    journal_in,
+    part_after,
+    read_journal,
+    total,
+)
 from lockstep.run.metrics import MetricMeans, PassMetrics
 from lockstep.run.point_marks import PointMarks
 from lockstep.run.resume_point import ResumePoint
@@ -106,8 +115,8 @@ def test_a_journal_that_is_full_begins_anew_and_one_that_is_torn_tells_nothing(t
     assert part_after(read_journal(path), 8999, 8999) is not None, "the other area is what it was"
     journal.close()
     path.write_bytes(path.read_bytes()[:1000])
-    assert read_journal(path) == ()
-    assert read_journal(tmp_path / "nowhere") == ()
+    assert read_journal(path) == Journal()
+    assert read_journal(tmp_path / "nowhere") == Journal()
 
 
 def items_after(path, step):
@@ -138,6 +147,57 @@ def test_a_step_that_is_noted_in_parts_or_made_again_counts_once(tmp_path, first
     journal.close()
 
 
+NOTES = st.lists(st.tuples(st.integers(1, 2), st.integers(0, 2), st.booleans(), st.booleans()), min_size=2, max_size=5)
+
+
+@settings(deadline=None, max_examples=25)
+@given(steps=NOTES)
+def test_a_copy_of_a_journal_that_is_behind_tells_all_of_a_step_or_nothing(tmp_path_factory, steps):
+    """Each step has one loss or two, is discarded so often before, begins a pass or not, and measures late or not."""
+    path = tmp_path_factory.mktemp("journal") / "measures"
+    writes, finished = [], {}
+    journal = MeasuresJournal(path, lambda at, content: writes.append((at, content)))
+    train, begun = MetricMeans(), False
+    for step, (losses, discards, begins_pass, late) in enumerate(steps, 1):
+        train = MetricMeans() if begins_pass else train
+        for attempt in range(discards + 1):
+            made = losses if attempt == discards else 1
+            whole = [Measured("loss", step + attempt / 8 + number / 64, 1, 1) for number in range(made)]
+            for number in range(made):
+                measured = whole[number : number + 1]
+                if begins_pass or attempt or not begun:
+                    if not number:
+                        journal.begin(step - 1, Sums(train.own(), {}), ["loss"])
+                    begun = True
+                journal.note(step, measured)
+        for one in whole:
+            train.add_number(*one)
+        if late:
+            after = Measured("loss", -step, 1, 1)
+            journal.note(step, [after], late=True)
+            train.add_number(*after)
+        finished[step] = (len(writes), read_journal(path), Sums(train.own(), {}), late)
+    journal.close()
+    copy = bytearray(Path(path).stat().st_size)
+    fresh = path.with_name("fresh")
+    MeasuresJournal(fresh).close()
+    copy[:] = fresh.read_bytes()
+    found = set()
+    for made, (at, content) in enumerate(writes, 1):
+        copy[at : at + len(content)] = content
+        for step, (_, survivors, sums, late) in finished.items():
+            if made > finished.get(step + 1, (len(writes),))[0]:
+                continue  # nobody has done more than one step more
+            state = replace(STATE, step=step, ranks=2, rank=1)
+            key = STATE.generation
+            nodes = [Left((state,), {(key, 1): survivors}, (), {(key, 0): journal_in(bytes(copy))})]
+            choice = choose(nodes, None)
+            found |= {step} if choice is not None else set()
+            assert choice is None or choice.sums.train == total([sums, sums]).train, (step, made)
+            assert choice is not None or made < finished[step][0] or late, "the whole journal tells all"
+    assert found >= {step for step, (*_, late) in finished.items() if not late}
+
+
 def test_a_full_memory_costs_the_journal_and_not_the_rank(tmp_path):
     """A write into the hole of a mapped file that finds no room is SIGBUS."""
     MeasuresJournal(tmp_path / "measures").close()
@@ -157,7 +217,7 @@ def part_of(step, late=False):
         sums = Sums({"loss": [1 << 1074, 0.0, 1]}, {})
 
     Area.late = step if late else -1
-    return (Area,)
+    return Journal((Area,))
 
 
 STATE = LeftState("generation-0-a", 7, False, 1, 2, "/memory/state", {"weight": 1}, {}, [])

@@ -12,7 +12,7 @@ from lockstep.collectives.group import (
     translating_peer_errors,
 )
 from lockstep.collectives.leader_gather import gather_on_leader
-from lockstep.collectives.neighbour_link import NeighbourLink, open_neighbour_link
+from lockstep.collectives.neighbour_link import NeighbourLink, Neighbours, meet_neighbours
 from lockstep.collectives.object_channel import ObjectChannel
 from lockstep.collectives.owner_broadcast import OwnerBroadcast, open_owner_broadcast
 from lockstep.collectives.reduce_scatter import (
@@ -31,6 +31,7 @@ from lockstep.collectives.stored_tensor import ReadBox, StoredTensor, in_memory
 from lockstep.collectives.sum_timing import time_sums
 from lockstep.collectives.tensor_shard import TensorShard, as_absent_shards, as_owned_shards
 from lockstep.collectives.wait_clock import WaitClock, wait_clock
+from lockstep.collectives.write_channel import Write, WriteChannel
 
 __all__ = [
     "AllReduce",
@@ -40,6 +41,7 @@ __all__ = [
     "NativeAllReduce",
     "NativeReduceScatter",
     "NeighbourLink",
+    "Neighbours",
     "Node",
     "ObjectChannel",
     "OwnerBroadcast",
@@ -54,6 +56,8 @@ __all__ = [
     "TreeAccumulator",
     "TreeReduceScatter",
     "WaitClock",
+    "Write",
+    "WriteChannel",
     "as_absent_shards",
     "as_owned_shards",
     "broadcast_from_rank0",
@@ -61,11 +65,11 @@ __all__ = [
     "gather_on_leader",
     "in_memory",
     "keeping_connections",
+    "meet_neighbours",
     "nodes_of",
     "open_all_reduce",
     "open_gather",
     "open_group",
-    "open_neighbour_link",
     "open_owner_broadcast",
     "open_reduce_scatter",
     "open_store",

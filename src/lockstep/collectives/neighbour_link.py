@@ -5,6 +5,7 @@
     the neighbour's           ┌─ number, bytes ──► kept ─► answer
 
 A connection of its own for each pair of ranks: a collective of the training neither waits for it nor breaks with it.
+`NeighbourLink` carries whole parts of a state over it, as drawn; `WriteChannel` some hundred bytes in each step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Final
 
 from lockstep.collectives.group import Group
@@ -41,8 +43,22 @@ _CONNECT_S: Final = 20.0
 _GREETING_S: Final = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The connections of one rank; whoever has them closes them."""
+
+    to: socket.socket  #: for what it sends
+    sources: Mapping[int, socket.socket]  #: for what each rank sends that sends to this one
+
+
 class NeighbourLink:
-    """Sends to one rank and receives from others; see `open_neighbour_link`."""
+    """Sends to one rank and receives from others, each thing with an answer, on threads of its own.
+
+    Args:
+        to: the connection to that rank.
+        sources: those from the others, and what is done with what comes there.
+        timeout_s: how long an answer is waited for.
+    """
 
     def __init__(self, to: socket.socket, sources: Sequence[tuple[socket.socket, Keep]], timeout_s: float) -> None:
         to.settimeout(timeout_s)
@@ -95,9 +111,7 @@ class NeighbourLink:
             connection.close()
 
 
-def open_neighbour_link(
-    group: Group, address: tuple[str, int], to: int, sources: Mapping[int, Keep]
-) -> NeighbourLink | str:
+def meet_neighbours(group: Group, address: tuple[str, int], to: int, sources: Collection[int]) -> Neighbours | str:
     """Connect this rank to ``to``, and with those that are to send to it. Collective.
 
     It goes over the network interface that gloo uses. Nobody but these ranks can take part: each is told the others'
@@ -107,10 +121,10 @@ def open_neighbour_link(
         group: all ranks.
         address: of a host and a port in the network through which the ranks reach each other.
         to: the rank to which this one sends.
-        sources: what is done with what each rank sends that sends to this one.
+        sources: the ranks that send to this one.
 
     Returns:
-        The link; on all ranks alike, why there is none.
+        The connections; on all ranks alike, why there are none.
     """
     secret = secrets.token_bytes(16)
     with contextlib.ExitStack() as stack:
@@ -141,7 +155,7 @@ def open_neighbour_link(
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             one.settimeout(None)  # nothing may come for as long as an evaluation takes
-        return NeighbourLink(connection, [(accepted[rank], keep) for rank, keep in sources.items()], group.timeout_s)
+        return Neighbours(connection, accepted)
 
 
 def _listen(address: tuple[str, int]) -> tuple[socket.socket | None, tuple[str, int], str]:

@@ -5,12 +5,14 @@
     ProgressMarker ◄── Run: phase and step
       │
     HeartbeatSender ═══ heartbeats, on a CPU channel ═══► HeartbeatTracker ─► overdue_ranks ─► diagnose_hang ─► report
+    LostPeers       ◄══ addresses of lost hosts, a file ═══ the plan of all nodes
     stack dump      ◄══ STACKS_SIGNAL, a file ══════════► read_stacks ────────────────────────────┘
 
 It works for every script, also for one that does not use `Run`.
 """
 
 from lockstep.heartbeat.frames import NOWHERE, find_user_frame, is_users, own_lines
+from lockstep.heartbeat.lost_peers import LostPeers
 from lockstep.heartbeat.sender import HeartbeatSender, ProgressMarker, open_channel, progress_marker
 from lockstep.heartbeat.stack_dump import NOTHING, Stack, Stacks, is_registered, read_stacks, register_stacks
 
@@ -18,6 +20,7 @@ __all__ = [
     "NOTHING",
     "NOWHERE",
     "HeartbeatSender",
+    "LostPeers",
     "ProgressMarker",
     "Stack",
     "Stacks",

@@ -72,13 +72,21 @@ class HeartbeatSender:
         rank: this rank's number.
         line: the socket for heartbeats; None: nobody listens.
         of: what the main thread is doing.
+        beside: called before each heartbeat but the first, on the sender's thread.
     """
 
-    def __init__(self, rank: int, line: socket.socket | None, of: ProgressMarker) -> None:
+    def __init__(
+        self,
+        rank: int,
+        line: socket.socket | None,
+        of: ProgressMarker,
+        beside: Callable[[], None] = lambda: None,
+    ) -> None:
         self._rank: Final = rank
         self._marker: Final = of
         self._main: Final = threading.main_thread().ident or 0
         self._line: Final = line
+        self._beside: Final = beside
 
     def start(self) -> None:
         """Send a heartbeat now and every half second, from a daemon thread. No thread is started if nobody listens."""
@@ -115,6 +123,7 @@ class HeartbeatSender:
     def _go_on(self) -> None:
         while True:
             time.sleep(BEAT_EVERY_S)
+            self._beside()
             self.beat()
 
 

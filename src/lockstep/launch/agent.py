@@ -53,6 +53,8 @@ from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE
 _TICK_S = 0.1
 #: How long the coordinator stays after the job is over, so that the others read the last plan.
 _FAREWELL_S = 5.0
+#: Before a node counts as lost that does not hear the coordinator: for its ranks, to leave what they hold.
+_LEAVE_S = 3.0
 
 
 #: See `Agent`.
@@ -133,6 +135,7 @@ class Agent:
         self._watched = -1  # the newest generation of which this node was seen to be no member
         self._cut_off_since_s: float | None = None
         self._waits_for_coordinator = False  # it is silent, and the ranks live on
+        self._leaves = False  # they do so only to leave what they hold
         self._after_failure, self._failures_told = after_failure, -1  # the newest generation of which it was told
         #: The failure that was shown last, "" if there was none.
         self.last_failure = ""
@@ -281,7 +284,7 @@ class Agent:
             self._workers.forget()
             self._coordinator, self._shown = self._store.coordinator, 0
             plan = self._store.plan()
-        if (code := self._while_cut_off()) is not None:
+        if (code := self._while_cut_off(plan)) is not None:
             return code
         if self._cut_off_since_s is not None:
             return None
@@ -291,7 +294,7 @@ class Agent:
         if member and plan.generation != self._workers.generation and not self._workers.running:
             self._start_ranks(plan)
         elif member and plan.generation == self._workers.generation:
-            self._workers.stop(plan.stop_mode, plan.stop_reason)
+            self._workers.stop(plan.stop_mode, plan.stop_reason, plan.addresses_of(plan.lost))
         elif self._workers.running:
             # The others go on, or will do so, without this node.
             self._workers.stop(StopMode.KILL)
@@ -318,17 +321,21 @@ class Agent:
                 stack.enter_context(listening)
             self._workers.start(plan, self._place(plan, listening))
 
-    def _while_cut_off(self) -> int | None:
-        """End the ranks of a node that does not hear the coordinator; returns an exit code when it gives up."""
+    def _while_cut_off(self, plan: Plan) -> int | None:
+        """End the ranks of a node that does not hear the coordinator; returns an exit code when it gives up.
+
+        Just before others may go on without them, they leave what they hold, in case that the coordinator is lost.
+        """
         silent_s, limits = self._store.silent_s(), self._limits
         if silent_s < limits.suspect_after_s:
             if self._cut_off_since_s is not None or self._waits_for_coordinator:
                 self._screen.say("the connection to the other nodes is back")
-            self._cut_off_since_s, self._waits_for_coordinator = None, False
+            self._cut_off_since_s, self._waits_for_coordinator, self._leaves = None, False, False
             return None
         # What the coordinator knows of this node lets it count on this: see `lost_members`.
         stops = self._stops.waited(self._job.request.grace_s)  # until then the coordinator may come back, for a save
-        nothing_to_keep = not self._workers.running or self._workers.failed or stops
+        failed = self._workers.failed and not self._leaves  # by which they fail
+        nothing_to_keep = not self._workers.running or failed or stops
         if silent_s < limits.lost_after_s and not nothing_to_keep and self._cut_off_since_s is None:
             if not self._waits_for_coordinator:
                 self._waits_for_coordinator = True
@@ -336,6 +343,9 @@ class Agent:
                     f"nothing heard of the coordinator for {silent_s:.0f} s; waiting up to {limits.lost_after_s:g} s, "
                     "while the ranks hold their connections"
                 )
+            if silent_s >= limits.lost_after_s - min(_LEAVE_S, limits.lost_after_s / 4):
+                self._leaves = True
+                self._workers.stop(StopMode.PEER_LOST, lost=plan.addresses_of({self._store.coordinator}))
             return None
         if self._cut_off_since_s is None:
             self._cut_off_since_s = time.monotonic()

@@ -233,9 +233,10 @@ def _start_everywhere(job: Job) -> int:
 def _run_here(job: Job, after_failure: AfterFailure = lambda exits, generation: True) -> tuple[int, str]:
     """Carry out ``job`` on this machine; returns its exit code and the failure that was shown last."""
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
-    with settled(job), stops.listening():
+    joined = join_alone(job)
+    with settled(job), stops.listening(), _room_for_emergencies(joined) as room:
         announce(job, screen)
-        ended = _run_agent(join_alone(job), ScreenThread(screen), stops, after_failure)
+        ended = _run_agent(joined, ScreenThread(screen), stops, room, after_failure)
         return ended.code, ended.failure
 
 
@@ -243,15 +244,19 @@ def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: A
     """Carry out this machine's part of a job on several machines; its exit code, and whether others go on with it."""
     stops, moved = Stops(), running_elsewhere(request, nodes)
     part = NodePart(request, nodes, machine, given, stops)
-    with contextlib.ExitStack() as signals:
+    room: Mapping[str, str] | None = None
+    with contextlib.ExitStack() as job:
         while True:
             with contextlib.ExitStack() as stack:
                 try:
-                    joined, screen = part.take(moved, stack, signals)
+                    joined, screen = part.take(moved, stack, job)
                 except StoppedWaiting:
                     say("stopped before any rank was started")
                     return 128 + (stops.first or 0), False
-                ended = _run_agent(joined, screen, stops)
+                if room is None:
+                    # What ranks leave is for the generations of another coordinator, too.
+                    room = job.enter_context(_room_for_emergencies(joined))
+                ended = _run_agent(joined, screen, stops, room)
             if ended.moved is None:
                 return ended.code, ended.job_goes_on
             moved = ended.moved
@@ -268,7 +273,11 @@ class _Ended:
 
 
 def _run_agent(
-    joined: Joined, screen: ScreenThread, stops: Stops, after_failure: AfterFailure = lambda exits, generation: True
+    joined: Joined,
+    screen: ScreenThread,
+    stops: Stops,
+    room: Mapping[str, str],
+    after_failure: AfterFailure = lambda exits, generation: True,
 ) -> _Ended:
     """Start the fork server and carry out this node's part of the job."""
     job, request = joined.job, joined.job.request
@@ -286,8 +295,7 @@ def _run_agent(
     with contextlib.ExitStack() as stack:
         # The last words are those of whatever is closed before.
         stack.callback(screen.finish, lambda: stops.times)
-        room = stack.enter_context(_room_for_emergencies(joined))
-        common = common_environment(job, env, hang_monitor.channel) | room
+        common = {**common_environment(job, env, hang_monitor.channel), **room}
         stack.enter_context(contextlib.closing(files))
         stack.enter_context(hang_monitor)
         terminal = _terminal_of(job, files)

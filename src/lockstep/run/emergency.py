@@ -8,6 +8,7 @@
     two steps later            the files of the dead generation are removed
 
     MEMORY/run-0-generation-3-1f2e/measures-0002        what rank 2 has measured, see `measures_journal`
+    MEMORY/run-0-generation-3-1f2e/copied-measures-0005 the same of a rank of another host, see `copied_measures`
     MEMORY/run-0-generation-3-1f2e/state-0/step-00001234  a checkpoint as in docs/format.md, by one rank of node 0
     MEMORY/run-0-generation-3-1f2e/mirror-0002          the part of rank 2 after the last two steps, see `mirror`
     MEMORY/run-0-generation-3-1f2e/left-0002            the part of rank 2 when another one died, as under hsdp
@@ -47,9 +48,10 @@ from lockstep.errors import LockstepError, MismatchError
 from lockstep.launch_contract import EMERGENCY
 from lockstep.memory_use import host_memory
 from lockstep.peer_failure import is_peer_failure
+from lockstep.run.copied_measures import COPIED, CopiedMeasures, open_copied_measures
 from lockstep.run.emergency_choice import Left, LeftState, choose
 from lockstep.run.left_behind import LeftBehind
-from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums, read_journal
+from lockstep.run.measures_journal import Journal, Measured, MeasuresJournal, Sums, read_journal
 from lockstep.run.metrics import MetricMeans, PassMetrics
 from lockstep.run.mirror import MIRROR_PARTS, Mirror, open_mirror
 from lockstep.run.resume_point import ResumePoint
@@ -66,6 +68,7 @@ About = Callable[[], StateTree]
 _TURN_S = 60.0
 _POLL_S = 0.01
 _STATE = "state-"
+_MEASURES = "measures-"
 _LEFT = "left"
 #: The part of the free memory that a state may take.
 _SHARE = 0.8
@@ -167,7 +170,7 @@ class EmergencyMemory(Emergency):
         say: tells the user something.
         log_every: number of steps after which recent means are logged; None: never.
         checkpoint: directory of the run's checkpoints, which distinguishes the runs of one script; "": the usual one.
-        on_two_hosts: whether what is mirrored is kept on another host as well.
+        on_two_hosts: whether what is mirrored is kept on another host as well; else only what is measured is.
     """
 
     def __init__(
@@ -198,13 +201,18 @@ class EmergencyMemory(Emergency):
         self.notes, self.part = writes, part
         self._say: Final = say
         self._journal: MeasuresJournal | None = None
+        self._copied: CopiedMeasures | None = None
         self._train: MetricMeans | None = None  # of the pass whose sums the journal began with
         self._step = 0  # that was noted last
         self._of_step: list[Measured] = []
         with contextlib.suppress(OSError):
             self._own(memory).mkdir(parents=True, exist_ok=True)
+        if writes and not on_two_hosts:  # where the parts are on two hosts, so is what was measured
+            self._copied = open_copied_measures(self._own(memory), group, world, say)
+        with contextlib.suppress(OSError):
             if writes:
-                self._journal = MeasuresJournal(self._own(memory) / f"measures-{group.rank:04d}")
+                repeat = None if self._copied is None else self._copied.write
+                self._journal = MeasuresJournal(self._own(memory) / f"{_MEASURES}{group.rank:04d}", repeat)
         self._mirror: Final[Mirror | None] = (
             None
             if part is None
@@ -230,6 +238,8 @@ class EmergencyMemory(Emergency):
             self._train, measured = metrics.train, self._of_step
             self._begin(journal, step - 1, measured)
         journal.note(step, measured)
+        if self._copied is not None:
+            self._copied.exchange()
 
     def note_late(self, step: int) -> None:
         """Write down what ``step`` has measured since `note`, if it has; some microseconds."""
@@ -241,6 +251,8 @@ class EmergencyMemory(Emergency):
             journal.note(step, measured, late=True)
         else:
             self._begin(journal, step, measured, late=True)
+        if self._copied is not None:
+            self._copied.exchange()
 
     def discard(self) -> None:
         """Forget what was noted of the step in work: the next note takes its place."""
@@ -274,6 +286,9 @@ class EmergencyMemory(Emergency):
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+        if self._copied is not None:
+            self._copied.close()
+            self._copied = None
         if self._mirror is not None:
             self._mirror.close()
 
@@ -284,6 +299,8 @@ class EmergencyMemory(Emergency):
         if not self.notes and (self._mirror is None or not self._mirror.is_used):
             return
         try:
+            if self._copied is not None:
+                self._copied.take_in()
             if isinstance(error, MismatchError):
                 self._suspect(str(error))
             elif is_peer_failure(error) and self.part is not None and (flat := point.take()) is not None:
@@ -354,15 +371,17 @@ class EmergencyMemory(Emergency):
 
     def _left(self) -> Left:
         states: list[LeftState] = []
-        journals, suspect = {}, []
+        journals, copied = dict[tuple[str, int], Journal](), dict[tuple[str, int], Journal]()
+        suspect = []
         for directory in self._before():
             states += self._states(directory.name)
             if (directory / "suspect").exists():
                 suspect.append(directory.name)
-            for path in directory.glob("measures-*"):
-                journals[directory.name, int(path.name.rpartition("-")[2])] = read_journal(path)
+            for found, name in ((journals, _MEASURES), (copied, COPIED)):
+                for path in directory.glob(f"{name}*"):
+                    found[directory.name, int(path.name.rpartition("-")[2])] = read_journal(path)
         unique = {state.path: state for state in states}  # a generation may have written to both places
-        return Left(tuple(unique.values()), journals, tuple(suspect))
+        return Left(tuple(unique.values()), journals, tuple(suspect), copied)
 
     def _states(self, generation: str) -> list[LeftState]:
         found = []

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from lockstep.run.measures_journal import JournalArea, Sums, part_after, total
+from lockstep.run.measures_journal import Journal, Part, Sums, part_after, total
+
+#: What ranks have measured, by generation and rank.
+Journals = Mapping[tuple[str, int], Journal]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,9 @@ class Left:
     """What earlier generations have left on one node."""
 
     states: tuple[LeftState, ...] = ()
-    journals: Mapping[tuple[str, int], tuple[JournalArea, ...]] = field(default_factory=dict)  #: by generation and rank
+    journals: Journals = field(default_factory=dict)
     suspect: tuple[str, ...] = ()  #: generations whose ranks held different bits
+    copied: Journals = field(default_factory=dict)  #: of ranks on another node, as far as they have come here
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,8 @@ def choose(nodes: Sequence[Left], log_every: int | None) -> Choice | None:
         log_every: number of steps after which recent means are logged; None: never.
     """
     states = [state for node in nodes for state in node.states]
-    journals = {key: areas for node in nodes for key, areas in node.journals.items()}
+    journals = {key: journal for node in nodes for key, journal in node.journals.items()}
+    copied = {key: journal for node in nodes for key, journal in node.copied.items()}
     suspect = {generation for node in nodes for generation in node.suspect} | _differing(states)
     newest_first = sorted(states, key=lambda s: (s.step, s.turn, s.generation, -s.parts, -s.rank), reverse=True)
     for state in newest_first:
@@ -89,7 +94,7 @@ def choose(nodes: Sequence[Left], log_every: int | None) -> Choice | None:
         parts = tuple(tuple(one for one in same if one.part == number) for number in range(state.parts))
         if not all(parts):
             continue
-        sums = _sums(state, journals, log_every) if state.sums is None else _sums_of_parts(parts)
+        sums = _sums(state, journals, copied, log_every) if state.sums is None else _sums_of_parts(parts)
         if sums is not None:
             return Choice(state, parts, sums)
     return None
@@ -114,12 +119,10 @@ def _differing(states: Sequence[LeftState]) -> set[str]:
     return found
 
 
-def _sums(
-    state: LeftState, journals: Mapping[tuple[str, int], tuple[JournalArea, ...]], log_every: int | None
-) -> Sums | None:
+def _sums(state: LeftState, journals: Journals, copied: Journals, log_every: int | None) -> Sums | None:
     """The measurements of all ranks after the state's step; None if those of one rank are missing."""
     logged = state.step if log_every is None else (state.step - 1) // log_every * log_every
-    parts = [part_after(journals.get((state.generation, rank), ()), state.step, logged) for rank in range(state.ranks)]
+    parts = [_part(state, rank, journals, copied, logged) for rank in range(state.ranks)]
     known = [part for part in parts if part is not None]
     # A script that measures after its step does so on all ranks; a rank that was killed before that lacks its part.
     if len(known) < len(parts) or (any(part.late for part in known) and not all(part.closed for part in known)):
@@ -130,3 +133,15 @@ def _sums(
     # The means of the finished pass were logged, and also the recent ones if they are logged after this step.
     is_logged = log_every is not None and state.step % log_every == 0
     return Sums({}, {} if is_logged else sums.recent)
+
+
+def _part(state: LeftState, rank: int, journals: Journals, copied: Journals, logged: int) -> Part | None:
+    """What ``rank`` had measured, also where its node is lost; None if that is not known, or not for sure."""
+    key = state.generation, rank
+    if key in journals:
+        return part_after(journals[key], state.step, logged)
+    if key not in copied or (state.generation, state.rank) not in journals:
+        return None
+    # Who has finished the step has noted all of it; a copy may lack a note, or have one that was taken back since.
+    made = journals[state.generation, state.rank].counts.get(state.step)
+    return part_after(copied[key], state.step, logged) if made == copied[key].counts.get(state.step, -1) else None

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.checkpoint import FlatTree, PartCopies, PartWriter, StateTree
-from lockstep.collectives import Group, NeighbourLink, open_neighbour_link
+from lockstep.collectives import Group, NeighbourLink, meet_neighbours
 from lockstep.formatting import plural, size
 from lockstep.run.measures_journal import Sums
 from lockstep.run.mirror_plan import MirrorPlan
@@ -197,9 +197,9 @@ def open_mirror(
     plan = MirrorPlan.on_two_nodes(group.nodes, numbers, divided, {"carry"}, group.rank)
     copies = {source: PartCopies(directory / f"copy-{source:04d}") for source in plan.sources}
     assert plan.to is not None
-    keeps = {source: one.take for source, one in copies.items()}
-    link = open_neighbour_link(group, (world.address, world.port), plan.to, keeps)
-    if isinstance(link, str):
-        say(f"the state is not copied to other hosts: {link}")
+    met = meet_neighbours(group, (world.address, world.port), plan.to, plan.sources)
+    if isinstance(met, str):
+        say(f"the state is not copied to other hosts: {met}")
         return opened(alone, None, {}, room, say)
-    return opened(plan, link, copies, room, say)
+    keeps = [(met.sources[source], one.take) for source, one in copies.items()]
+    return opened(plan, NeighbourLink(met.to, keeps, group.timeout_s), copies, room, say)

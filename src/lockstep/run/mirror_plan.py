@@ -58,14 +58,23 @@ class MirrorPlan:
         kinds = sorted(holders) if is_elsewhere else [0]
         kind = numbers[rank] if is_elsewhere else 0
         alike = [r for r, node in enumerate(nodes) if node == nodes[rank] and (not is_elsewhere or numbers[r] == kind)]
-        targets = [_neighbour_of(nodes, r) for r in range(len(nodes))]
+        to, sources = neighbours_of(nodes, rank)
         return cls(
             parts=len(nodes) + len(kinds),
             own=frozenset(own if is_elsewhere else divided),
             rest=len(nodes) + kinds.index(kind) if alike[0] == rank else None,
-            to=targets[rank],
-            sources=tuple(r for r, target in enumerate(targets) if target == rank),
+            to=to,
+            sources=sources,
         )
+
+
+def neighbours_of(nodes: Sequence[int], rank: int) -> tuple[int, tuple[int, ...]]:
+    """The rank on another node that keeps copies of what ``rank`` has, and those of which ``rank`` keeps copies.
+
+    ``nodes`` says on which node each rank is; there must be two.
+    """
+    targets = [_neighbour_of(nodes, r) for r in range(len(nodes))]
+    return targets[rank], tuple(r for r, target in enumerate(targets) if target == rank)
 
 
 def _neighbour_of(nodes: Sequence[int], rank: int) -> int:

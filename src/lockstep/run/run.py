@@ -93,15 +93,15 @@ class Run:
             `torch.profiler`, as one Chrome trace for each rank under ``profile`` in the run's directory or that of its
             checkpoints, else in the working directory. None: nothing is recorded, and nothing slowed down.
         keep: how many checkpoints are kept, the newest ones.
-        emergency: under ``lockstep run`` with ``--max-restarts``: when a rank dies, the others leave the state of the
-            last finished step in the host's memory, where the next generation goes on from. False: it goes on from
-            the newest checkpoint.
+        emergency: under ``lockstep run`` with ``--max-restarts``: when a rank or a host is lost, the others leave the
+            state of the last finished step in the host's memory, where the next generation goes on from. False: it
+            goes on from the newest checkpoint.
         mirror: under ``lockstep run`` with ``--max-restarts``: each rank copies its part of the state into the host's
             memory after every step, while the next one is computed. So no step is lost either where survivors cannot
             help: under ``zero`` and ``fsdp``, when all ranks of a host die or hang; on GPUs, where it was not tried
-            yet. Takes twice the memory of the state there. On several hosts also where one of them is lost: each part
-            is kept on two of them. Done without being asked for, on the own host, where the script uses `carry`, or an
-            optimizer a closure. With ``emergency=False`` it is refused.
+            yet. Takes twice the memory of the state there. On several hosts also where one of them is lost: what one
+            rank holds alone is kept on two of them. Done without being asked for, on the own host, where the script
+            uses `carry`, or an optimizer a closure. With ``emergency=False`` it is refused.
         best: such as ``"max accuracy"`` or ``"min val_loss"``: when that metric is better than ever, a checkpoint is
             saved, and kept beside the newest ones until there is a better one. Of loss, error and perplexity less is
             better, of accuracy, acc, f1, auc, iou and bleu more: there the name will do.

@@ -164,6 +164,12 @@ class HeartbeatTracker:
         """The newest step that a rank has done; -1 as long as none has said so."""
         return max((track.beat.step for track in self._tracks.values() if track.beat is not None), default=-1)
 
+    @property
+    def saves(self) -> bool:
+        """Whether a rank that lives is saving."""
+        living = (track.beat for rank, track in self._tracks.items() if rank not in self._exited)
+        return any(beat is not None and beat.phase == "save" for beat in living)
+
     def waits_for_user(self, rank: int) -> bool:
         """Whether ``rank`` is in a debugger, or waits for a line from its terminal."""
         beat = self._tracks[rank].beat if rank in self._tracks and rank not in self._exited else None

@@ -20,7 +20,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self
@@ -43,7 +43,7 @@ from lockstep.launch.diagnosis.hang_report import Recovered, Worker, report, sen
 from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
 from lockstep.launch.diagnosis.wait_share import WaitShare
 from lockstep.launch.request import OnHang
-from lockstep.launch_contract import PRIVATE, RANK_FILES, STACKS_SIGNAL, STOP_REASON
+from lockstep.launch_contract import LOST_ADDRESSES, PRIVATE, RANK_FILES, STACKS_SIGNAL, STOP_REASON
 from lockstep.memory_use import text_of
 
 #: How long all ranks together may take to write their stacks.
@@ -113,7 +113,7 @@ class HangMonitor:
         self._ends = False  # for that hang; what ranks do while they are ended says nothing about it
         #: Why ranks of this generation said that they fail, by rank.
         self.failures: dict[int, Failure] = {}
-        self._world_size = 0
+        self._world_size, self._lost = 0, ""
         self._overdue_since: float | None = None
         self._left_to_others = False  # to end the generation for the hang that was reported
         #: Where ranks of other nodes are, as their launchers have told.
@@ -134,7 +134,9 @@ class HangMonitor:
         self._ends, self.failures = False, {}
         self._world_size = len(ranks) if world_size is None else world_size
         self._overdue_since, self._left_to_others, self.elsewhere, self.places = None, False, RankPlaces(), ""
-        (self._home / STOP_REASON).unlink(missing_ok=True)
+        for told in (STOP_REASON, LOST_ADDRESSES):
+            (self._home / told).unlink(missing_ok=True)
+        self._lost = ""
         for left in self._home.glob(f"{RANK_FILES}*"):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -146,6 +148,21 @@ class HangMonitor:
         """Leave for the ranks why they are asked to stop: their signal does not say it."""
         with contextlib.suppress(OSError):
             (self._home / STOP_REASON).write_text(reason, encoding="utf-8")
+
+    def leave_lost(self, addresses: Collection[str]) -> None:
+        """Leave for the ranks the ``addresses`` of hosts that are lost: nobody closes their connections to them."""
+        told = "".join(f"{address}\n" for address in sorted(addresses))
+        if told != self._lost:
+            self._lost = told
+            new = self._home / f"new-{LOST_ADDRESSES}"
+            with contextlib.suppress(OSError):
+                new.write_text(told, encoding="ascii")
+                new.rename(self._home / LOST_ADDRESSES)
+
+    @property
+    def saves(self) -> bool:
+        """Whether a rank is saving, by its last heartbeat."""
+        return self._tracker.saves
 
     @property
     def heard_any(self) -> bool:

@@ -36,7 +36,7 @@ from lockstep.launch.rendezvous.takeover import LeaseFollower, LeaseHolder, NoTa
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
 from lockstep.launch.request import Function, Nodes, Request
 from lockstep.launch.run_directory import Job, versions
-from lockstep.network_interface import INTERFACES, address_towards, interface_of
+from lockstep.network_interface import INTERFACES, address_towards, interface_of, own_addresses
 
 #: How long a shared file system may take to show one node what another one wrote.
 _VISIBLE_S = 20.0
@@ -111,7 +111,9 @@ def host_job(
         SettingError: if the secret of the run is not its user's alone, or another node has become the coordinator.
         StoppedWaiting: if ``stopped`` before the store answers.
     """
-    report = NodeReport(uuid.uuid4().hex, socket.gethostname(), job.ranks, node_rank=nodes.node_rank)
+    report = NodeReport(
+        uuid.uuid4().hex, socket.gethostname(), job.ranks, addresses=own_addresses(), node_rank=nodes.node_rank
+    )
     leases, claimed_s, made = LeaseFiles(job.run_dir), time.monotonic(), lease
 
     def begin() -> tuple[Signature, Lease | None]:
@@ -184,7 +186,7 @@ def join_job(
         say(f"note: the run directory is {run_dir}, as {contract.host} says, and not {given}")
     job = replace(job, run_dir=run_dir, begins=contract.begins, generation=contract.generation)
     address = endpoint.local_address()
-    report = NodeReport(uuid.uuid4().hex, name, job.ranks, address, node_rank=nodes.node_rank)
+    report = NodeReport(uuid.uuid4().hex, name, job.ranks, address, own_addresses(), nodes.node_rank)
     store = TcpStoreClient(endpoint, contract, report, signature, suspect_after_s=nodes.suspect_after_s)
     joined = _joined(job, nodes, endpoint, store, report)
     if not contract.term:

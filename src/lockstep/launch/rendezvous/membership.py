@@ -168,7 +168,7 @@ def _start_generation(
     state: MembershipState, ready: Sequence[NodeView], limits: ElasticLimits, now_s: float
 ) -> MembershipState:
     reports = [node.report for node in _in_order(ready[: limits.max_nodes])]
-    members = tuple(Member(report.node_id, report.host, report.ranks, report.address) for report in reports)
+    members = tuple(map(Member.of, reports))
     number = state.plan.number + 1
     plan = replace(state.plan, number=number, phase="generation", members=members, stop_mode=StopMode.NONE, port=0)
     state = replace(state, plan=plan, since_s=now_s, failed_since_s=None, resizing=False, lost=(), suspects=())
@@ -215,7 +215,7 @@ def _supervise(
         return _stop(state, StopMode.KILL)
     if state.lost:
         text = f"{_lost_nodes(state)}: nothing heard for {_silence_s(state, members, limits):g} s; ending all ranks"
-        return _stop(state, StopMode.PEER_LOST, text)
+        return _stop(replace(state, plan=plan.with_lost(state.lost)), StopMode.PEER_LOST, text)
     if state.failed_since_s is not None and now_s >= state.failed_since_s + limits.listen_s:
         return _stop(state, StopMode.TERMINATE)
     if stops > 1:
@@ -401,6 +401,7 @@ def _next_generation(
         generation=state.plan.generation + 1,
         restart=state.plan.restart + 1,
         members=(),
+        lost=(),
         stop_mode=StopMode.NONE,
     )
     return replace(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Literal, Self
 
@@ -51,6 +52,7 @@ class NodeReport:
     host: str
     ranks: int  #: that it can start
     address: str = ""  #: by which other nodes can reach it
+    addresses: tuple[str, ...] = ()  #: all that its host has
     node_rank: int | None = None  #: that the user has given it
     generation: int = -1  #: of its ranks, living or ended
     running: bool = False  #: some of its ranks live
@@ -94,6 +96,13 @@ class Member:
     host: str
     ranks: int
     address: str = ""
+    addresses: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, report: NodeReport) -> Self:
+        """The node that has reported itself so."""
+        addresses = tuple(map(str, report.addresses))
+        return cls(report.node_id, report.host, report.ranks, report.address, addresses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +127,7 @@ class Plan:
     stop_mode: StopMode = StopMode.NONE
     stop_reason: str = ""  #: why, in words for the user
     members: tuple[Member, ...] = ()  #: in the order of their ranks
+    lost: tuple[str, ...] = ()  #: ids of members that are lost, while the others end
     released: tuple[str, ...] = ()  #: ids of nodes that leave, once their ranks have ended, while the job goes on
     port: int = 0  #: of the store where the ranks meet
     code: int = 0  #: exit code of all agents, once the job is over
@@ -136,6 +146,16 @@ class Plan:
         """The first rank on the node with this ``node_rank``."""
         return sum(member.ranks for member in self.members[:node_rank])
 
+    def with_lost(self, lost: tuple[str, ...]) -> Self:
+        """The plan that says so, too: the other end does not close the connections to members that are ``lost``."""
+        return self if lost == self.lost else replace(self, number=self.number + 1, lost=lost)
+
+    def addresses_of(self, members: Collection[str]) -> frozenset[str]:
+        """The addresses by which one reaches these ``members``, by their ids, and no other one."""
+        inside = {a for member in self.members if member.node_id in members for a in member.addresses}
+        # Bridges of containers have the same address on every host, and in a rehearsal all nodes are one host.
+        return frozenset(inside.difference(*(m.addresses for m in self.members if m.node_id not in members)))
+
     def to_json(self) -> str:
         """The plan as text for the store."""
         return json.dumps(asdict(self))
@@ -151,5 +171,6 @@ class Plan:
         if not isinstance(fields.get("members"), list) or not isinstance(fields.get("stop_mode"), int):
             raise ValueError(f"no plan: {text:.80}")
         members = tuple(from_known(Member, member) for member in fields["members"])
-        released = tuple(map(str, fields.get("released") or ()))
-        return from_known(cls, fields, stop_mode=StopMode(fields["stop_mode"]), members=members, released=released)
+        members = tuple(replace(member, addresses=tuple(map(str, member.addresses))) for member in members)
+        lists = {name: tuple(map(str, fields.get(name) or ())) for name in ("lost", "released")}
+        return from_known(cls, fields, stop_mode=StopMode(fields["stop_mode"]), members=members, **lists)

@@ -76,6 +76,7 @@ class ForkServer:
         self._questions: socket.socket | None = None  # for the store
         self._listening: list[int] = []  # descriptors that the launcher has passed
         self._lease_end_s = float("inf")
+        self._launcher_lives = False  # and closes its end of the connection all the same
         # A child that ends wakes the loop through this pipe.
         self._wakeup = os.pipe()
         for descriptor in self._wakeup:
@@ -124,6 +125,8 @@ class ForkServer:
                     os.kill(process, order["signum"])
             case "kill":
                 self._kill()
+            case "close":
+                self._launcher_lives = True
             case "lease":
                 self._lease_end_s = time.monotonic() + order["for_s"]
 
@@ -137,7 +140,7 @@ class ForkServer:
     def _exit(self) -> NoReturn:
         self._kill()
         self._wait_all()
-        _leave()
+        _leave(launcher_lives=self._launcher_lives)
 
     def _start(self, ranks: list[RankSpec], listening: int | None, port: int) -> None:
         own_pid = os.getpid()
@@ -277,8 +280,10 @@ def _ending_when_closed(connection: socket.socket) -> Iterator[None]:
         signal.signal(signal.SIGIO, before)
 
 
-def _leave() -> NoReturn:
+def _leave(*, launcher_lives: bool = False) -> NoReturn:
     """End this process; and remove what a launcher that was killed could not remove from the file system."""
+    if launcher_lives:
+        os._exit(0)
     if (home := Path(os.environ.get(CHANNEL, "")).parent).name.startswith(PRIVATE):
         shutil.rmtree(home, ignore_errors=True)
     if EMERGENCY in os.environ:

@@ -154,6 +154,8 @@ class ForkServerClient:
 
         They are gone at once, but for a process that the kernel itself holds, or one that has much memory to free.
         """
+        answer_s = _ANSWER_S if self.silent_s else _GONE_S
+        self._order(order="close")
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -162,7 +164,7 @@ class ForkServerClient:
                 descriptor.close()
         # A stopped fork server would not notice that, and nothing else would continue it.
         asked = procfs.state(self.pid) not in ("T", "t")
-        if not asked or _status_of(self._process, _ANSWER_S if self.silent_s else _GONE_S) is None:
+        if not asked or _status_of(self._process, answer_s) is None:
             self.kill_directly()
         return _status_of(self._process, _GONE_S) is not None and self._wait_for_ranks(_GONE_S)
 

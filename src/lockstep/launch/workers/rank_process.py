@@ -34,7 +34,7 @@ from lockstep.error_advice import add_advice
 from lockstep.errors import LaunchError, PlanError, SettingError
 from lockstep.faults import FaultPlan
 from lockstep.formatting import size
-from lockstep.heartbeat import HeartbeatSender, open_channel, progress_marker, register_stacks
+from lockstep.heartbeat import HeartbeatSender, LostPeers, open_channel, progress_marker, register_stacks
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
 from lockstep.launch.diagnosis.error_record import Failure, strip_own_frames, user_frame
 from lockstep.launch.request import Executable, Function, Module, Program, Script
@@ -102,7 +102,8 @@ def become_rank(env: Mapping[str, str], log: str, parent: int, program: Program)
         # A full disk must not keep the rank from working.
         with contextlib.suppress(OSError):
             register_stacks(Path(env[STACKS]))
-    sender = HeartbeatSender(int(env["RANK"]), open_channel(env.get(CHANNEL, "")), progress_marker())
+    channel = env.get(CHANNEL, "")
+    sender = HeartbeatSender(int(env["RANK"]), open_channel(channel), progress_marker(), LostPeers(channel).look)
     sender.start()
     atexit.register(sender.beat)  # what it took at most, also of a program that ends soon
     if terminal:

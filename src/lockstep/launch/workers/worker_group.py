@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +45,7 @@ from lockstep.world import World
 _RANKS_EVERY_S = 1.0
 #: Of a start, until it is said what it waits for.
 _SILENT_START_S = 1
-#: Grace for ranks whose peers are gone: enough to leave, since there is nothing that they could save together.
+#: Grace for ranks whose peers are gone: enough to begin to leave what each of them holds, which has the whole grace.
 _PEER_LOST_GRACE_S = 3.0
 #: How long the fork server may take to answer, until the launcher signals and kills the ranks itself.
 _ANSWER_S = 2.0
@@ -96,7 +96,8 @@ class WorkerGroup:
         self._log_starts: Mapping[int, int] = {}  # by rank: length of its log before this generation
         self._start_s, self._heard = 0.0, False  # when the ranks were started, and whether one of them was heard since
         self._exited: dict[int, RankExit] = {}
-        self._stop_mode, self._kill_at_s, self._killed_s = StopMode.NONE, float("inf"), float("inf")
+        self._stop_mode = StopMode.NONE
+        self._kill_at_s, self._killed_s, self._leave_by_s = float("inf"), float("inf"), float("inf")
         self._asked_with: signal.Signals | None = None  # and not known to have been heard
         self._world_size, self._store_unused = 0, False
         # Ranks that were killed before the others, such as those that hung, and when.
@@ -204,8 +205,13 @@ class WorkerGroup:
         if not self.running and self._ranks and not self.endings:
             self._collect_endings()
 
-    def stop(self, mode: StopMode, reason: str = "") -> None:
-        """Have the ranks end in this way, and tell the user why; nothing if they were asked as urgently already."""
+    def stop(self, mode: StopMode, reason: str = "", lost: Collection[str] = ()) -> None:
+        """Have the ranks end in this way, and tell the user why; nothing if they were asked as urgently already.
+
+        Their connections to the addresses ``lost`` end at once.
+        """
+        if lost and self.running:
+            self._hang_monitor.leave_lost(lost)
         if mode <= self._stop_mode or not self.running:
             return
         self._stop_mode = mode
@@ -222,6 +228,7 @@ class WorkerGroup:
             self._kill_at_s = time.monotonic() + grace_s
         elif mode is StopMode.PEER_LOST:
             self._kill_at_s = time.monotonic() + min(grace_s, _PEER_LOST_GRACE_S)
+            self._leave_by_s = time.monotonic() + grace_s
 
     def forget(self) -> None:
         """Forget the last generation, since another coordinator counts generations from 0."""
@@ -255,7 +262,9 @@ class WorkerGroup:
 
     def _insist(self, now_s: float) -> None:
         """Do what was asked for and did not happen."""
-        if now_s >= self._kill_at_s:
+        leaves = self._stop_mode is StopMode.PEER_LOST
+        still_leaves = leaves and self._hang_monitor.saves and now_s < self._leave_by_s
+        if now_s >= self._kill_at_s and not still_leaves:
             self._kill()
         fork_server = self._fork_server
         if fork_server is None or not self.running:
