@@ -147,7 +147,7 @@ def test_a_fork_server_that_imports_torch_does_not_outlive_its_launcher(workshop
     assert not channel.parent.exists(), "what the launcher had in the file system is gone, too"
 
 
-@pytest.mark.timeout(290)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(5))
 def test_wherever_in_its_start_a_launcher_is_killed_nothing_outlives_it(workshop, seed):
     train = workshop.script("open('begun', 'w').close(); import time; time.sleep(600)")
@@ -167,7 +167,6 @@ def test_wherever_in_its_start_a_launcher_is_killed_nothing_outlives_it(workshop
         wait_until(
             lambda: not workshop.processes(),
             lambda kills=kills: f"{workshop.said_of_processes()} (after {kills} kills)",
-            deadline_s=10,
         )
 
 
