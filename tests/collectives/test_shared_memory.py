@@ -2,10 +2,13 @@
 
 import os
 
+import pytest
 import torch
 
 from lockstep.batch import BatchPlan
 from lockstep.collectives import open_all_reduce, open_group
+from lockstep.collectives.shared_memory import SharedMemoryArena
+from lockstep.errors import PeerLost
 from lockstep.testing import run_ranks
 from lockstep.world import World
 
@@ -39,3 +42,28 @@ def test_sums_that_are_cut_again_take_the_memory_that_is_there():
     for taken in run_ranks(shared_bytes, 3):
         assert 3 * 400_000 <= taken[0] < 3 * 400_000 + 8192
         assert taken == taken[:1] * 4
+
+
+def after_another_has_left():
+    """Rank 1 ends once both have the sum, before rank 0 says that it is done with the memory."""
+    world = World.from_env(os.environ)
+    group = open_group(world, torch.device("cpu"), 60)
+    arena = SharedMemoryArena(group, "the reduction")
+    arena.arrive()
+    arena.wait()
+    if world.rank == 1:
+        arena.arrive()
+        arena.close()
+    group.barrier("rank 1 has left")
+    if world.rank == 0:
+        arena.arrive()
+        arena.wait()  # rank 1 had arrived here
+        arena.arrive()
+        with pytest.raises(PeerLost, match="rank 1 left during the reduction"):
+            arena.wait()
+        arena.close()
+    group.close()
+
+
+def test_a_rank_that_leaves_after_its_sum_costs_the_others_nothing_of_theirs():
+    run_ranks(after_another_has_left, 2)

@@ -193,11 +193,11 @@ def test_a_run_tells_its_step_and_phase(workshop):
 def test_a_script_that_waits_for_nobody_is_left_alone(workshop):
     script = workshop.script("""
         import time
-        end = time.monotonic() + 3
+        end = time.monotonic() + 5
         while time.monotonic() < end:
             sum(range(1000))
     """)
-    ended = workshop.run("--start", "plain", "--nproc-per-node", 2, "--hang-after", 1.5, script)
+    ended = workshop.run("--start", "plain", "--nproc-per-node", 2, "--hang-after", 3, script)
     assert ended.code == 0, ended.err
     assert "hang" not in ended.err
 

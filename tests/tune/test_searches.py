@@ -13,7 +13,7 @@ from lockstep.tune import Choice, Evaluated, Float, Int, Islands, load
 from lockstep.tune.claims import TrialClaims
 from lockstep.tune.driver import plan_workers
 from lockstep.tune.start_search import worker_sizes
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 SPACE = {"x": Float(-1, 1), "n": Int(0, 3), "kind": Choice("a", ("b", 2), None)}
 
@@ -88,7 +88,7 @@ def claim_all(directory, worker, most):
 def test_each_trial_is_claimed_once(tmp_path):
     workers = [started(claim_all, tmp_path, worker, 3000) for worker in range(3)]
     for worker in workers:
-        worker.join(60)
+        worker.join(DEADLINE_S)
     claimed = [list(map(int, (tmp_path / f"{worker}.txt").read_text().split())) for worker in range(3)]
     assert sorted(number for numbers in claimed for number in numbers) == list(range(3000))
     claims = TrialClaims(tmp_path)

@@ -27,6 +27,7 @@ from lockstep.tune.search import Space
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.start_search import _compare_ranks
 from lockstep.tune.summary import show
+from waiting import DEADLINE_S
 
 LINE = {"x": Float(0, 1)}
 
@@ -61,7 +62,7 @@ def search_on_two_ranks():
 
 def test_what_the_leader_returns_is_the_loss():
     driver = started(search_on_two_ranks)
-    driver.join(60)
+    driver.join(DEADLINE_S)
     assert driver.exitcode == 0
     returned, caught, undefined = load("a").trials
     assert (returned.state, returned.losses) == ("done", (pytest.approx(returned.params["x"]),))
@@ -79,7 +80,7 @@ def kills_its_launcher(params):
 
 def test_a_trial_that_kills_its_launcher_each_time_has_failed_after_its_retries():
     driver = started(lockstep.tune, kills_its_launcher, LINE, trials=2, workers=1, run_dir="a", retries=1)
-    driver.join(60)
+    driver.join(DEADLINE_S)
     assert driver.exitcode == 0
     kills, fine = load("a").trials
     assert (kills.state, kills.attempts) == ("failed", 2)
@@ -299,8 +300,8 @@ def test_what_a_script_does_after_its_search_is_heard(capfd):
     calls_again = started(
         on_command_line, *words, "b", "--trials", "100000", "--time-limit", "1 s", "search.py", "again"
     )
-    raises.join(60)
-    calls_again.join(60)
+    raises.join(DEADLINE_S)
+    calls_again.join(DEADLINE_S)
     said = capfd.readouterr()
     assert raises.exitcode == 1
     assert "KeyError" in said.err
@@ -326,7 +327,7 @@ def search_in_a_job_that_ends():
 
 def test_a_search_that_starts_its_workers_itself_says_that_its_job_is_over():
     driver = started(search_in_a_job_that_ends)
-    driver.join(60)
+    driver.join(DEADLINE_S)
     assert driver.exitcode == 75
 
 

@@ -18,6 +18,7 @@ system and is gone with the last process.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
@@ -177,12 +178,14 @@ class SharedMemoryArena:
         return area
 
     def arrive(self) -> None:
-        """Notify every other rank that this one has arrived; does not wait."""
-        for rank, peer in self._peers.items():
-            try:
+        """Notify every other rank that this one has arrived; does not wait.
+
+        A rank that is gone is noticed by the next `wait`, unless it had arrived there: then it has what it needed, and
+        so do the others.
+        """
+        for peer in self._peers.values():
+            with contextlib.suppress(ConnectionError):
                 peer.sendall(_TOKEN)
-            except OSError as error:
-                raise PeerLost(f"rank {rank} left during {self._what} ({error})") from error
 
     def wait(self) -> None:
         """Block until all other ranks have arrived.
