@@ -142,11 +142,13 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     """The strategy ``pipeline``; one rank alone needs none. Collective.
 
     Raises:
-        SettingError: if the ranks cannot be divided into replicas of so many stages.
+        SettingError: if the ranks cannot be divided into replicas of so many stages, or torch is older than 2.13.
     """
     ranks, stages = context.group.size, options.stages or context.group.size
     if ranks == 1 and options.stages <= 1:
         return SingleProcess(context.group, context.runs, exact=context.exact)
+    if torch.__version__ < "2.13":  # what some models and schedules need is missing in torch.distributed.pipelining
+        raise SettingError(f"strategy pipeline needs torch 2.13 or newer; this is {torch.__version__}: update torch")
     if stages == 1:
         raise SettingError("strategy pipeline: stages=1 cuts nothing; use ddp")
     if ranks % stages:
