@@ -1,8 +1,11 @@
 """A rank ends its connections to hosts that are lost, whoever has opened them, and no others."""
 
 import contextlib
+import fcntl
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -48,12 +51,24 @@ def test_what_waits_for_a_lost_host_reads_what_has_come_and_then_the_end(connect
         assert ends(connected[address][0])
 
 
+def test_a_process_keeps_its_locks_on_files(connected, tmp_path):
+    taken = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    with (tmp_path / "locked").open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        assert end_connections({"127.0.0.2"}) == 1
+        tried = subprocess.run([sys.executable, "-Sc", taken, file.name], capture_output=True, text=True, check=False)
+    assert "BlockingIOError" in tried.stderr, "to close a duplicate of it would have given them up"
+
+
 def test_the_launcher_names_them_in_a_file_beside_its_socket(connected, tmp_path):
     peers = LostPeers(str(tmp_path / "beats"))
     peers.look()
+    assert not peers.told()
     for known in (["127.0.0.2"], ["127.0.0.2", "127.0.0.3"]):
         (tmp_path / LOST_ADDRESSES).write_text("".join(f"{address}\n" for address in known))
         peers.look()
+        assert peers.told()
         assert [a for a, (one, _) in connected.items() if ends(one)] == known
     for nowhere in ("", "localhost:1234"):
         LostPeers(nowhere).look()
+        assert not LostPeers(nowhere).told()

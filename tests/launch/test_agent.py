@@ -133,8 +133,9 @@ def test_ranks_that_lost_the_coordinators_host_leave_what_they_hold_just_before_
     plan = Plan(
         members=(Member("c", "n1", 1, "", ("10.0.0.1", shared)), Member("n", "n2", 1, "", ("10.0.0.2", shared)))
     )
-    for silent_s in (4.0, 26.0, 27.5):
-        node._store.silent_s = lambda silent_s=silent_s: silent_s
+    for silent_s, max_changes in ((4.0, 10), (26.0, 10), (27.5, 0), (27.5, 10)):
+        assert did == [], "nor where no node may be lost: the network may still be back in time"
+        node._store.silent_s, node._limits = lambda silent_s=silent_s: silent_s, ElasticLimits(max_changes=max_changes)
         assert node._while_cut_off(plan) is None
     assert did == [(StopMode.PEER_LOST, {"10.0.0.1"})], "just before"
     node._workers.failed = True  # the first of them; others have not written theirs yet

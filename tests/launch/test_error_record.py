@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from lockstep.errors import MismatchError
 from lockstep.heartbeat import is_users
 from lockstep.launch.diagnosis.error_record import Failure
 
@@ -93,3 +94,13 @@ def test_what_is_no_record_is_none(tmp_path, text):
     if text is not None:
         (tmp_path / "failure.json").write_text(text)
     assert Failure.read(tmp_path / "failure.json") is None
+
+
+def test_whoever_was_cut_off_from_a_lost_host_is_blamed_for_its_own_errors_only():
+    def blamed(error, **more):
+        return not Failure.of(error, rank=3, host="n1", now_s=1.5, log_bytes=10, **more).collateral
+
+    for error in (ConnectionResetError("[Errno 104] Connection reset by peer"), KeyError("answer")):
+        assert (blamed(error), blamed(error, cut_off=True)) == (True, False)
+    assert blamed(MismatchError("ranks 0 and 1 differ"), cut_off=True)
+    assert blamed(SystemExit(3), cut_off=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import stat
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
@@ -44,21 +43,28 @@ class LostPeers:
             self._known = told
             end_connections(set(told.split()))
 
+    def told(self) -> bool:
+        """Whether the launcher has left some: then whatever breaks in this process may be a connection to them."""
+        return self._file is not None and self._file.exists()
+
 
 def end_connections(addresses: Collection[str]) -> int:
     """Shut down all TCP connections of this process to ``addresses``, spelt as `plain_address`; how many there were.
 
     Also those that belong to libraries: they see the other end as closed.
     """
-    ended, descriptors = 0, list[int]()
+    ended, entries = 0, list[Path]()
     with contextlib.suppress(OSError):  # a system that does not list them
-        descriptors = [int(entry.name) for entry in _DESCRIPTORS.iterdir()]
-    for descriptor in descriptors:
-        # Of a duplicate, so that the number cannot come to stand for something else meanwhile.
+        entries = list(_DESCRIPTORS.iterdir())
+    for entry in entries:
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            duplicate = os.dup(descriptor)
+            # Sockets only: to close a duplicate of a file gives up the locks (`fcntl.lockf`) that this process has.
+            if not _is_socket(entry):
+                continue
+            # Of a duplicate, so that the number cannot come to stand for something else meanwhile.
+            duplicate = os.dup(int(entry.name))
             stack.callback(os.close, duplicate)
-            if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
+            if not _is_socket(_DESCRIPTORS / str(duplicate)):
                 continue
             connection = socket.socket(fileno=duplicate)
             stack.callback(connection.detach)
@@ -67,3 +73,7 @@ def end_connections(addresses: Collection[str]) -> int:
                 connection.shutdown(socket.SHUT_RDWR)
                 ended += 1
     return ended
+
+
+def _is_socket(entry: Path) -> bool:
+    return str(entry.readlink()).startswith("socket:")

@@ -343,7 +343,8 @@ class Agent:
                     f"nothing heard of the coordinator for {silent_s:.0f} s; waiting up to {limits.lost_after_s:g} s, "
                     "while the ranks hold their connections"
                 )
-            if silent_s >= limits.lost_after_s - min(_LEAVE_S, limits.lost_after_s / 4):
+            # Where no node may be lost there is no next generation, and a network may be back in the last moment.
+            if limits.max_changes and silent_s >= limits.lost_after_s - min(_LEAVE_S, limits.lost_after_s / 4):
                 self._leaves = True
                 self._workers.stop(StopMode.PEER_LOST, lost=plan.addresses_of({self._store.coordinator}))
             return None

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from lockstep.errors import LockstepError
 from lockstep.heartbeat import own_lines
 from lockstep.peer_failure import is_peer_failure
 
@@ -48,8 +49,22 @@ class Failure:
     gpu: str = ""  #: how far its GPU's memory went; "" without one
 
     @classmethod
-    def of(cls, error: BaseException, *, rank: int, host: str, now_s: float, log_bytes: int, gpu: str = "") -> Self:
-        """The record for ``error``."""
+    def of(
+        cls,
+        error: BaseException,
+        *,
+        rank: int,
+        host: str,
+        now_s: float,
+        log_bytes: int,
+        gpu: str = "",
+        cut_off: bool = False,
+    ) -> Self:
+        """The record for ``error``.
+
+        Where this process was ``cut_off`` from hosts that are lost, a connection of the script's own may have ended
+        with that, whatever error this became. Lockstep's own errors say what they mean.
+        """
         file, line = user_frame(error)
         return cls(
             rank=rank,
@@ -60,7 +75,7 @@ class Failure:
             line=line,
             source=linecache.getline(file, line).strip() if file else "",
             traceback="".join(traceback.format_exception(error)),
-            collateral=is_peer_failure(error),
+            collateral=is_peer_failure(error) or (cut_off and not isinstance(error, LockstepError | SystemExit)),
             raised_s=now_s,
             log_bytes=log_bytes,
             gpu=gpu,

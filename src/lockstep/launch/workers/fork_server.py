@@ -76,7 +76,7 @@ class ForkServer:
         self._questions: socket.socket | None = None  # for the store
         self._listening: list[int] = []  # descriptors that the launcher has passed
         self._lease_end_s = float("inf")
-        self._launcher_lives = False  # and closes its end of the connection all the same
+        self._launcher, self._is_closed = os.getppid(), False  # it closes its end though it lives
         # A child that ends wakes the loop through this pipe.
         self._wakeup = os.pipe()
         for descriptor in self._wakeup:
@@ -126,7 +126,7 @@ class ForkServer:
             case "kill":
                 self._kill()
             case "close":
-                self._launcher_lives = True
+                self._is_closed = True
             case "lease":
                 self._lease_end_s = time.monotonic() + order["for_s"]
 
@@ -140,7 +140,8 @@ class ForkServer:
     def _exit(self) -> NoReturn:
         self._kill()
         self._wait_all()
-        _leave(launcher_lives=self._launcher_lives)
+        # It may have been killed since: ranks with much memory take their time to end.
+        _leave(launcher_lives=self._is_closed and os.getppid() == self._launcher)
 
     def _start(self, ranks: list[RankSpec], listening: int | None, port: int) -> None:
         own_pid = os.getpid()

@@ -231,6 +231,7 @@ def _write_record(error: BaseException) -> None:
         now_s=time.monotonic(),
         log_bytes=os.fstat(1).st_size,
         gpu=_gpu(),
+        cut_off=LostPeers(os.environ.get(CHANNEL, "")).told(),
     )
     # First to the launcher itself: a file system that is full, gone or does not answer must not hide the error.
     if (line := open_channel(os.environ.get(CHANNEL, ""))) is not None:
