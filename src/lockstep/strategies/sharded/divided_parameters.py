@@ -2,7 +2,7 @@
 
     nn.init.normal_(net.head.weight)         drawn whole on every rank, which keeps its rows: the numbers of one rank
     net.load_state_dict(torch.load(path))    each rank copies its rows
-    net.head.weight.norm().item()            the norm of all rows
+    net.head.weight.norm().item()            the norm of all rows, to the bit: they are gathered
     net.head.weight[0].fill_(1.0)            UsageError: the row is a copy, gathered from all ranks
     net.head.weight.data = tensor            UsageError: the rows that ranks compute with would stay
 
