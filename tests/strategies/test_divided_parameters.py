@@ -20,10 +20,11 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.blocks = nn.Linear(4, 7), nn.ModuleList([nn.Linear(7, 7) for _ in range(2)])
         self.norm, self.last = nn.BatchNorm1d(7), nn.Linear(7, 3)
+        self.scale = nn.Parameter(torch.full((1,), 0.5))
 
     def forward(self, x):
         self.inside = self.blocks[0](self.first(x)).tanh()
-        return self.last(self.norm(self.blocks[1](self.inside)))
+        return self.last(self.norm(self.blocks[1](self.inside))) * self.scale
 
 
 def each(change):
@@ -55,6 +56,10 @@ def orthogonal(net):
     nn.init.trunc_normal_(net.blocks[0].weight, std=0.02)
 
 
+def total_norm(net):
+    return nn.utils.get_total_norm(list(net.parameters()))
+
+
 def draws_of_a_generator(net):
     generator = torch.Generator().manual_seed(5)
     each(lambda p: p.normal_(generator=generator))(net)
@@ -78,7 +83,13 @@ CHANGES = {
     "broadcast": each(lambda p: p.copy_(torch.randn(()))),
     "a column": lambda net: net.last.weight.data[:, 1:].fill_(2.0),
     "a column by index": lambda net: net.last.weight.data.__setitem__((slice(None), 1), 3.0),
-    "the norm": each(lambda p: p.fill_(round(p.abs().sum().item(), 3))),
+    "the norm": each(lambda p: p.mul_(p.norm().item())),
+    "the norm of all": lambda net: each(lambda p: p.div_(total_norm(net)))(net),
+    "moments": each(lambda p: p.sub_(p.mean()).div_(1 + p.std(correction=0))),
+    "moments of columns": lambda net: net.last.weight.data.sub_(net.last.weight.data.mean(0, keepdim=True)),
+    "the greatest": each(lambda p: p.div_(3 + p.abs().max() + p.amin() + p.norm(float("inf")))),
+    "sums of products": lambda net: net.blocks[0].weight.data.copy_(net.last.weight.t() @ net.last.weight),
+    "parameters anew": lambda net: nn.Parameter(net.last.weight).data.mul_(2.0),
     "read by rows": lambda net: net.first.weight.data.mul_(net.last.weight.detach()[1, 1:3].t().sum()),
     "its copies": lambda net: net.load_state_dict(copy.deepcopy(net.state_dict())),
     "copies of parameters": lambda net: nn.init.normal_(copy.deepcopy(net.last.weight)),
@@ -90,6 +101,10 @@ LOST = {
     "a row by index": each(lambda p: p.__setitem__(0, 1.0)),
     "rows of a state": lambda net: net.state_dict()["last.weight"][1:].t().mul_(2.0),
     "a part": lambda net: net.last.weight.data.chunk(2)[1].normal_(),
+    "as an output": lambda net: torch.mul(net.last.weight.data[0], 0.0, out=net.last.weight.data[0]),
+    "an initialisation": lambda net: nn.init.constant_(net.last.weight.data[0], 1.0),
+    "an activation": lambda net: F.relu(net.last.weight.data[0], inplace=True),
+    "a list": lambda net: torch._foreach_mul_([net.last.weight.data[0]], 0.0),
     "in place": each(lambda p: p[1:].__iadd__(1.0)),
     "other data": lambda net: setattr(net.last.bias, "data", torch.ones(3)),
     "a vector": lambda net: nn.utils.vector_to_parameters(torch.ones(1000), net.parameters()),
@@ -126,7 +141,7 @@ def changes_on_ranks():
         torch.manual_seed(run.rank)
         lost["other numbers"] = refused(MismatchError, nn.init.normal_, net.last.weight)
         mesh = net.last.weight.device_mesh
-        own = distribute_tensor(torch.zeros(4), type(mesh)("cpu", [0, 1, 2], mesh_dim_names=("mine",)))
+        own = distribute_tensor(torch.zeros(4), type(mesh)("cpu", [0, 1, 2]))
         with torch.no_grad():
             own[:2].fill_(1.0)
     handlers = DTensor._op_dispatcher._custom_op_handlers
@@ -151,6 +166,23 @@ def steps_on_ranks():
         return said
 
 
+def masks_on_ranks():
+    """Torch takes the rows of a parameter of one element for all, after this."""
+    with Run(seed=1, strategy="fsdp") as run:
+        net = run.model(Net())
+        run.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+        for x in run.train(run.loader(torch.randn(24, 4), global_batch=12, micro_batch=2)):
+            run.step(net(x).square().sum())
+            if run.micro_batch.last:
+                each(lambda p: p.masked_fill_(p > 0, torch.tensor(1.0)))(net)
+
+
+def norm_of_one_rank():
+    with Run(seed=1, strategy="fsdp") as run:
+        net = run.model(Net())
+        return net.last.weight.norm().item() if run.leads else None
+
+
 def penalty_on_ranks():
     with Run(seed=1, strategy="fsdp") as run:
         net = run.model(Net())
@@ -163,11 +195,16 @@ def penalty_on_ranks():
 
 
 def test_what_depends_on_the_number_of_ranks_is_refused():
-    said, penalty = on_world(2, [(steps_on_ranks,), (penalty_on_ranks,)])
+    said, penalty, masks, one_rank = on_world(
+        2, [(steps_on_ranks,), (penalty_on_ranks,), (masks_on_ranks,), (norm_of_one_rank,)]
+    )
     for muon, low, gradient in said:
         assert "Muon looks at several elements of a parameter at once" in muon
         assert "SGD with divided parameters in bf16 or fp16 on CPUs" in low
         assert "these would stay as they are" in gradient
+    for one in masks:
+        assert "the parameter scale of shape (1,) was changed in place by an operation" in one
+    assert "reading rows of a divided parameter, as for a norm, which all ranks do or none" in one_rank[0]
     for one in penalty:
         assert "with torch.autograd.grad(..., create_graph=True) for a gradient penalty" in one
 
@@ -175,7 +212,7 @@ def test_what_depends_on_the_number_of_ranks_is_refused():
 def test_it_has_the_result_of_one_rank_or_is_refused():
     for different, lost, handled in on_world(3, [(changes_on_ranks,)])[0]:
         assert different == []
-        for name in ("a row", "a row by index", "rows of a state", "a part", "in place"):
+        for name in LOST.keys() - {"other data", "a vector"}:
             assert "such as `parameter[0]`" in lost[name], name
         assert "these would stay as they are" in lost["other data"]
         assert "these would stay as they are" in lost["a vector"]

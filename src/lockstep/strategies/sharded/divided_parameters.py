@@ -2,7 +2,7 @@
 
     nn.init.normal_(net.head.weight)         drawn whole on every rank, which keeps its rows: the numbers of one rank
     net.load_state_dict(torch.load(path))    each rank copies its rows
-    net.head.weight.norm().item()            the norm of all rows
+    net.head.weight.norm().item()            the norm of all rows, to the bit: they are gathered
     net.head.weight[0].fill_(1.0)            UsageError: the row is a copy, gathered from all ranks
     net.head.weight.data = tensor            UsageError: the rows that ranks compute with would stay
 
@@ -13,7 +13,7 @@ of this rank's rows, and writes to such a copy, or to a tensor that nobody reads
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NoReturn
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
-from lockstep.collectives import Group
+from lockstep.collectives import Group, translating_peer_errors
 from lockstep.errors import UsageError
 from lockstep.strategies.module_states import checksum
 
@@ -36,11 +36,20 @@ _DRAWS: Final = (
 )
 #: Of these, the values of the first argument do not matter.
 _READ_NO_VALUES: Final = _DRAWS[:11]
+#: They add up, or compare, elements of several rows: of parts and of the whole, the bits would not be the same, and
+#: some of them fail for a rank without rows.
+_REDUCTIONS: Final = (
+    *(_ATEN.sum, _ATEN.mean, _ATEN.prod, _ATEN.var, _ATEN.std, _ATEN.var_mean, _ATEN.std_mean, _ATEN.logsumexp),
+    *(_ATEN.norm, _ATEN.linalg_vector_norm, _ATEN._foreach_norm),
+    *(_ATEN.max, _ATEN.min, _ATEN.amax, _ATEN.amin, _ATEN.aminmax),
+    *(_ATEN.mm, _ATEN.addmm, _ATEN.mv, _ATEN.addmv, _ATEN.bmm, _ATEN.baddbmm, _ATEN.dot, _ATEN.vdot),
+)
 #: They give a view of a plain tensor, and of a divided one sometimes a copy, gathered from all ranks.
 _VIEWS: Final = (
     *(_ATEN.select.int, _ATEN.slice.Tensor, _ATEN.split.Tensor, _ATEN.split_with_sizes.default),
     *(_ATEN.diagonal.default, _ATEN.unfold.default, _ATEN.view.default, _ATEN._unsafe_view.default),
 )
+_TOGETHER: Final = "reading rows of a divided parameter, as for a norm, which all ranks do or none"
 _IN_PLACE_OPERATORS: Final = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
 
 
@@ -62,6 +71,12 @@ class DividedParameter(DTensor):
             "of vector_to_parameters(...), for each parameter), set values before run.model(...), or use ddp or zero"
         )
 
+    def detach(self) -> torch.Tensor:
+        """The same values, for which no gradient is computed; of this class, as `nn.Parameter` asks for."""
+        found = super().detach()
+        found.__class__ = DividedParameter
+        return found
+
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
         values = self.detach().clone()
         copied = nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values
@@ -81,12 +96,13 @@ class GatheredCopy(DTensor):
         Raises:
             UsageError: if it would write to the copy.
         """
-        name = getattr(func, "__name__", "")
-        writes = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
-        if args and isinstance(args[0], cls) and (writes or name == "__setitem__"):
+        name, named = getattr(func, "__name__", ""), kwargs or {}
+        writes = (name.endswith("_") and not name.endswith("__")) or name in (*_IN_PLACE_OPERATORS, "__setitem__")
+        changed = [named.get("out"), *((*args, *named.values())[:1] if writes or named.get("inplace") else ())]
+        if any(isinstance(tensor, cls) for tensor in pytree.tree_leaves(changed)):
             _refuse_write()
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
+            found = func(*args, **named)
         copies = {_storage_of(arg) for arg in args if isinstance(arg, cls)}
         for tensor in pytree.tree_leaves(found):
             if isinstance(tensor, DTensor) and _storage_of(tensor) in copies:
@@ -97,11 +113,12 @@ class GatheredCopy(DTensor):
 class DividedOperations:
     """While open, operations on what is divided over ``mesh`` have the result of one rank, or are refused.
 
-    Drawing, and copying a plain tensor, are collective, and compare what is drawn from, or copied. Tensors on other
-    meshes, such as a script's own, are left to torch.
+    Drawing, copying a plain tensor, and sums over rows are collective: the first two compare what is drawn from, or
+    copied, and the last gathers the rows. Tensors on other meshes, such as a script's own, are left to torch.
 
     Args:
-        mesh: of one dimension.
+        mesh: of one dimension, with a name that no script gives to its own, for torch takes meshes with the same names
+            and ranks for equal.
         group: of the ranks whose parameters must stay equal: those of all copies of a model.
     """
 
@@ -129,16 +146,22 @@ def _handlers() -> dict[Any, Any]:
 @functools.cache
 def _operations() -> Mapping[Any, Callable[..., Any]]:
     """What is called for each operation, with the group and as torch calls handlers."""
-    draws = [getattr(packet, name) for packet in _DRAWS for name in packet.overloads()]
     return {
-        **{op: _draw for op in draws if not op._overloadname.endswith("out")},
+        **dict.fromkeys(_overloads(_DRAWS), _draw),
+        **dict.fromkeys(_overloads(_REDUCTIONS), _reduce),
         **dict.fromkeys(_VIEWS, _view),
         _ATEN.copy_.default: _copy,
         _ATEN.fill_.Tensor: _fill,
         _ATEN.eye.m_out: _eye,
         _ATEN._local_scalar_dense.default: _item,
         _ATEN.new_empty.default: _new_empty,
+        _ATEN.rrelu_with_noise.default: _not_known,
     }
+
+
+def _overloads(packets: Iterable[Any]) -> list[Any]:
+    found = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    return [op for op in found if not any(argument.is_out for argument in op._schema.arguments)]
 
 
 def _call(op: Any, args: Any, kwargs: Any) -> Any:
@@ -150,11 +173,11 @@ def _call(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _by_torch(op: Any, args: Any, kwargs: Any) -> Any:
-    handler = _handlers().pop(op)
+    _handlers().pop(op, None)  # None: a thread beside this one is at the same operation
     try:
         return op(*args, **kwargs)
     finally:
-        _handlers()[op] = handler
+        _handlers()[op] = _call
 
 
 def _draw(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
@@ -178,6 +201,16 @@ def _draw(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
     if op._schema.is_mutable:
         return _write(args[0], whole_args[0])
     return pytree.tree_map(lambda one: _divided(one, like), found)
+
+
+def _reduce(_group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+    """Compute with whole tensors, on every rank. Collective."""
+    tensors = pytree.tree_leaves((args, kwargs))
+    mesh = next(value.device_mesh for value in tensors if isinstance(value, DTensor))
+    with translating_peer_errors(_TOGETHER):
+        whole_args, whole_kwargs = pytree.tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+    found = op(*whole_args, **whole_kwargs)
+    return pytree.tree_map(lambda one: DTensor.from_local(one, mesh, [Replicate()], run_check=False), found)
 
 
 def _copy(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
@@ -208,12 +241,18 @@ def _eye(_group: Group, op: Any, args: Any, kwargs: Any) -> Any:
 
 def _item(_group: Group, op: Any, args: Any, kwargs: Any) -> Any:
     """The number that all ranks together hold, where torch gives each its own part of a sum. Collective."""
-    return op(args[0].full_tensor(), **kwargs)
+    with translating_peer_errors(_TOGETHER):
+        return op(args[0].full_tensor(), **kwargs)
 
 
 def _new_empty(_group: Group, op: Any, args: Any, kwargs: Any) -> Any:
     """A whole, plain tensor, as functions of `torch.nn.init` fill it and copy it into the parameter."""
     return op(args[0].to_local(), *args[1:], **kwargs)
+
+
+def _not_known(_group: Group, op: Any, args: Any, kwargs: Any) -> NoReturn:
+    """Torch would draw other numbers on every number of ranks."""
+    raise NotImplementedError(f"Operator {op} does not have a sharding strategy for random numbers")
 
 
 def _view(_group: Group, op: Any, args: Any, kwargs: Any) -> Any:

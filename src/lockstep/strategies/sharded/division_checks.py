@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
@@ -19,6 +19,8 @@ SECOND_ORDER: Final = (
     "a gradient penalty, and after those, fully_shard has let go of the whole parameters, which the second backward "
     "pass needs: use ddp or zero"
 )
+
+_BY_ROWS: Final = (Shard(0),)
 
 
 def refuse_second_order(module: nn.Module) -> None:
@@ -112,6 +114,21 @@ def check_without_hooks(model: nn.Module, strategy: str, ignored: Container[nn.P
                 f"the parameter {name} has a hook for its gradient, which {strategy} would not call, or with a part of "
                 "the gradient: change gradients between run.backward(loss) and run.update(), name its module in "
                 "ignored_modules=..., or use ddp or zero"
+            )
+
+
+def check_still_divided(model: nn.Module, ignored: Container[nn.Parameter]) -> None:
+    """Check that no operation has made torch take a rank's rows of a parameter for all of them.
+
+    Raises:
+        UsageError: if one has.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter not in ignored and parameter.placements != _BY_ROWS:
+            raise UsageError(
+                f"the parameter {name} of shape {tuple(parameter.shape)} was changed in place by an operation that "
+                "torch does not compute with rows, such as masked_fill_ with a tensor; write "
+                "parameter.copy_(torch.where(...)), change it before run.model(...), or use ddp or zero"
             )
 
 

@@ -93,7 +93,10 @@ from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.tensor_parallel.tensor_parallel import TensorParallel
 
 #: What torch says of operations that it does not compute with `DTensor`s.
-_OF_DTENSORS: Final = ("mixed torch.Tensor and DTensor", "sharding strategy", "Sharding propagation failed")
+_OF_DTENSORS: Final = (
+    *("mixed torch.Tensor and DTensor", "sharding strategy", "Sharding propagation failed"),
+    *("in-place operations that require placement changes", "not supported with DTensor"),
+)
 
 
 def open_strategy(context: StrategyContext, options: Options, name: str = "fsdp") -> Strategy:
@@ -157,7 +160,11 @@ class FullySharded(
         divides = group.size > 1 or options.mixed != "none"
         # A process group of its own, so that blocks are gathered while the gradients of others are scattered.
         self._mesh: Final = (
-            DeviceMesh.from_group(self._shard_groups.new_process_group(), group.device.type) if divides else None
+            DeviceMesh.from_group(
+                self._shard_groups.new_process_group(), group.device.type, mesh_dim_names=("rows of lockstep",)
+            )
+            if divides
+            else None
         )
         self._construction: Final = DividedConstruction(self._shard_groups.within, group)
         self._constructed: nn.Module | None = None  # the model that it has made last
@@ -324,6 +331,7 @@ class FullySharded(
         if position.last:
             # What a forward pass has gathered since the backward pass is as it was before the optimizers' steps.
             self._reshard()
+            self._check_still_divided()
 
     def before_update(self, position: MicroBatchPosition) -> None:
         """Move buffers by the mean over the step: nothing that follows in it needs another rank. Collective."""
@@ -346,6 +354,7 @@ class FullySharded(
     def finish_training(self) -> None:
         """Check that all ranks called the same blocks; each holds its part of the trained model already. Collective."""
         self._compare_calls()
+        self._check_still_divided()
 
     def explain(self, error: Exception, method: str) -> str:
         """Where torch speaks of a tensor that is divided."""
@@ -388,6 +397,10 @@ class FullySharded(
             self._guard.close()
         if self._operations is not None:
             self._operations.close()
+
+    def _check_still_divided(self) -> None:
+        for root in self._roots:
+            checks.check_still_divided(cast(nn.Module, root), self._ignored)
 
     def _record_call(self, number: int, block: FSDPModule, *_: object) -> None:
         self._call_checksum = zlib.crc32(number.to_bytes(4, "little"), self._call_checksum)
