@@ -103,7 +103,7 @@ CAMPAIGN = re.compile(
     r"test_networks\.py::test_ranks_|test_parts\.py::test_wherever_in_its_start_a_launcher_is_killed|"
     r"test_gloo_threads\.py::test_no_rank_aborts_at_its_end|"
     r"test_kills\.py::test_many_kills|test_losses_do_not_depend_on_the_ranks\[1-3\]|"
-    r"test_benchmarks\.py::test_(loop|servers|links|data|price|compress|zero|strategies|start|memory|exact|failures|goodput|tune_speed)$"
+    r"test_benchmarks\.py::test_(loop|servers|links|data|price|compress|zero|strategies|start|soak|memory|exact|failures|goodput|tune_speed)$"
 )
 
 

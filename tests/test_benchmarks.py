@@ -95,6 +95,13 @@ def test_start(tmp_path):
     assert len(shown.splitlines()) == 3
 
 
+def test_soak(tmp_path):
+    (found,), shown = measured(tmp_path, "soak.py", "--steps", "100")
+    assert found["warm"].keys() == found["end"].keys()
+    assert sum(" rank " in name for name in found["end"]) == 2
+    assert len(shown.splitlines()) == 2 + len(found["end"])
+
+
 def test_goodput(tmp_path):
     few = ("--seconds", "3", "--kill-every", "1", "--every", "none")
     found, shown = measured(tmp_path, "goodput.py", *few)
