@@ -204,8 +204,10 @@ def _draw(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _reduce(_group: Group, op: Any, args: Any, kwargs: Any) -> Any:
-    """Compute with whole tensors, on every rank. Collective."""
+    """Compute with whole tensors, on every rank; torch refuses plain ones beside divided ones. Collective."""
     tensors = pytree.tree_leaves((args, kwargs))
+    if any(isinstance(value, torch.Tensor) and not isinstance(value, DTensor) for value in tensors):
+        return _by_torch(op, args, kwargs)
     mesh = next(value.device_mesh for value in tensors if isinstance(value, DTensor))
     with translating_peer_errors(_TOGETHER):
         whole_args, whole_kwargs = pytree.tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
