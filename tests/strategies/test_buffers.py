@@ -479,7 +479,7 @@ SAYS = {
     "within": "buffers were added to the model or taken away within a step (late); change modules that have buffers",
     "within, beside another": "buffers were added to the model or taken away within a step (late); change modules",
     "from None": "the buffer mean of FromNone was None when run.model(...) was called and is a tensor of shape (3,)",
-    "counts data": "the buffer positive of CountsData counts what the data holds: the micro-batches of one step chang",
+    "counts data": "the buffer positive of CountsData holds integers that depend on the data: the micro-batches of one",
     "late and silent": "the buffer mean of LateAndSilent began to change through .data or by a kernel after the first",
 }
 

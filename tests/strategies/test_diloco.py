@@ -279,7 +279,7 @@ def test_on_two_ranks():
     check_resumed(RESUMED[3:5], others)
     assert in_flight[0]["strategy"]["arrived"]
 
-    told = "saved by 2 ranks that stepped by themselves: all 3 start at their mean"
+    told = "the checkpoint was saved by 2 ranks that stepped by themselves: all 3 start at their mean"
     dropped = "the exchange under way when the run was saved is dropped, for its schedule was another"
     tree, flying = saved[0], in_flight[0]
     elsewhere = on_world(

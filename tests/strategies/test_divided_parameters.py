@@ -1,6 +1,7 @@
 """What a script does to divided parameters by itself, against the same done to a whole model by plain torch."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 from lockstep.errors import MismatchError, UsageError
+from lockstep.launch_contract import RESUME
 from lockstep.run import Run
 from worlds import on_world
 
@@ -21,10 +23,11 @@ class Net(nn.Module):
         self.first, self.blocks = nn.Linear(4, 7), nn.ModuleList([nn.Linear(7, 7) for _ in range(2)])
         self.norm, self.last = nn.BatchNorm1d(7), nn.Linear(7, 3)
         self.scale = nn.Parameter(torch.full((1,), 0.5))
+        self.wide = nn.Parameter(torch.linspace(-1.5, 1.5, 133).view(19, 7))
 
     def forward(self, x):
         self.inside = self.blocks[0](self.first(x)).tanh()
-        return self.last(self.norm(self.blocks[1](self.inside))) * self.scale
+        return self.last(self.norm(self.blocks[1](self.inside)) + self.wide.sum(0)) * self.scale
 
 
 def each(change):
@@ -65,7 +68,59 @@ def draws_of_a_generator(net):
     each(lambda p: p.normal_(generator=generator))(net)
 
 
+#: Of which torch's kernels for CPUs compute the last few elements of a tensor otherwise.
+BY_ELEMENT = [
+    torch.sigmoid,
+    F.silu,
+    torch.sinh,
+    torch.atanh,
+    F.gelu,
+    F.softplus,
+    torch.exp2,
+    lambda p: p.abs().pow(1.5),
+]
+
+
+def functions_of_elements(net):
+    wide = torch.zeros_like(net.wide)
+    for function in BY_ELEMENT:
+        wide.add_(function(net.wide).nan_to_num_())
+    net.wide.data.copy_(wide)
+
+
+def penalties(net):
+    """Numbers that torch adds up of parts, unless it is told otherwise."""
+    p = net.blocks[0].weight.detach()
+    numbers = [F.mse_loss(p, p * 2), torch.dist(p, p.abs()), p.nansum(), p.logsumexp(0).sum(), p.softmax(0).max()]
+    numbers += [p.argmax(), torch.bincount((p > 0).long().flatten()).max(), p.median(), p.trace(), (p > 0).sum()]
+    net.blocks[0].weight.data.mul_(float(sum(number.item() for number in numbers)) / 64)
+
+
+def orthogonalised(net):
+    """By Newton and Schulz, with transposed matrices."""
+    p = net.last.weight.data
+    p.copy_(1.5 * p - 0.5 * (p @ p.T) @ p)
+    p.copy_(torch.einsum("ij,kj,kl->il", p, p, p))
+    p.sub_(p.T.contiguous().T.mean(0, keepdim=True) * p.T.norm(dim=0).unsqueeze(1))
+
+
+def rows_moved(net):
+    p = net.blocks[1].weight.data
+    p.copy_(p.sort(0).values.roll(2, 0).flip(1))
+    p.copy_(torch.cat([p[3:], p[:3]]).cumsum(1))
+
+
 CHANGES = {
+    "functions of elements": functions_of_elements,
+    "sums of other kinds": penalties,
+    "matrices": orthogonalised,
+    "rows moved": rows_moved,
+    "by masks": each(lambda p: p.__setitem__(p.abs() < 0.1, 0.0)),
+    "a tensor by masks": each(lambda p: p.masked_fill_(p > 0, torch.tensor(1.0))),
+    "by indices": each(lambda p: p.index_fill_(0, torch.tensor([0]), 1.0)),
+    "at most a norm": lambda net: net.blocks[0].weight.data.renorm_(2, 0, 0.3),
+    "sparse": lambda net: nn.init.sparse_(net.blocks[0].weight, 0.4),
+    "in one": lambda net: net.wide.data.mul_(nn.utils.parameters_to_vector(net.parameters()).norm()),
     "apply": lambda net: net.apply(initialise),
     "modules' own": lambda net: net.apply(lambda m: getattr(m, "reset_parameters", lambda: None)()),
     "data": lambda net: net.last.weight.data.normal_(0, 0.02),
@@ -104,6 +159,8 @@ LOST = {
     "as an output": lambda net: torch.mul(net.last.weight.data[0], 0.0, out=net.last.weight.data[0]),
     "an initialisation": lambda net: nn.init.constant_(net.last.weight.data[0], 1.0),
     "an activation": lambda net: F.relu(net.last.weight.data[0], inplace=True),
+    "row by row": each(lambda p: [row.mul_(0.5) for row in p]),
+    "all elements in one row": lambda net: net.first.weight.data.view(-1).mul_(2.0),
     "a list": lambda net: torch._foreach_mul_([net.last.weight.data[0]], 0.0),
     "in place": each(lambda p: p[1:].__iadd__(1.0)),
     "other data": lambda net: setattr(net.last.bias, "data", torch.ones(3)),
@@ -115,6 +172,13 @@ def state_of(net):
     """All of it, and what is drawn next."""
     state = {n: t.full_tensor() if isinstance(t, DTensor) else t.clone() for n, t in net.state_dict().items()}
     return {**state, "drawn next": torch.rand(3)}
+
+
+#: What would not be called, or with rows.
+HOOKS = {
+    "a hook": lambda net: net.last.weight.register_hook(torch.neg),
+    "a hook after": lambda net: net.last.weight.register_post_accumulate_grad_hook(print),
+}
 
 
 def refused(kind, change, net):
@@ -135,9 +199,13 @@ def changes_on_ranks():
                 states.append(state_of(net))
             different += [(name, key) for key, value in states[0].items() if not torch.equal(value, states[1][key])]
         net = run.model(Net())
-        for name, change in LOST.items():
+        for name, change in {**LOST, **HOOKS}.items():
             lost[name] = refused(UsageError, change, net)
         lost["other values"] = refused(MismatchError, each(lambda p: p.copy_(torch.full((), run.rank))), net)
+        lost["other indices"] = refused(
+            MismatchError, each(lambda p: p.index_fill_(0, torch.tensor([0] * (1 + run.rank)), 1.0)), net
+        )
+        lost["singular values"] = refused(UsageError, lambda net: torch.linalg.svdvals(net.last.weight), net)
         torch.manual_seed(run.rank)
         lost["other numbers"] = refused(MismatchError, nn.init.normal_, net.last.weight)
         mesh = net.last.weight.device_mesh
@@ -151,11 +219,10 @@ def changes_on_ranks():
 def steps_on_ranks():
     """What is said of gradients, and of optimizers."""
     with Run(seed=1, strategy="fsdp") as run:
-        net, low = run.model(Net()), run.model(nn.Linear(4, 4).bfloat16().requires_grad_(False))
+        net = run.model(Net())
         matrices = [p for p in net.parameters() if p.dim() == 2]
         said = [
             refused(UsageError, run.optimizer, torch.optim.Muon(matrices)),
-            refused(UsageError, run.optimizer, torch.optim.SGD(low.parameters())),
         ]
         run.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
         for x in run.train(run.loader(torch.randn(12, 4), global_batch=12, micro_batch=2)):
@@ -164,17 +231,6 @@ def steps_on_ranks():
                 said.append(refused(UsageError, lambda p: setattr(p.grad, "data", p.grad * 2), net.last.weight))
             run.update()
         return said
-
-
-def masks_on_ranks():
-    """Torch takes the rows of a parameter of one element for all, after this."""
-    with Run(seed=1, strategy="fsdp") as run:
-        net = run.model(Net())
-        run.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-        for x in run.train(run.loader(torch.randn(24, 4), global_batch=12, micro_batch=2)):
-            run.step(net(x).square().sum())
-            if run.micro_batch.last:
-                each(lambda p: p.masked_fill_(p > 0, torch.tensor(1.0)))(net)
 
 
 def norm_of_one_rank():
@@ -195,15 +251,10 @@ def penalty_on_ranks():
 
 
 def test_what_depends_on_the_number_of_ranks_is_refused():
-    said, penalty, masks, one_rank = on_world(
-        2, [(steps_on_ranks,), (penalty_on_ranks,), (masks_on_ranks,), (norm_of_one_rank,)]
-    )
-    for muon, low, gradient in said:
+    said, penalty, one_rank = on_world(2, [(steps_on_ranks,), (penalty_on_ranks,), (norm_of_one_rank,)])
+    for muon, gradient in said:
         assert "Muon looks at several elements of a parameter at once" in muon
-        assert "SGD with divided parameters in bf16 or fp16 on CPUs" in low
         assert "these would stay as they are" in gradient
-    for one in masks:
-        assert "the parameter scale of shape (1,) was changed in place by an operation" in one
     assert "reading rows of a divided parameter, as for a norm, which all ranks do or none" in one_rank[0]
     for one in penalty:
         assert "with torch.autograd.grad(..., create_graph=True) for a gradient penalty" in one
@@ -212,6 +263,10 @@ def test_what_depends_on_the_number_of_ranks_is_refused():
 def test_it_has_the_result_of_one_rank_or_is_refused():
     for different, lost, handled in on_world(3, [(changes_on_ranks,)])[0]:
         assert different == []
+        for name in HOOKS:
+            assert "a hook for the gradient of a parameter of shape (3, 7)" in lost[name]
+        assert "a tensor by which a divided parameter is changed differs" in lost["other indices"]
+        assert "singular values or eigenvalues of a divided parameter" in lost["singular values"]
         for name in LOST.keys() - {"other data", "a vector"}:
             assert "such as `parameter[0]`" in lost[name], name
         assert "these would stay as they are" in lost["other data"]
@@ -219,3 +274,125 @@ def test_it_has_the_result_of_one_rank_or_is_refused():
         assert "a tensor that is copied into a divided parameter differs" in lost["other values"]
         assert "the random numbers that are drawn for a divided parameter" in lost["other numbers"]
         assert handled == [], "torch has its own operations again"
+
+
+# ---- while it trains -------------------------------------------------------------------------------------------------
+
+
+class MeansOfRows(torch.optim.Optimizer):
+    """Keeps the means of rows and of columns, as Adafactor does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state, step = self.state[p], p.grad
+            if p.dim() == 2:
+                for name, mean in (("rows", p.grad.square().mean(1)), ("columns", p.grad.square().mean(0))):
+                    state.setdefault(name, torch.zeros_like(mean)).lerp_(mean, 0.1)
+                step = p.grad / (state["rows"].unsqueeze(1) * state["columns"]).sqrt().add_(0.1)
+            p.sub_(step, alpha=0.1)
+
+
+def changed_after_looking(net, x):
+    net.eval()
+    net(x)  # gathers, and no backward pass follows that would drop what is gathered
+    net.train()
+    with torch.no_grad():
+        net.last.weight.mul_(0.9)
+        net.blocks[0].weight.mul_(0.9)
+
+
+def changed_between(net, x):
+    loss = net(x).square().sum()
+    with torch.no_grad():
+        net.last.bias.mul_(0.9)
+    return loss
+
+
+def halved(net):
+    return torch.func.functional_call(
+        net, {n: p.detach() * 0.5 for n, p in net.named_parameters()}, (torch.ones(2, 4),)
+    )
+
+
+def tied(net):
+    net.blocks[1].weight = net.blocks[0].weight
+
+
+def squares(net, x):
+    return net(x).square().sum()
+
+
+def trains(strategy, optimizer, *, make=Net, after=None, loss=squares, directory=None, steps=2):
+    """The trained model, whole on rank 0, or what was said."""
+    with Run(seed=1, strategy=strategy, checkpoint=directory, save_every=directory and "1 step") as run:
+        net = run.model(make())
+        run.optimizer(optimizer(list(net.parameters())))
+        data = torch.linspace(-1, 1, 96).view(24, 4).to(net.scale.dtype)
+        batches = run.loader(data, global_batch=12, micro_batch=3)
+        for _ in run.steps(steps):
+            for x in run.train(batches):
+                if run.step(loss(net, x)) and after is not None:
+                    after(net, x)
+        return run.state_dict(net)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def low():
+    return Net().bfloat16()
+
+
+#: With the bits of one rank.
+TRAINED = {
+    "means of rows": {"optimizer": MeansOfRows},
+    "after a forward pass": {"optimizer": sgd, "after": changed_after_looking},
+    "two bytes": {"optimizer": sgd, "make": low},
+    "two bytes, AdamW": {"optimizer": torch.optim.AdamW, "make": low},
+    "signs": {"optimizer": torch.optim.Rprop},
+}
+REFUSED = {
+    "a penalty": ({"loss": lambda net, x: squares(net, x) + net.blocks[0].weight[0].sum()}, "depends on the parameter"),
+    "the norm": ({"loss": lambda net, x: squares(net, x) + net.blocks[1].weight.norm()}, "depends on the parameter"),
+    "others": ({"after": lambda net, x: halved(net)}, "scale: a parameter was replaced or tied"),
+    "tied": ({"after": lambda net, x: tied(net)}, "blocks.1.weight: a parameter was replaced or tied"),
+    "between": ({"loss": changed_between}, "last.bias of shape (3,) was changed between the model's forward pass"),
+    "frozen": ({"after": lambda net, x: net.last.requires_grad_(False)}, "and strategy fsdp divides a model as it is"),
+}
+
+
+def trainings(strategy):
+    return {name: trains(strategy, **of_one) for name, of_one in TRAINED.items()}
+
+
+def refusals():
+    said = {}
+    for name, (of_one, _) in REFUSED.items():
+        with pytest.raises(UsageError) as caught:
+            trains("fsdp", sgd, **of_one)
+        said[name] = str(caught.value)
+    return said
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_what_a_script_does_while_it_trains(tmp_path):
+    go_on = partial(trains, optimizer=MeansOfRows, steps=4)
+    alone, to_the_end = on_world(1, [(trainings, "none"), (go_on, "none")])
+    begin = partial(trains, optimizer=MeansOfRows, directory=str(tmp_path))
+    divided, refused_ones, _ = on_world(3, [(trainings, "fsdp"), (refusals,), (begin, "fsdp")])
+    for name, state in alone[0].items():
+        assert same(state, divided[0][name]), name
+    for said in refused_ones:
+        for name, (_, words) in REFUSED.items():
+            assert words in said[name], name
+    # What an optimizer keeps beside the rows is whole again on another number of ranks.
+    (ended,) = on_world(2, [(partial(go_on, directory=str(tmp_path)), "zero:stage=2")], env={RESUME: "1"})
+    assert same(to_the_end[0], ended[0])

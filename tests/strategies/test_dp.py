@@ -84,7 +84,7 @@ class Broken(nn.Module):
 def test_what_goes_wrong_in_a_thread_is_raised():
     with pytest.raises(ZeroDivisionError, match="in the user's module"):
         CpuDataParallel(Broken(), 2)(torch.zeros(4))
-    with pytest.raises(UsageError, match="strategy dp: the model gives a str; only tensors can be put together"):
+    with pytest.raises(UsageError, match="strategy dp: the model returns a str, and outputs"):
         CpuDataParallel(Odd(), 2)(torch.zeros(4))
 
 

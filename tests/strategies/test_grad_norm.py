@@ -24,6 +24,13 @@ def test_rows_that_lie_apart_give_the_bits_of_those_that_lie_together(shape, see
     )
 
 
+def test_large_gradients_are_added_as_small_ones_are():
+    whole = gradient((40, 1001), 3)
+    whole[7, 5], whole[8, 6], whole[9] = torch.nan, torch.inf, 1e-22
+    rows = torch.cat([squared_row_norms(row.view(1, -1)) for row in whole])
+    assert torch.equal(rows.nan_to_num(-1.0), squared_row_norms(whole).nan_to_num(-1.0))
+
+
 @given(st.lists(shapes, max_size=4), st.integers(0, 1000))
 def test_it_is_the_norm(list_of_shapes, seed):
     gradients = [gradient(shape, seed + i) for i, shape in enumerate(list_of_shapes)]

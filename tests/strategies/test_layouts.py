@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lockstep.errors import UsageError
 from lockstep.run import Run
 from lockstep.testing import state_hash
-from worlds import on_world
+from worlds import error_of, on_world
 
 # 6 micro-batches in a step: the second of 3 ranks holds two parts of the tree. The last step holds 2 + 1 samples, so
 # that of 4 ranks two have no micro-batch.
@@ -292,12 +292,6 @@ def test_gradients_are_those_of_plain_torch_and_of_one_rank(world):
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def told(kind, call, *args, **options):
-    with pytest.raises(kind) as caught:
-        call(*args, **options)
-    return str(caught.value)
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -327,7 +321,7 @@ def refused_model(strategy, kind):
         "conjugated": lambda: Of([nn.Parameter(random(3, dtype=torch.complex64).conj())], None),
     }
     with Run(strategy=strategy) as run:
-        return told(UsageError, run.model, make[kind]())
+        return error_of(UsageError, run.model, make[kind]())
 
 
 def refused_loss(strategy):
@@ -335,7 +329,7 @@ def refused_loss(strategy):
         model = run.model(Home())
         run.optimizer(sgd(model.parameters()))
         (x,) = next(batches := run.train(run.loader((WORDS[:16],), global_batch=16, micro_batch=2)))
-        message = told(UsageError, run.step, model(x).mean())
+        message = error_of(UsageError, run.step, model(x).mean())
         batches.close()
         return message
 

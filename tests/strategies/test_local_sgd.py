@@ -52,7 +52,7 @@ def test_fp16_and_layers_that_meet_are_refused():
     terms = StrategyContext(single_rank_group(), BatchPlan(4, 1, 1).run, dtype=torch.float16)
     with pytest.raises(SettingError, match=r"strategy local-sgd with precision='fp16': .* use precision='bf16'"):
         open_strategy("local-sgd", terms)
-    with pytest.raises(SettingError, match="sync_batchnorm: its forward passes meet"):
+    with pytest.raises(SettingError, match="sync_batchnorm needs all ranks in each forward"):
         Loop(single_rank_group(), "local-sgd", net=lambda: nn.SyncBatchNorm(3))
 
 
@@ -299,7 +299,7 @@ def test_on_two_ranks():
     saved = results[13][0]
     assert state_hash(saved["model"]) == state_hash(results[13][1]["model"])
 
-    told = ["saved by 2 ranks that stepped by themselves: all 3 start at their mean"]
+    told = ["the checkpoint was saved by 2 ranks that stepped by themselves: all 3 start at their mean"]
     elsewhere = on_world(
         3,
         [

@@ -18,7 +18,7 @@ from lockstep.run import Run
 from lockstep.strategies import LossCall
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.pipelined.division import neighbours
-from lockstep.strategies.pipelined.pipeline import Options
+from lockstep.strategies.pipelined.pipeline_options import Options
 from lockstep.strategies.pipelined.schedule_run import schedule_runs
 from lockstep.strategies.pipelined.stage import (
     AutocastContext,
@@ -600,8 +600,8 @@ GUARDS = [
 ]
 #: Met by one rank, on which its peers then wait in vain.
 FAULTS = [
-    ("pipeline:cut=1", growing, {}, 0, "UsageError: strategy=pipeline: what stage 0 hands on has shapes [(4, 8)]"),
-    ("pipeline:cut=2", listing, {}, 0, "UsageError: strategy=pipeline: behind stage 0 a list would go"),
+    ("pipeline:cut=1", growing, {}, 0, "UsageError: strategy=pipeline: what stage 0 returns has shapes [(4, 8)]"),
+    ("pipeline:cut=2", listing, {}, 0, "UsageError: strategy=pipeline: stage 0 returns a list, and only a tensor"),
     ("pipeline:cut=1", failing, {}, 1, "ZeroDivisionError: in the user's module"),
     ("pipeline:schedule=zero-bubble", repeated, {}, 1, "stage 1 uses some parameters several times in a forward pass"),
     (

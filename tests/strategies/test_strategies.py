@@ -17,7 +17,7 @@ from lockstep.strategies import ParameterSet, StrategyContext, begin_micro_batch
 from lockstep.strategies.gradient_accumulation import TreeGradientAccumulator
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.testing import state_hash
-from worlds import on_world
+from worlds import error_of, on_world
 
 
 def one_rank(name="ddp"):
@@ -98,12 +98,6 @@ def test_a_target_reaches_only_its_own_parameters():
 # ---- on ranks --------------------------------------------------------------------------------------------------------
 
 
-def told(kind, call, *args, **options):
-    with pytest.raises(kind) as caught:
-        call(*args, **options)
-    return str(caught.value)
-
-
 def train(run, model, data=None, optimizer=None):
     run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     batches = run.loader(torch.arange(24.0).view(12, 2) if data is None else data, global_batch=8, micro_batch=2)
@@ -162,7 +156,7 @@ def test_a_buffer_that_changes_its_shape_is_refused():
 
 def other_model():
     with Run() as run:
-        return told(MismatchError, run.model, nn.Linear(2, 2 + run.rank // 2))
+        return error_of(MismatchError, run.model, nn.Linear(2, 2 + run.rank // 2))
 
 
 def the_users_own():
@@ -188,7 +182,7 @@ class Forgetful(nn.Module):
 
 def unused():
     with Run() as run:
-        return told(UsageError, train, run, run.model(Forgetful()))
+        return error_of(UsageError, train, run, run.model(Forgetful()))
 
 
 def nothing_to_train():
@@ -252,7 +246,7 @@ def forgets_what_it_has_summed():
 
 
 def none_on_many():
-    return told(SettingError, Run, strategy="none")
+    return error_of(SettingError, Run, strategy="none")
 
 
 def test_on_three_ranks():

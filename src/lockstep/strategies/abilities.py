@@ -6,11 +6,10 @@ it, and does the usual thing where it has not.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -18,44 +17,10 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import StoredTensor
 from lockstep.errors import UsageError
+from lockstep.strategies.delegation import delegation_chain, first_with, has_ability
 from lockstep.strategies.gradient_accumulation import LossCall, ParameterSet
 from lockstep.strategies.protocol import StateDict, StateLayout, Strategy
 from lockstep.strategies.stage_sequence import StageSequence
-
-
-@runtime_checkable
-class Delegates(Protocol):
-    """A strategy that leaves the abilities which it does not have itself to another strategy."""
-
-    def delegate(self) -> Strategy | None:
-        """The other strategy; None while there is none yet: then it has its own abilities alone."""
-        ...
-
-
-def _delegation_chain(strategy: Strategy) -> Iterator[Strategy]:
-    """``strategy``, the one that it delegates to, and so on: the first with an ability is the one that is asked."""
-    each: Strategy | None = strategy
-    while each is not None:
-        yield each
-        each = each.delegate() if _has(type(each), Delegates) else None  # type: ignore[attr-defined]  # as just asked
-
-
-def _first_with(ability: type, strategy: Strategy) -> Any:
-    """The first of ``strategy`` and those that it delegates to that has ``ability``; None: none of them has."""
-    # As through `_delegation_chain`, without a generator: it is asked several times in a step.
-    each: Strategy | None = strategy
-    while each is not None and not _has(type(each), ability):
-        each = each.delegate() if _has(type(each), Delegates) else None  # type: ignore[attr-defined]  # as just asked
-    return each
-
-
-@functools.cache
-def _has(kind: type, ability: type) -> bool:
-    """Whether strategies of a class have ``ability``, which consists of methods.
-
-    The same as by ``isinstance``, in a tenth of its time, for what is asked several times in a step.
-    """
-    return issubclass(kind, ability)
 
 
 @runtime_checkable
@@ -75,12 +40,12 @@ class DividesConstruction(Protocol):
 
 def divides_construction(strategy: Strategy) -> bool:
     """Whether `construct` may give models that are not on the device, and of which each rank has a part."""
-    return _first_with(DividesConstruction, strategy) is not None
+    return first_with(DividesConstruction, strategy) is not None
 
 
 def construct(strategy: Strategy, make: Callable[[], nn.Module]) -> nn.Module:
     """What ``make`` gives, divided where ``strategy`` can divide it while it is made. Collective."""
-    divides = _first_with(DividesConstruction, strategy)
+    divides = first_with(DividesConstruction, strategy)
     return make() if divides is None else divides.construct(make)
 
 
@@ -99,7 +64,7 @@ class DividesLayers(Protocol):
 
 def plan_layers(strategy: Strategy, plan: TensorPlan | None) -> None:
     """Divide the layers of the model that is set up next by ``plan``, where ``strategy`` divides layers."""
-    divides: DividesLayers | None = _first_with(DividesLayers, strategy)
+    divides: DividesLayers | None = first_with(DividesLayers, strategy)
     if divides is not None:
         divides.plan_layers(plan)
 
@@ -115,7 +80,7 @@ class PreparesForward(Protocol):
 
 def begin_micro_batch(strategy: Strategy, position: MicroBatchPosition) -> None:
     """Prepare the forward pass of one micro-batch; most strategies have nothing to prepare."""
-    prepares: PreparesForward | None = _first_with(PreparesForward, strategy)
+    prepares: PreparesForward | None = first_with(PreparesForward, strategy)
     if prepares is not None:
         prepares.begin_micro_batch(position)
 
@@ -131,7 +96,7 @@ class PreparesOptimizerStep(Protocol):
 
 def before_optimizer_step(strategy: Strategy, target: ParameterSet) -> None:
     """Leave gradients only where this rank makes the optimizer step; under most strategies every rank makes it."""
-    prepares: PreparesOptimizerStep | None = _first_with(PreparesOptimizerStep, strategy)
+    prepares: PreparesOptimizerStep | None = first_with(PreparesOptimizerStep, strategy)
     if prepares is not None:
         prepares.before_optimizer_step(target)
 
@@ -151,7 +116,7 @@ class PreparesUpdate(Protocol):
 
 def before_update(strategy: Strategy, position: MicroBatchPosition) -> None:
     """Make what collective calls of the step can be made before optimizers step; most strategies have none."""
-    if _has(type(strategy), PreparesUpdate):
+    if has_ability(type(strategy), PreparesUpdate):
         strategy.before_update(position)  # type: ignore[attr-defined]  # as just asked
 
 
@@ -191,7 +156,7 @@ class PreparesEvaluation(Protocol):
 
 def evaluating(strategy: Strategy) -> AbstractContextManager[None]:
     """A context in which models are what a checkpoint would hold, on every rank. Collective."""
-    prepares: PreparesEvaluation | None = _first_with(PreparesEvaluation, strategy)
+    prepares: PreparesEvaluation | None = first_with(PreparesEvaluation, strategy)
     return nullcontext() if prepares is None else prepares.evaluating()
 
 
@@ -206,7 +171,7 @@ class FinishesTraining(Protocol):
 
 def finish_training(strategy: Strategy) -> None:
     """Give every rank the trained model, or its part of it; most strategies have given it already. Collective."""
-    finishes: FinishesTraining | None = _first_with(FinishesTraining, strategy)
+    finishes: FinishesTraining | None = first_with(FinishesTraining, strategy)
     if finishes is not None:
         finishes.finish_training()
 
@@ -226,13 +191,13 @@ class HasState(Protocol):
 
 def strategy_state(strategy: Strategy) -> StateDict:
     """What the next steps depend on beside models and optimizers; empty for most strategies. Collective."""
-    has: HasState | None = _first_with(HasState, strategy)
+    has: HasState | None = first_with(HasState, strategy)
     return {} if has is None else has.state_dict()
 
 
 def load_strategy_state(strategy: Strategy, state: StateDict) -> None:
     """Load what `strategy_state` gave; empty: another strategy saved. After models and optimizers. Collective."""
-    has: HasState | None = _first_with(HasState, strategy)
+    has: HasState | None = first_with(HasState, strategy)
     if has is not None:
         has.load_state_dict(state)
 
@@ -255,20 +220,25 @@ class UpdatesTrainable(Protocol):
 
 def can_update_trainable(strategy: Strategy) -> bool:
     """Whether `update_trainable` is possible; then every trainable parameter of a model is trained."""
-    return _first_with(UpdatesTrainable, strategy) is not None
+    return first_with(UpdatesTrainable, strategy) is not None
 
 
-def update_trainable(strategy: Strategy, target: ParameterSet) -> None:
+def update_trainable(strategy: Strategy, target: ParameterSet, name: str) -> None:
     """Train the parameters of ``target`` from now on, and no others of its models. Collective.
+
+    Args:
+        strategy: of the run.
+        target: what learns now.
+        name: of the strategy, as the user said it.
 
     Raises:
         UsageError: if ``strategy`` cannot do that.
     """
-    updates: UpdatesTrainable | None = _first_with(UpdatesTrainable, strategy)
+    updates: UpdatesTrainable | None = first_with(UpdatesTrainable, strategy)
     if updates is None:
         raise UsageError(
-            f"other parameters learn than when run.model(...) was called, and {type(strategy).__name__} divides a "
-            "model as it is then: freeze, unfreeze and add parameters before run.model(...), or use ddp or zero"
+            f"other parameters learn than when run.model(...) was called, and strategy {name} divides a model as it "
+            "is then: freeze, unfreeze and add parameters before run.model(...), or use ddp or zero"
         )
     updates.update_trainable(target)
 
@@ -292,7 +262,7 @@ def check_can_step(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None
     Raises:
         UsageError: if it cannot, with what to use instead.
     """
-    checks: ChecksOptimizers | None = _first_with(ChecksOptimizers, strategy)
+    checks: ChecksOptimizers | None = first_with(ChecksOptimizers, strategy)
     if checks is not None:
         checks.check_optimizer(optimizer)
 
@@ -324,7 +294,7 @@ class CommunicatesInForward(Protocol):
 
 def forward_is_collective(strategy: Strategy) -> bool:
     """Whether every rank must make equally many forward passes, also in evaluations."""
-    for each in _delegation_chain(strategy):
+    for each in delegation_chain(strategy):
         if isinstance(each, CommunicatesInForward):
             return each.forward_is_collective
     return False
@@ -380,7 +350,7 @@ def make_stages(
     strategy: Strategy, makers: Sequence[Callable[[], nn.Module]], weights: Mapping[str, StoredTensor] | None
 ) -> StageSequence | None:
     """See `MakesStages`; None: a rank holds all stages, or ``strategy`` divides them otherwise. Collective."""
-    makes: MakesStages | None = _first_with(MakesStages, strategy)
+    makes: MakesStages | None = first_with(MakesStages, strategy)
     return None if makes is None else makes.make_stages(makers, weights)
 
 
@@ -400,7 +370,7 @@ class ExplainsErrors(Protocol):
 
 def explain(strategy: Strategy, error: Exception, method: str) -> str:
     """What to do about ``error``, if it comes of how ``strategy`` holds models; else "". See `ExplainsErrors`."""
-    texts = (each.explain(error, method) for each in _delegation_chain(strategy) if isinstance(each, ExplainsErrors))
+    texts = (each.explain(error, method) for each in delegation_chain(strategy) if isinstance(each, ExplainsErrors))
     return next(filter(None, texts), "")
 
 

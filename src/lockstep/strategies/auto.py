@@ -24,7 +24,7 @@ from lockstep.collectives import Group
 from lockstep.errors import UsageError
 from lockstep.formatting import size
 from lockstep.strategies import ddp, zero
-from lockstep.strategies.abilities import Delegates
+from lockstep.strategies.delegation import Delegates
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.protocol import ReplicaAssignment, StateLayout, Strategy, StrategyContext
 from lockstep.strategies.sharded import fsdp_options, fully_sharded

@@ -194,8 +194,8 @@ class Buffers:
             if (held := owner._buffers.get(name)) is not None:
                 raise UsageError(
                     f"the buffer {name} of {type(owner).__name__} was None when run.model(...) was called and is a "
-                    f"tensor of shape {tuple(held.shape)} now: it would be another one on each rank. Register it with "
-                    "zeros of that shape, or hold what need not be in step in a plain attribute"
+                    f"tensor of shape {tuple(held.shape)} now: its values would differ between ranks. Register it "
+                    "with zeros of that shape, or keep what may differ in a plain attribute"
                 )
 
     def _find_moving(self) -> None:
@@ -207,7 +207,7 @@ class Buffers:
             if unversioned and not self._small and self._steps >= _FIRST_STEPS:
                 raise UsageError(
                     f"{self._named(unversioned)} began to change through .data or by a kernel after the first steps, "
-                    "which leaves no trace: change it in place, as in self.mean.mul_(0.9)"
+                    "which cannot be noticed in time: change it in place, as in self.mean.mul_(0.9)"
                 )
             changed |= unversioned
         if not changed.issubset(self._moving):
@@ -340,9 +340,10 @@ class Buffers:
             least, most = (flat.view(base.shape).to(base.device) for flat in flats)
             if i not in self._norms and (self._by_value or base.device.type == "cpu") and bool((least != most).any()):
                 raise UsageError(
-                    f"{self._named([i])} counts what the data holds: the micro-batches of one step changed it by "
-                    f"{least.min()} to {most.max()}, and after a step there is one value for all. Count in "
-                    "run.measure(...), in floating point (which becomes the mean), or alike in each forward pass"
+                    f"{self._named([i])} holds integers that depend on the data: the micro-batches of one step changed "
+                    f"it by {least.min()} to {most.max()}, and after a step all ranks need one value. Count with "
+                    "run.measure(...), in floating point (then it becomes the mean), or by the same amount in each "
+                    "forward pass"
                 )
             base.copy_(base.long() + most)
 

@@ -411,8 +411,12 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
         started = [bucket for bucket in reduction.started if not self._models[bucket.model].find_unused_parameters]
         if sum(len(bucket.parameters) for bucket in started) < awaited:
             unused = [self._names[id(p)] for p in target.parameters if id(p) in self._names and p.grad is None]
+            if not unused:  # DDP's hooks are on what they were before
+                raise UsageError(
+                    "parameters were given another type, replaced or tied after run.model(...): do that before it"
+                )
             raise UsageError(
-                f"{len(unused) or 'some'} of {plural(awaited, 'parameter')} had no part in the loss: "
+                f"{len(unused)} of {plural(awaited, 'parameter')} had no part in the loss: "
                 f"{', '.join(unused[:5])}. Use them in forward(), freeze them with requires_grad_(False), or say "
                 "run.model(model, find_unused_parameters=True), which costs a little in each step"
             )

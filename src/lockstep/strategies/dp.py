@@ -51,7 +51,9 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
         )
     if context.group.device.type == "cuda":
         if options.devices > gpus:
-            raise SettingError(f"strategy dp: devices={options.devices}, and there are {gpus} GPUs")
+            raise SettingError(
+                f"strategy dp: devices={options.devices}, and there are {gpus} GPUs; give at most {gpus}"
+            )
         first = context.group.device.index or 0
         others = [gpu for gpu in range(gpus) if gpu != first]
         devices = [first, *others][: options.devices or gpus]
@@ -152,7 +154,10 @@ def _joined(parts: Sequence[Any]) -> Any:
         return {key: _joined([part[key] for part in parts]) for key in first}
     if isinstance(first, list | tuple):
         return _like(first, [_joined(each) for each in zip(*parts, strict=True)])
-    raise UsageError(f"strategy dp: the model gives a {type(first).__name__}; only tensors can be put together")
+    raise UsageError(
+        f"strategy dp: the model returns a {type(first).__name__}, and outputs of several devices can be joined only "
+        "if they are tensors, or lists, tuples and dicts of tensors: return these"
+    )
 
 
 def _like(value: Any, items: Sequence[Any]) -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.collectives import Group, TreeAccumulator
+from lockstep.collectives import Group, TreeAccumulator, local_part
 from lockstep.errors import UsageError
 from lockstep.strategies.sparse_gradients import dense_rows, no_rows, sparse_again
 
@@ -146,7 +146,7 @@ class TreeGradientAccumulator:
         return [sums.view(-1) for sums in tree.sums]
 
 
-def is_loss(value: object) -> bool:
+def is_loss(value: object) -> TypeGuard[torch.Tensor]:
     """Whether a backward pass can begin at ``value``: a tensor of no dimension that depends on what is trained."""
     return isinstance(value, torch.Tensor) and not value.dim() and value.requires_grad
 
@@ -211,8 +211,7 @@ def has_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     gradient = parameter.grad
     if gradient is None or (type(gradient) is torch.Tensor and not gradient.is_sparse):
         return gradient
-    if isinstance(gradient, DTensor):
-        gradient = gradient.to_local()
+    gradient = local_part(gradient)
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 

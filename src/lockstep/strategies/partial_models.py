@@ -189,14 +189,16 @@ def of_divided_parameters(strategy: str) -> str:
     """What to say of an error of torch about an operation that it does not know for divided parameters."""
     return (
         f"parameters are divided among ranks under strategy {strategy}, and torch does not compute this with their "
-        "rows: compute it before run.model(...) or in forward(); write values with parameter.copy_(value); or use ddp "
-        "or zero"
+        "rows: compute it before run.model(...), or in the forward() of the module that holds the parameter (in the "
+        "model's own with wrap=whole); write values with parameter.copy_(value), also where parameter.add_ is refused; "
+        "or use ddp or zero"
     )
 
 
 def replaced_parameters(strategy: str) -> str:
     """What to say of an error that came of new parameters in the place of divided ones."""
     return (
-        f"a parameter was replaced after run.model(...), and strategy {strategy} computes with the one that it has "
-        "divided: leave assign=True out of load_state_dict(...), or replace it before run.model(...)"
+        f"a parameter was replaced or tied after run.model(...), and strategy {strategy} computes with the one that it "
+        "has divided: do that before run.model(...), as with parametrizations and pruning; leave assign=True out of "
+        "load_state_dict(...); or use ddp or zero, as for torch.func.functional_call"
     )

@@ -24,13 +24,13 @@ from lockstep.collectives import Group, OwnerBroadcast, open_owner_broadcast
 from lockstep.errors import SettingError
 from lockstep.size_balancing import owners_of
 from lockstep.strategies.abilities import (
-    Delegates,
     KnowsStatePart,
     PreparesOptimizerStep,
     StatePart,
     UpdatesTrainable,
 )
 from lockstep.strategies.ddp import Ddp
+from lockstep.strategies.delegation import Delegates
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.sharded import fsdp_options, fully_sharded

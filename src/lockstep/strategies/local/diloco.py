@@ -41,7 +41,6 @@ from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import SettingError
-from lockstep.formatting import plural
 from lockstep.strategies.abilities import FinishesTraining, HasState, PreparesEvaluation, PreparesForward
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.local.averaging import RankAverager
@@ -285,13 +284,7 @@ class DiLoCo(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, Ha
         """Load `state_dict`; ranks start from the mean, if another strategy or number of ranks saved. Collective."""
         self._steps, self._left_start = (state["steps"], state["away"]) if state else (0, False)
         self._in_flight, self._arrived_mean = [], []
-        own = state["replicas"] if state else {"ranks": None}
-        self._replicas.load_state_dict(own, self._layout.optimizers)
-        if own["ranks"] not in (None, self._ranks):
-            self._say(
-                f"saved by {plural(own['ranks'], 'rank')} that stepped by themselves: all {self._ranks} start at their "
-                "mean"
-            )
+        self._replicas.load_state_dict(state.get("replicas"), self._layout.optimizers, self._say)
         if state:
             self._outer.load_state_dict(state["outer"])
             if state["schedule"] == self._schedule.as_tuple():

@@ -35,7 +35,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import SettingError
-from lockstep.formatting import plural
 from lockstep.strategies.abilities import FinishesTraining, HasState, PreparesEvaluation, PreparesForward
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.gradient_accumulation import ParameterSet, parameters_of
@@ -87,7 +86,6 @@ class LocalSgd(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, 
         self.assignment = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
         self._options: Final = options
         self._say: Final = context.say
-        self._ranks: Final = group.size
         self._local: Final = LocalSteps(context)
         self._averager: Final = RankAverager(group, context.bucket_mb)
         same_node = [rank for rank, node in enumerate(group.nodes) if node == group.nodes[group.rank]]
@@ -182,13 +180,7 @@ class LocalSgd(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, 
     def load_state_dict(self, state: StateDict) -> None:
         """Load `state_dict`; ranks start from the mean, if another strategy or number of ranks saved. Collective."""
         self._steps = state["steps"] if state else 0
-        own = state["replicas"] if state else {"ranks": None}
-        self._replicas.load_state_dict(own, self._layout.optimizers)
-        if own["ranks"] not in (None, self._ranks):
-            self._say(
-                f"saved by {plural(own['ranks'], 'rank')} that stepped by themselves: all {self._ranks} start at their "
-                "mean"
-            )
+        self._replicas.load_state_dict(state.get("replicas"), self._layout.optimizers, self._say)
         if self._ddp is not None and self._steps >= self._warmup:
             self._leave_ddp()
         self.resync()

@@ -45,8 +45,8 @@ class LocalSteps:
         """
         if normalises_over_ranks(model):
             raise SettingError(
-                "sync_batchnorm: its forward passes meet those of all ranks, and here each rank steps by itself; leave "
-                "it out (running statistics are averaged with the parameters), or use strategy='ddp'"
+                "sync_batchnorm needs all ranks in each forward pass, and under this strategy each rank makes its own "
+                "steps: leave it out (running statistics are averaged with the parameters), or use strategy='ddp'"
             )
         self._single_process.setup_model(model, find_unused_parameters=False)
 

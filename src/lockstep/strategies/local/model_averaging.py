@@ -15,13 +15,14 @@ What the mean is of:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
 from torch import nn
 
 from lockstep.collectives import Group
+from lockstep.formatting import plural
 from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.optimizer_averaging import AveragedOptimizer, elementwise_max, load_own_state, row_of
 from lockstep.strategies.module_states import sync_module_states
@@ -130,11 +131,21 @@ class DivergedReplicas:
             else [],
         }
 
-    def load_state_dict(self, state: StateDict, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Load `state_dict`, if it is of as many ranks, into models and optimizers that hold the mean."""
+    def load_state_dict(
+        self, state: StateDict | None, optimizers: Sequence[torch.optim.Optimizer], say: Callable[[str], None]
+    ) -> None:
+        """Load `state_dict`, if it is of as many ranks, into models and optimizers that hold the mean.
+
+        None: another strategy has saved. Where other ranks have, ``say`` is told that all start at their mean.
+        """
         self.mark_averaged()
         self.optimizers_diverged = False
-        if state["ranks"] != self._group.size:
+        if state is None:
+            return
+        ranks = self._group.size
+        if state["ranks"] != ranks:
+            saved = plural(state["ranks"], "rank")
+            say(f"the checkpoint was saved by {saved} that stepped by themselves: all {ranks} start at their mean")
             return
         if state["apart"]:
             own = [*self.trained, *(self._untrained[index] for index in state["moved"])]

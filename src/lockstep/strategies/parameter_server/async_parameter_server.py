@@ -91,6 +91,7 @@ class AsyncParameterServer(
         """After a worker's last micro-batch, ``.grad`` holds the mean over its own micro-batches of the step."""
         self._target = target
         if self._sums is None:
+            self._context.check_copies()
             self._sums = BucketGradients(self._context.buckets(target), position.of, exact=False)
         target.backward(loss, weight)
         self._sums.accumulate(position)
@@ -111,6 +112,7 @@ class AsyncParameterServer(
 
     def end_loop(self, *, complete: bool) -> bool:
         """End the loop over micro-batches; whether it was complete. Collective."""
+        self._context.check_copies(ends=True)
         return self._round.end_loop(complete=complete)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:

@@ -52,6 +52,7 @@ from lockstep.strategies.abilities import (
     PreparesForward,
     PreparesOptimizerStep,
 )
+from lockstep.strategies.absent_parameters import refuse_changes
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
@@ -155,6 +156,7 @@ class Hybrid(
         self._context_id: int | None = None  # within a micro-batch
         self._buckets: dict[ParameterSet, list[FlatBucket]] = {}  # of the dense part
         self._sums: BucketGradients | None = None
+        self._in_loop = False
         self._step = 0
         self._closed = False
         if self._serves:
@@ -196,6 +198,8 @@ class Hybrid(
                 table.module.forward = functools.partial(self._look_up, numbers[name])  # type: ignore[method-assign]
             if not table.whole_here:
                 mark_absent(table.module, ["weight"], "hybrid", shape=table.shape)
+            if not self._serves:
+                refuse_changes(table.module.weight, f"{name}.weight", lambda: self._in_loop)
             self._table_of[table.module.weight] = table
         tensors = model.state_dict(keep_vars=True)
         divided = {f"{name}.weight".lstrip("."): table.shard() for name, table in tables.items() if table.is_divided}
@@ -221,7 +225,7 @@ class Hybrid(
         known = steps_across_elements(optimizer)
         if known and any(p in self._table_of and self._table_of[p].is_divided for p in parameters_of(optimizer)):
             raise UsageError(
-                f"{known} steps a row by what is in the others, and an embedding's rows are divided between "
+                f"{known} updates a row by the values of other rows, and the rows of an embedding are divided between "
                 "servers; use another optimizer for it, servers=1, or ddp"
             )
 
@@ -232,6 +236,7 @@ class Hybrid(
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """Open a context of distributed autograd, for what this rank computes until `end_micro_batch`."""
         if not self._serves:
+            self._in_loop = True
             self._used.clear()
             self._context_id = self._autograd_context.enter_context(dist_autograd.context())
 
@@ -282,6 +287,7 @@ class Hybrid(
 
     def end_loop(self, *, complete: bool) -> bool:
         """End the loop over micro-batches; whether it was complete. Collective."""
+        self._in_loop = False
         return self._round.end_loop(complete=complete)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:

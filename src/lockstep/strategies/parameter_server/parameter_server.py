@@ -124,6 +124,7 @@ class SyncParameterServer(Strategy, HasServerRanks, PreparesOptimizerStep, Finis
         """Sum a worker's gradients; after its last micro-batch they are ready to be sent to the servers."""
         self._target = target
         if self._sums is None:
+            self._context.check_copies()
             self._sums = BucketGradients(self._context.buckets(target), position.of, exact=self._exact)
         target.backward(loss, weight)
         self._sums.accumulate(position)
@@ -156,6 +157,7 @@ class SyncParameterServer(Strategy, HasServerRanks, PreparesOptimizerStep, Finis
 
     def end_loop(self, *, complete: bool) -> bool:
         """End the loop over micro-batches; whether it was complete. Collective."""
+        self._context.check_copies(ends=True)
         return self._round.end_loop(complete=complete)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:

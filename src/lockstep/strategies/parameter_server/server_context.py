@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,6 +15,7 @@ from lockstep.errors import UsageError
 from lockstep.formatting import plural
 from lockstep.size_balancing import owners_of
 from lockstep.strategies.gradient_accumulation import ParameterSet
+from lockstep.strategies.module_states import checksum
 from lockstep.strategies.parameter_server.flat_buckets import (
     BucketGradients,
     FlatBucket,
@@ -28,6 +30,8 @@ from lockstep.strategies.protocol import ReplicaAssignment, StrategyContext
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.state_layout import OwnerLayout
 
+#: Changes of ``.data`` are not counted by torch, and what a script changes, it mostly changes from the first step on.
+_CHECKS_BY_VALUE: Final = 3
 WITHOUT_GRADIENTS: Final = "the loss scale is adapted where gradients are, and workers have none"
 
 
@@ -62,6 +66,8 @@ class ServerContext:
         #: the workers' group on a worker, the servers' group on a server
         self.role_group: Final = group.subgroup(roles.servers if self.serves else roles.workers)
         self._buckets: dict[ParameterSet, list[FlatBucket]] = {}
+        self._pulled: tuple[int, int | None] | None = None  # what tells changes after an answer; None: before the loop
+        self._checks = 0  # how often changes were looked for
         if self.serves:
             self.endpoint.watch(roles.workers)
 
@@ -108,7 +114,29 @@ class ServerContext:
             (bucket for bucket in self.buckets(target) if bucket.owner == server), flats, strict=True
         ):
             bucket.fill(flat)
+        self._pulled = self._changes(looks=self._checks < _CHECKS_BY_VALUE)
         return version
+
+    def check_copies(self, *, ends: bool = False) -> None:
+        """Check that a worker's copies are what the servers have answered last in this loop, which ``ends`` or not.
+
+        Raises:
+            UsageError: if the script has changed a parameter.
+        """
+        pulled, self._checks = self._pulled, self._checks + 1
+        if ends:
+            self._pulled = None
+        if pulled is not None and pulled != self._changes(looks=pulled[1] is not None):
+            raise UsageError(
+                "a parameter was changed in the loop of run.train(...), which servers do not run, and strategy "
+                "parameter-server takes their values for the next step: change parameters between passes, on all "
+                "ranks, in a hook of the optimizer (register_step_post_hook), or use ddp or zero"
+            )
+
+    def _changes(self, *, looks: bool) -> tuple[int, int | None]:
+        """What counts changes in place of a worker's copies; where it ``looks``, a checksum, which tells all."""
+        values = zlib.crc32(repr([checksum(parameter) for parameter in self._owners]).encode()) if looks else None
+        return sum(parameter._version for parameter in self._owners), values
 
     def _read(self, model: int | None) -> tuple[int, list[torch.Tensor]]:
         return self.store.read(model)

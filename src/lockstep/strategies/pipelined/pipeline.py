@@ -23,19 +23,11 @@ numbers are those of one device, too: the state of the generators goes from stag
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import (
@@ -65,7 +57,8 @@ from lockstep.strategies.gradient_accumulation import (
 )
 from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.partial_models import outside_forward
-from lockstep.strategies.pipelined.division import Sample, divide, made_apart, neighbours, stage_ranks
+from lockstep.strategies.pipelined.division import divide, made_apart, neighbours, stage_ranks
+from lockstep.strategies.pipelined.pipeline_options import SCHEDULES, SPLITTING, Options
 from lockstep.strategies.pipelined.pipelined_model import USE_RUN_STEP, keep_own_tensors, prepare_in_place
 from lockstep.strategies.pipelined.schedule_run import ScheduleRun, schedule_runs
 from lockstep.strategies.pipelined.stage import (
@@ -85,57 +78,7 @@ from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.stage_sequence import StageSequence
 from lockstep.strategies.state_layout import OwnerLayout
 
-#: Torch's schedule of each name, and how many stages a rank may have under it: at least, and at most.
-_SCHEDULES: dict[str, tuple[Any, int, int]] = {
-    "gpipe": (ScheduleGPipe, 1, 1),
-    "1f1b": (Schedule1F1B, 1, 1),
-    "interleaved": (ScheduleInterleaved1F1B, 2, 1 << 20),
-    "zero-bubble": (ScheduleInterleavedZeroBubble, 1, 1 << 20),
-    "zbv": (ScheduleZBVZeroBubble, 2, 2),
-}
-_SPLITTING = ("zero-bubble", "zbv")  #: compute the gradients of inputs and of weights in passes of their own
-_SAMPLES = {"float32": torch.float32, "int64": torch.int64}
 _KEPT = 8  #: schedules; each has memory for what its micro-batches receive
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of ``pipeline``."""
-
-    stages: int = 0  #: ranks that hold one replica of the model; 0: all ranks
-    schedule: str = "1f1b"  #: gpipe, 1f1b, interleaved, zero-bubble or zbv
-    chunks: int = 0  #: stages on each rank; 0: two for interleaved and zbv, else one
-    cut: str = ""  #: the first module of each stage but the first, as in layer2+layer3+head; empty: balanced
-    sample: str = ""  #: shape of a micro-batch by whose times to balance, as in 32x3x224x224 or 8x128:int64
-
-    def __post_init__(self) -> None:
-        if self.schedule not in _SCHEDULES:
-            raise SettingError(f"strategy pipeline: schedule={self.schedule!r}; give one of {', '.join(_SCHEDULES)}")
-        if self.stages < 0 or self.chunks < 0:
-            raise SettingError(f"strategy pipeline: stages={self.stages}, chunks={self.chunks}; give numbers from 1")
-        _, least, most = _SCHEDULES[self.schedule]
-        if not least <= self.chunks_per_rank <= most:
-            raise SettingError(
-                f"strategy pipeline: schedule={self.schedule}, chunks={self.chunks}; interleaved is for two chunks or "
-                "more, zbv for two, zero-bubble for any number, gpipe and 1f1b for one"
-            )
-        self.sample_like()
-
-    @property
-    def chunks_per_rank(self) -> int:
-        """Stages on each rank."""
-        return self.chunks or _SCHEDULES[self.schedule][1]
-
-    def sample_like(self) -> Sample | None:
-        """Shape and type of the sample; None without one."""
-        shape, _, dtype = self.sample.partition(":")
-        try:
-            return (tuple(int(n) for n in shape.split("x")), _SAMPLES[dtype or "float32"]) if self.sample else None
-        except (ValueError, KeyError):
-            raise SettingError(
-                f"strategy pipeline: sample={self.sample!r}; give a shape, as in 32x3x224x224, or 8x128:int64 for "
-                "indices"
-            ) from None
 
 
 def open_strategy(context: StrategyContext, options: Options) -> Strategy:
@@ -218,7 +161,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, DividesConstructio
         rank_of = {name: self._rank_of[stage] for name, stage in division.stage_of.items()}
         own = {name for name, owner in rank_of.items() if owner == rank}
         keep_own_tensors(model, own, self._context.group.device, lambda one: self._construction.restore([one]))
-        splits = self._options.schedule in _SPLITTING
+        splits = self._options.schedule in SPLITTING
         for number in (number for number, owner in enumerate(self._rank_of) if owner == rank):
             modules = division.modules(number)
             buffers = Buffers(self._all_reduce, self._stage_group)
@@ -241,7 +184,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, DividesConstructio
         self._layout.setup_model(model, lambda name: range(rank_of.get(name, 0), self._context.group.size, ranks))
         self._context.say(f"pipeline: {division.words}")
         absent = [name for name, owner in rank_of.items() if owner != rank]
-        prepare_in_place(model, self._evaluate, self._stages, absent)
+        prepare_in_place(model, self._evaluate, self._stages, absent, self._context.group.device)
         return model
 
     def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
@@ -365,7 +308,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, DividesConstructio
                     )
                 )
                 fold_passes(stages[-1], stage)
-            schedule_type, _, most = _SCHEDULES[part.schedule]
+            schedule_type, _, most = SCHEDULES[part.schedule]
             self._schedules[key] = schedule_type(
                 stages[0] if most == 1 else stages,
                 part.length,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.strategies.absent_parameters import draw_alike
 from lockstep.strategies.partial_models import mark_absent, refuse_copies
 from lockstep.strategies.pipelined.stage import Stage
 
@@ -42,7 +43,11 @@ class PipelinedCall:
 
 
 def prepare_in_place(
-    model: nn.Module, evaluate: Callable[[tuple[Any, ...]], Any], stages: Sequence[Stage], absent: Collection[str]
+    model: nn.Module,
+    evaluate: Callable[[tuple[Any, ...]], Any],
+    stages: Sequence[Stage],
+    absent: Collection[str],
+    device: torch.device,
 ) -> None:
     """``model(...)`` goes through all stages from now on, and what takes this rank's part for the whole is refused.
 
@@ -51,6 +56,7 @@ def prepare_in_place(
         evaluate: gives its output.
         stages: of this rank.
         absent: names of the tensors that are not here.
+        device: of those that are.
     """
 
     def compile_stages(*args: Any, **kwargs: Any) -> None:
@@ -73,6 +79,9 @@ def prepare_in_place(
         own = [name for name in (*module._parameters, *module._buffers) if prefix + name in absent]
         if own:
             mark_absent(module, own, "pipeline")
+            for parameter in (module._parameters.get(name) for name in own):
+                if parameter is not None:
+                    draw_alike(parameter, device)
 
 
 def in_mode(model: nn.Module, training: bool, do: Callable[[], T]) -> T:

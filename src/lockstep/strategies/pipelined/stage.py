@@ -217,7 +217,7 @@ class Stage(nn.Module):
             found = StageInterface.of(out, behind.draws_random)
             if found != behind:
                 raise UsageError(
-                    f"strategy=pipeline: what stage {self.number} hands on has shapes {[s for s, *_ in found.specs]}, "
+                    f"strategy=pipeline: what stage {self.number} returns has shapes {[s for s, *_ in found.specs]}, "
                     f"and had {[s for s, *_ in behind.specs]} before, for inputs of the same shape; pad what varies"
                 )
             sent = tuple(
@@ -270,8 +270,8 @@ class Stage(nn.Module):
     def _checked_output(self, value: object) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
             raise UsageError(
-                f"strategy=pipeline: behind stage {self.number} a {type(value).__name__} would go to the next one, and "
-                "only tensors can, one or a tuple of them; hand on something else, or name another module with cut=..."
+                f"strategy=pipeline: stage {self.number} returns a {type(value).__name__}, and only a tensor or a "
+                "tuple of tensors can be sent to the next stage; return these, or name another module with cut=..."
             )
         # A tensor that only passes through is a leaf, into which torch receives again: it is not what is sent.
         return self._detachable(value.view_as(value) if value.is_leaf and value.requires_grad else value.contiguous())

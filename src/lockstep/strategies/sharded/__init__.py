@@ -5,7 +5,9 @@
 `hybrid_sharded`    the strategy ``hsdp``: replicas of such groups
 `wrapping`          which modules are gathered together, as blocks, and what else is done to them
 `division_checks`   which models can be divided by rows
-`divided_parameters`  what a script does to parameters that are divided
+`divided_parameters`  parameters that are divided, and what a script may not do to them
+`divided_operations`  what a script computes with them
+`held_parameters`   whether modules hold them still
 `prefetch`          which blocks are gathered ahead
 `fsdp_gradients`    what sums the gradients of a block, in place of torch's reduce-scatter
 `whole_gradients`    what sums the gradients of parameters that are not divided

@@ -7,20 +7,19 @@ from typing import Final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from lockstep.errors import UsageError
 from lockstep.strategies.gradient_accumulation import parameters_of, steps_across_elements
+from lockstep.strategies.sharded.divided_parameters import refuse_gradient_hook
 
 SECOND_ORDER: Final = (
     "the loss depends on gradients that were computed before, as with torch.autograd.grad(..., create_graph=True) for "
     "a gradient penalty, and after those, fully_shard has let go of the whole parameters, which the second backward "
     "pass needs: use ddp or zero"
 )
-
-_BY_ROWS: Final = (Shard(0),)
 
 
 def refuse_second_order(module: nn.Module) -> None:
@@ -102,7 +101,7 @@ def check_one_type(block: nn.Module, model: nn.Module, divided: Container[nn.Par
         )
 
 
-def check_without_hooks(model: nn.Module, strategy: str, ignored: Container[nn.Parameter]) -> None:
+def check_without_hooks(model: nn.Module, ignored: Container[nn.Parameter]) -> None:
     """Check that no divided parameter has a hook for its gradient: `fully_shard` computes with other tensors.
 
     Raises:
@@ -110,42 +109,17 @@ def check_without_hooks(model: nn.Module, strategy: str, ignored: Container[nn.P
     """
     for name, parameter in model.named_parameters():
         if parameter not in ignored and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
-            raise UsageError(
-                f"the parameter {name} has a hook for its gradient, which {strategy} would not call, or with a part of "
-                "the gradient: change gradients between run.backward(loss) and run.update(), name its module in "
-                "ignored_modules=..., or use ddp or zero"
-            )
-
-
-def check_still_divided(model: nn.Module, ignored: Container[nn.Parameter]) -> None:
-    """Check that no operation has made torch take a rank's rows of a parameter for all of them.
-
-    Raises:
-        UsageError: if one has.
-    """
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and parameter not in ignored and parameter.placements != _BY_ROWS:
-            raise UsageError(
-                f"the parameter {name} of shape {tuple(parameter.shape)} was changed in place by an operation that "
-                "torch does not compute with rows, such as masked_fill_ with a tensor; write "
-                "parameter.copy_(torch.where(...)), change it before run.model(...), or use ddp or zero"
-            )
+            refuse_gradient_hook(f"the parameter {name}")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, ignored_modules: str) -> None:
     """Check that ``optimizer`` can step tensors that are divided.
 
     Raises:
-        UsageError: for a fused optimizer or parameters of two bytes on CPUs, one that steps divided and whole
+        UsageError: for a fused optimizer on CPUs, one that steps divided and whole
             parameters at once, or one of torch's that looks at several elements of a divided parameter at once.
     """
     divided = [p for p in parameters_of(optimizer) if isinstance(p, DTensor)]
-    if device.type == "cpu" and any(p.dtype.itemsize < 4 for p in divided):
-        raise UsageError(
-            f"{type(optimizer).__name__} with divided parameters in bf16 or fp16 on CPUs: torch's kernels there round "
-            "the last few elements of a tensor otherwise, and each number of ranks has other last ones. Use "
-            "precision='bf16', which keeps parameters in fp32, or ddp or zero"
-        )
     known = steps_across_elements(optimizer)
     if known and divided:
         raise UsageError(

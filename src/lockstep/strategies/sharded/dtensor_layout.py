@@ -7,12 +7,14 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from lockstep.collectives import Group, ShardGroups, StoredTensor, TensorShard
+from lockstep.collectives import Group, ShardGroups, StoredTensor, TensorShard, local_part
 from lockstep.strategies.grad_norm import norm_of_rows, squared_row_norms
 from lockstep.strategies.protocol import StateDict, StateLayout
 from lockstep.strategies.state_layout import load_states
+
+_WHOLE: Final = (Replicate(),)
 
 
 class DTensorLayout(StateLayout):
@@ -37,7 +39,7 @@ class DTensorLayout(StateLayout):
         gradients = [p.grad for p in parameters if p.grad is not None]
         divided = iter(self._row_squares_of([g for g in gradients if isinstance(g, DTensor)]))
         squares = [next(divided) if isinstance(g, DTensor) else squared_row_norms(g) for g in gradients]
-        return norm_of_rows(squares, parameters[0].device if not gradients else _local(gradients[0]).device)
+        return norm_of_rows(squares, parameters[0].device if not gradients else local_part(gradients[0]).device)
 
     def _row_squares_of(self, gradients: Sequence[DTensor]) -> list[torch.Tensor]:
         """The `squared_row_norms` of gradients that are divided. Collective."""
@@ -46,7 +48,7 @@ class DTensorLayout(StateLayout):
         ranks = self._shard_groups.within.size
         rows = [len(g) for g in gradients]
         most = [-(-r // ranks) for r in rows]  # rows of a tensor on one rank
-        own = [_row_squares(_local(g)) for g in gradients]
+        own = [_row_squares(local_part(g)) for g in gradients]
         widest_type = max((m.dtype for m in own), key=lambda dtype: dtype.itemsize)
         padded = [nn.functional.pad(m.to(widest_type), (0, high - len(m))) for m, high in zip(own, most, strict=True)]
         table = self._shard_groups.gather(torch.cat(padded)).view(ranks, -1)
@@ -54,7 +56,7 @@ class DTensorLayout(StateLayout):
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
         """1.0 if ``found`` is not zero on some rank, else 0.0. Collective."""
-        return (self._group.sum_tensor(_local(found), "whether gradients are finite") != 0).to(found.dtype)
+        return (self._group.sum_tensor(local_part(found), "whether gradients are finite") != 0).to(found.dtype)
 
     def model_state(self, model: nn.Module) -> StateDict:
         """This rank's rows of each tensor, as `TensorShard`."""
@@ -82,6 +84,8 @@ class DTensorLayout(StateLayout):
     def _to_shard(self, value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value
+        if value.placements == _WHOLE:  # such as what an optimizer keeps of the means of rows
+            return value.to_local().detach()
         local, shape = value.to_local().detach(), tuple(value.shape)
         if (self._shard_groups.copy and not self._every_copy) or not local.numel():
             return TensorShard.absent(shape, value.dtype)
@@ -99,7 +103,7 @@ class DTensorLayout(StateLayout):
     def _to_dtensor(self, value: Any, like: Any) -> Any:
         """This rank's rows of ``value``, if it is a whole tensor that lies divided as ``like`` does; else itself."""
         if not _is_divided_as(like, value):
-            return value
+            return _beside(value, like)
         # New memory, also on the CPU: the optimizer goes on in it, and the whole is to be freed.
         own = self._rows_of(value).to(like.to_local().device, copy=not isinstance(value, StoredTensor))
         return DTensor.from_local(
@@ -118,8 +122,14 @@ def _is_divided_as(like: Any, value: Any) -> bool:
     return isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.shape == like.shape
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _beside(value: Any, like: Any) -> Any:
+    """``value``, of which every rank has the whole, to compute with beside ``like``, if that is divided.
+
+    Torch does so by itself with numbers.
+    """
+    if not (isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.dim()):
+        return value
+    return DTensor.from_local(value.to(like.device), like.device_mesh, _WHOLE, run_check=False)
 
 
 def _row_squares(rows: torch.Tensor) -> torch.Tensor:

@@ -57,12 +57,13 @@ from lockstep.strategies.abilities import (
     FinishesTraining,
     KnowsStatePart,
     PreparesEvaluation,
+    PreparesForward,
     PreparesUpdate,
     StatePart,
 )
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.divided_construction import DividedConstruction
-from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
+from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, parameters_of, total_count
 from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.partial_models import (
     PickleGuard,
@@ -74,7 +75,8 @@ from lockstep.strategies.partial_models import (
 )
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.sharded import division_checks as checks
-from lockstep.strategies.sharded.divided_parameters import DividedOperations, DividedParameter
+from lockstep.strategies.sharded.divided_operations import DividedOperations
+from lockstep.strategies.sharded.divided_parameters import DividedParameter, refuse_gradient
 from lockstep.strategies.sharded.dtensor_layout import DTensorLayout
 from lockstep.strategies.sharded.fsdp_gradients import (
     AllUsed,
@@ -85,6 +87,7 @@ from lockstep.strategies.sharded.fsdp_gradients import (
     TrackedUse,
 )
 from lockstep.strategies.sharded.fsdp_options import MIXED, Options
+from lockstep.strategies.sharded.held_parameters import HeldParameters
 from lockstep.strategies.sharded.prefetch import Prefetch
 from lockstep.strategies.sharded.whole_gradients import by_type
 from lockstep.strategies.sharded.wrapping import BlockCompiler, blocks_of, ignored_parameters, recompute
@@ -119,6 +122,7 @@ class FullySharded(
     ChecksOptimizers,
     CommunicatesInForward,
     DividesConstruction,
+    PreparesForward,
     PreparesUpdate,
     PreparesEvaluation,
     FinishesTraining,
@@ -174,8 +178,8 @@ class FullySharded(
         self._prefetch: Final = Prefetch(options.prefetch, over_cpu=group.over_cpu)
         self._call_checksum = 0  # a checksum of which blocks were called, in their order
         self._roots: Final[list[FSDPModule]] = []
-        self._ignored: Final[set[nn.Parameter]] = set()
-        self._evaluates = False
+        self._held: Final[list[HeldParameters]] = []
+        self._evaluates = self._computes_step = False
         self.assignment = ReplicaAssignment(group.rank, group.size, in_turn=ranks)
         self.state_layout = DTensorLayout(group, self._shard_groups)
         within = self._shard_groups.within
@@ -233,7 +237,7 @@ class FullySharded(
         options = self._options
         ignored = ignored_parameters(model, options.ignored_modules)
         checks.check_divisible(model, self._name, ignored)
-        checks.check_without_hooks(model, self._name, ignored)
+        checks.check_without_hooks(model, ignored)
         lower = MIXED[options.mixed]
         if lower:
             checks.check_stateless(model, options.mixed)
@@ -261,6 +265,7 @@ class FullySharded(
             own = [p for p in module.parameters() if p not in divided]
             divided.update(own)
             self._blocks.append(block)
+            self._held.append(HeldParameters(model, module, own, self._name))
             module.register_forward_pre_hook(partial(self._record_call, len(self._blocks), block), prepend=True)
             checks.refuse_second_order(module)
             if own:
@@ -271,19 +276,18 @@ class FullySharded(
                 block.set_gradient_divide_factor(1.0)
                 block.set_force_sum_reduction_for_comms(True)
         self._roots.append(block)
-        self._ignored.update(ignored)
         if callable(getattr(model, "generate", None)):
             # Models of transformers use parameters in it outside of forward(): an encoder is called by itself.
             register_fsdp_forward_method(model, "generate")
         else:
             model.register_forward_hook(partial(self._reshard_after_looking, self._blocks[-len(blocks) - 1 :]))
         refuse_copies(model, self._name)
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
                 cast(Any, parameter).__class__ = DividedParameter
+                refuse_gradient(cast(DividedParameter, parameter), name)
         if self._guard is None:
-            kinds = (DTensor, DividedParameter)
-            self._guard = PickleGuard(kinds, lambda tensor: tensor.device_mesh == mesh, self._name)
+            self._guard = PickleGuard((DTensor, DividedParameter), lambda one: one.device_mesh == mesh, self._name)
             self._operations = DividedOperations(mesh, self._group)
         if any(p.requires_grad for p in model.parameters()):
             learning = [p for p in model.parameters() if p in ignored and p.requires_grad]
@@ -296,8 +300,14 @@ class FullySharded(
         Raises:
             UsageError: for a fused optimizer on CPUs, or one that steps divided and whole parameters at once.
         """
-        if self._mesh is not None:
+        if self._operations is not None:
             checks.check_optimizer(optimizer, self._group.device, self._options.ignored_modules)
+            if any(p.dtype.itemsize < 4 for p in parameters_of(optimizer)):
+                self._operations.add_up_whole()
+
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
+        """A forward pass comes that a backward pass will follow."""
+        self._computes_step = True
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
@@ -328,10 +338,11 @@ class FullySharded(
         if not self._buffers_are_moved:
             self.before_update(position)
         self._buffers_are_moved = False
+        self._computes_step = False
         if position.last:
             # What a forward pass has gathered since the backward pass is as it was before the optimizers' steps.
             self._reshard()
-            self._check_still_divided()
+            self._check_values()
 
     def before_update(self, position: MicroBatchPosition) -> None:
         """Move buffers by the mean over the step: nothing that follows in it needs another rank. Collective."""
@@ -354,7 +365,7 @@ class FullySharded(
     def finish_training(self) -> None:
         """Check that all ranks called the same blocks; each holds its part of the trained model already. Collective."""
         self._compare_calls()
-        self._check_still_divided()
+        self._check_values()
 
     def explain(self, error: Exception, method: str) -> str:
         """Where torch speaks of a tensor that is divided."""
@@ -382,8 +393,8 @@ class FullySharded(
         """Free gathered blocks, and start from the buffers that models hold. Collective."""
         self._compare_calls()
         self._reshard()
-        for root in self._roots:
-            checks.check_without_hooks(cast(nn.Module, root), self._name, self._ignored)
+        for held in self._held:
+            held.check_held()
         self._buffers.resync()
 
     def close(self) -> None:
@@ -397,10 +408,6 @@ class FullySharded(
             self._guard.close()
         if self._operations is not None:
             self._operations.close()
-
-    def _check_still_divided(self) -> None:
-        for root in self._roots:
-            checks.check_still_divided(cast(nn.Module, root), self._ignored)
 
     def _record_call(self, number: int, block: FSDPModule, *_: object) -> None:
         self._call_checksum = zlib.crc32(number.to_bytes(4, "little"), self._call_checksum)
@@ -420,9 +427,13 @@ class FullySharded(
 
     def _reshard_after_looking(self, blocks: Sequence[FSDPModule], *_: object) -> None:
         """After a forward pass that no backward pass follows: what the script changes next are the ranks' rows."""
-        if not (torch.is_grad_enabled() or self._evaluates):
+        if not (self._computes_step if torch.is_grad_enabled() else self._evaluates):
             for block in blocks:
                 block.reshard()
+
+    def _check_values(self) -> None:
+        for held in self._held:
+            held.check_values()
 
     def _reshard(self) -> None:
         """Free gathered blocks, so that what is read next are the ranks' rows."""

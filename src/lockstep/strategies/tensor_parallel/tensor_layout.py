@@ -14,9 +14,8 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from lockstep.collectives import Group, ShardGroups, TensorShard
+from lockstep.collectives import Group, ShardGroups, TensorShard, local_part
 from lockstep.errors import MismatchError, UsageError
 from lockstep.strategies.gradient_accumulation import parameters_of
 from lockstep.strategies.module_states import checksum
@@ -48,14 +47,14 @@ class TensorDivisions:
     def note_parts(self, model: nn.Module) -> None:
         """What this rank holds of ``model`` is right: `changed_parts` are those that change afterwards."""
         for _, parameter in self.named_parameters(model):
-            self._noted[parameter] = checksum(_local(parameter))
+            self._noted[parameter] = checksum(local_part(parameter.detach()))
 
     def changed_parts(self) -> dict[tuple[int, str], int]:
         """Checksums of the parts that have changed, and have not one value each; by number of the model, and name."""
         changed = {}
         for number, model in enumerate(self._by_model):
             for name, parameter in self.named_parameters(model):
-                part = _local(parameter)
+                part = local_part(parameter.detach())
                 found = checksum(part)
                 if found != self._noted.get(parameter) and part.numel() and (part != part.flatten()[0]).any():
                     changed[number, name] = found
@@ -250,9 +249,3 @@ def _own(value: Any, division: TensorDivision | None) -> Any:
     if tuple(value.shape) != division.shape:
         raise ValueError(f"a tensor of shape {tuple(value.shape)} was saved, and here it has shape {division.shape}")
     return division.own(value)
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    """What lies on this rank."""
-    held = parameter.detach()
-    return held.to_local() if isinstance(held, DTensor) else held

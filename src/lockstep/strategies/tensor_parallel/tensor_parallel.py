@@ -35,7 +35,6 @@ from lockstep.strategies import abilities
 from lockstep.strategies.abilities import (
     ChecksOptimizers,
     CommunicatesInForward,
-    Delegates,
     DividesConstruction,
     DividesLayers,
     ExplainsErrors,
@@ -46,6 +45,7 @@ from lockstep.strategies.abilities import (
     TensorPlan,
 )
 from lockstep.strategies.batchnorm import normalises_over_ranks
+from lockstep.strategies.delegation import Delegates
 from lockstep.strategies.divided_construction import DividedConstruction
 from lockstep.strategies.gradient_accumulation import ParameterSet, steps_across_elements
 from lockstep.strategies.module_states import sync_module_states, verify_module_states

@@ -1,0 +1,125 @@
+"""Parameters of which nothing lies on this rank, for what a script does to all parameters of a model on every rank.
+
+rank that holds it      net.apply(init_weights) draws its values
+every other rank        draws as many random numbers and drops them, so that all ranks draw alike from then on
+
+Without that, each rank would draw the numbers of the parameters that it holds alone: other ones than one rank draws.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.errors import UsageError
+
+_ATEN: Final = torch.ops.aten
+#: How many numbers they draw depends on values.
+_BY_VALUES: Final = (_ATEN.poisson, _ATEN.multinomial, _ATEN.binomial, _ATEN._standard_gamma)
+_IS_META: Final = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+class AbsentParameter(torch.Tensor):
+    """A parameter that lies on other ranks, on the device ``meta``; what is computed from it is one, too."""
+
+    _draws: TorchDispatchMode
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``func``, and draw what it draws.
+
+        Raises:
+            UsageError: if that cannot be told without the values, or where other ranks do not call it.
+        """
+        # Asked whether it is on `meta`, functions of `torch.nn.init` would leave out what they draw.
+        if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
+            return False
+        with cls._draws:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def draw_alike(parameter: nn.Parameter, device: torch.device) -> None:
+    """Let what is drawn for ``parameter``, which is on ``meta``, move the random numbers of ``device`` from now on."""
+    _become(parameter, _drawing(device))
+
+
+def refuse_changes(parameter: torch.Tensor, name: str, in_loop: Callable[[], bool]) -> None:
+    """Refuse what is drawn for ``parameter``, and what changes it in a loop that servers do not run.
+
+    Args:
+        parameter: that lies on servers; on ``meta`` here.
+        name: of it.
+        in_loop: whether this rank is in such a loop.
+    """
+    _become(parameter, type("ServedParameter", (AbsentParameter,), {"_draws": _Refusal(name, in_loop)}))
+
+
+def _become(parameter: torch.Tensor, kind: type[torch.Tensor]) -> None:
+    parameter.__class__ = kind  # it stays the object that modules and optimizers hold
+    vars(parameter)["_is_param"] = True  # for `isinstance(parameter, nn.Parameter)`
+
+
+@functools.cache
+def _drawing(device: torch.device) -> type[AbsentParameter]:
+    return type("AbsentParameter", (AbsentParameter,), {"_draws": _DrawsAlike(device)})
+
+
+class _DrawsAlike(TorchDispatchMode):
+    """Within, random numbers for tensors on ``meta`` are drawn on ``device``, and dropped."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device: Final = device
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_read = func is _ATEN._local_scalar_dense.default
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if not (is_read or draws) or not _on_meta((args, kwargs)):
+            return func(*args, **kwargs)
+        if is_read or func.overloadpacket in _BY_VALUES:
+            raise UsageError(
+                "this depends on the values of a parameter that lies on another rank, as do parameter.norm().item() "
+                "and torch.nn.init.trunc_normal_, which draws again what is too large: compute it before "
+                "run.model(...), or in the function that makes the model, as in run.model(lambda: Net()); or use ddp "
+                "or zero"
+            )
+        with torch.no_grad():
+            func(*pytree.tree_map(self._in_memory, args), **pytree.tree_map(self._in_memory, kwargs))
+        return func(*args, **kwargs)
+
+    def _in_memory(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_meta:
+            return value
+        return torch.zeros(value.shape, dtype=value.dtype, device=self._device)
+
+
+class _Refusal(TorchDispatchMode):
+    def __init__(self, name: str, in_loop: Callable[[], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name: Final = name
+        self._in_loop: Final = in_loop
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        changes = func._schema.is_mutable and self._in_loop()
+        if (draws or changes) and _on_meta((args, kwargs)):
+            raise UsageError(
+                f"random numbers are drawn for {self._name}, of which servers hold rows: give it values before "
+                "run.model(...), or in the function that makes the model, as in run.model(lambda: Net())"
+                if draws
+                else f"{self._name} was changed in the loop of run.train(...), which servers that hold it do not run: "
+                "change it between passes, on all ranks, or use ddp or zero"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _on_meta(arguments: Any) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.is_meta for value in pytree.tree_leaves(arguments))

@@ -1,0 +1,89 @@
+"""The parameters of a block of `fully_shard`, where its modules hold them: divided, and gathered while it computes.
+
+what a script does                                         why it is refused
+net.head.weight = net.words.weight                         fully_shard would put its own there
+torch.func.functional_call(net, others, (x,))              likewise
+loss = ...; net.head.weight.add_(0.1); run.step(loss)      what was gathered is dropped after the step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final, cast
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lockstep.errors import UsageError
+from lockstep.strategies.partial_models import replaced_parameters
+
+_BY_ROWS: Final = (Shard(0),)
+
+
+class HeldParameters:
+    """Of one block; none of the checks asks another rank.
+
+    Args:
+        model: of which it is a part, or all.
+        block: after `fully_shard`.
+        own: its parameters, and of no block inside it, that are divided.
+        strategy: its name.
+    """
+
+    def __init__(self, model: nn.Module, block: nn.Module, own: Collection[nn.Parameter], strategy: str) -> None:
+        paths = {module: path for path, module in model.named_modules()}
+        wanted = set(own)
+        self._strategy: Final = strategy
+        self._places: Final = [
+            (module, attribute, f"{paths[module]}.{attribute}".lstrip("."), parameter)
+            for module in block.modules()
+            for attribute, parameter in module._parameters.items()
+            if parameter is not None and parameter in wanted
+        ]
+        self._gathered: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}  # with what counts changes in place
+        block.register_forward_pre_hook(self.check_held, prepend=True)
+        # Last of all hooks there are now, so it finds what `fully_shard` has gathered.
+        self._first_forward: Final = block.register_forward_pre_hook(self._note_gathered)
+
+    def check_held(self, *_: object) -> None:
+        """Check that modules hold what was divided, or what was gathered of it.
+
+        Raises:
+            UsageError: if one of them holds something else.
+        """
+        for module, attribute, name, parameter in self._places:
+            value = module._parameters.get(attribute)
+            if value is not parameter and (
+                parameter not in self._gathered or value is not self._gathered[parameter][0]
+            ):
+                raise UsageError(f"{name}: {replaced_parameters(self._strategy)}")
+
+    def check_values(self) -> None:
+        """Check that the rows are those of all ranks together, and that nothing was written to what was gathered.
+
+        Raises:
+            UsageError: if an operation has made torch take a rank's rows for all, or has changed what is dropped.
+        """
+        for _, _, name, parameter in self._places:
+            if cast(DTensor, parameter).placements != _BY_ROWS:
+                raise UsageError(
+                    f"the parameter {name} of shape {tuple(parameter.shape)} was changed in place by an operation that "
+                    "torch does not compute with rows; write parameter.copy_(value), change it before run.model(...), "
+                    "or use ddp or zero"
+                )
+        for _, _, name, parameter in self._places:
+            gathered, version = self._gathered.get(parameter, (None, 0))
+            if gathered is not None and gathered._version != version:
+                raise UsageError(
+                    f"the parameter {name} of shape {tuple(parameter.shape)} was changed between the model's forward "
+                    f"pass and its backward pass, while strategy {self._strategy} had gathered it, and what is "
+                    "gathered is dropped: change parameters where run.step(loss) has returned True"
+                )
+
+    def _note_gathered(self, *_arguments: object) -> None:
+        for module, attribute, _, parameter in self._places:
+            value = module._parameters[attribute]
+            if value is not None and value is not parameter and not value.is_inference():
+                self._gathered[parameter] = value, value._version
+        if self._gathered:
+            self._first_forward.remove()
