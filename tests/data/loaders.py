@@ -2,6 +2,7 @@
 
 import threading
 
+from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.batch import BatchPlan
@@ -206,3 +207,16 @@ def steps_of(got):
                 place[b.position.index] = (content(b.data), place_of(b))
                 step = None if b.position.last else b.position.step
     return table
+
+
+@st.composite
+def batch_sizes(draw, streams=False):
+    """The length of a data set, global batch and micro-batch, and how many micro-batches a step has.
+
+    For ``streams`` the micro-batch divides the global batch, as they need.
+    """
+    micro_batch = draw(st.integers(1, 5))
+    micro_batches = draw(st.integers(1, 6))
+    spare = 0 if streams or micro_batches == 1 else draw(st.integers(0, micro_batch - 1))
+    global_batch = micro_batch * micro_batches - spare
+    return draw(st.integers(1, 4 * global_batch + 3)), (global_batch, micro_batch), micro_batches

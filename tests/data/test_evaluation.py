@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loaders import Numbers, Shards, Stream, content, evaluated, loader_of, on_world, place_of
+from loaders import Numbers, Shards, Stream, batch_sizes, content, evaluated, loader_of, on_world, place_of
 
 from lockstep.batch import BatchPlan
 
@@ -21,12 +21,8 @@ class StridedSized(Sized):
 
 @st.composite
 def cases(draw, streams=False):
-    micro_batch = draw(st.integers(1, 4))
-    micro_batches = draw(st.integers(1, 6))
-    spare = 0 if streams or micro_batches == 1 else draw(st.integers(0, micro_batch - 1))
-    global_batch = micro_batch * micro_batches - spare
-    length = draw(st.integers(1, 4 * global_batch + 3))
-    return length, (global_batch, micro_batch), draw(st.integers(1, micro_batches)), draw(st.booleans())
+    length, sizes, micro_batches = draw(batch_sizes(streams))
+    return length, sizes, draw(st.integers(1, micro_batches)), draw(st.booleans())
 
 
 @given(

@@ -302,6 +302,7 @@ LARGE[100_000:200_000] = 1  # in its midst: the margins of pictures are all alik
     [
         (1, 2),
         ("a", "b"),
+        ("/host1/a.png", "/host1/b.png"),
         ("a" * 5000 + "b" * 5000, "a" * 10000),
         (b"a", b"b"),
         (torch.zeros(2, 3).T, torch.ones(2, 3).T),
@@ -324,3 +325,7 @@ def test_a_checksum_of_nothing_and_of_what_it_does_not_know():
     assert checksum([object(), torch.zeros(0), np.zeros(0), ""]) == checksum(
         [object(), torch.zeros(0), np.zeros(0), ""]
     )
+
+
+def test_a_checksum_does_not_depend_on_where_a_file_lies():
+    assert checksum((1, "/scratch/job-17/a.png")) == checksum((1, "/scratch/job-18/a.png"))

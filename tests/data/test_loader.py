@@ -12,7 +12,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loaders import Meeting, Numbers, Shards, Stream, StridedStream, content, loader_of, on_world, samples_of, steps_of
+from loaders import (
+    Meeting,
+    Numbers,
+    Shards,
+    Stream,
+    StridedStream,
+    batch_sizes,
+    content,
+    loader_of,
+    on_world,
+    samples_of,
+    steps_of,
+)
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lockstep.batch import BatchPlan
@@ -35,13 +47,9 @@ KINDS = {
 
 @st.composite
 def cases(draw, streams=False):
-    micro_batch = draw(st.integers(1, 5))
-    micro_batches = draw(st.integers(1, 6))
-    spare = 0 if streams or micro_batches == 1 else draw(st.integers(0, micro_batch - 1))
-    global_batch = micro_batch * micro_batches - spare
-    length = draw(st.integers(1, 4 * global_batch + 3))
+    length, sizes, micro_batches = draw(batch_sizes(streams))
     worlds = draw(st.lists(st.integers(1, micro_batches), min_size=1, max_size=3))
-    return length, (global_batch, micro_batch), worlds, draw(st.booleans())
+    return length, sizes, worlds, draw(st.booleans())
 
 
 # ---- the law -----------------------------------------------------------------------------------------------------
@@ -281,6 +289,24 @@ def test_a_stream_is_told_its_epoch():
 
 
 # ---- what the user gets back ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [Numbers, Stream])
+def test_a_loop_of_the_scripts_own_reads_all_outside_of_a_pass_and_this_ranks_part_within(kind, workers):
+    plan, inside = BatchPlan(4, 1, 2), False
+    loaders = [loader_of(kind(8), plan, rank, workers=workers, in_pass=lambda: inside) for rank in range(2)]
+    try:
+        alone = [content(batch) for batch in loader_of(kind(8), BatchPlan(4, 1, 1)).data_loader]
+        outside = [[content(batch) for batch in loader.data_loader] for loader in loaders]
+        begun = [iter(loader.data_loader) for loader in loaders]  # as `zip` does before the pass has begun
+        inside = True
+        within = [[content(batch) for batch in batches] for batches in begun]
+    finally:
+        for loader in loaders:
+            loader.close()
+    assert outside == [alone] * 2
+    assert within == [alone[0:2] + alone[4:6], alone[2:4] + alone[6:8]]
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

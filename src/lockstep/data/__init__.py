@@ -16,6 +16,7 @@
     stream_agreement     what ranks tell each other of streams, for many steps at a time
     single_process_view  what a data set sees of ranks and loader processes: none but itself
     shared_slots         how micro-batches come from there: through shared memory that is used again
+    seen_samples         some samples of a data set, whether ranks hold the same
     dataset_marks        whether the script has changed a data set of which loader processes hold copies
     workers              loader processes that end with their rank, and not before it
     indexed_loader       the micro-batches of tensors, of data sets with an index and of shards
@@ -30,6 +31,7 @@ from lockstep.data.loader import is_in_memory, open_micro_batch_loader, open_ord
 from lockstep.data.micro_batch_loader import MicroBatchLoader
 from lockstep.data.orders import Order, OrderFunction
 from lockstep.data.sampling import Data, MicroBatch, Padding, TorchLoader, UserDataset
+from lockstep.data.seen_samples import SeenSamples
 from lockstep.data.workers import CollateFunction, WorkerOptions, choose_workers
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "Order",
     "OrderFunction",
     "Padding",
+    "SeenSamples",
     "ShardsFound",
     "TorchLoader",
     "UserDataset",

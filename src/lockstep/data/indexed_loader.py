@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import copy
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import Sampler, default_collate
 from typing_extensions import override
 
 from lockstep.batch import EpochSteps
 from lockstep.data.dataset_marks import DatasetMarks
 from lockstep.data.dealt_shards import ShardsFound
-from lockstep.data.map_dataset import LoaderPass, MicroBatchSampler, Picks, SeededDataset
+from lockstep.data.map_dataset import LoaderPass, MicroBatchSampler, Picks, ScriptSampler, SeededDataset
 from lockstep.data.micro_batch_loader import MicroBatchLoader
 from lockstep.data.sampling import Data, MicroBatch, Padding, TorchLoader, UserDataset
+from lockstep.data.seen_samples import SeenSamples, checksum
 from lockstep.data.tensor_dataset import TensorColumns, columns_of
 from lockstep.data.workers import CollateFunction, WorkerOptions, as_it_is, end_passes, open_loader
 from lockstep.errors import DataError
 
 
 class BatchSource(Protocol):
-    """Where the data of micro-batches comes from."""
+    """Where micro-batches come from."""
 
     data_loader: TorchLoader
 
-    def read(self, selected: LoaderPass) -> Iterator[Data]:
-        """The data of each micro-batch of the pass; one pass at a time."""
+    def read(self, selected: LoaderPass) -> Iterator[MicroBatch]:
+        """Each micro-batch of the pass; one pass at a time, which begins when the first one is asked for."""
+
+    def look(self, indices: list[int]) -> int:
+        """A checksum of the samples at ``indices``. Ends an open pass."""
 
     def close(self) -> None:
         """No loader process runs afterwards. May be called twice."""
@@ -54,6 +57,11 @@ class IndexedLoader(MicroBatchLoader):
         return digest
 
     @override
+    def look(self, epoch: int) -> SeenSamples | None:
+        indices = self._sampler.order.few(epoch)
+        return SeenSamples(indices, self._source.look(indices)) if indices else None
+
+    @override
     def steps(self, epoch: int) -> EpochSteps:
         return self._sampler.steps(epoch)
 
@@ -61,11 +69,11 @@ class IndexedLoader(MicroBatchLoader):
     def epoch(
         self, epoch: int, first_step: int = 0, *, padding: Padding, found: ShardsFound | None = None
     ) -> Iterator[MicroBatch]:
-        return self._read(self._sampler.of_epoch(epoch, first_step, padding=padding))
+        return self._source.read(self._sampler.of_epoch(epoch, first_step, padding=padding))
 
     @override
     def evaluation(self, *, padding: Padding) -> Iterator[MicroBatch]:
-        return self._read(self._sampler.of_evaluation(padding=padding))
+        return self._source.read(self._sampler.of_evaluation(padding=padding))
 
     @override
     def micro_batches(self, epoch: int = 0, first_step: int = 0, *, padding: Padding) -> int | None:
@@ -79,16 +87,18 @@ class IndexedLoader(MicroBatchLoader):
     def close(self) -> None:
         self._source.close()
 
-    def _read(self, selected: LoaderPass) -> Iterator[MicroBatch]:
-        for position, data in zip(selected.positions(), self._source.read(selected), strict=True):
-            yield MicroBatch(position, data)
-
 
 class TensorSource(BatchSource):
     """Tensors in memory: one gather for each micro-batch and tensor, and a few microseconds."""
 
     def __init__(
-        self, dataset: UserDataset, columns: TensorColumns, sampler: MicroBatchSampler, *, pin_memory: bool
+        self,
+        dataset: UserDataset,
+        columns: TensorColumns,
+        sampler: MicroBatchSampler,
+        *,
+        for_script: ScriptSampler,
+        pin_memory: bool,
     ) -> None:
         self._dataset = dataset
         self._marks = DatasetMarks(dataset)
@@ -105,13 +115,14 @@ class TensorSource(BatchSource):
             WorkerOptions(0),
             1,
             sampler.seed,
-            batch_sampler=sampler,
+            begins_late=True,
+            batch_sampler=for_script,
             collate_fn=as_it_is,
             pin_memory=pin_memory,
         )
 
     @override
-    def read(self, selected: LoaderPass) -> Iterator[Data]:
+    def read(self, selected: LoaderPass) -> Iterator[MicroBatch]:
         self._columns = columns = self._columns_now()
         order, pin = self._sampler.order, self._pin
         indices = order.indices(selected.epoch)
@@ -120,7 +131,12 @@ class TensorSource(BatchSource):
         for position in selected.positions():
             part = order.rows(selected.steps, position)
             data = columns.take(columns.arranged(indices[part]) if rows is None else rows[part])
-            yield pinned(data) if pin else data
+            yield MicroBatch(position, pinned(data) if pin else data)
+
+    @override
+    def look(self, indices: list[int]) -> int:
+        self._columns = columns = self._columns_now()
+        return checksum(columns.take(columns.arranged(torch.tensor(indices))))
 
     def _columns_now(self) -> TensorColumns:
         """Those that it has, or others that the script has put into it since the last pass."""
@@ -147,27 +163,25 @@ class SampleSource(BatchSource):
         dataset: UserDataset,
         sampler: MicroBatchSampler,
         *,
+        for_script: ScriptSampler,
         workers: WorkerOptions,
         collate_fn: CollateFunction | None,
         pin_memory: bool,
     ) -> None:
         self._sampler = sampler
-        samples, collate = SeededDataset(dataset), collate_fn or default_collate
+        self._samples = samples = SeededDataset(dataset)
+        self._collate = collate_fn or default_collate
+        self._pin = pin_memory
+        self._reads_here = not workers.count
 
-        def read(picks: Picks) -> Data:
-            data = collate(samples.__getitems__(picks))
-            return pinned(data) if pin_memory else data
-
-        # Without loader processes, what `DataLoader` does around each micro-batch costs more than reading it.
-        self._read_here = None if workers.count else read
-
-        def loader(selected: MicroBatchSampler, *, persistent: bool) -> TorchLoader:
+        def loader(selected: Sampler[Picks], *, persistent: bool, begins_late: bool) -> TorchLoader:
             return open_loader(
                 samples,
                 lambda: sampler.steps_per_epoch,
                 workers,
                 len(sampler.plan.run(sampler.rank)),
                 sampler.seed,
+                begins_late=begins_late,
                 batch_sampler=selected,
                 collate_fn=collate_fn,
                 pin_memory=pin_memory,
@@ -175,16 +189,36 @@ class SampleSource(BatchSource):
             )
 
         # Two, as the iterator of one with persistent workers starts over when the script iterates it by itself.
-        self.data_loader = loader(copy(sampler), persistent=False)
-        self._own_loader = loader(sampler, persistent=workers.count > 0)
+        self.data_loader = loader(for_script, persistent=False, begins_late=True)
+        self._own_loader = loader(sampler, persistent=workers.count > 0, begins_late=False)
         self._dataset = dataset
         self._marks: DatasetMarks | None = None  # of the data set that the loader processes have copies of
 
     @override
-    def read(self, selected: LoaderPass) -> Iterator[Data]:
+    def read(self, selected: LoaderPass) -> Iterator[MicroBatch]:
+        if self._reads_here:
+            # What `DataLoader` does around each micro-batch costs more than reading it.
+            samples, collate = self._samples, self._collate
+            for position, picks in self._sampler.picks_of(selected):
+                data = collate(samples.__getitems__(picks))
+                yield MicroBatch(position, pinned(data) if self._pin else data)
+            return
         self._sampler.selected = selected
-        if self._read_here is not None:
-            return map(self._read_here, self._sampler)
+        for position, data in zip(selected.positions(), self._from_processes(), strict=True):
+            yield MicroBatch(position, data)
+
+    @override
+    def look(self, indices: list[int]) -> int:
+        if self._reads_here:
+            return checksum(self._samples.__getitems__((None, indices)))
+        self._sampler.few = indices
+        try:
+            return checksum(next(self._from_processes()))
+        finally:
+            self._sampler.few = []
+
+    def _from_processes(self) -> Iterator[Data]:
+        """What loader processes give for the picks of the sampler."""
         marks = DatasetMarks(self._dataset)
         if self._marks is not None and marks.differ_from(self._marks):
             end_passes(self._own_loader)

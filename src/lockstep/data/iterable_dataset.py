@@ -14,19 +14,17 @@ How many samples there are is known at the end only, so the ranks tell each othe
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count, islice, repeat
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.batch import BatchPlan
 from lockstep.data.sampling import Data, Sample, UserDataset
+from lockstep.data.seen_samples import checksum
 from lockstep.data.single_process_view import single_process_view
 from lockstep.data.stream_epoch import tell_epoch
 from lockstep.data.workers import CollateFunction
@@ -35,8 +33,6 @@ from lockstep.seeding import seed_generators, seed_of
 
 Collate = Callable[[list[Sample], int, int, int], Data]
 """A batch of samples that are in an epoch, a step, and a micro-batch of it."""
-
-_LOOKED_AT = 1024  # elements of an array or a text that count for its checksum, evenly spread
 
 
 class StreamStep(NamedTuple):
@@ -239,17 +235,20 @@ class OnePassReader(Reader):
 
 
 class Batches(IterableDataset[Any]):
-    """This rank's micro-batches of an epoch, one by one: what a loader of a stream gives when used by itself.
+    """Micro-batches of epoch 0, one by one: what a loop of the script's own over a loader of a stream reads.
 
-    The micro-batches of a last step that is too short for all ranks stay where they were found.
+    In a pass of `Run.train` or `Run.evaluate` this rank's, as ``own`` reads them; elsewhere all, as ``alone`` does. The
+    micro-batches of a last step that is too short for all ranks stay where they were found.
     """
 
-    def __init__(self, dataset: UserDataset, reader: Reader) -> None:
+    def __init__(self, dataset: UserDataset, own: Reader, alone: Reader, in_pass: Callable[[], bool]) -> None:
         self.dataset = dataset
-        self.reader = reader
+        self._own = own
+        self._alone = alone
+        self._in_pass = in_pass
 
     def __iter__(self) -> Iterator[Sample]:
-        for found in self.reader.steps(0, 0):
+        for found in (self._own if self._in_pass() else self._alone).steps(0, 0):
             yield from found.batches
 
 
@@ -279,47 +278,6 @@ def sizes_of(plan: BatchPlan, samples: int) -> list[int]:
     """Samples of each micro-batch, empty ones too, in a step of ``samples`` of a stream."""
     m = plan.micro_batches
     return [len(range(index, samples, m)) for index in range(m)]
-
-
-def checksum(sample: Sample) -> int:
-    """Equal for equal samples in every process, and hardly ever for others; some microseconds, whatever their size.
-
-    Parts that are neither numbers, arrays, text nor nests of them count not.
-    """
-    return _checksum(sample, 1)
-
-
-def _checksum(value: Any, so_far: int) -> int:
-    match value:
-        case torch.Tensor():
-            plain = value.detach().reshape(-1)[:: _spread(value.numel())].cpu().contiguous()
-            return zlib.crc32(plain.view(torch.uint8).numpy().tobytes(), so_far)
-        case np.ndarray() if value.dtype.hasobject:  # its bytes are addresses
-            return _checksum(value.reshape(-1)[:: _spread(value.size)].tolist(), so_far)
-        case np.ndarray():
-            return zlib.crc32(value.reshape(-1)[:: _spread(value.size)].tobytes(), so_far)
-        case bytes():
-            return zlib.crc32(value[:: _spread(len(value))], so_far)
-        case str():
-            return zlib.crc32(value[:: _spread(len(value))].encode(errors="surrogatepass"), so_far)
-        case None | bool() | int() | float() | np.generic():
-            return zlib.crc32(str(value).encode(), so_far)
-        case Mapping():
-            for key, part in value.items():
-                so_far = _checksum(part, _checksum(key, so_far))
-            return so_far
-        case list() | tuple():
-            for part in value:
-                so_far = _checksum(part, so_far)
-            return so_far
-        case _ if hasattr(type(value), "__array_interface__"):  # such as an image of Pillow's
-            return _checksum(np.asarray(value), so_far)
-        case _:
-            return so_far
-
-
-def _spread(length: int) -> int:
-    return -(-length // _LOOKED_AT) or 1
 
 
 def _collate(collate: CollateFunction, seed: int, samples: list[Sample], epoch: int, step: int, index: int) -> Data:

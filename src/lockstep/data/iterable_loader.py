@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -33,6 +33,7 @@ class IterableLoader(MicroBatchLoader):
         drop_last: bool,
         workers: WorkerOptions,
         agree: Agree,
+        in_pass: Callable[[], bool],
         pin_memory: bool,
     ) -> None:
         self._dataset = share.dataset
@@ -48,11 +49,17 @@ class IterableLoader(MicroBatchLoader):
         self.length: int | None = None
         self.steps_per_epoch: int | None = None
         self.notes: tuple[str, ...] = (self._division.note,) if self._division.note else ()
-        self.data_loader = self._open(Batches(share.dataset, self._division.reader), WorkerOptions(0))
+        alone = replace(share.plan, world_size=1, in_turn=1)
+        whole = division_of(replace(share, plan=alone, rank=0, run=alone.run(0)), shuffle=shuffle).reader
+        self.data_loader = self._open(Batches(share.dataset, self._division.reader, whole, in_pass), WorkerOptions(0))
 
     @override
     def draw(self, epoch: int) -> str | None:
         return self._division.digest(epoch)
+
+    @override
+    def look(self, epoch: int) -> None:
+        return None
 
     @override
     def steps(self, epoch: int) -> EpochSteps:

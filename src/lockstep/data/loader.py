@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from lockstep.batch import BatchPlan
 from lockstep.data.indexed_loader import IndexedLoader, SampleSource, TensorSource
 from lockstep.data.iterable_dataset import StreamShare, refuse_unequal
 from lockstep.data.iterable_loader import IterableLoader
-from lockstep.data.map_dataset import MicroBatchSampler
+from lockstep.data.map_dataset import MicroBatchSampler, ScriptSampler
 from lockstep.data.micro_batch_loader import MicroBatchLoader
 from lockstep.data.orders import (
     Order,
@@ -108,6 +108,7 @@ def open_micro_batch_loader(
     drop_last: bool,
     workers: WorkerOptions,
     agree: Agree,
+    in_pass: Callable[[], bool] = lambda: True,
     shuffle: bool | None = None,
     collate_fn: CollateFunction | None = None,
     pin_memory: bool = False,
@@ -126,6 +127,7 @@ def open_micro_batch_loader(
         workers: loader processes. Data in memory takes none; shards, and an iterable with ``stride`` or with shards,
             at most one for each of the rank's micro-batches of a step; any other iterable at most one, as it is read
             in order.
+        in_pass: whether the script is in a loop over `Run.train` or `Run.evaluate` now, see `ScriptSampler`.
         agree: gathers the numbers of all ranks; collective, and used only for iterables, once for many steps.
         shuffle: of an iterable. False: its samples come in its own order, also where it has shards that ranks could
             divide; True: its shards come in another order each epoch, as they do with None where there are enough.
@@ -140,19 +142,27 @@ def open_micro_batch_loader(
         refuse_unequal(plan)
         share = StreamShare.of(dataset, plan, rank, seed, collate_fn or default_collate)
         return IterableLoader(
-            share, shuffle=shuffle, drop_last=drop_last, workers=workers, agree=agree, pin_memory=pin_memory
+            share,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            workers=workers,
+            agree=agree,
+            in_pass=in_pass,
+            pin_memory=pin_memory,
         )
     sampler = MicroBatchSampler(plan, rank, order, seed, drop_last=drop_last)
-    if is_sharded(dataset):
-        samples = ShardedSamples(dataset, most_open=plan.micro_batches + 1)
-        each = replace(workers, count=_even_part(len(plan.run(rank)), workers.count))
-        return IndexedLoader(
-            sampler, SampleSource(samples, sampler, workers=each, collate_fn=collate_fn, pin_memory=pin_memory)
-        )
-    columns = columns_of(dataset) if collate_fn is None else None
+    for_script = ScriptSampler(sampler, drop_last=drop_last, in_pass=in_pass)
+    columns = columns_of(dataset) if collate_fn is None and not is_sharded(dataset) else None
     if columns is not None:
-        return IndexedLoader(sampler, TensorSource(dataset, columns, sampler, pin_memory=pin_memory))
-    source = SampleSource(dataset, sampler, workers=workers, collate_fn=collate_fn, pin_memory=pin_memory)
+        return IndexedLoader(
+            sampler, TensorSource(dataset, columns, sampler, for_script=for_script, pin_memory=pin_memory)
+        )
+    if is_sharded(dataset):
+        dataset = ShardedSamples(dataset, most_open=plan.micro_batches + 1)
+        workers = replace(workers, count=_even_part(len(plan.run(rank)), workers.count))
+    source = SampleSource(
+        dataset, sampler, for_script=for_script, workers=workers, collate_fn=collate_fn, pin_memory=pin_memory
+    )
     return IndexedLoader(sampler, source)
 
 

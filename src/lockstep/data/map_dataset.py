@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from torch import Tensor
 from torch.utils.data import Dataset, Sampler, Subset
 
 from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition
-from lockstep.data.orders import Indices, Order
+from lockstep.data.orders import Order
 from lockstep.data.sampling import (
     Data,
     Padding,
@@ -20,11 +23,15 @@ from lockstep.data.sampling import (
     epoch_positions,
     evaluation_positions,
 )
-from lockstep.seeding import seed_generators, seed_of
+from lockstep.data.seen_samples import SeenBatch, checksum
+from lockstep.seeding import seed_generators, seed_of, seeded_generators
 
 #: What travels to a loader process for each micro-batch: the seed of what it draws, and its samples. A process that
-#: lives longer than an epoch and reads ahead needs to know nothing else.
-Picks = tuple[int, list[int]]
+#: lives longer than an epoch and reads ahead needs to know nothing else. Without a seed: samples to be looked at.
+Picks = tuple[int | None, list[int]]
+
+
+_LOOK_SEED: Final = seed_of("look")  # of what a sample draws while it is looked at
 
 
 class LoaderPass(NamedTuple):
@@ -48,6 +55,7 @@ class MicroBatchSampler(Sampler[Picks]):
         self.length = first.samples  #: of epoch 0
         self.steps_per_epoch = len(first)  #: of epoch 0
         self.selected = self.of_epoch(0, 0, padding="none")
+        self.few: list[int] = []  #: samples that are to be looked at, in the place of the selected ones
 
     def steps(self, epoch: int) -> EpochSteps:
         """The steps of ``epoch``."""
@@ -77,17 +85,41 @@ class MicroBatchSampler(Sampler[Picks]):
 
     def __iter__(self) -> Iterator[Picks]:
         # A generator begun here, not a generator function: the selection is read now, not with the first item.
-        selected, order = self.selected, self.order.indices(self.selected.epoch)
-        return (self._picks(selected, order, position) for position in selected.positions())
+        if self.few:
+            return iter([(None, self.few)])
+        return (picks for _, picks in self.picks_of(self.selected))
 
-    def _picks(self, selected: LoaderPass, order: Indices, position: MicroBatchPosition) -> Picks:
-        rows = self.order.rows(selected.steps, position)
-        part = order[rows]
-        indices: list[int] = list(part) if isinstance(part, range) else part.tolist()
-        # By its first sample: what a micro-batch draws does not depend on where in the order it stands. One that may
-        # come again in the same epoch is to draw something else then.
-        mark = ("at", rows.start) if self.order.may_repeat else (indices[0],)
-        return seed_of(self.seed, "samples", selected.epoch, *mark), indices
+    def picks_of(self, selected: LoaderPass) -> Iterator[tuple[MicroBatchPosition, Picks]]:
+        """The micro-batches of a pass: where each stands, and what is read for it."""
+        order, epoch = self.order, selected.epoch
+        found = order.indices(epoch)
+        # A part of an array takes a fifth of the time of a part of a tensor.
+        indices = found.numpy() if isinstance(found, Tensor) else found
+        for position in selected.positions():
+            rows = order.rows(selected.steps, position)
+            part = indices[rows]
+            picked: list[int] = list(part) if isinstance(part, range) else part.tolist()
+            # By its first sample: what a micro-batch draws does not depend on where in the order it stands. One that
+            # may come again in the same epoch is to draw something else then.
+            mark = ("at", rows.start) if order.may_repeat else (picked[0],)
+            yield position, (seed_of(self.seed, "samples", epoch, *mark), picked)
+
+
+class ScriptSampler(Sampler[Picks]):
+    """What a loop of the script's own over a loader reads, of epoch 0.
+
+    In a pass of `Run.train` or `Run.evaluate` this rank's micro-batches, as that hands them out. Elsewhere all of them,
+    alike on all ranks, as for the statistics of a data set.
+    """
+
+    def __init__(self, own: MicroBatchSampler, *, drop_last: bool, in_pass: Callable[[], bool]) -> None:
+        alone = replace(own.plan, world_size=1, in_turn=1)
+        self._own = copy(own)  # which stays at epoch 0
+        self._all = MicroBatchSampler(alone, 0, own.order, own.seed, drop_last=drop_last)
+        self._in_pass = in_pass
+
+    def __iter__(self) -> Iterator[Picks]:
+        return iter(self._own if self._in_pass() else self._all)
 
 
 class SeededDataset(Dataset[Any]):
@@ -113,7 +145,13 @@ class SeededDataset(Dataset[Any]):
         seed, indices = picks
         if self.take is not None:
             return self.take(indices)
+        if seed is None:
+            with seeded_generators(_LOOK_SEED):
+                return SeenBatch(checksum(sample) for sample in self._samples(indices))
         seed_generators(seed)
+        return self._samples(indices)
+
+    def _samples(self, indices: list[int]) -> Data:
         if self.at_once:
             return self.dataset.__getitems__(indices)
         return [self.dataset[index] for index in indices]

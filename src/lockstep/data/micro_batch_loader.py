@@ -8,13 +8,15 @@ from typing import Protocol
 from lockstep.batch import BatchPlan, EpochSteps
 from lockstep.data.dealt_shards import ShardsFound
 from lockstep.data.sampling import MicroBatch, Padding, TorchLoader
+from lockstep.data.seen_samples import SeenSamples
 
 
 class MicroBatchLoader(Protocol):
     """One rank's way to its micro-batches."""
 
-    #: Gives this rank's micro-batches of an epoch (the first one's order) when used by itself. Its length is the
-    #: number of optimizer steps of an epoch, on any world; TypeError for a stream that does not know its own.
+    #: What the script holds. A loop of its own over it, outside of `Run.train` and `Run.evaluate`, gives all
+    #: micro-batches of the first epoch, on every rank; within one, this rank's. Its length is the number of optimizer
+    #: steps of an epoch, on any world; TypeError for a stream that does not know its own.
     data_loader: TorchLoader
     plan: BatchPlan
     length: int | None  #: samples of an epoch, of the first where they differ, over all ranks; None: known at its end
@@ -25,6 +27,13 @@ class MicroBatchLoader(Protocol):
         """The order of ``epoch`` is drawn again, for the pass that is to begin. Its digest, for ranks to compare.
 
         None for an order that depends on the seed and the epoch alone. A pass draws by itself what was not drawn.
+        """
+
+    def look(self, epoch: int) -> SeenSamples | None:
+        """A few samples of the data set as it is now, of those that ``epoch`` visits. Ends a pass that is open.
+
+        The same on all ranks, where they hold the same data. None for data that ranks compare while they read it, and
+        for shards. Three samples are read, in a loader process where there are any.
         """
 
     def steps(self, epoch: int) -> EpochSteps:

@@ -70,6 +70,12 @@ class Order(Protocol):
     def indices(self, epoch: int) -> Indices:
         """The order of ``epoch``: int64 on the CPU, or a range where it is sequential."""
 
+    def few(self, epoch: int) -> list[int]:
+        """Indices of some samples that ``epoch`` visits, the same in every epoch where it visits all.
+
+        None of shards, which are read from beginning to end.
+        """
+
     def steps(self, epoch: int, plan: BatchPlan, *, drop_last: bool) -> EpochSteps:
         """How that order is divided into steps."""
 
@@ -108,6 +114,10 @@ class ShuffledOrder(Order):
         if self._length > LONGEST_STORED:
             return ComputedPermutation(self._length, seed_of(self._seed, "order", epoch))
         return torch.randperm(self._length, generator=generator_of(self._seed, epoch))
+
+    @override
+    def few(self, epoch: int) -> list[int]:
+        return _few_of(range(self._length))
 
     @override
     def steps(self, epoch: int, plan: BatchPlan, *, drop_last: bool) -> EpochSteps:
@@ -166,6 +176,10 @@ class SampledOrder(Order):
     @override
     def indices(self, epoch: int) -> Indices:
         return self._of(epoch).indices
+
+    @override
+    def few(self, epoch: int) -> list[int]:
+        return _few_of(self._of(epoch).indices)
 
     @override
     def steps(self, epoch: int, plan: BatchPlan, *, drop_last: bool) -> EpochSteps:
@@ -246,6 +260,12 @@ def order_of_function(function: OrderFunction, length: Length, seed: int) -> Ord
         return _Drawn(_indices_of(name, function(epoch, generator_of(seed, epoch)), length()))
 
     return SampledOrder(name, give, seed)
+
+
+def _few_of(indices: Tensor | range) -> list[int]:
+    """The first, the middle and the last: a split that is drawn again at random hardly ever has the same three."""
+    length = len(indices)
+    return [int(indices[place]) for place in dict.fromkeys((0, length // 2, length - 1))] if length else []
 
 
 def generator_of(seed: int, epoch: int) -> torch.Generator:

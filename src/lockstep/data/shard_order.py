@@ -83,6 +83,10 @@ class ShardOrder(Order):
         return ShardSequence(self._lengths, shards.tolist())
 
     @override
+    def few(self, epoch: int) -> list[int]:
+        return []
+
+    @override
     def steps(self, epoch: int, plan: BatchPlan, *, drop_last: bool) -> EpochSteps:
         return plan.epoch(self._samples, drop_last=drop_last)
 

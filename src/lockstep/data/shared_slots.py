@@ -25,6 +25,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import worker
 
 from lockstep.data.sampling import Data, Sample
+from lockstep.data.seen_samples import SeenBatch
 
 _ALIGNED: Final = 64  # as an allocator would: some kernels round differently on memory that is not
 _SPARE: Final = 2  # slots beside those of batches that wait: one that is computed with, and one on its way to a GPU
@@ -103,6 +104,8 @@ class SlotCollate:
 
     def __call__(self, samples: list[Sample]) -> Data:
         """The batch, which is packed where that can be done."""
+        if isinstance(samples, SeenBatch):
+            return samples
         if self.collate is not default_collate:
             return self._packed(self.collate(samples))
         # In a loader process it takes new shared memory for each tensor, and tells one by this.

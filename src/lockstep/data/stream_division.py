@@ -19,9 +19,10 @@ from typing_extensions import override
 
 from lockstep.data.dealt_reader import DealtReader
 from lockstep.data.dealt_shards import Deal, Piece, ShardsFound, first_deal, next_deal
-from lockstep.data.iterable_dataset import OnePassReader, Reader, StreamShare, StridedReader, checksum
+from lockstep.data.iterable_dataset import OnePassReader, Reader, StreamShare, StridedReader
 from lockstep.data.orders import generator_of
 from lockstep.data.sampling import Sample, UserDataset
+from lockstep.data.seen_samples import checksum
 from lockstep.data.shard_streams import SeededShards, ShardStream, shard_stream_of
 from lockstep.data.single_process_view import single_process_view
 from lockstep.data.stream_agreement import RanksFound, samples_of_dealt_step, samples_of_stream_step

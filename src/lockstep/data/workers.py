@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -54,19 +54,33 @@ class WorkerOptions:
 class Loader(DataLoader[Any]):
     """torch's, but its length is the number of optimizer steps of an epoch: the same on any number of ranks.
 
-    A loop over it gives this rank's micro-batches, of which each rank may have another number. A schedule is made for
-    steps.
+    A loop over it gives micro-batches, of which each rank may have another number. A schedule is made for steps.
+
+    Args:
+        dataset: of the user, or what reads it.
+        steps: how many an epoch has.
+        begins_late: whether a pass begins with its first batch, not where the script calls ``iter``.
+        options: of torch's.
     """
 
-    def __init__(self, dataset: Dataset[Any], steps: Callable[[], int], **options: Any) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], steps: Callable[[], int], *, begins_late: bool = False, **options: Any
+    ) -> None:
         super().__init__(dataset, **options)
         self._steps = steps
+        self._begins_late = begins_late
 
     def __len__(self) -> int:
         return self._steps()
 
     @override
     def __iter__(self) -> Any:
+        return self._batches_from_first() if self._begins_late else self._begin()
+
+    def _batches_from_first(self) -> Iterator[Any]:
+        yield from self._begin()
+
+    def _begin(self) -> Any:
         _forget_ended()
         with beginning_workers():
             batches = super().__iter__()

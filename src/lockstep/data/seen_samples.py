@@ -1,0 +1,74 @@
+"""What is seen of a few samples: whether ranks hold the same data, and a resumed run the same as before.
+
+A script makes its data set on each rank by itself. One that is drawn at random without a seed, such as a split into
+training and test, has the same length on every rank and other samples.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from lockstep.data.sampling import Sample
+
+_LOOKED_AT: Final = 1024  # elements of an array or a text that count for its checksum, evenly spread
+
+
+class SeenSamples(NamedTuple):
+    """Some samples of a data set at one time."""
+
+    indices: list[int]
+    checksum: int  #: of their contents
+
+
+class SeenBatch(list[int]):
+    """Of samples, in the place of a batch of them: what a loader process is asked for when samples are looked at."""
+
+
+def checksum(sample: Sample) -> int:
+    """Equal for equal samples in every process, and hardly ever for others; some microseconds, whatever their size.
+
+    Parts that are neither numbers, arrays, text nor nests of them do not count, nor does the directory of an absolute
+    path.
+    """
+    return _checksum(sample, 1)
+
+
+def _checksum(value: Any, so_far: int) -> int:
+    match value:
+        case torch.Tensor():
+            plain = value.detach().reshape(-1)[:: _spread(value.numel())].cpu().contiguous()
+            return zlib.crc32(plain.view(torch.uint8).numpy().tobytes(), so_far)
+        case np.ndarray() if value.dtype.hasobject:  # its bytes are addresses
+            return _checksum(value.reshape(-1)[:: _spread(value.size)].tolist(), so_far)
+        case np.ndarray():
+            return zlib.crc32(value.reshape(-1)[:: _spread(value.size)].tobytes(), so_far)
+        case bytes():
+            return zlib.crc32(value[:: _spread(len(value))], so_far)
+        case str():
+            if os.path.isabs(value):  # where a file lies may differ between hosts, and between jobs
+                value = os.path.basename(value)
+            return zlib.crc32(value[:: _spread(len(value))].encode(errors="surrogatepass"), so_far)
+        case None | bool() | int() | float() | np.generic():
+            return zlib.crc32(str(value).encode(), so_far)
+        case Mapping():
+            for key, part in value.items():
+                so_far = _checksum(part, _checksum(key, so_far))
+            return so_far
+        case list() | tuple():
+            for part in value:
+                so_far = _checksum(part, so_far)
+            return so_far
+        case _ if hasattr(type(value), "__array_interface__"):  # such as an image of Pillow's
+            return _checksum(np.asarray(value), so_far)
+        case _:
+            return so_far
+
+
+def _spread(length: int) -> int:
+    return -(-length // _LOOKED_AT) or 1
