@@ -46,7 +46,8 @@ def agent(err, *, is_coordinator):
         without_coordinator="",
     )
     screen = Screen(io.StringIO(), err, {})
-    return Agent(joined, SimpleNamespace(attached=None), screen, Stops(), FileThread(screen.say))
+    workers = SimpleNamespace(output=SimpleNamespace(attached=None))
+    return Agent(joined, workers, screen, Stops(), FileThread(screen.say))
 
 
 @pytest.mark.parametrize(("is_coordinator", "old"), [(True, ["older"]), (False, [])])

@@ -10,10 +10,19 @@ from lockstep.launch.deadline_thread import FileThread
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts, RankState
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.diagnosis.rank_places import RankPlaces
+from lockstep.launch.rank_channel import RankChannel
 
 
-def monitor(path, said, files, clock, **timeouts):
+@contextlib.contextmanager
+def monitored(path, said, files, clock, **timeouts):
+    """A monitor, and the address that its ranks send to."""
+    with RankChannel() as channel:
+        yield _monitor(channel, path, said, files, clock, **timeouts), channel.address
+
+
+def _monitor(channel, path, said, files, clock, **timeouts):
     return HangMonitor(
+        channel,
         HangTimeouts(**timeouts),
         None,
         stacks=lambda rank: path / f"stacks-{rank}",
@@ -30,19 +39,20 @@ def test_a_rank_that_others_wait_for_on_another_node_is_named_and_its_node_ends_
     files = FileThread(print)
     hangs = {}
     with contextlib.ExitStack() as stack:
-        watches = {
-            host: stack.enter_context(monitor(tmp_path / host, said[host], files, lambda: now[0], hang_after_s=4.0))
+        opened = {
+            host: stack.enter_context(monitored(tmp_path / host, said[host], files, lambda: now[0], hang_after_s=4.0))
             for host in said
         }
+        watches = {host: watch for host, (watch, _) in opened.items()}
         line = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         for rank, host in enumerate(said):
             watches[host].begin([rank], 2)
         while "n2" not in hangs:  # rank 0 on n1 waits for rank 1 on n2
             assert now[0] < 120
             for rank, (host, call) in enumerate(zip(said, ("all_reduce", ""), strict=True)):
-                line.sendto(_beat(rank, call).to_text().encode(), watches[host].channel)
+                line.sendto(_beat(rank, call).to_text().encode(), opened[host][1])
                 other = {"n1": "n2", "n2": "n1"}[host]
-                watches[host].elsewhere = RankPlaces.from_text(watches[other].places, other)
+                watches[host].note_elsewhere(RankPlaces.from_text(watches[other].places, other))
             for host, watch in watches.items():
                 if (hang := watch.poll()) is not None:
                     hangs[host] = hang
@@ -62,15 +72,15 @@ def test_where_no_other_node_ends_a_hang_this_one_does(tmp_path):
     now, said, files = [100.0], [], FileThread(print)
     elsewhere = RankPlaces.from_text(_places(1, ""), "n2")
     with (
-        monitor(tmp_path, said, files, lambda: now[0], hang_after_s=4.0) as watch,
+        monitored(tmp_path, said, files, lambda: now[0], hang_after_s=4.0) as (watch, address),
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line,
     ):
         watch.begin([0], 2)
         hang = None
         while hang is None:
             assert now[0] < 120
-            line.sendto(_beat(0, "all_reduce").to_text().encode(), watch.channel)
-            watch.elsewhere = elsewhere
+            line.sendto(_beat(0, "all_reduce").to_text().encode(), address)
+            watch.note_elsewhere(elsewhere)
             hang = watch.poll()
             now[0] += 0.5
         assert list(watch.hang_failures()) == [0]
@@ -97,18 +107,11 @@ def test_places_are_read_as_they_were_written_and_strange_ones_are_none():
 def test_ranks_that_are_ended_for_a_hang_are_not_blamed_for_falling_silent(tmp_path):
     now, said = 100.0, []
     files = FileThread(said.append)
-    hang_monitor = HangMonitor(
-        HangTimeouts(hang_after_s=2.0),
-        None,
-        stacks=lambda rank: tmp_path / f"stacks-{rank}",
-        hangs=tmp_path / "hangs",
-        files=files,
-        say=said.append,
-        shown=str,
-        now=lambda: now,
-    )
-    with hang_monitor, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
-        left = Path(hang_monitor.channel).with_name("rank-of-the-generation-before") / "pymp-1"
+    with (
+        monitored(tmp_path, said, files, lambda: now, hang_after_s=2.0) as (hang_monitor, address),
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line,
+    ):
+        left = Path(address).with_name("rank-of-the-generation-before") / "pymp-1"
         left.mkdir(parents=True)
         hang_monitor.begin(range(2))
         assert not left.parent.exists(), "what a rank leaves goes with its generation"
@@ -118,7 +121,7 @@ def test_ranks_that_are_ended_for_a_hang_are_not_blamed_for_falling_silent(tmp_p
             for rank, call in enumerate(("all_reduce", "")):
                 place = SourceLine("train.py", 7, "train")
                 beat = Heartbeat(rank, os.getpid(), -1, 0, "script", place, call, bool(call), 3 + (not rank), 0.0, now)
-                line.sendto(beat.to_text().encode(), hang_monitor.channel)
+                line.sendto(beat.to_text().encode(), address)
             hang = hang_monitor.poll()
             now += 0.5
         while now < 120:  # both are being ended, and say nothing more

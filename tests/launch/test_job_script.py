@@ -185,13 +185,6 @@ def test_wrong_site_defaults_are_told_at_once_with_file_and_key():
         site_defaults(SGE, "[sge\n")
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    return tmp_path
-
-
 def test_the_command_line_writes_what_the_launcher_reads(here, capsys):
     (here / "lockstep.toml").write_text('[slurm]\npartition = "gpu"\n')
     words = "job slurm --time 1h --gpus 2 --max-restarts 3 --set keep=2 --set seed=1 train.py --time 3 --gpus x"

@@ -20,13 +20,6 @@ CPUS = Machine(gpus=0, cpus=6)
 GPUS = Machine(gpus=2, cpus=6)
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    return tmp_path
-
-
 def ask(machine=CPUS, env=None, name="train.py", program=None, **request):
     return prepare(Request(program or Script(name), **request), machine=machine, env=env or {}, now=NOW)
 

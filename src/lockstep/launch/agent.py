@@ -22,6 +22,7 @@ from datetime import datetime
 from pathlib import Path
 
 from lockstep.errors import LaunchError
+from lockstep.formatting import relative_path
 from lockstep.launch.child_process import STOP_SIGNALS
 from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.root_cause import (
@@ -34,18 +35,12 @@ from lockstep.launch.diagnosis.root_cause import (
     has_failed,
 )
 from lockstep.launch.rendezvous.join import Joined
-from lockstep.launch.rendezvous.membership import (
-    MembershipState,
-    abandon,
-    announce,
-    decide,
-    initial_state,
-    missing_hosts,
-)
+from lockstep.launch.rendezvous.membership import decide, missing_hosts
+from lockstep.launch.rendezvous.membership_state import MembershipState, abandon, announce, initial_state
 from lockstep.launch.rendezvous.notices import GenerationFailed, Message, Notice
 from lockstep.launch.rendezvous.plan import Plan, StopMode
 from lockstep.launch.rendezvous.takeover import NewCoordinator
-from lockstep.launch.run_directory import MARK, note_generation, shown
+from lockstep.launch.run_directory import MARK, note_generation
 from lockstep.launch.workers.rank_exits import without_repeated_tracebacks
 from lockstep.launch.workers.worker_group import WorkerGroup
 from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE
@@ -211,7 +206,7 @@ class Agent:
         # Ranks that use `Run` see it themselves; others are to stop too.
         file = self._job.run_dir / STOP_FILE
         if not self._stops.times and self._files.ask(lambda: _is_in(file), False, of=file.parent):
-            self._screen.say(f"found {shown(file)}")
+            self._screen.say(f"found {relative_path(file)}")
             self._stops.ask(signal.SIGTERM, of_job=True)
 
     def _tell_failure(self) -> None:
@@ -379,17 +374,17 @@ class Agent:
 
     def _show_failed_generation(self, notice: GenerationFailed) -> None:
         def log(rank: int) -> str:
-            return shown(self._job.log(rank))
+            return relative_path(self._job.log(rank))
 
         if not any(map(has_failed, notice.endings)):
             self._fail(format_not_saved(notice.endings, ranks=notice.ranks, log=log, again=self._job.to_resume))
             return
         diagnosis = find_root_cause(notice.endings)
         # The attached rank has printed its own.
-        shows = diagnosis.cause.rank != self._workers.attached
+        shows = diagnosis.cause.rank != self._workers.output.attached
         if shows and (traceback := format_traceback(diagnosis.cause)):
             self._screen.say(traceback)
-        self._fail(format_failure(diagnosis, ranks=notice.ranks, log=log, shown=shown))
+        self._fail(format_failure(diagnosis, ranks=notice.ranks, log=log, shown=relative_path))
 
     def _fail(self, text: str) -> None:
         self._screen.close()

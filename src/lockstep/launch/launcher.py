@@ -21,6 +21,7 @@ from typing import Any, TypeVar, get_args
 
 from lockstep.errors import LaunchError, SettingError
 from lockstep.faults import Fault, FaultPlan
+from lockstep.formatting import relative_path
 from lockstep.launch.agent import AfterFailure, Agent, Stops
 from lockstep.launch.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.console import Screen
@@ -30,11 +31,12 @@ from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch.host import Machine
 from lockstep.launch.node_start import NodePart, announce, prepared, running_elsewhere, say, settled
+from lockstep.launch.rank_channel import RankChannel
 from lockstep.launch.rendezvous.join import Joined, join_alone
 from lockstep.launch.rendezvous.signature import SECRET
 from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch.request import Function, Nodes, OnHang, Request
-from lockstep.launch.run_directory import MARK, Job, begin_options, note_refused, shown
+from lockstep.launch.run_directory import MARK, Job, begin_options, note_refused
 from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.remote_start import run_start_commands
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, text_of
@@ -163,7 +165,7 @@ def launch(
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if code != EXIT_OK:
-        raise LaunchError(failure or f"the run ended with exit code {code}; its logs are in {shown(job.logs)}")
+        raise LaunchError(failure or f"the run ended with exit code {code}; its logs are in {relative_path(job.logs)}")
     results = [pickle.loads(job.result(rank).read_bytes()) for rank in range(job.ranks)]
     shutil.rmtree(job.result(0).parent)
     return results
@@ -281,23 +283,25 @@ def _run_agent(
 ) -> _Ended:
     """Start the fork server and carry out this node's part of the job."""
     job, request = joined.job, joined.job.request
-    files = FileThread(screen.say, shown)
+    files = FileThread(screen.say, relative_path)
+    channel = RankChannel()
     hang_monitor = HangMonitor(
+        channel,
         HangTimeouts(request.hang_after_s),
         request.on_hang,
         stacks=job.stacks,
         hangs=job.hangs,
         files=files,
         say=screen.say,
-        shown=shown,
+        shown=relative_path,
     )
     env = {**os.environ, **_end_of_job(request, os.environ), **({FAULTS: request.faults} if request.faults else {})}
     with contextlib.ExitStack() as stack:
         # The last words are those of whatever is closed before.
         stack.callback(screen.finish, lambda: stops.times)
-        common = {**common_environment(job, env, hang_monitor.channel), **room}
+        common = {**common_environment(job, env, channel.address), **room}
         stack.enter_context(contextlib.closing(files))
-        stack.enter_context(hang_monitor)
+        stack.enter_context(channel)
         terminal = _terminal_of(job, files)
         if terminal is not None:
             stack.enter_context(contextlib.closing(terminal))
@@ -305,6 +309,7 @@ def _run_agent(
             job,
             lambda: open_fork_server(request.program, job.start_method, common),
             screen,
+            channel,
             hang_monitor,
             files,
             terminal,

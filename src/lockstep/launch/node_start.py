@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lockstep.errors import SettingError
-from lockstep.formatting import plural
+from lockstep.formatting import plural, relative_path
 from lockstep.launch.agent import Stops
 from lockstep.launch.console import Screen
 from lockstep.launch.deadline_thread import ScreenThread, call_in_time
@@ -23,7 +23,7 @@ from lockstep.launch.rendezvous.join import Joined, host_job, join_job
 from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes
 from lockstep.launch.rendezvous.takeover import NewCoordinator, living_holder
 from lockstep.launch.request import Nodes, Request
-from lockstep.launch.run_directory import Job, lock_if_free, next_generation, prepare, settle, shown
+from lockstep.launch.run_directory import Job, lock_if_free, next_generation, prepare, settle
 from lockstep.launch.schedulers.scheduler import Allocation
 
 
@@ -119,7 +119,9 @@ def announce(job: Job, screen: Screen) -> None:
     each = "" if job.ranks == 1 else " each"
     # Torch uses all CPUs under `python`; here ranks would slow each other down.
     threads = int(os.environ.get("OMP_NUM_THREADS") or "1")
-    screen.say(f"{plural(job.ranks, 'rank')}{where}, {plural(threads, 'CPU thread')}{each}; logs: {shown(job.logs)}")
+    screen.say(
+        f"{plural(job.ranks, 'rank')}{where}, {plural(threads, 'CPU thread')}{each}; logs: {relative_path(job.logs)}"
+    )
 
 
 def prepared(
@@ -140,7 +142,7 @@ def prepared(
 
 def settled(job: Job) -> TextIO:
     """As `settle`, with a deadline."""
-    return call_in_time(lambda: settle(job, now=datetime.now()), f"the run directory {shown(job.run_dir)}", say)
+    return call_in_time(lambda: settle(job, now=datetime.now()), f"the run directory {relative_path(job.run_dir)}", say)
 
 
 def say(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.machinery
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 from lockstep.errors import SettingError
+from lockstep.formatting import did_you_mean
 from lockstep.launch.request import Executable, Function, Module, Program, Script
 
 _FIRST_LINE_BYTES = 200
@@ -29,7 +29,7 @@ def check_program(program: Program) -> None:
             raise SettingError(f"{program.name} is a directory without a __main__.py; name a script in it")
         if not path.exists():
             names = [str(near) for near in path.parent.glob("*.py")] if path.parent.is_dir() else []
-            raise SettingError(f"no such file: {program.name}; {_nearest(program.name, names, 'check the path')}")
+            raise SettingError(f"no such file: {program.name}; {did_you_mean(program.name, names, 'check the path')}")
     elif isinstance(program, Executable):
         if shutil.which(program.name) is None:
             raise SettingError(f"--no-python {program.name}: no such program, or it may not be executed")
@@ -38,7 +38,7 @@ def check_program(program: Program) -> None:
         if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
             names = [path.stem for path in Path().glob("*.py")] + [path.parent.name for path in Path().glob("*/*.py")]
             otherwise = "-m takes the name of a module, and a script is started without -m"
-            raise SettingError(f"no such module: {program.name}; {_nearest(program.name, names, otherwise)}")
+            raise SettingError(f"no such module: {program.name}; {did_you_mean(program.name, names, otherwise)}")
     if (file := source_file(program)) is not None:
         _check_syntax(file)
 
@@ -125,8 +125,3 @@ def mentions_lockstep(program: Program) -> bool:
         return file is not None and b"lockstep" in file.read_bytes()
     except OSError:
         return False  # it is gone meanwhile, which its ranks will tell
-
-
-def _nearest(name: str, names: list[str], otherwise: str) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else otherwise

@@ -20,6 +20,7 @@ from typing import Any, Literal, TextIO
 import lockstep
 from lockstep.errors import SettingError
 from lockstep.faults import FaultPlan
+from lockstep.formatting import relative_path
 from lockstep.launch.host import Machine
 from lockstep.launch.program import check_program
 from lockstep.launch.request import Executable, Request, StartMethod, with_option
@@ -68,12 +69,12 @@ class Job:
     @property
     def to_resume(self) -> str:
         """The command that resumes this run."""
-        return self.request.command("--resume", "--run-dir", shown(self.run_dir))
+        return self.request.command("--resume", "--run-dir", relative_path(self.run_dir))
 
     def to_resume_at(self, endpoint: str) -> str:
         """The command that resumes this run with another endpoint."""
         request = replace(self.request, options=with_option(self.request.options, "--rdzv-endpoint", endpoint))
-        return request.command("--resume", "--run-dir", shown(self.run_dir))
+        return request.command("--resume", "--run-dir", relative_path(self.run_dir))
 
     def log(self, rank: int) -> Path:
         """Where all output of a rank is, of all generations."""
@@ -137,7 +138,7 @@ def prepare(
     aside = None
     if begins == "fresh" and run_dir.exists() and _about(run_dir) is not None:
         aside = _unused(run_dir.with_name(f"{run_dir.name}-before-{now:%Y%m%d-%H%M%S}"))
-        more = (f"the earlier run is now in {shown(aside)}; nothing of it was deleted", *more)
+        more = (f"the earlier run is now in {relative_path(aside)}; nothing of it was deleted", *more)
     return Job(
         request=request,
         ranks=ranks,
@@ -191,7 +192,7 @@ def settle(job: Job, *, now: datetime) -> TextIO:
         job.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingError(
-            f"the run directory {shown(job.run_dir)} cannot be made ready: {error.strerror}; "
+            f"the run directory {relative_path(job.run_dir)} cannot be made ready: {error.strerror}; "
             "give another with --run-dir"
         ) from error
     lock = _locked(job.run_dir)
@@ -258,14 +259,7 @@ def begin_options(job: Job) -> list[str]:
     """The options that say in which directory and how ``job`` begins, as it was decided."""
     begins = {"new": [], "resume": ["--resume"], "fresh": ["--fresh"]}[job.begins]
     back_to = [] if job.request.resume_from is None else ["--resume-from", job.request.resume_from]
-    return [*begins, *back_to, "--run-dir", shown(job.run_dir)]
-
-
-def shown(path: Path) -> str:
-    """``path``, relative to the current directory where that is possible."""
-    with contextlib.suppress(ValueError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)
+    return [*begins, *back_to, "--run-dir", relative_path(job.run_dir)]
 
 
 def ranks_of(request: Request, machine: Machine, env: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
@@ -414,7 +408,7 @@ def _locked(run_dir: Path) -> TextIO:
     except BlockingIOError:
         lock.close()
         raise SettingError(
-            f"another lockstep run works in {shown(run_dir)}; wait for it, stop it, or give another --run-dir"
+            f"another lockstep run works in {relative_path(run_dir)}; wait for it, stop it, or give another --run-dir"
         ) from None
     except OSError:
         # The file system has no locks.

@@ -12,21 +12,16 @@ Called from the launcher's loop; it never waits for a rank longer than `_STACKS_
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import linecache
 import os
-import shutil
 import socket
-import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from lockstep.heartbeat import NOTHING, NOWHERE, Stacks, is_registered, read_stacks
-from lockstep.heartbeat_message import Heartbeat
 from lockstep.launch import procfs
 from lockstep.launch.deadline_thread import FileThread
 from lockstep.launch.diagnosis.error_record import HANG, Failure
@@ -42,8 +37,9 @@ from lockstep.launch.diagnosis.hang_analysis import (
 from lockstep.launch.diagnosis.hang_report import Recovered, Worker, report, sentence
 from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
 from lockstep.launch.diagnosis.wait_share import WaitShare
+from lockstep.launch.rank_channel import RankChannel
 from lockstep.launch.request import OnHang
-from lockstep.launch_contract import LOST_ADDRESSES, PRIVATE, RANK_FILES, STACKS_SIGNAL, STOP_REASON
+from lockstep.launch_contract import STACKS_SIGNAL
 from lockstep.memory_use import text_of
 
 #: How long all ranks together may take to write their stacks.
@@ -58,7 +54,6 @@ _ELSEWHERE_S = 3.0
 _WORKERS = 4
 #: How long all these workers together may take, since the launcher's loop waits for them.
 _WORKERS_S = 2.0
-_BEAT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +64,27 @@ class Hang:
     restart: bool  #: whether another generation may follow
 
 
+@dataclass(slots=True, eq=False)
+class _Generation:
+    """What is known of the ranks of one generation."""
+
+    tracker: HeartbeatTracker
+    world_size: int = 0
+    waits: WaitShare = field(default_factory=WaitShare)
+    failures: dict[int, Failure] = field(default_factory=dict)  #: by rank, as they said
+    elsewhere: RankPlaces = field(default_factory=RankPlaces)  #: where ranks of other nodes are
+    places: str = ""  #: where the ranks of this node are, for other nodes
+    overdue_since: float | None = None
+    diagnosis: HangDiagnosis | None = None  #: the hang that was reported and still lasts
+    ends: bool = False  #: for that hang; what ranks do while they are ended says nothing about it
+    left_to_others: bool = False  #: to end the generation for that hang
+
+
 class HangMonitor:
     """Follows the ranks of one launcher on this host, one generation after the other.
 
     Args:
+        channel: brings the messages of the ranks.
         timeouts: how long ranks may take.
         on_hang: what to do then; None: end the generation if it cannot end well by itself, or if the user has said
             how long to wait; otherwise only report.
@@ -86,6 +98,7 @@ class HangMonitor:
 
     def __init__(
         self,
+        channel: RankChannel,
         timeouts: HangTimeouts,
         on_hang: OnHang | None,
         *,
@@ -96,96 +109,72 @@ class HangMonitor:
         shown: Callable[[Path], str],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._channel: Final = channel
         self._timeouts, self._on_hang = timeouts, on_hang
         self._stacks, self._hangs, self._files, self._say, self._shown = stacks, hangs, files, say, shown
         self._now = now
-        # Short: the path of a socket holds about a hundred characters, and a run directory may have more.
-        self._home: Final = Path(tempfile.mkdtemp(prefix=PRIVATE))
-        self._socket: Final = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(str(self._home / "beats"))
-        self._socket.setblocking(False)
-        self._tracker = HeartbeatTracker((), now())
         self._looked_at = 0.0
-        #: How much the ranks of this generation wait for each other.
-        self.waits = WaitShare()
-        #: The hang that was reported and still lasts.
-        self.diagnosis: HangDiagnosis | None = None
-        self._ends = False  # for that hang; what ranks do while they are ended says nothing about it
-        #: Why ranks of this generation said that they fail, by rank.
-        self.failures: dict[int, Failure] = {}
-        self._world_size, self._lost = 0, ""
-        self._overdue_since: float | None = None
-        self._left_to_others = False  # to end the generation for the hang that was reported
-        #: Where ranks of other nodes are, as their launchers have told.
-        self.elsewhere = RankPlaces()
-        #: Where the ranks of this node are, once they make no progress; "" before.
-        self.places = ""
+        self._current = _Generation(HeartbeatTracker((), now()))
 
     @property
-    def channel(self) -> str:
-        """Where ranks are to send their heartbeats."""
-        return str(self._home / "beats")
+    def waits(self) -> WaitShare:
+        """How much the ranks of this generation wait for each other."""
+        return self._current.waits
+
+    @property
+    def failures(self) -> Mapping[int, Failure]:
+        """Why ranks of this generation said that they fail, by rank."""
+        return self._current.failures
+
+    @property
+    def places(self) -> str:
+        """Where the ranks of this node are, for the other nodes, once they make no progress; "" before."""
+        return self._current.places
+
+    def note_elsewhere(self, places: RankPlaces) -> None:
+        """Take in where the ranks of the other nodes are, as their launchers say."""
+        self._current.elsewhere = places
 
     def begin(self, ranks: Sequence[int], world_size: int | None = None) -> None:
         """A new generation starts, of ``world_size`` ranks on all nodes; all ranks of the one before are dead."""
-        for _ in self._heard():
-            pass
-        self._tracker, self.diagnosis, self.waits = HeartbeatTracker(ranks, self._now()), None, WaitShare()
-        self._ends, self.failures = False, {}
-        self._world_size = len(ranks) if world_size is None else world_size
-        self._overdue_since, self._left_to_others, self.elsewhere, self.places = None, False, RankPlaces(), ""
-        for told in (STOP_REASON, LOST_ADDRESSES):
-            (self._home / told).unlink(missing_ok=True)
-        self._lost = ""
-        for left in self._home.glob(f"{RANK_FILES}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        self._channel.begin()
+        world_size = len(ranks) if world_size is None else world_size
+        self._current = _Generation(HeartbeatTracker(ranks, self._now()), world_size)
 
     def rank_exited(self, rank: int, status: int) -> None:
         """A rank's process has ended."""
-        self._tracker.rank_exited(rank, status)
-
-    def leave_reason(self, reason: str) -> None:
-        """Leave for the ranks why they are asked to stop: their signal does not say it."""
-        with contextlib.suppress(OSError):
-            (self._home / STOP_REASON).write_text(reason, encoding="utf-8")
-
-    def leave_lost(self, addresses: Collection[str]) -> None:
-        """Leave for the ranks the ``addresses`` of hosts that are lost: nobody closes their connections to them."""
-        told = "".join(f"{address}\n" for address in sorted(addresses))
-        if told != self._lost:
-            self._lost = told
-            new = self._home / f"new-{LOST_ADDRESSES}"
-            with contextlib.suppress(OSError):
-                new.write_text(told, encoding="ascii")
-                new.rename(self._home / LOST_ADDRESSES)
+        self._current.tracker.rank_exited(rank, status)
 
     @property
     def saves(self) -> bool:
         """Whether a rank is saving, by its last heartbeat."""
-        return self._tracker.saves
+        return self._current.tracker.saves
 
     @property
     def heard_any(self) -> bool:
         """Whether a heartbeat of this generation has come."""
-        return self._tracker.heard_any
+        return self._current.tracker.heard_any
 
     @property
     def step(self) -> int:
         """The newest step that a rank of this generation has done; -1 as long as none has said so."""
-        return self._tracker.step
+        return self._current.tracker.step
 
     def waits_for_user(self, rank: int) -> bool:
         """Whether ``rank`` is in a debugger, or waits for a line from its terminal, by its last heartbeat."""
-        return self._tracker.waits_for_user(rank)
+        return self._current.tracker.waits_for_user(rank)
 
     def hear(self) -> float:
         """Take in heartbeats; returns the time."""
         now = self._now()
-        self._tracker.note_time(now)
-        heard = self._heard()
-        self.waits.hear(heard, now)
-        for beat in heard:
-            self._tracker.hear(beat, now)
+        current = self._current
+        current.tracker.note_time(now)
+        beats, failures = self._channel.receive()
+        for failure in failures:
+            current.failures.setdefault(failure.rank, failure)
+        current.waits.hear(beats, now)
+        for beat in beats:
+            current.tracker.hear(beat, now)
         return now
 
     def poll(self) -> Hang | None:
@@ -193,30 +182,30 @@ class HangMonitor:
 
         Returns the hang if the generation is to be ended because of it.
         """
-        now = self.hear()
-        if self._ends or now < self._looked_at + _LOOK_EVERY_S:
+        now, current = self.hear(), self._current
+        if current.ends or now < self._looked_at + _LOOK_EVERY_S:
             return None
         self._looked_at = now
-        rank_states = self._tracker.rank_states(now)
-        ranks = overdue_ranks(rank_states, self._timeouts, self._tracker.step_times)
+        rank_states = current.tracker.rank_states(now)
+        ranks = overdue_ranks(rank_states, self._timeouts, current.tracker.step_times)
         own = self._own_places(rank_states, bool(ranks))
         if not ranks:
-            self._overdue_since = None
-            if self.diagnosis is not None:
-                self._say(str(Recovered(self.diagnosis.culprits, self.diagnosis.for_s)))
-                self.diagnosis = None
+            current.overdue_since = None
+            if current.diagnosis is not None:
+                self._say(str(Recovered(current.diagnosis.culprits, current.diagnosis.for_s)))
+                current.diagnosis = None
             return None
-        self._overdue_since = now if self._overdue_since is None else self._overdue_since
-        everywhere = merge_places([own, self.elsewhere])
-        waited_s = now - self._overdue_since
-        if len(everywhere.ranks) < self._world_size and waited_s < _ELSEWHERE_S:
+        current.overdue_since = now if current.overdue_since is None else current.overdue_since
+        everywhere = merge_places([own, current.elsewhere])
+        waited_s = now - current.overdue_since
+        if len(everywhere.ranks) < current.world_size and waited_s < _ELSEWHERE_S:
             return None  # other nodes are about to say where their ranks are
         # The node of a rank that keeps the others waiting ends the generation, for it can say why.
-        alone = self._left_to_others and waited_s >= 2 * _ELSEWHERE_S
+        alone = current.left_to_others and waited_s >= 2 * _ELSEWHERE_S
         places = own if alone else everywhere
         found = diagnose_hang(places.rank_states, places.process_states, places.exited)
         diagnosis = replace(found, hosts=places.hosts)
-        before, self.diagnosis = self.diagnosis, diagnosis
+        before, current.diagnosis = current.diagnosis, diagnosis
         is_news = before is None or (diagnosis.is_certain and not before.is_certain)
         is_news |= self._names_own_ranks(diagnosis) and not self._names_own_ranks(before)
         if not is_news:
@@ -224,25 +213,25 @@ class HangMonitor:
         ends = self._on_hang != "wait" and (
             diagnosis.is_certain or self._on_hang is not None or self._timeouts.hang_after_s is not None
         )
-        self._ends = ends and self._names_own_ranks(diagnosis)
-        self._left_to_others = ends and not self._ends
-        self.diagnosis = self._tell(diagnosis, ends)
-        return Hang(self.diagnosis, restart=self._on_hang != "abort") if self._ends else None
+        current.ends = ends and self._names_own_ranks(diagnosis)
+        current.left_to_others = ends and not current.ends
+        current.diagnosis = self._tell(diagnosis, ends)
+        return Hang(current.diagnosis, restart=self._on_hang != "abort") if current.ends else None
 
     def _names_own_ranks(self, diagnosis: HangDiagnosis | None) -> bool:
         return diagnosis is not None and any(rank not in diagnosis.hosts for rank in diagnosis.culprits)
 
     def _own_places(self, rank_states: Sequence[RankState], overdue: bool) -> RankPlaces:
         """Where the ranks of this node are; for the other nodes, too, once they have stood still for a while."""
-        exited = self._tracker.exited
-        shared = self._world_size > len(rank_states) + len(exited)
+        exited = self._current.tracker.exited
+        shared = self._current.world_size > len(rank_states) + len(exited)
         still_s = max((max(s.silent_s, s.same_phase_s) for s in rank_states), default=0.0)
-        self.places = ""
+        self._current.places = ""
         if not overdue and (not shared or still_s < _STILL_S):
             return RankPlaces()
         states = {s.rank: _process_state(s.beat.process) for s in rank_states if s.beat is not None}
         own = RankPlaces(tuple(rank_states), states, exited)
-        self.places = own.to_text() if shared else ""
+        self._current.places = own.to_text() if shared else ""
         return own
 
     def hang_failures(self) -> dict[int, Failure]:
@@ -250,9 +239,9 @@ class HangMonitor:
 
         For when the generation ends because of the hang: by us, or by the other ranks' own timeouts.
         """
-        if self.diagnosis is None:
+        if self._current.diagnosis is None:
             return {}
-        diagnosis, began_s = self.diagnosis, self._now() - self.diagnosis.for_s
+        diagnosis, began_s = self._current.diagnosis, self._now() - self._current.diagnosis.for_s
         said, found = sentence(diagnosis, self._file), {}
         for rank_state in diagnosis.rank_states:
             if rank_state.rank not in diagnosis.culprits or rank_state.rank in diagnosis.hosts:
@@ -273,33 +262,6 @@ class HangMonitor:
                 log_bytes=1 << 62,
             )
         return found
-
-    def close(self) -> None:
-        """Stop listening and remove the socket."""
-        self._socket.close()
-        shutil.rmtree(self._home, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _heard(self) -> list[Heartbeat]:
-        beats: list[Heartbeat] = []
-        while True:
-            try:
-                text = self._socket.recv(_BEAT_BYTES)
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
-                    raise
-                return beats
-            # A process that may write to the socket may write what it wants.
-            if (failure := Failure.from_message(text)) is not None:
-                self.failures.setdefault(failure.rank, failure)
-                continue
-            with contextlib.suppress(ValueError):
-                beats.append(Heartbeat.from_text(text))
 
     def _tell(self, diagnosis: HangDiagnosis, ends: bool) -> HangDiagnosis:
         """Report and store all that can be known; returns the diagnosis with what the stacks have added."""

@@ -15,13 +15,21 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from lockstep.formatting import format_ranks, plural
 from lockstep.launch.diagnosis.root_cause import RankExit, exit_code, has_failed
+from lockstep.launch.rendezvous.membership_state import (
+    MembershipState,
+    abandon,
+    announce,
+    end_job,
+    next_generation,
+    stop_ranks,
+)
 from lockstep.launch.rendezvous.node_silence import lost_members
-from lockstep.launch.rendezvous.notices import GenerationFailed, Message, Notice
-from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeReport, NodeView, Plan, StopMode
+from lockstep.launch.rendezvous.notices import GenerationFailed, Message
+from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeReport, NodeView, StopMode
 from lockstep.launch_contract import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -39,33 +47,6 @@ _SETTLED_S = 10.0  #: how long a generation runs undisturbed before it is stoppe
 #: Nothing is started after these, whatever restarts are left. A usage error would be the same the next time.
 _FINAL = frozenset({EXIT_OK, EXIT_USAGE, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_INTERRUPTED})
 _STARTED_AGAIN_S = 2.0  #: a node that was silent for so long may have been killed
-
-
-@dataclass(frozen=True, slots=True)
-class MembershipState:
-    """What the coordinator remembers: the plan, and what led to it."""
-
-    plan: Plan = field(default_factory=Plan)
-    notices: tuple[Notice, ...] = ()  #: all that were announced so far
-    since_s: float = 0.0  #: when this phase began
-    enough_since_s: float | None = None  #: since when ``min_nodes`` are there
-    not_before_s: float = 0.0  #: the next generation does not start earlier: back-off
-    wait_notices: int = 0  #: how often missing nodes were announced
-    failed_since_s: float | None = None  #: when the first rank of the generation was seen to have failed
-    stopped_by: int | None = None  #: the signal that stops the whole job
-    resizing: bool = False  #: the generation is stopped for nodes that come or leave
-    suspects: tuple[str, ...] = ()  #: ids of members that are silent, and not lost yet
-    lost: tuple[str, ...] = ()  #: ids of members that were lost
-    failures: int = 0  #: restarts that failures have cost
-    changes: int = 0  #: restarts that changes of nodes have cost
-    furthest: int = -1  #: the newest step that was done before the last restart
-    beyond_since_s: float | None = None  #: since when there are newer ones
-    gave_up: bool = False  #: the job is over because too few nodes joined
-
-
-def initial_state(generation: int, now_s: float) -> MembershipState:
-    """The state before anything was decided; ``generation`` will be the first."""
-    return MembershipState(Plan(generation=generation), since_s=now_s)
 
 
 def decide(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float) -> MembershipState:
@@ -86,17 +67,6 @@ def decide(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLim
             return state
 
 
-def announce(state: MembershipState, *notices: Notice) -> MembershipState:
-    """The state with further notices, which every agent shows once."""
-    plan, announced = state.plan, (*state.notices, *notices)
-    return replace(state, notices=announced, plan=replace(plan, number=plan.number + 1, notices=len(announced)))
-
-
-def abandon(state: MembershipState, why: str) -> MembershipState:
-    """The state of a job that is over for a reason that no node has reported."""
-    return _end_job(announce(state, Message(f"run failed: {why}", failure=True)), EXIT_FAILED)
-
-
 def missing_hosts(nodes: Iterable[NodeView], limits: ElasticLimits) -> tuple[str, ...]:
     """Hosts that are expected and not there."""
     present = {_short(node.report.host) for node in nodes if node.present(limits)}
@@ -107,7 +77,7 @@ def _gather(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLi
     state = _release(state, nodes, limits)
     if stoppers := _stoppers(state, nodes, limits):
         stopped_by = stoppers[0].stopped_by
-        return _end_job(state, 128 + stopped_by, f"stopped by {_signal_name(stopped_by)} while waiting for nodes")
+        return end_job(state, 128 + stopped_by, f"stopped by {_signal_name(stopped_by)} while waiting for nodes")
     if any(node.report.node_id in state.plan.released for node in nodes[:1]):
         return state  # another node takes over
     ready = _ready(state, nodes, limits)
@@ -123,9 +93,7 @@ def _gather(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLi
     state = replace(state, enough_since_s=None)
     waited_s = now_s - state.since_s
     if waited_s >= limits.join_timeout_s:
-        return replace(
-            _end_job(state, EXIT_TIMEOUT, _waiting(ready, limits, waited_s, "gave up waiting")), gave_up=True
-        )
+        return replace(end_job(state, EXIT_TIMEOUT, _waiting(ready, limits, waited_s, "gave up waiting")), gave_up=True)
     if waited_s >= _FIRST_WAIT_NOTICE_S * 2**state.wait_notices:
         state = replace(state, wait_notices=state.wait_notices + 1)
         return announce(state, Message(_waiting(ready, limits, waited_s, "waiting")))
@@ -208,29 +176,47 @@ def _supervise(
     state = _suspect(state, [node for node in members if node.report.node_id not in done], limits)
     if state.failed_since_s is None and any(report.failed for report in current):
         state = replace(state, failed_since_s=now_s)
+    return _stop_if_needed(state, nodes, members, current, limits, now_s)
+
+
+def _stop_if_needed(
+    state: MembershipState,
+    nodes: Sequence[NodeView],
+    members: Sequence[NodeView],
+    current: Sequence[NodeReport],
+    limits: ElasticLimits,
+    now_s: float,
+) -> MembershipState:
+    """Stop the ranks of the generation for the first reason that there is; the more urgent ones come first.
+
+    ``members`` are its nodes that are here, ``current`` the reports of those that run it.
+    """
+    plan = state.plan
+    stoppers = _stoppers(state, nodes, limits)
+    stops = max((report.stops for report in stoppers), default=0)
     if stops > 2:
-        return _stop(state, StopMode.KILL, "killing all ranks")
+        return stop_ranks(state, StopMode.KILL, "killing all ranks")
     if any(report.hangs for report in current):
         # No rank would react to a request: they wait for each other.
-        return _stop(state, StopMode.KILL)
+        return stop_ranks(state, StopMode.KILL)
     if state.lost:
         text = f"{_lost_nodes(state)}: nothing heard for {_silence_s(state, members, limits):g} s; ending all ranks"
-        return _stop(replace(state, plan=plan.with_lost(state.lost)), StopMode.PEER_LOST, text)
+        return stop_ranks(replace(state, plan=plan.with_lost(state.lost)), StopMode.PEER_LOST, text)
     if state.failed_since_s is not None and now_s >= state.failed_since_s + limits.listen_s:
-        return _stop(state, StopMode.TERMINATE)
+        return stop_ranks(state, StopMode.TERMINATE)
     if stops > 1:
         text = "stopping now, without another checkpoint; Ctrl-C once more kills all ranks"
-        return _stop(state, StopMode.INTERRUPT, text)
+        return stop_ranks(state, StopMode.INTERRUPT, text)
     if stops:
         text = "stopping: waiting for the ranks to save and leave; Ctrl-C now: without saving"
-        return _stop(state, StopMode.GRACEFUL, text, _why_stopped(stoppers[0], limits))
+        return stop_ranks(state, StopMode.GRACEFUL, text, _why_stopped(stoppers[0], limits))
     if leavers := [member.host for member in plan.members if member.node_id in plan.released]:
         why = f"{', '.join(leavers)}, which leaves the job,"
-        return _stop(replace(state, resizing=True), StopMode.GRACEFUL, reason=why)
+        return stop_ranks(replace(state, resizing=True), StopMode.GRACEFUL, reason=why)
     if newcomers := _newcomers(state, nodes, limits, now_s):
         hosts = ", ".join(node.report.host for node in newcomers)
         text = f"{hosts} came: stopping at a checkpoint, to go on with more nodes"
-        return _stop(replace(state, resizing=True), StopMode.GRACEFUL, text, f"{hosts}, which came to take part,")
+        return stop_ranks(replace(state, resizing=True), StopMode.GRACEFUL, text, f"{hosts}, which came to take part,")
     return state
 
 
@@ -317,21 +303,21 @@ def _finish_generation(
     at_its_end = {ending.status for ending in endings} <= {EXIT_OK, EXIT_NOT_SAVED}
     if state.resizing and stopped_by is None and not failed and not at_its_end:
         leaves = any(member.node_id in plan.released for member in plan.members)
-        return _next_generation(state, now_s, 0.0 if leaves else _back_off_s(state.changes), changes=1)
+        return next_generation(state, now_s, 0.0 if leaves else _back_off_s(state.changes), changes=1)
     code = exit_code(endings, stopped_by=stopped_by)
     ends_badly = failed and code not in (EXIT_OK, EXIT_STOPPED) and (stopped_by is None or code != 128 + stopped_by)
     if ends_badly or code == EXIT_NOT_SAVED:
         state = announce(state, GenerationFailed.of(plan.ranks, endings))
     spent = state.failures >= limits.max_restarts or any(node.report.final for node in nodes)
     if code in _FINAL or stopped_by is not None or spent:
-        return _end_job(state, code)
+        return end_job(state, code)
     ranks = f"all {plural(plan.ranks, 'rank')}" if limits.max_nodes == 1 else "all ranks"
     text = (
         f"restarting {ranks} as generation {plan.generation + 1} (restart {state.failures + 1} of "
         f"{limits.max_restarts}), from the last finished step or the newest checkpoint"
     )
     pause_s = _back_off_s(state.changes) if state.lost else 0.0
-    return _next_generation(state, now_s, pause_s, text, failures=1)
+    return next_generation(state, now_s, pause_s, text, failures=1)
 
 
 def _after_node_loss(
@@ -339,7 +325,7 @@ def _after_node_loss(
 ) -> MembershipState:
     lost = f"{_lost_nodes(state)}: {_why_lost(state, nodes)}"
     if state.stopped_by is not None:
-        return _end_job(state, 128 + state.stopped_by, lost)
+        return end_job(state, 128 + state.stopped_by, lost)
     if state.changes < limits.max_changes:
         text = (
             f"{_lost_nodes(state)}; going on as generation {state.plan.generation + 1} with {_node_range(limits)} "
@@ -348,11 +334,11 @@ def _after_node_loss(
         # Spares take the place of the lost ones at once; a moment is left to a node that was cut off, to end its ranks.
         complete = len(_ready(state, nodes, limits)) >= limits.max_nodes
         pause_s = _BACK_OFF_S[0] if complete else _back_off_s(state.changes)
-        return _next_generation(state, now_s, pause_s, text, changes=1)
+        return next_generation(state, now_s, pause_s, text, changes=1)
     spent = f"{plural(limits.max_changes, 'change')} of nodes spent; --max-changes allows more"
     if not limits.max_changes:
         spent = "no change of nodes is allowed here; --max-changes N allows the job to go on after one"
-    return _end_job(announce(state, Message(f"run failed: {lost}\n    {spent}", failure=True)), EXIT_FAILED)
+    return end_job(announce(state, Message(f"run failed: {lost}\n    {spent}", failure=True)), EXIT_FAILED)
 
 
 def _why_lost(state: MembershipState, nodes: Sequence[NodeView]) -> str:
@@ -384,50 +370,6 @@ def _node_range(limits: ElasticLimits) -> str:
     if limits.min_nodes == limits.max_nodes:
         return plural(limits.min_nodes, "node")
     return f"{limits.min_nodes} to {limits.max_nodes} nodes"
-
-
-def _next_generation(
-    state: MembershipState, now_s: float, pause_s: float, text: str = "", *, failures: int = 0, changes: int = 0
-) -> MembershipState:
-    """Gather nodes for the next generation; ``failures`` and ``changes`` are what it costs of the limits.
-
-    ``pause_s`` serves against a node that comes and goes, and gives one that was cut off time to end its ranks.
-    """
-    state = announce(state, Message(text)) if text else state
-    plan = replace(
-        state.plan,
-        number=state.plan.number + 1,
-        phase="gather",
-        generation=state.plan.generation + 1,
-        restart=state.plan.restart + 1,
-        members=(),
-        lost=(),
-        stop_mode=StopMode.NONE,
-    )
-    return replace(
-        state,
-        plan=plan,
-        since_s=now_s,
-        enough_since_s=None,
-        not_before_s=now_s + pause_s,
-        wait_notices=0,
-        failures=state.failures + failures,
-        changes=state.changes + changes,
-    )
-
-
-def _end_job(state: MembershipState, code: int, text: str = "") -> MembershipState:
-    state = announce(state, Message(text)) if text else state
-    return replace(state, plan=replace(state.plan, number=state.plan.number + 1, phase="over", code=code))
-
-
-def _stop(state: MembershipState, mode: StopMode, text: str = "", reason: str = "") -> MembershipState:
-    """End the ranks of this generation; nothing changes if they are asked already."""
-    if mode <= state.plan.stop_mode:
-        return state
-    state = announce(state, Message(text)) if text else state
-    plan = replace(state.plan, number=state.plan.number + 1, stop_mode=mode, stop_reason=reason)
-    return replace(state, plan=plan)
 
 
 def _why_stopped(report: NodeReport, limits: ElasticLimits) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from lockstep.errors import SettingError
+from lockstep.formatting import did_you_mean
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest, WritesJobScripts
 from lockstep.launch.schedulers.script_text import SITE_FILE
@@ -46,7 +45,7 @@ def site_defaults(scheduler: WritesJobScripts, text: str, file: str = SITE_FILE)
     except tomllib.TOMLDecodeError as error:
         raise SettingError(f"{file}: {error}") from None
     known = tuple(JOB_SCRIPT_SCHEDULERS)
-    wrong = [f"{file}: no table [{name}] is known; {_near(name, known)}" for name in tables if name not in known]
+    wrong = [f"{file}: no table [{name}] is known; {did_you_mean(name, known)}" for name in tables if name not in known]
     table = tables.get(scheduler.name, {})
     if not isinstance(table, dict):
         raise SettingError(f"{file}: {scheduler.name}: it must be a table, [{scheduler.name}]")
@@ -91,7 +90,7 @@ def _keys(scheduler: WritesJobScripts) -> list[str]:
 def _value(scheduler: WritesJobScripts, key: str, value: Any) -> dict[str, Any]:
     known = _keys(scheduler)
     if key not in known:
-        raise SettingError(f"no such key; {_near(key, known)}")
+        raise SettingError(f"no such key; {did_you_mean(key, known)}")
     if key == "time":
         return {"time_s": seconds(str(value))}
     if key in ("nodes", "cpus"):
@@ -131,8 +130,3 @@ def checked(request: JobRequest) -> JobRequest:
         if (value := getattr(request, name)) is not None and value < 1:
             raise SettingError(f"--{name} {value}: it must be at least 1")
     return request
-
-
-def _near(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from lockstep.launch.program import local_rank_option
+from lockstep.launch.rendezvous.plan import NodePlacement, Plan
 from lockstep.launch.rendezvous.signature import SECRET
 from lockstep.launch.run_directory import Job
 from lockstep.launch.workers.rank_process import LOCAL_RANK_OPTION, RESULT
@@ -71,6 +72,22 @@ def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[s
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+
+
+def world_of_rank(plan: Plan, placement: NodePlacement, rank: int, run_id: str) -> World:
+    """The world of ``plan``, as ``rank`` of the node at ``placement`` sees it."""
+    return World(
+        rank=rank,
+        size=plan.ranks,
+        local_rank=rank - plan.first_rank(placement.node_rank),
+        local_size=plan.members[placement.node_rank].ranks,
+        node_rank=placement.node_rank,
+        nodes=len(plan.members),
+        generation=plan.generation,
+        address=placement.address,
+        port=plan.port,
+        run_id=run_id,
+    )
 
 
 def rank_environment(job: Job, world: World, restart: int, interface: str = "") -> dict[str, str]:

@@ -229,7 +229,7 @@ def _write_record(error: BaseException) -> None:
         rank=int(os.environ.get("RANK", "0")),
         host=socket.gethostname(),
         now_s=time.monotonic(),
-        log_bytes=os.fstat(1).st_size,
+        log_bytes=_log_bytes(),
         gpu=_gpu(),
         cut_off=LostPeers(os.environ.get(CHANNEL, "")).told(),
     )
@@ -239,6 +239,14 @@ def _write_record(error: BaseException) -> None:
             line.send(record.to_message())
     with contextlib.suppress(OSError):
         record.write(Path(os.environ[FAILURE]))
+
+
+def _log_bytes() -> int:
+    """Length of this rank's log; 0 if the program has closed both streams."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            return os.fstat(descriptor).st_size
+    return 0
 
 
 def _gpu() -> str:
