@@ -211,7 +211,7 @@ def refused(strategy):
         return {*messages, touch(run)}
 
 
-OUTSIDE = "run.carry outside of the loop's body: there is no micro-batch whose place it could be"
+OUTSIDE = "run.carry outside of the loop over run.train(...): there is no micro-batch that it could belong to"
 SERVED = (
     "run.carry: under this strategy not every rank has micro-batches of its own; use ddp, zero, or fsdp without tensor="
 )

@@ -192,4 +192,4 @@ def test_what_cannot_be_is_refused_by_name():
     assert "must be the run's only one" in others[1]
     assert "gradients that were computed before" in twice, "before anything reads what fully_shard has freed"
     for text in others[2:]:
-        assert "cannot: use --strategy ddp" in text, text
+        assert "does not support: use --strategy ddp" in text, text

@@ -234,7 +234,7 @@ def test_ranks_that_differ_are_named_at_the_first_step_of_the_next_pass():
                 assert what in message, (call, message)
                 assert since in message, (call, message)
                 assert at == step, call
-                assert "such as random numbers, the clock, run.rank, a load on one rank" in message
+                assert "such as random numbers, the clock, run.rank, loading a file on one rank" in message
 
 
 def within(runs, after, **settings):

@@ -46,6 +46,7 @@ from lockstep.strategies import StatePart
 from lockstep.testing import run_ranks
 from lockstep.trial_contract import CurrentTrial, evaluating
 from lockstep.world import World
+from metric_lines import metric_lines
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
 
@@ -392,7 +393,7 @@ def test_who_leaves_a_state_and_where_one_is_looked_for(tmp_path):
         open_emergency(Settings(checkpoint=name), env, group, world, whole, metrics, print) for name in ("one", "other")
     )
     about = {"step": 7, "turn": False, "rank": 0, "ranks": 0, "identity": {}, "rows": []}
-    name = one._name.replace("generation-1", "generation-0")
+    name = one._files.own.name.replace("generation-1", "generation-0")
     for node, step in ((1, 7), (0, 6)):  # one of which had no room in its memory, and both the same run directory
         save_whole(tmp_path / name / f"state-{node}", FlatTree.of({"w": torch.ones(2)}), step, about | {"step": step})
     found = one.find()
@@ -475,7 +476,7 @@ def test_what_a_killed_launcher_left_in_memory_is_removed_by_the_next_one(tmp_pa
 
 TRAIN = """
     import contextlib, functools, hashlib, json, os, signal, sys
-    import torch, lockstep, lockstep.run.emergency as emergency
+    import torch, lockstep, lockstep.run.emergency_files as emergency_files
     import lockstep.checkpoint.commit as commit, lockstep.checkpoint.whole_save as whole_save
     from torch import nn
     from torch.nn import functional as F
@@ -508,7 +509,7 @@ TRAIN = """
 
         whole_save.write_file = half_written
         if "FULL" in os.environ:
-            emergency.free_memory = lambda: 0
+            emergency_files.free_memory = lambda: 0
         with lockstep.Run(seed=3, log_every="3 steps", save_every=save_every) as run:
             net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
             model, other = run.model(net), run.model(nn.Linear(8, 3))
@@ -612,11 +613,6 @@ def launched(place, cases, **env):
     return json.loads(said.rpartition("results ")[2].partition("\n")[0]), said
 
 
-def rows(place):
-    lines = (place / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name != "wall_s"} for line in lines]
-
-
 def went_on_at(place):
     """The steps from which generations went on with what survivors had left, and those of checkpoints."""
     log = (place / "logs" / "rank-0000.log").read_text()
@@ -639,7 +635,7 @@ def test_whoever_is_killed_wherever_no_step_is_lost(tmp_path, shape):
     assert sorted(left + saved) == [step for *_, step in plan], said
     assert all(step % 4 == 0 for step in saved), "a checkpoint is taken where it is as new"
     assert states["killed"] == states["calm"], said
-    assert rows(tmp_path / "killed") == rows(tmp_path / "calm")
+    assert metric_lines(tmp_path / "killed") == metric_lines(tmp_path / "calm")
     assert len(re.findall("(was|were) killed by SIGKILL", said)) == len(plan), said
     assert not (tmp_path / "killed" / "emergency").exists(), "there was room in memory"
 
@@ -657,7 +653,7 @@ def test_without_room_in_memory_or_a_whole_state_something_else_is_gone_on_from(
     assert (tmp_path / "full" / "emergency").is_dir(), "there was room in the run directory"
     assert went_on_at(tmp_path / "unsafe") == ([], []), "what is there is not what the last step has left"
     assert states["full"] == states["unsafe"] == states["plain"]
-    assert rows(tmp_path / "full") == rows(tmp_path / "unsafe") == rows(tmp_path / "plain")
+    assert metric_lines(tmp_path / "full") == metric_lines(tmp_path / "unsafe") == metric_lines(tmp_path / "plain")
 
 
 def test_a_script_that_breaks_off_and_changes_its_rate_before_a_step_gets_the_bits_of_one_that_was_left_alone(tmp_path):
@@ -667,4 +663,4 @@ def test_a_script_that_breaks_off_and_changes_its_rate_before_a_step_gets_the_bi
     states, said = launched(tmp_path, cases)
     assert went_on_at(tmp_path / "killed") == ([5, 9], []), said
     assert states["killed"] == states["calm"], said
-    assert rows(tmp_path / "killed") == rows(tmp_path / "calm")
+    assert metric_lines(tmp_path / "killed") == metric_lines(tmp_path / "calm")

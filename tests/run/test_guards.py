@@ -139,6 +139,50 @@ def test_a_scheduler_of_an_unknown_optimizer():
             run.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1))
 
 
+def alone(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def in_sequence(optimizer):
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [alone(optimizer), alone(optimizer)], milestones=[1])
+
+
+def chained(optimizer):
+    return torch.optim.lr_scheduler.ChainedScheduler([alone(optimizer), alone(optimizer)])
+
+
+@pytest.mark.parametrize("kind", [alone, in_sequence, chained])
+def test_a_scheduler_that_the_script_steps_too(kind):
+    run, model, optimizer, batches = opened()
+    with run:
+        scheduler = run.scheduler(kind(optimizer))
+        with refused(r"was stepped by the script, too: its last_epoch is .*run\.keep\(scheduler=scheduler\)"):
+            for batch in run.train(batches):
+                if run.step(model(batch).mean()):
+                    scheduler.step()
+
+
+def test_a_metric_that_is_not_there_yet():
+    with pytest.raises(KeyError) as caught, Run() as run:
+        print(run.metrics["accuracy"])
+    (note,) = caught.value.__notes__
+    assert note.startswith("nothing is in run.metrics yet; accuracy is there from the end of the loop of run.train")
+    run, model, _, batches = opened()
+
+    def train():
+        with run:
+            for batch in run.train(batches):
+                run.step(model(batch).mean())
+            print(run.metrics["accuracy"])
+
+    with pytest.raises(KeyError) as caught:
+        train()
+    assert caught.value.__notes__[0].startswith("run.metrics has loss; accuracy is there")
+    with pytest.raises(KeyError) as caught, Run():
+        print({}["accuracy"])
+    assert not getattr(caught.value, "__notes__", ()), "no metric"
+
+
 def test_what_is_said_too_late():
     run, model, optimizer, batches = opened()
     with run:
@@ -220,7 +264,7 @@ def test_loops_within_loops():
 
 def test_an_evaluation_in_the_body_that_does_not_end_with_it():
     run, model, _, batches = opened()
-    with refused(r"the loop's body ended and its run\.evaluate\(\.\.\.\) had not"), run:
+    with refused(r"run\.evaluate\(\.\.\.\) was not finished when the body of the loop around it ended"), run:
         for batch in run.train(batches):
             if run.step(model(batch).mean()):
                 held = iter(run.evaluate(batches))

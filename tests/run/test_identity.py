@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 import lockstep
 from lockstep.errors import CheckpointError, MismatchError
@@ -195,7 +196,7 @@ def test_ranks_that_run_something_else_are_refused(tmp_path):
 # ---- runs that go on -------------------------------------------------------------------------------------------------
 
 
-def trained(directory, make=torch.optim.SGD, samples=32, until=3, **settings):
+def trained(directory, make=torch.optim.SGD, samples=32, until=3, data=None, **settings):
     options = {name: settings.pop(name) for name in ("lr", "weight_decay", "schedule") if name in settings}
     schedule = options.pop("schedule", False)
     with Run(checkpoint=directory, **settings) as run:
@@ -204,7 +205,8 @@ def trained(directory, make=torch.optim.SGD, samples=32, until=3, **settings):
         if schedule:
             run.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
         for _ in run.epochs(2):
-            for batch in run.train(run.loader(X[:samples], global_batch=8, micro_batch=2)):
+            data = X[:samples] if data is None else data
+            for batch in run.train(run.loader(data, global_batch=8, micro_batch=2, workers=0)):
                 if run.step(model(batch).square().mean()) and run.progress.step == until:
                     break
             if run.progress.step == until:
@@ -272,6 +274,79 @@ def test_another_length_of_the_data_is_said_between_epochs(tmp_path, monkeypatch
             for batch in run.train(run.loader(X[:24], global_batch=8, micro_batch=2)):
                 run.step(model(batch).square().mean())
     assert "a data set has 24 samples, and had 32: the bits differ from here on" in capfd.readouterr().err
+
+
+class Rows(Dataset):
+    """Samples by index, each with noise of its own; another split than ``X`` where it is ``shifted``."""
+
+    def __init__(self, shifted=0):
+        self.rows = X.roll(shifted, 0)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index] + 0.1 * torch.randn(2)
+
+
+def rolled(shifted):
+    return X.roll(shifted, 0)
+
+
+@pytest.mark.parametrize("of", [rolled, Rows])
+def test_other_samples_are_said(resumed, of):
+    said, _ = resumed({"data": of(0)}, data=of(1))
+    assert said.count("holds other samples") == 1
+    assert "holds other samples than when the checkpoint was saved, in the same epoch: the bits differ" in said
+
+
+def test_samples_that_draw_for_themselves_are_the_same_again(resumed):
+    said, _ = resumed({"data": Rows()}, data=Rows())
+    assert "other samples" not in said
+
+
+def test_other_samples_are_said_in_a_later_epoch_unless_they_change_anyway():
+    first, changed = [3, [0, 9], 11, False], [3, [0, 9], 11, True]
+    now = {"contents": {"0": [4, [0, 9], 12, False]}}
+    (said,) = differences({"contents": {"0": first}}, now)
+    assert "unless the script makes new samples in each epoch" in said
+    assert not differences({"contents": {"0": changed}}, now)
+    assert not differences({"contents": {"0": [3, [0, 8], 11, False]}}, now)  # others were looked at
+    assert not differences({"contents": {"1": first}}, now)
+
+
+def split_by_rank(of, pass_over):
+    with Run() as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        alike, split = (
+            run.loader(of(shifted), global_batch=8, micro_batch=2, workers=workers)
+            for shifted, workers in ((0, 0), (run.rank, 1))
+        )
+        for _ in run.epochs(2):
+            for batch in run.train(alike if pass_over == "evaluate" else split):
+                run.step(model(batch).square().mean())
+            for batch in run.evaluate(split):
+                model(batch)
+
+
+def labels_of_own_samples():
+    labels = torch.zeros(32, 2)
+    with Run() as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader((X, labels), global_batch=8, micro_batch=2)
+        for _ in run.epochs(2):
+            for batch, more in run.train(batches):
+                run.step(model(batch + more).square().mean())
+            labels[run.rank :: run.world_size] += 1.0
+
+
+def test_ranks_that_hold_other_samples_are_refused():
+    calls = [(split_by_rank, of, pass_over) for of in (rolled, Rows) for pass_over in ("train", "evaluate")]
+    for messages in on_world(3, [*calls, (labels_of_own_samples,)]):
+        for message in messages:
+            assert "MismatchError: ranks 1, 2 hold other samples than rank 0 in the data set of 32 samples" in message
 
 
 def test_another_class_of_optimizer_is_refused(resumed):

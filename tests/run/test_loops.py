@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from lockstep.launch_contract import RESUME
-from lockstep.report import MetricsFile
 from lockstep.run import Run
 from lockstep.testing import state_hash
+from metric_lines import metric_lines
 from worlds import on_world
 
 X = torch.sin(torch.arange(76.0)).view(38, 2)
@@ -258,10 +258,6 @@ def leg(shape, directory, end=None):
         del os.environ[RESUME]
 
 
-def lines(directory):
-    return [{k: v for k, v in row.items() if k != "wall_s"} for row in MetricsFile.read(directory / "metrics.jsonl")]
-
-
 #: On how many ranks each leg runs, and in which step it dies or is asked to stop: a stop on one rank is obeyed at once.
 LEGS = [(2, ("die", 3)), (1, ("stop", 4)), (3, ("die", 6)), (2, None)]
 
@@ -271,14 +267,14 @@ def whole(tmp_path_factory):
     """What one rank makes of each shape in one go, and the record of it."""
     directories = {shape: tmp_path_factory.mktemp(shape.__name__) for shape in SHAPES}
     results = on_world(1, [(leg, shape, directory) for shape, directory in directories.items()])
-    return {shape: (alone, lines(directories[shape])) for shape, (alone,) in zip(SHAPES, results, strict=True)}
+    return {shape: (alone, metric_lines(directories[shape])) for shape, (alone,) in zip(SHAPES, results, strict=True)}
 
 
 def test_a_loop_is_the_same_on_any_world(whole, tmp_path):
     calls = [(leg, shape, tmp_path / shape.__name__) for shape in SHAPES]
     for shape, ranks in zip(SHAPES, on_world(3, calls), strict=True):
         assert ranks == [whole[shape][0]] * 3, shape
-        assert lines(tmp_path / shape.__name__) == whole[shape][1], shape
+        assert metric_lines(tmp_path / shape.__name__) == whole[shape][1], shape
 
 
 def test_a_loop_is_the_same_whatever_ended_it_on_the_way(whole, tmp_path):
@@ -287,7 +283,7 @@ def test_a_loop_is_the_same_whatever_ended_it_on_the_way(whole, tmp_path):
         for shape, ranks in zip(SHAPES, on_world(world, calls), strict=True):
             assert ranks == [None if end else whole[shape][0]] * world, shape
     for shape in SHAPES:
-        assert lines(tmp_path / shape.__name__) == whole[shape][1], shape
+        assert metric_lines(tmp_path / shape.__name__) == whole[shape][1], shape
 
 
 #: A second pass over the same loader in one epoch, and an evaluation that follows one in the last step's body.
@@ -321,7 +317,7 @@ def test_deep_in_a_turn_a_resume_finds_its_pass_and_its_evaluation(whole, tmp_pa
     results = on_world(2, [*calls, (drawn,)])
     for number, (shape, _) in enumerate(DEEP_LEGS):
         assert results[2 * number : 2 * number + 2] == [[None] * 2, [whole[shape][0]] * 2], shape
-        assert lines(tmp_path / shape.__name__) == whole[shape][1], shape
+        assert metric_lines(tmp_path / shape.__name__) == whole[shape][1], shape
     (passes, draws), other = results[-1]
     assert passes[0] != passes[1], "another order"
     assert sorted(passes[0]) == sorted(passes[1]) == [0, 2, 4, 6, 8, 10, 12, 14]

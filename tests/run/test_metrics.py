@@ -11,13 +11,13 @@ from torch import nn
 from lockstep.collectives import single_rank_group
 from lockstep.errors import UsageError
 from lockstep.run import Run
-from lockstep.run.metrics import MetricMeans
+from lockstep.run.metrics import MetricMeans, measured
 
 
 def mean(*values, samples=1, counts=None):
     measures = MetricMeans()
     for value, count in zip(values, counts or [None] * len(values), strict=True):
-        measures.add("it", value, samples, count)
+        measures.add(*measured("it", value, samples, count))
     return measures.reduce(single_rank_group())["it"]
 
 
@@ -58,10 +58,15 @@ def test_a_mean_weighs_what_it_is_the_mean_of():
 
 
 @given(st.lists(st.tuples(st.floats(width=32), st.integers(0, 99)), min_size=1))
-def test_what_waits_on_a_device_and_what_does_not_have_the_same_mean(measured):
-    # A count that is a tensor waits, as every value of a GPU does.
-    values, counts = [torch.tensor(value) for value, _ in measured], [count for _, count in measured]
-    at_once, waited = mean(*values, counts=counts), mean(*values, counts=list(map(torch.tensor, counts)))
+def test_what_waits_on_a_device_and_what_does_not_have_the_same_mean(values):
+    at_once, waited = MetricMeans(), MetricMeans()
+    for place, (value, count) in enumerate(values):
+        at_once.add("it", value, count, count)
+        # As on a GPU; among them such as are known.
+        waited.add("it", torch.tensor(value), torch.tensor(count), torch.tensor(count))
+        for means in (at_once, waited) if place % 2 else ():
+            means.add("it", 0.25, 3, 3)
+    at_once, waited = (means.reduce(single_rank_group())["it"] for means in (at_once, waited))
     assert at_once == waited or (math.isnan(at_once) and math.isnan(waited))
 
 

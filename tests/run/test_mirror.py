@@ -38,6 +38,7 @@ from lockstep.run.mirror_plan import MirrorPlan
 from lockstep.strategies import StatePart
 from lockstep.testing import run_ranks
 from lockstep.world import World
+from metric_lines import metric_lines
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
 
@@ -377,11 +378,6 @@ def final_state(place):
     return FlatTree.of({name: tree[name] for name in ("models", "optimizers", "carry")}).checksums()
 
 
-def rows(place):
-    lines = (place / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name != "wall_s"} for line in lines]
-
-
 #: What runs at once, first the one that the others are compared with.
 GROUPS = {
     "fsdp": ["plain", "fsdp"],
@@ -418,7 +414,7 @@ def test_no_step_is_lost_where_ranks_hold_parts_or_hang(tmp_path, group):
         else:
             assert went_on == expected, (name, said)
         assert final_state(tmp_path / name) == final_state(tmp_path / plain), name
-        assert rows(tmp_path / name) == rows(tmp_path / plain), name
+        assert metric_lines(tmp_path / name) == metric_lines(tmp_path / plain), name
     if "hang" in killed:
         assert re.search(r"rank 1 of 2 \(host .*\) hung", said), said
 

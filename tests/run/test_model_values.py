@@ -305,8 +305,8 @@ def test_weights_that_would_be_cut_off_or_lost_are_refused_and_so_are_files_that
             (Shares(), "fine.safetensors", UsageError, "such as _extra_state"),
             (Shares(), "extra.safetensors", UsageError, "_extra_state of Shares is neither a parameter nor a buffer"),
             (Shares(), "short.safetensors", SettingError, "short.safetensors is cut short: it has"),
-            (Shares(), "odd.safetensors", SettingError, "contradicts itself about first.weight"),
-            (Shares(), "index.json", SettingError, "fine.safetensors has no third.weight"),
+            (Shares(), "odd.safetensors", SettingError, "to first.weight, which do not fit"),
+            (Shares(), "index.json", SettingError, "fine.safetensors has no tensor third.weight"),
         ):
             with pytest.raises(error, match=words):
                 run.model(model, weights=tmp_path / name)

@@ -428,7 +428,7 @@ def gradients_from_before():
 
 def test_gradients_left_from_before_training():
     assert "4 parameters had a gradient before" in gradients_from_before()
-    assert "with optimizer.zero_grad()" in gradients_from_before()
+    assert "cleared by optimizer.zero_grad()" in gradients_from_before()
 
 
 # ---- on several ranks ------------------------------------------------------------------------------------------------
@@ -481,7 +481,7 @@ def test_a_parameter_that_is_drawn_in_the_body_is_refused_where_ranks_draw_diffe
     assert {type(outcome.error).__name__ for outcome in outcomes} <= {"MismatchError", "PeerLost"}, outcomes
     said = [str(outcome.error) for outcome in outcomes if type(outcome.error).__name__ == "MismatchError"]
     assert said
-    assert "from step 2 on other parameters learn, and not the same on all ranks: extra" in said[0]
+    assert "the trainable parameters have changed before step 2, and not in the same way on all ranks: extra" in said[0]
 
 
 # ---- resumed ---------------------------------------------------------------------------------------------------------
@@ -540,3 +540,18 @@ def test_two_optimizers_in_steps_of_one_micro_batch():
             for model, optimizer in zip(models, optimizers, strict=True):
                 run.step(model(x).square().mean(), optimizer=optimizer)
         assert run.progress.step == 2
+
+
+def rate_between_losses():
+    with Run(seed=3) as run:
+        models = [run.model(nn.Linear(2, 1)) for _ in range(2)]
+        optimizers = [run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+        for x in run.train(run.loader(torch.ones(8, 2), global_batch=4, micro_batch=4)):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                run.step(model(x).square().mean(), optimizer=optimizer)
+                optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def test_a_rate_that_changes_between_two_losses_of_a_steps_only_micro_batch():
+    with pytest.raises(UsageError, match=r"lr of SGD's group 0 changed from 0.1 to 0.05 between two micro-batches"):
+        rate_between_losses()

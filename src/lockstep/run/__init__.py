@@ -24,7 +24,7 @@ carried_state        what the script carries from step to step
 snapshot             what a checkpoint holds
 run_checkpoints      resume, save, stop with a checkpoint
 resume_point         whether this rank still holds the state of the last finished step
-emergency            what ranks leave when another one dies; emergency_choice: which of it is gone on from
+emergency            what ranks leave when another one dies; emergency_files: where; emergency_choice: which is used
 measures_journal     what one rank alone has measured, for that case
 mirror               each rank's part of the state in memory of two hosts; mirror_plan: who keeps what
 save_stop            when to save and to stop, decided for all ranks at once

@@ -133,7 +133,9 @@ class CarriedState(MutableMapping[str, Any]):
         if self._has_server_ranks:
             raise UsageError(_NOT_HERE)
         if self._current is None:
-            raise UsageError("run.carry outside of the loop's body: there is no micro-batch whose place it could be")
+            raise UsageError(
+                "run.carry outside of the loop over run.train(...): there is no micro-batch that it could belong to"
+            )
         self._used = True
         return self._current
 

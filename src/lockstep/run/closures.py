@@ -41,13 +41,13 @@ def check_closures(context: RunContext, optimizer: torch.optim.Optimizer) -> Non
     if not can_repeat_step(context.strategy):
         raise UsageError(
             f"{name} computes the loss several times in a step, through a closure, which strategy "
-            f"{context.settings.strategy} cannot: use --strategy ddp, or an optimizer that steps once, such as "
-            "torch.optim.AdamW or SGD"
+            f"{context.settings.strategy} does not support: use --strategy ddp, or an optimizer that steps once, such "
+            "as torch.optim.AdamW or SGD"
         )
     if context.precision.scales:
         raise UsageError(
             f"{name} computes the loss several times in a step, through a closure, and precision='fp16' scales "
-            "losses, which such an optimizer does not know: use precision='bf16'"
+            "losses, which does not work with such an optimizer: use precision='bf16'"
         )
     refuse_beside(context.state, name)
 
@@ -84,16 +84,11 @@ class ClosureSteps:
         self._context: Final = context
         self._held: list[HeldMicroBatch] = []
 
-    @property
-    def active(self) -> bool:
-        """Whether the run's optimizer has a closure."""
-        return self._context.state.with_closure
-
     def random_state(self) -> list[torch.Tensor]:
         """The state of torch's generators, those of the CPU and of the device."""
         device = self._context.device
         on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-        return [torch.get_rng_state(), *on_device] if self.active else []
+        return [torch.get_rng_state(), *on_device]
 
     def hold(self, held: HeldMicroBatch) -> None:
         """One more micro-batch of the step."""
@@ -154,7 +149,7 @@ class ClosureSteps:
         means = MetricMeans()
         for loss, one in losses:
             if not one.position.is_padding:
-                means.add_mean("loss", loss, one.items)
+                means.add("loss", loss, one.items, one.items)
         mean = means.reduce(self._context.group)["loss"]
         return losses[0][0].new_tensor(mean)
 

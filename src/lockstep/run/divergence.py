@@ -64,13 +64,20 @@ class DivergenceCheck:
             common = max(values, key=values.count)
             if any(value != common for value in values):
                 differ[name] = [rank for rank, value in enumerate(values) if value != common]
+        if alone := next((name for name in differ if any(name not in sums for sums in by_rank)), None):
+            having = [rank for rank, sums in enumerate(by_rank) if alone in sums]
+            raise MismatchError(
+                f"after step {step} only {format_ranks(having)} {'has' if len(having) == 1 else 'have'} {alone}: a "
+                "state_dict() names its parts by what differs between processes, such as id(...), or a rank holds "
+                "more than others. Such a state cannot be restored in another process; nothing of it was saved"
+            )
         first, ranks = next(iter(differ.items()))
         others = len(differ) - 1
         more = f", and {others} more tensor{'s differ' if others > 1 else ' differs'}" if others else ""
         raise MismatchError(
             f"ranks hold different values after step {step}: {first} on {format_ranks(ranks)}{more}; they were equal "
-            f"after step {self._equal_at}. Something changes them on each rank by itself, such as random numbers, the "
-            "clock, run.rank, a load on one rank or an optimizer of your own; nothing of it was saved"
+            f"after step {self._equal_at}. Something changes them differently on each rank, such as random numbers, "
+            "the clock, run.rank, loading a file on one rank, or an optimizer of your own; nothing of it was saved"
             + (f". {_KEEP_WHOLE}" if first.startswith("kept") else "")
         )
 

@@ -7,53 +7,37 @@
                                to nodes that have none; without one, the newest checkpoint is loaded
     two steps later            the files of the dead generation are removed
 
-    MEMORY/run-0-generation-3-1f2e/measures-0002        what rank 2 has measured, see `measures_journal`
-    MEMORY/run-0-generation-3-1f2e/copied-measures-0005 the same of a rank of another host, see `copied_measures`
-    MEMORY/run-0-generation-3-1f2e/state-0/step-00001234  a checkpoint as in docs/format.md, by one rank of node 0
-    MEMORY/run-0-generation-3-1f2e/mirror-0002          the part of rank 2 after the last two steps, see `mirror`
-    MEMORY/run-0-generation-3-1f2e/left-0002            the part of rank 2 when another one died, as under hsdp
-    MEMORY/run-0-generation-3-1f2e/suspect              its ranks held different bits: none of its states is used
-
-If the memory has too little room, the state is written to the run directory, under ``emergency``.
+`emergency_files` says where each of these files lies.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import secrets
-import shutil
-import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
 import torch
 
 from lockstep.checkpoint import (
-    LOCAL,
     FlatTree,
     PartWriter,
     StateTree,
-    checksums_in,
-    list_checkpoints,
-    read_manifest,
-    read_part_head,
     save_whole,
 )
 from lockstep.collectives import Group
-from lockstep.errors import LockstepError, MismatchError
+from lockstep.errors import MismatchError
 from lockstep.launch_contract import EMERGENCY
-from lockstep.memory_use import host_memory
 from lockstep.peer_failure import is_peer_failure
-from lockstep.run.copied_measures import COPIED, CopiedMeasures, open_copied_measures
-from lockstep.run.emergency_choice import Left, LeftState, choose
+from lockstep.run.copied_measures import CopiedMeasures, open_copied_measures
+from lockstep.run.emergency_choice import Left, choose
+from lockstep.run.emergency_files import EmergencyFiles
 from lockstep.run.left_behind import LeftBehind
-from lockstep.run.measures_journal import Journal, Measured, MeasuresJournal, Sums, read_journal
+from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums
 from lockstep.run.metrics import MetricMeans, PassMetrics
-from lockstep.run.mirror import MIRROR_PARTS, Mirror, open_mirror
+from lockstep.run.mirror import Mirror, open_mirror
 from lockstep.run.resume_point import ResumePoint
 from lockstep.settings import Settings
 from lockstep.strategies import StatePart, Strategy, state_part
@@ -63,15 +47,6 @@ Own = Callable[[StatePart], StateTree]
 """What lies on this rank of the state."""
 About = Callable[[], StateTree]
 """What is said of it, see `LeftState.of`."""
-
-#: How long a rank waits for others of its node, each of which may write a state.
-_TURN_S = 60.0
-_POLL_S = 0.01
-_STATE = "state-"
-_MEASURES = "measures-"
-_LEFT = "left"
-#: The part of the free memory that a state may take.
-_SHARE = 0.8
 
 
 class Emergency(Protocol):
@@ -188,16 +163,14 @@ class EmergencyMemory(Emergency):
         checkpoint: str = "",
         on_two_hosts: bool = False,
     ) -> None:
-        self._memory: Final = memory
-        self._run_dir: Final = run_dir / "emergency"
         self._group: Final = group
         self._world: Final = world
         self._metrics: Final = metrics
         self._log_every: Final = log_every
         # With a new coordinator, launchers count generations from 0 again, so the number alone is not unique.
         mark = group.broadcast_object(secrets.token_hex(4), "name of what survivors leave")
-        self._run: Final = f"run-{zlib.crc32(checkpoint.encode()):08x}"  # a script may open several
-        self._name: Final = f"{self._run}-generation-{world.generation}-{mark}"
+        run = f"run-{zlib.crc32(checkpoint.encode()):08x}"  # a script may open several
+        self._files: Final = EmergencyFiles(memory, run_dir, run, f"{world.generation}-{mark}")
         self.notes, self.part = writes, part
         self._say: Final = say
         self._journal: MeasuresJournal | None = None
@@ -205,20 +178,16 @@ class EmergencyMemory(Emergency):
         self._train: MetricMeans | None = None  # of the pass whose sums the journal began with
         self._step = 0  # that was noted last
         self._of_step: list[Measured] = []
-        with contextlib.suppress(OSError):
-            self._own(memory).mkdir(parents=True, exist_ok=True)
         if writes and not on_two_hosts:  # where the parts are on two hosts, so is what was measured
-            self._copied = open_copied_measures(self._own(memory), group, world, say)
+            self._copied = open_copied_measures(self._files.own, group, world, say)
         with contextlib.suppress(OSError):
             if writes:
                 repeat = None if self._copied is None else self._copied.write
-                self._journal = MeasuresJournal(self._own(memory) / f"{_MEASURES}{group.rank:04d}", repeat)
+                self._journal = MeasuresJournal(self._files.measures(group.rank), repeat)
         self._mirror: Final[Mirror | None] = (
             None
             if part is None
-            else open_mirror(
-                self._own(memory), group, world, part, lambda: self._room(memory), say, on_two_hosts=on_two_hosts
-            )
+            else open_mirror(self._files.own, group, world, part, self._files.room, say, on_two_hosts=on_two_hosts)
         )
 
     # ---- while it trains -----------------------------------------------------------------------------------------
@@ -266,7 +235,7 @@ class EmergencyMemory(Emergency):
 
     def _measured(self) -> list[Measured]:
         return [
-            Measured(name, value.item(), int(weight), int(count))
+            Measured(name, float(value), int(weight), int(count))
             for name, value, weight, count in self._metrics.take_added()
         ]
 
@@ -278,8 +247,7 @@ class EmergencyMemory(Emergency):
     def forget_before(self) -> None:
         """Remove the files of earlier generations, once for the ranks of this node."""
         if self._world.local_rank == 0:
-            for directory in self._before():
-                shutil.rmtree(directory, ignore_errors=True)
+            self._files.remove_before()
 
     def close(self) -> None:
         """Close the journal and the mirror; what they have written stays for the next generation."""
@@ -302,115 +270,38 @@ class EmergencyMemory(Emergency):
             if self._copied is not None:
                 self._copied.take_in()
             if isinstance(error, MismatchError):
-                self._suspect(str(error))
+                self._files.suspect(str(error))
             elif is_peer_failure(error) and self.part is not None and (flat := point.take()) is not None:
-                with self._turn():
+                with self._files.turn():
                     self._leave(flat, about() | {"part": self.part.number, "parts": self.part.of})
         except Exception:  # noqa: BLE001 - the script's own objects tell their state here, and may raise anything
             pass  # the next generation resumes from the newest checkpoint
 
     def _leave(self, flat: FlatTree, about: StateTree) -> None:
         if about["parts"] > 1:
-            writer = PartWriter(self._own(self._memory) / f"{_LEFT}-{self._group.rank:04d}")
+            writer = PartWriter(self._files.part(self._group.rank))
             writer.begin(about["step"], about, flat)
             writer.close()
             return
         newest = (about["step"], about["turn"])
-        for there in (state for state in self._states(self._name) if state.sums is None):
+        for there in (state for state in self._files.own_states() if state.sums is None):
             if (there.step, there.turn) > newest:
                 return
             if (there.step, there.turn) == newest:
                 if there.checksums != flat.checksums():
-                    self._suspect(f"ranks {there.rank} and {self._group.rank} differ after step {there.step}")
+                    self._files.suspect(f"ranks {there.rank} and {self._group.rank} differ after step {there.step}")
                 return
-        place = self._place(flat.size_bytes)
-        if place is not None:
-            # The run directory may be that of other nodes, too, whose ranks do not wait for their turn here.
-            save_whole(self._own(place) / f"{_STATE}{self._world.node_rank}", flat, about["step"], about)
-
-    def _suspect(self, why: str) -> None:
-        (self._own(self._memory) / "suspect").write_text(why)
-
-    def _place(self, size_bytes: int) -> Path | None:
-        """A directory with room for ``size_bytes``; None if there is none."""
-        if size_bytes <= self._room(self._memory):
-            return self._memory
-        self._run_dir.mkdir(exist_ok=True)
-        return self._run_dir if size_bytes <= LOCAL.free_bytes(self._run_dir) else None
-
-    @staticmethod
-    def _room(memory: Path) -> int:
-        """How many bytes of ``memory`` may be taken."""
-        return int(_SHARE * min(LOCAL.free_bytes(memory), free_memory()))
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Held by one rank of this node at a time; the kernel releases the lock of a rank that is killed."""
-        lock = os.open(self._memory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            end_s = time.monotonic() + _TURN_S
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > end_s:
-                        raise
-                    time.sleep(_POLL_S)
-            yield
-        finally:
-            os.close(lock)
+        directory = self._files.state(self._world.node_rank, flat.size_bytes)
+        if directory is not None:
+            save_whole(directory, flat, about["step"], about)
 
     # ---- when the next generation starts -------------------------------------------------------------------------
 
     def find(self) -> LeftBehind | None:
         """The newest complete state that ranks of any node have left; None if there is none. Collective."""
-        own = self._left() if self._world.local_rank == 0 else Left()
+        own = self._files.left() if self._world.local_rank == 0 else Left()
         choice = choose(self._group.gather_objects(own, "what survivors have left"), self._log_every)
         return None if choice is None else LeftBehind(self._group, choice)
-
-    def _left(self) -> Left:
-        states: list[LeftState] = []
-        journals, copied = dict[tuple[str, int], Journal](), dict[tuple[str, int], Journal]()
-        suspect = []
-        for directory in self._before():
-            states += self._states(directory.name)
-            if (directory / "suspect").exists():
-                suspect.append(directory.name)
-            for found, name in ((journals, _MEASURES), (copied, COPIED)):
-                for path in directory.glob(f"{name}*"):
-                    found[directory.name, int(path.name.rpartition("-")[2])] = read_journal(path)
-        unique = {state.path: state for state in states}  # a generation may have written to both places
-        return Left(tuple(unique.values()), journals, tuple(suspect), copied)
-
-    def _states(self, generation: str) -> list[LeftState]:
-        found = []
-        for place in (self._memory, self._run_dir):
-            roots = sorted((place / generation).glob(f"{_STATE}*"))
-            for one in (one for root in roots for one in list_checkpoints(root)):
-                with contextlib.suppress(LockstepError, OSError):
-                    manifest = read_manifest(one.path)
-                    found.append(LeftState.of(generation, str(one.path), manifest.about, checksums_in(manifest)))
-            for slot in (
-                one for kind in (*MIRROR_PARTS, _LEFT) for one in (place / generation).glob(f"{kind}-*/slot-*")
-            ):
-                with contextlib.suppress(OSError):
-                    if (head := read_part_head(slot)) is not None:
-                        found.append(LeftState.of(generation, head.path, head.about, {}))
-        return found
-
-    def _before(self) -> list[Path]:
-        """The directories of earlier generations, in the memory and in the run directory."""
-        every = [path for place in (self._memory, self._run_dir) for path in place.glob(f"{self._run}-generation-*")]
-        return [path for path in every if path.name != self._name]
-
-    def _own(self, place: Path) -> Path:
-        return place / self._name
-
-
-def free_memory() -> int:
-    """What the host and this job's control groups leave, in which files in memory count, too; 0 if nobody says."""
-    return host_memory().host_free or 0
 
 
 def open_emergency(
@@ -435,7 +326,7 @@ def open_emergency(
         writes=writes_emergency(env, settings, group, strategy),
         say=say,
         log_every=None if settings.log_every is None else int(settings.log_every.every),
-        checkpoint=settings.checkpoint or "",
+        checkpoint=str(settings.checkpoint or world.run_dir),
         on_two_hosts=settings.mirror,
     )
 

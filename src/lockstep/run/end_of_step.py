@@ -46,6 +46,7 @@ class EndOfStep:
         measurement: Measurement | None = None,
     ) -> None:
         self._context: Final = context
+        self._settings: Final = context.settings
         self.point: Final = point
         self._snapshot: Final = snapshot
         self._position: Final = context.position
@@ -111,7 +112,7 @@ class EndOfStep:
             self._context.emergency.mirror(self._snapshot.take_own, self.about_left, buffers)
         if self.steps == _SAFE_STEPS:
             self._context.emergency.forget_before()
-        self._log.write_recent(step, self._position.epoch_number)  # before it is saved: a resumed run has logged it
+        self._log.write_recent()  # before it is saved: a resumed run has logged it
         decision = self._save_stop.after_step(step)
         is_first = steps_before_pass is not None and self.steps == steps_before_pass + 1
         if not checked and (is_first or self._is_check_due) and not decision.saves:
@@ -179,6 +180,10 @@ class EndOfStep:
     def finish_last(self) -> None:
         """The training is over: the last step ends, and is saved or at least compared between ranks. Collective."""
         self.finish()
+        checkpointer, step = self._context.checkpointer, self._position.progress.step
+        # What the script has done since, such as with the best weights, is to be in the last checkpoint.
+        if checkpointer.saved_step == step and self._snapshot.changed_since_taken():
+            self._save_again = True
         self.save()
         if not self._context.directory:
             self._snapshot.compare_ranks()
@@ -218,7 +223,7 @@ class EndOfStep:
 
     def say_warnings(self) -> None:
         """The leader says what the other ranks have found. Collective."""
-        if self._context.settings.on_nan == "warn":
+        if self._settings.on_nan == "warn":
             self._warnings.say_all()
 
     def compare_data(self, *, within_pass: Collection[str]) -> None:
@@ -253,7 +258,7 @@ class EndOfStep:
         }
 
     def _whole_identity(self) -> StateTree:
-        return self._identity.script | self._data_identity()
+        return self._identity.script | self._data_identity() | {"contents": self._loaders.contents}
 
     def _data_identity(self) -> StateTree:
         plan = self._context.plan
@@ -268,11 +273,11 @@ class EndOfStep:
     def _mirrors(self) -> bool:
         """Whether each rank copies its part of the state into memory: asked for, or survivors would lack something."""
         context = self._context
-        return context.settings.mirror or context.state.with_closure or context.carried.is_used
+        return self._settings.mirror or context.state.with_closure or context.carried.is_used
 
     @property
     def _is_check_due(self) -> bool:
-        return self.steps % self._context.settings.check_every == 0
+        return self.steps % self._settings.check_every == 0
 
     def _raise_error(self) -> None:
         error, self.error = self.error, None

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from typing import Final
 
 import torch
+from torch import nn
 
 from lockstep.data import Data, MicroBatchLoader, TorchLoader
 from lockstep.errors import UsageError
@@ -79,17 +80,18 @@ class EvaluationLoop:
         if current is None or not current.complete:
             where = "" if current is None else f", on micro-batch {current.position.index} of {current.position.of}"
             raise UsageError(
-                f"run.evaluate(...) in the middle of step {self._position.progress.step + 1}{where}, where each rank "
-                "has another number of bodies: write `if run.step(loss) and run.progress.step % 500 == 0:` before it, "
-                "which is true once a step on every rank, or leave the loop by break"
+                f"run.evaluate(...) in the middle of step {self._position.progress.step + 1}{where}, where "
+                "ranks run the loop's body different numbers of times: write `if run.step(loss) and run.progress.step "
+                "% 500 == 0:` before it, which is true once a step on every rank, or leave the loop by break"
             )
         self._train_step.checks.require_buffers_unchanged()
 
     @contextlib.contextmanager
     def _evaluation_mode(self, *, in_body: bool) -> Iterator[None]:
         """Modules are in evaluation mode within, and afterwards all is as it was before."""
-        modes = [(module, module.training) for model in self._state.models for module in model.modules()]
-        for model in self._state.models:
+        kept = [value for value in self._state.kept.values() if isinstance(value, nn.Module)]  # such as an average
+        modes = [(module, module.training) for model in (*self._state.models, *kept) for module in model.modules()]
+        for model in (*self._state.models, *kept):
             model.eval()
         phase = self._context.marker.set_phase("evaluate")
         self._context.precision.forget_casts()  # the script may have exchanged weights in the body

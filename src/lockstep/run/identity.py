@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.collectives import Group
+from lockstep.data import SeenSamples
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import plural
 from lockstep.heartbeat import is_users
@@ -23,6 +24,18 @@ from lockstep.settings import Settings
 _SETTINGS: Final = ("seed", "reduction", "precision", "clip_norm", "compile")
 #: Options of scripts that old launchers give each rank its own of.
 _PER_RANK: Final = ("local_rank", "node_rank", "rank", "master_addr", "master_port")
+
+
+class SeenContents(NamedTuple):
+    """What was seen of a data set as a pass over it began."""
+
+    epoch: int  #: the number of the pass's order
+    seen: SeenSamples
+    changes: bool  #: whether something else was seen as an earlier pass began, as where the script makes new data
+
+    def as_list(self) -> list[Any]:
+        """Plain values, for a checkpoint."""
+        return [self.epoch, self.seen.indices, self.seen.checksum, self.changes]
 
 
 class RunIdentity:
@@ -201,6 +214,27 @@ def _describe_lengths(before: Sequence[int | None], now: Sequence[int | None]) -
     ]
 
 
+def _describe_contents(before: Mapping[str, Sequence[Any]], now: Mapping[str, Sequence[Any]]) -> list[str]:
+    texts = []
+    for name in now.keys() & before.keys():
+        (was_epoch, indices, was, changed), (epoch, looked_at, found, changes) = before[name], now[name]
+        if was == found or indices != looked_at:
+            continue
+        where = f"a data set of the script (run.loader number {name}) holds other samples than when the checkpoint was"
+        if epoch == was_epoch:
+            texts.append(
+                f"{where} saved, in the same epoch: the bits differ from here on. Keep what the script has made, such "
+                "as labels or episodes, with run.keep(...); draw a split with a seed of its own, or after Run(...) has "
+                "begun"
+            )
+        elif not (changed or changes or name.startswith("+")):
+            texts.append(
+                f"{where} saved: unless the script makes new samples in each epoch, the bits differ from here on. Draw "
+                "a split with a seed of its own, or after Run(...) has begun"
+            )
+    return texts
+
+
 def _describe_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
     texts = []
     for (was, were), (kind, groups) in zip(before, now, strict=False):
@@ -224,6 +258,7 @@ _DESCRIBE: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
     "code": _describe_code,
     "arguments": _describe_arguments,
     "lengths": _describe_lengths,
+    "contents": _describe_contents,
     "optimizers": _describe_optimizers,
 }
 #: Whether they fit is decided where the position is known.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from lockstep.data import CollateFunction, OrderFunction, TorchLoader, UserDataset
 from lockstep.errors import SettingError, UsageError
+from lockstep.formatting import did_you_mean
 from lockstep.settings import ResolvedSettings
 
 #: Arguments of torch's `DataLoader` that are none here, and what to do instead.
@@ -77,7 +78,8 @@ class LoaderArguments:
         for name in others:
             if name in _INSTEAD:
                 raise UsageError(f"run.loader({name}=...): {_INSTEAD[name]}")
-            raise UsageError(f"run.loader({name}=...): there is no such argument; see help(run.loader)")
+            known = [*(field.name for field in fields(LoaderArguments)), *_INSTEAD]
+            raise UsageError(f"run.loader({name}=...): there is no such argument; {did_you_mean(name, known)}")
         found = (self._of_data_loader(self.dataset) if type(self.dataset) is DataLoader else self)._under(resolved)
         if found.batch_sampler is None and found.global_batch is None:
             raise UsageError(

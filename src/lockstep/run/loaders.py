@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from lockstep.batch import BatchPlan, EpochSteps
+from lockstep.checkpoint import StateTree
 from lockstep.data import (
     MicroBatch,
     MicroBatchLoader,
     Padding,
+    SeenSamples,
     ShardsFound,
     TorchLoader,
     WorkerOptions,
@@ -21,6 +23,7 @@ from lockstep.data import (
 )
 from lockstep.errors import DataError, MismatchError, UsageError
 from lockstep.formatting import format_ranks, plural
+from lockstep.run.identity import SeenContents
 from lockstep.run.loader_arguments import LoaderArguments
 from lockstep.run.setup import RunContext, cpus_of_this_rank
 from lockstep.run.to_device import on_device
@@ -29,9 +32,9 @@ from lockstep.strategies import forward_is_collective
 Method = Literal["train", "evaluate"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _OpenPass:
-    """A pass over a loader, between two of its steps."""
+    """A pass over a loader, held between two of its steps."""
 
     batches: Iterator[MicroBatch]
     order: int
@@ -49,6 +52,7 @@ class Loaders:
         self._passes: Final[dict[int, _OpenPass]] = {}  # of the micro-batch loader
         self._begun: Final[dict[int, int]] = {}  # the order that each is in
         self._orders: Final[dict[str, tuple[int, str]]] = {}
+        self._contents: Final[dict[str, SeenContents]] = {}
 
     def open(self, arguments: LoaderArguments) -> TorchLoader:
         """Make this rank's loader, with the settings over the arguments, and register it under its place among loaders.
@@ -88,6 +92,7 @@ class Loaders:
                 arguments.timeout,
             ),
             pin_memory=on_gpu and arguments.pin_memory is not False,
+            in_pass=lambda: context.metrics.position is not None,
             agree=lambda counts: context.group.gather_objects(counts, "counts of a stream"),
         )
         if loader.length is None and replicas != context.group.size:
@@ -139,16 +144,19 @@ class Loaders:
             loader.plan.require_work_for_all_ranks()
         return loader
 
-    def begin(self, loader: MicroBatchLoader, order: int) -> None:
-        """A pass in ``order`` begins, or goes on. Collective where it begins.
+    def begin(self, loader: MicroBatchLoader, order: int) -> bool:
+        """A pass in ``order`` begins, or goes on: whether it begins in this process. Collective where it does.
 
         Raises:
-            MismatchError: if ranks draw different orders.
+            MismatchError: if ranks draw different orders, or hold different samples.
             CheckpointError: for another order than that in which the run was saved.
         """
-        if self._begun.get(id(loader)) != order:
+        begins = self._begun.get(id(loader)) != order
+        if begins:
             self._begun[id(loader)] = order
             self._compare_order(loader, order)
+            self._compare_contents(loader, order)
+        return begins
 
     def step(self, loader: MicroBatchLoader, order: int, step: int, found: ShardsFound) -> Iterator[MicroBatch]:
         """This rank's micro-batches of one step of the pass in ``order``, on its device; none at the end of the pass.
@@ -157,12 +165,13 @@ class Loaders:
         something else comes between them.
         """
         held = self._passes.pop(id(loader), None)
-        if held is None or (held.order, held.step) != (order, step):
+        if held is None or held.step != step or held.order != order:
             batches = loader.epoch(order, step, padding=self._padding("train"), found=found)
             held = _OpenPass(self._on_device(loader, batches), order, step)
         for batch in held.batches:
             if batch.position.last:
-                self._passes[id(loader)] = _OpenPass(held.batches, order, step + 1)
+                held.step = step + 1
+                self._passes[id(loader)] = held
                 yield batch
                 return
             yield batch
@@ -171,13 +180,14 @@ class Loaders:
         """This rank's micro-batches of an evaluation, on its device; none on a rank that serves others. Collective.
 
         Raises:
-            MismatchError: if ranks draw different orders.
+            MismatchError: if ranks draw different orders, or hold different samples.
         """
         self._draw(loader, 0)
         self._begun.pop(id(loader), None)
+        self._passes.pop(id(loader), None)  # one pass over a loader at a time
+        self._look(loader, 0)
         if self._context.share.replica is None:
             return iter(())
-        self._passes.pop(id(loader), None)  # one pass over a loader at a time
         return self._on_device(loader, loader.evaluation(padding=self._padding("evaluate")))
 
     def may_leave_early(self, loader: MicroBatchLoader) -> bool:
@@ -207,6 +217,11 @@ class Loaders:
         """By name of the loader: the epoch that was begun last, and the digest of its order, if that was drawn."""
         return dict(self._orders)
 
+    @property
+    def contents(self) -> StateTree:
+        """By name of the loader: what was seen of its data set when the newest pass began that trains on it."""
+        return {name: content.as_list() for name, content in self._contents.items()}
+
     def close(self) -> None:
         """End all loader processes."""
         self._passes.clear()
@@ -232,6 +247,41 @@ class Loaders:
                 "depends on between epochs only"
             )
         self._context.checkpointer.compare({"orders": self.orders}, within_pass=())
+
+    def _compare_contents(self, loader: MicroBatchLoader, epoch: int) -> None:
+        seen = self._look(loader, epoch)
+        if seen is None:
+            return
+        name = self.name(loader)
+        before = self._contents.get(name)
+        changes = before is not None and (before.changes or before.seen != seen)
+        self._contents[name] = SeenContents(epoch, seen, changes)
+        if before is None:  # what later passes see, a resumed run sees as the one that saved did
+            self._context.checkpointer.compare({"contents": self.contents}, within_pass=())
+
+    def _look(self, loader: MicroBatchLoader, epoch: int) -> SeenSamples | None:
+        """Some of the samples that the pass begins with, the same on all ranks. Collective.
+
+        Without ranks that serve others: those come to a pass when they have ended the one before it.
+        """
+        context = self._context
+        if context.share.replicas != context.group.size or not (context.group.size > 1 or context.directory):
+            return None
+        seen = loader.look(epoch)
+        if seen is None:
+            return None
+        first, *others = context.group.gather_objects(seen.checksum, "samples of a data set")
+        odd = [rank for rank, other in enumerate(others, 1) if other != first]
+        if odd:
+            raise MismatchError(
+                f"{format_ranks(odd)} {'holds' if len(odd) == 1 else 'hold'} other samples than rank 0 in the data set "
+                f"of {plural(loader.length or 0, 'sample')} (compared: {', '.join(map(str, seen.indices))}). Every "
+                "rank must make the same data set. What is drawn at random, such as a split into training and test, is "
+                "the same on all ranks where it is drawn after Run(...) has begun, or with a seed of its own "
+                "(random_state=0). A data set must not depend on run.rank, nor have a generator without a seed; labels "
+                "that the script makes while it trains must be gathered from all ranks"
+            )
+        return seen
 
     def _draw(self, loader: MicroBatchLoader, epoch: int) -> str | None:
         """The order of a pass that begins is drawn; its digest, the same on all ranks. Collective."""

@@ -106,12 +106,13 @@ class LoopChecks:
         if self._checksums_before is None:
             return
         now = self._checksums()
-        odd = [p for p, value in self._checksums_before.items() if now.get(p, value) != value]
+        odd = [p for p, value in self._checksums_before.items() if now.get(p) != value]  # or it was replaced
         if odd:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             raise UsageError(
                 f"{self._state.name_of(odd[0])}{more} changed in the loop's body on micro-batch {index} of {of} of a "
-                f"step, so the result would depend on the number of ranks: {_ONCE}"
+                f"step, so the result would depend on the number of ranks: {_ONCE}. What the forward pass itself "
+                "moves, such as a codebook, must be a buffer (register_buffer)"
             )
 
     def end_body(self, index: int, of: int) -> None:
@@ -131,7 +132,7 @@ class LoopChecks:
 
     def note_buffers(self) -> None:
         """The micro-batch's last backward pass has been made: no forward pass may move buffers any more."""
-        self._buffer_versions = self._versions()
+        self._buffer_versions = [buffer._version for _, buffer in self._state.buffers]
 
     def require_buffers_unchanged(self) -> None:
         """Check that no buffer has changed since `note_buffers`.
@@ -139,20 +140,18 @@ class LoopChecks:
         Raises:
             UsageError: if one has.
         """
-        for (name, _), was, now in zip(self._state.buffers, self._buffer_versions, self._versions(), strict=False):
-            if was != now:
+        for (name, buffer), was in zip(self._state.buffers, self._buffer_versions, strict=False):
+            if was != buffer._version:
                 raise UsageError(
-                    f"the buffer {name} moved after run.step(...) in the loop's body: what a forward pass in training "
-                    "mode does there would count on some ranks and not on others. Make that pass before run.step(...) "
-                    "or between model.eval() and model.train(), and set buffers by hand before run.train(...)"
+                    f"the buffer {name} changed after run.step(...) in the loop's body: what a forward pass in "
+                    "training mode does there would count on some ranks and not on others. Make that pass before "
+                    "run.step(...) or between model.eval() and model.train(), and set buffers by hand before "
+                    "run.train(...)"
                 )
 
     def _checksums(self) -> dict[nn.Parameter, int]:
         parameters = [p for model in self._state.models for p in model.parameters()]
         return dict(zip(parameters, checksums(parameters), strict=True))
-
-    def _versions(self) -> list[int]:
-        return [buffer._version for _, buffer in self._state.buffers]
 
     def _options_now(self) -> list[list[dict[str, Any]]]:
         return [[_plain(group) for group in optimizer.param_groups] for optimizer in self._state.optimizers]

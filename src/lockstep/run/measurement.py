@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.collectives import time_sums
+from lockstep.collectives import local_part, time_sums
 from lockstep.heartbeat import ProgressMarker
 from lockstep.launch_contract import EXIT_OK
 from lockstep.progress import Progress
@@ -128,7 +128,7 @@ class Measurement:
             parameter_bytes=_bytes(parameters),
             gradient_bytes=_bytes([p for p in parameters if p.requires_grad]),
             buffer_bytes=_bytes([b for model in models for b in model.buffers()]),
-            optimizer_bytes=_bytes([_local(v) for v in states if isinstance(v, torch.Tensor)]),
+            optimizer_bytes=_bytes([local_part(v) for v in states if isinstance(v, torch.Tensor)]),
             peak_bytes=_peak_bytes(device),
             activation_bytes=self._kept.total_bytes if self._request.memory else None,
             largest_layer_bytes=max(
@@ -190,13 +190,7 @@ class KeptForBackward:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return _local(tensor).untyped_storage().data_ptr()
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """The part of a divided tensor that lies here."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+    return local_part(tensor).untyped_storage().data_ptr()
 
 
 def _bytes(tensors: list[Any]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
@@ -21,8 +22,10 @@ _FETCH = 512
 _UNIT_BITS = 1074
 
 State = dict[str, list[int | float]]
-Added = tuple[str, torch.Tensor, int | torch.Tensor, int | torch.Tensor]
-"""A name, a value of no dimension, its weight and its count."""
+Number = float | torch.Tensor
+"""One number, or a tensor of no dimension that holds it where one would have to wait for it."""
+Added = tuple[str, Number, Number, Number]
+"""A name, a value, its weight and its count."""
 
 
 class _Mean:
@@ -32,32 +35,25 @@ class _Mean:
         self.units = 0  # the sum of the finite values, in units of 2**-1074
         self.odd = 0.0  # the sum of the others: nan or an infinity, if there were any
         self.count = 0
-        self._waiting: list[tuple[torch.Tensor, int | torch.Tensor, int | torch.Tensor]] = []
+        self._waiting: list[tuple[Number, Number, Number]] = []
 
-    def add(self, value: torch.Tensor, weight: int | torch.Tensor, count: int | torch.Tensor) -> None:
-        if value.is_cpu and type(weight) is type(count) is int and not value.is_complex():
-            # Nothing to wait for; tensors that are kept would also make Python look for garbage among them.
-            self.add_number(value.item(), weight, count)
-            return
-        self._waiting.append((value, weight, count))
-        if len(self._waiting) == _FETCH:
-            self.fetch()
-
-    def absorb(self, other: _Mean) -> None:
-        self.units += other.units
-        self.odd += other.odd
-        self.count += other.count
-        self._waiting += other._waiting
-        if len(self._waiting) >= _FETCH:
-            self.fetch()
+    def add(self, value: Number, weight: Number, count: Number) -> None:
+        if isinstance(value, torch.Tensor) or isinstance(count, torch.Tensor):
+            self._waiting.append((value, weight, count))
+            if len(self._waiting) == _FETCH:
+                self.fetch()
+        else:
+            self.add_number(value, int(weight), int(count))
 
     def fetch(self) -> None:
-        """Every value is in the sums; waits for the device."""
+        """Every value is in the sums; waits for the device, once for all values."""
         if not self._waiting:
             return
-        values = torch.stack([value for value, _, _ in self._waiting]).double().tolist()
-        for value, (_, weight, count) in zip(values, self._waiting, strict=True):
-            self.add_number(value, int(weight), int(count))
+        tensors = [value for value, _, _ in self._waiting if isinstance(value, torch.Tensor)]
+        numbers = iter(torch.stack(tensors).double().tolist() if tensors else ())
+        for value, weight, count in self._waiting:
+            number = next(numbers) if isinstance(value, torch.Tensor) else value
+            self.add_number(number, int(weight), int(count))
         self._waiting = []
 
     def add_number(self, value: float, weight: int, count: int) -> None:
@@ -70,60 +66,18 @@ class _Mean:
 
 
 class MetricMeans:
-    """What was measured since the last `reduce`, by name.
+    """What was measured since the last `reduce`, by name."""
 
-    Args:
-        added: gets each value that is added, with its name, weight and count; None: nobody asks for them.
-    """
-
-    def __init__(self, added: list[Added] | None = None) -> None:
+    def __init__(self) -> None:
         self._means: dict[str, _Mean] = {}
-        self._added: Final = added
 
-    def add_mean(self, name: str, value: torch.Tensor, count: int | torch.Tensor) -> None:
-        """``value`` (no dimension) is the mean over ``count`` items. Does not wait for the device."""
-        self._add(name, value, count, count)
+    def add(self, name: str, value: Number, weight: Number, count: Number) -> None:
+        """The mean over ``weight`` items is ``value``; it counts as ``count``. Does not wait for the device."""
+        self._of(name).add(value, weight, count)
 
     def add_number(self, name: str, value: float, weight: int, count: int) -> None:
-        """The mean over ``weight`` items is ``value``; it counts as ``count``."""
+        """The same of what is known."""
         self._of(name).add_number(value, weight, count)
-
-    def add(self, name: str, value: object, samples: int, count: int | torch.Tensor | None = None) -> None:
-        """Measure ``value``: one number for each sample, or the mean of ``count`` items; None: of all ``samples``.
-
-        The script may change both afterwards.
-        """
-        if isinstance(value, torch.Tensor) and value.dim():
-            if count is not None:
-                raise UsageError(
-                    f"measure({name}=tensor of shape {tuple(value.shape)}, count=...): count is for one number that is "
-                    "the mean of so many items; leave it out, or give the mean"
-                )
-            value = value.detach()
-            whole = value.dtype in (torch.float16, torch.bfloat16, torch.float32)
-            total = value.sum(dtype=torch.float64 if whole else None)
-            self._add(name, total.double(), 1, value.numel())
-        else:
-            try:
-                # A number of Python's is not rounded to torch's default type.
-                number = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-                number = number.detach().clone()
-            except (TypeError, ValueError, RuntimeError):
-                number = torch.empty(0)
-            if number.dim():
-                raise UsageError(f"measure({name}={value!r}): give a tensor with one number per sample, or one number")
-            count = samples if count is None else count
-            self.add_mean(name, number, count.clone() if isinstance(count, torch.Tensor) else count)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was measured."""
-        return not self._means
-
-    def absorb(self, other: MetricMeans) -> None:
-        """What ``other`` has measured is measured here, too, and nothing more by ``other``. Does not wait."""
-        for name, mean in other._means.items():
-            self._of(name).absorb(mean)
 
     def reduce(self, group: Group) -> dict[str, float]:
         """The mean of each measure over all ranks, and empty from here on. Collective.
@@ -155,15 +109,11 @@ class MetricMeans:
                 mean = self._of(name)
                 mean.units, mean.odd, mean.count = int(units), float(odd), int(count)
 
-    def _add(self, name: str, value: torch.Tensor, weight: int | torch.Tensor, count: int | torch.Tensor) -> None:
-        self._of(name).add(value, weight, count)
-        if self._added is not None:
-            self._added.append((name, value, weight, count))
-
     def _of(self, name: str) -> _Mean:
-        if name not in self._means:
-            self._means[name] = _Mean()
-        return self._means[name]
+        mean = self._means.get(name)
+        if mean is None:
+            mean = self._means[name] = _Mean()
+        return mean
 
 
 class PassMetrics:
@@ -182,7 +132,7 @@ class PassMetrics:
         self.has_called = False  #: whether something was measured since `take_added`, be it of no samples
         self.train = MetricMeans()  #: of the steps of this pass
         self.recent = MetricMeans()  #: of the steps since it was reduced last, in whatever pass
-        self._step = MetricMeans(self._added)  # of the step under way, which may be discarded
+        self._of_step: Final[list[Added]] = []  # of the step under way, which may be discarded
         self.evaluate = MetricMeans()
         self.inside: Literal["train", "evaluate"] | None = None  #: which pass the script is in
         self.position: MicroBatchPosition | None = None  #: of the micro-batch that the script has
@@ -207,7 +157,8 @@ class PassMetrics:
         """
         if self.inside == method:
             raise UsageError(
-                f"the loop's body ended and its run.{method}(...) had not: go through it in a `for` loop, which ends it"
+                f"run.{method}(...) was not finished when the body of the loop around it ended: iterate over it in a "
+                "`for` loop, which finishes it"
             )
 
     def enter(self, method: Literal["train", "evaluate"]) -> None:
@@ -235,23 +186,22 @@ class PassMetrics:
         self.position = position
         self.samples = 0 if position.is_padding or not self._counts else position.samples
 
-    def add_loss(self, value: torch.Tensor, items: int | torch.Tensor) -> None:
-        """``value`` is the loss of a micro-batch, the mean over ``items``."""
+    def add_loss(self, value: Number, items: Number) -> None:
+        """``value`` is the loss of a micro-batch, the mean over ``items``, both `as_it_is`."""
         if self._counts:
-            self._step.add_mean("loss", value, items)
+            self._note(("loss", value, items, items))
 
     def step_is_done(self) -> None:
         """What was measured since the last call belongs to a step that was made."""
-        if self._step.is_empty:
-            return
-        self.train.absorb(self._step)
-        if self._wants_recent:
-            self.recent.absorb(self._step)
-        self._step = MetricMeans(self._added)
+        for added in self._of_step:
+            self.train.add(*added)
+            if self._wants_recent:
+                self.recent.add(*added)
+        self._of_step.clear()
 
     def forget_step(self) -> None:
         """What was measured since the last `step_is_done` belongs to a step that is discarded."""
-        self._step = MetricMeans(self._added)
+        self._of_step.clear()
         self.take_added()
 
     def take_added(self) -> list[Added]:
@@ -282,8 +232,52 @@ class PassMetrics:
         if not self.samples:
             return
         for name, value in values.items():
-            means = self._step if self.inside == "train" else self.evaluate
-            means.add(name, value, self.samples, count)
+            added = measured(name, value, self.samples, count)
+            if self.inside == "train":
+                self._note(added)
+            else:
+                self.evaluate.add(*added)
+
+    def _note(self, added: Added) -> None:
+        self._of_step.append(added)
+        if self._added is not None:
+            self._added.append(added)
+
+
+def as_it_is(value: torch.Tensor) -> Number:
+    """What ``value`` (no dimension) holds, whatever the script writes into it later. Does not wait for the device."""
+    return value.item() if value.is_cpu and not value.is_complex() else value.detach().clone()
+
+
+def measured(name: str, value: object, samples: int, count: int | torch.Tensor | None = None) -> Added:
+    """``value`` as one number for each sample, or the mean of ``count`` items; None: of all ``samples``.
+
+    The script may change both afterwards.
+
+    Raises:
+        UsageError: if it is neither.
+    """
+    if isinstance(value, torch.Tensor) and value.dim():
+        if count is not None:
+            raise UsageError(
+                f"measure({name}=tensor of shape {tuple(value.shape)}, count=...): count is for one number that is "
+                "the mean of so many items; leave it out, or give the mean"
+            )
+        whole = value.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        total = value.detach().sum(dtype=torch.float64 if whole else None)
+        return name, as_it_is(total.double()), 1, value.numel()
+    if isinstance(value, float):
+        number: Number = float(value)  # also one of NumPy's
+    else:
+        try:
+            tensor = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            tensor = torch.empty(0)
+        if tensor.dim():
+            raise UsageError(f"measure({name}={value!r}): give a tensor with one number per sample, or one number")
+        number = as_it_is(tensor)
+    items = samples if count is None else as_it_is(count) if isinstance(count, torch.Tensor) else count
+    return name, number, items, items
 
 
 def plus(one: Mapping[str, list[int | float]], other: Mapping[str, list[int | float]]) -> State:
@@ -299,3 +293,19 @@ def _mean(units: int | float, odd: int | float, count: int | float) -> float:
     if odd or not count:
         return float(odd) or math.nan
     return int(units) / (int(count) << _UNIT_BITS)
+
+
+def explain_missing(error: BaseException, metrics: Mapping[str, float]) -> str:
+    """What to say of an error that ``run.metrics[NAME]`` raised for a name that it does not have; "" of others.
+
+    ``run.metrics`` is a plain dict, which scripts save and hand on, so it cannot say it itself.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not (isinstance(error, KeyError) and error.args and frames and ".metrics[" in (frames[-1].line or "")):
+        return ""
+    name = str(error.args[0])
+    there = f"run.metrics has {', '.join(metrics)}" if metrics else "nothing is in run.metrics yet"
+    return (
+        f"{there}; {name} is there from the end of the loop of run.train(...) or run.evaluate(...) in which "
+        f"run.measure({name}=...) measures it"
+    )

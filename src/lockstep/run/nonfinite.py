@@ -52,12 +52,11 @@ class NonFiniteChecks:
         """
         if self._on_nan == "ignore":
             return
-        on_cpu = loss.device.type == "cpu"
-        value = loss.item() if on_cpu else math.nan
+        value = loss.item() if loss.is_cpu else math.nan
         if math.isfinite(value):
             return
         where = f"at step {step + 1} on rank {self._rank}, micro-batch {index} of {of}"
-        if on_cpu:
+        if loss.is_cpu:
             self._found("loss", f"the loss is {value:g} {where}")
         else:
             self._flags.append((~loss.detach().isfinite(), "loss", f"the loss is not finite {where}"))
@@ -72,19 +71,20 @@ class NonFiniteChecks:
             return
         # The sum of numbers one of which is not finite is not finite, and takes one pass over them. Where the sum is
         # too large for its type, the numbers themselves are asked.
-        sums = [_sum(values) for p in parameters if (values := has_gradient(p)) is not None]
-        if not sums:
+        held = [values for p in parameters if (values := has_gradient(p)) is not None]
+        sums = [v.sum(dtype=torch.float32) if v.dtype is torch.float16 else v.sum() for v in held]
+        if not sums or (sums[0].is_cpu and cmath.isfinite(sum([each.item() for each in sums]))):
             return
         where = f"at step {step + 1}, summed over all ranks, on rank {self._rank}"
-        if sums[0].device.type != "cpu":
+        if not sums[0].is_cpu:
             device = sums[0].device  # a model may lie on several
             total = torch.stack([each.abs().float().to(device) for each in sums]).sum()
             self._flags.append((~total.isfinite(), "gradient", f"the gradient is not finite {where}"))
-        elif not cmath.isfinite(sum(each.item() for each in sums)):
-            odd = [name_of(p) for p in parameters if (v := has_gradient(p)) is not None and not v.isfinite().all()]
-            if odd:
-                more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-                self._found("gradient", f"the gradient of {', '.join(odd[:3])}{more} is not finite {where}")
+            return
+        odd = [name_of(p) for p in parameters if (v := has_gradient(p)) is not None and not v.isfinite().all()]
+        if odd:
+            more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+            self._found("gradient", f"the gradient of {', '.join(odd[:3])}{more} is not finite {where}")
 
     def loss_scale(self, scale: float, step: int) -> None:
         """In fp16, after a step that was skipped: what is left of the loss scale.
@@ -106,8 +106,10 @@ class NonFiniteChecks:
             NonFiniteError: if something was not finite and the run is to stop.
         """
         asked, self._asked = self._asked, None
-        self._ask()
-        self._read_flags(asked)
+        if self._flags:
+            self._ask()
+        if asked is not None:
+            self._read_flags(asked)
 
     def settle(self) -> None:
         """Read all flags of the steps so far; waits for the GPU. Before they are saved.
@@ -119,8 +121,6 @@ class NonFiniteChecks:
         self.step_ended()
 
     def _ask(self) -> None:
-        if not self._flags:
-            return
         device = self._flags[0][0].device
         flags = torch.stack([flag.to(device) for flag, _, _ in self._flags])
         event = torch.cuda.Event()
@@ -129,9 +129,7 @@ class NonFiniteChecks:
         self._asked = on_cpu, [(kind, text) for _, kind, text in self._flags], event
         self._flags = []
 
-    def _read_flags(self, asked: _Asked | None) -> None:
-        if asked is None:
-            return
+    def _read_flags(self, asked: _Asked) -> None:
         flags, meanings, event = asked
         event.synchronize()
         for flag, (kind, text) in zip(flags.tolist(), meanings, strict=True):
@@ -190,7 +188,3 @@ class NonFiniteWarnings:
         if not self._protects:
             self._protects = True
             self._protect_newest()
-
-
-def _sum(values: torch.Tensor) -> torch.Tensor:
-    return values.sum(dtype=torch.float32) if values.dtype is torch.float16 else values.sum()

@@ -21,9 +21,10 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 class ParameterSets:
     """The parameter set of each combination of optimizers that the script has named."""
 
-    def __init__(self, group: Group, strategy: Strategy, state: State) -> None:
+    def __init__(self, group: Group, strategy: Strategy, state: State, strategy_name: str) -> None:
         self._group: Final = group
         self._strategy: Final = strategy
+        self._strategy_name: Final = strategy_name
         self._state: Final = state
         self._by_optimizers: Final[dict[tuple[int, ...], ParameterSet]] = {}
         self._to_check: set[tuple[int, ...]] = set()  # keys of sets to be made again
@@ -82,8 +83,8 @@ class ParameterSets:
             if target in in_step:
                 raise UsageError(
                     "the trainable parameters have changed between two micro-batches of a step, so ranks would differ: "
-                    "freeze, unfreeze and add parameters alike in each micro-batch of a step, or where run.step(loss) "
-                    "has returned True"
+                    "freeze, unfreeze and add the same parameters in each micro-batch of a step, or where "
+                    "run.step(loss) has returned True"
                 )
             self._follow(found, before, step)
         self._by_optimizers[key] = found
@@ -93,7 +94,7 @@ class ParameterSets:
         """Other parameters learn from this step on than did ``before``. Collective."""
         if not can_update_trainable(self._strategy):
             # Refuses it, on this rank by itself: others may serve, and have no body.
-            update_trainable(self._strategy, now)
+            update_trainable(self._strategy, now, self._strategy_name)
         own = [
             (self._state.name_of(p), tuple(p.shape), None if p in before else int(checksum(p))) for p in now.parameters
         ]
@@ -101,12 +102,12 @@ class ParameterSets:
             odd = sorted({name for name, *_ in set(own) ^ set(theirs)})
             if odd:
                 raise MismatchError(
-                    f"from step {step + 1} on other parameters learn, and not the same on all ranks: {odd[0]}"
-                    f"{f' and {len(odd) - 1} more' if len(odd) > 1 else ''} is another one on rank {rank} than on rank "
-                    f"{self._group.rank}. Freeze, unfreeze and add alike on all ranks, and make new parameters outside "
-                    "of the loop over micro-batches, where all ranks draw the same random numbers"
+                    f"the trainable parameters have changed before step {step + 1}, and not in the same way on all "
+                    f"ranks: {odd[0]}{f' and {len(odd) - 1} more' if len(odd) > 1 else ''} of rank {rank} differ from "
+                    f"those of rank {self._group.rank}. Freeze, unfreeze and add the same on all ranks, and make new "
+                    "parameters outside of the loop over micro-batches, where all ranks draw the same random numbers"
                 )
-        update_trainable(self._strategy, now)
+        update_trainable(self._strategy, now, self._strategy_name)
 
     def _make(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> ParameterSet:
         """What ``optimizers`` may learn, and of that what learns now."""
@@ -146,5 +147,5 @@ class ParameterSets:
 
 def _is_current(target: ParameterSet, optimizers: tuple[torch.optim.Optimizer, ...]) -> bool:
     """Whether ``target`` is what ``optimizers`` hold and what of it learns now."""
-    held = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+    held = sum([len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups])
     return held == target.held and target.learn == [p.requires_grad for p in target.candidates]

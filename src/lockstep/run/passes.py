@@ -36,6 +36,7 @@ class Cursor:
     number: int = 0  #: of the pass: over this loader in this turn; in `Run.steps`, since that began
     step: int = 0  #: of the pass, the next one
     complete: bool = False  #: whether the pass came to its end; the next one is another
+    steps: int | None = None  #: of the whole pass; None: nobody knows yet
     site: str = ""  #: where the script took the pass up last
     moved: bool = False  #: whether it began elsewhere, so that the place tells which loop goes on
     shards: ShardsFound = field(default_factory=dict)  #: what the pass has found of the shards of a stream
@@ -91,7 +92,7 @@ class Passes:
         for cursor in cursors:
             if cursor.complete:
                 cursor.number, cursor.step, cursor.complete = cursor.number + 1, 0, False
-                cursor.shards = {}
+                cursor.steps, cursor.shards = None, {}
                 cursor.site, cursor.moved = "", False
             cursor.moved |= cursor.site not in ("", site)
             cursor.site = site
@@ -122,22 +123,22 @@ class Passes:
         """After ``step`` steps of the run: how many were done when the open pass began; in `Run.steps`, the turn."""
         return self.began if self.loop == "steps" else step - self._cursors[self._open[0]].step
 
-    def order(self, name: str, epoch: int) -> int:
-        """The number of the order in which the loader's pass visits its samples; ``epoch`` is the run's."""
-        return self._order(self._cursors[name].number, epoch)
-
     def _order(self, number: int, epoch: int) -> int:
         if self.loop == "steps":
             return self._first_order + number
         return epoch if number == 0 else seed_of("pass", epoch, number) % _ORDERS
 
+    def place(self, name: str, epoch: int) -> tuple[int, int, ShardsFound]:
+        """Where the loader's pass is: the number of the order in which it visits its samples, and its next step.
+
+        And what it has found of the shards of a stream: the loader fills it as it reads. ``epoch`` is the run's.
+        """
+        cursor = self._cursors[name]
+        return self._order(cursor.number, epoch), cursor.step, cursor.shards
+
     def step(self, name: str) -> int:
         """The next step of the loader's pass."""
         return self._cursors[name].step
-
-    def shards(self, name: str) -> ShardsFound:
-        """What the loader's pass has found of the shards of a stream: the loader fills it as it reads."""
-        return self._cursors[name].shards
 
     def next(self, name: str, epoch: int) -> tuple[int, int]:
         """The order and the step at which a call of `Run.train` would begin; ``epoch`` is the run's."""
@@ -145,6 +146,15 @@ class Passes:
         if cursor.complete:
             return self._order(cursor.number + 1, epoch), 0
         return self._order(cursor.number, epoch), cursor.step
+
+    def note_steps(self, name: str, steps: int | None) -> None:
+        """The loader's pass has begun, which has so many ``steps``; None: nobody knows."""
+        self._cursors[name].steps = steps
+
+    def is_over(self, name: str) -> bool:
+        """Whether all steps of the loader's pass are done. Where nobody knows its number of steps, False."""
+        cursor = self._cursors[name]
+        return cursor.step == cursor.steps
 
     def after_step(self) -> None:
         """A step of the open pass is done."""
@@ -154,7 +164,7 @@ class Passes:
     def next_pass(self, name: str) -> None:
         """In `Run.steps`, the loader has come to its end, and starts over."""
         cursor = self._cursors[name]
-        cursor.number, cursor.step, cursor.shards = cursor.number + 1, 0, {}
+        cursor.number, cursor.step, cursor.steps, cursor.shards = cursor.number + 1, 0, None, {}
 
     def complete(self) -> None:
         """The open pass came to its end. In `Run.steps` the turn did, and the loaders stay where they are."""

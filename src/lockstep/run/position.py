@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal
 
-import torch
-
 from lockstep.progress import Progress
 from lockstep.report import epoch_number
 from lockstep.run.best import BestValue
+from lockstep.run.metrics import Number
 from lockstep.run.passes import Passes
 from lockstep.run.progress_reporter import RunLength
 from lockstep.seeding import seed_generators, seed_of
@@ -36,7 +35,7 @@ class RunPosition:
         self.evaluations = 0  #: evaluations since the last step
         self.evaluations_done = 0  #: of these, what a resume does not repeat
         self.is_left = False  #: whether the loop of `train` was left by `break`, and nothing says yet where it goes on
-        self.loss: torch.Tensor | None = None  #: of the last micro-batch trained on
+        self.loss: Number | None = None  #: of the last micro-batch trained on
         self.length = RunLength()
 
     @property

@@ -55,20 +55,19 @@ class Precision:
         return self._scaler.scale(loss) if self.scales else loss
 
     def unscale(self, optimizer: torch.optim.Optimizer, on_any_rank: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Divide the gradients by the loss scale; all ranks note whether they are finite on all of them. Collective.
+        """In fp16, divide the gradients by the loss scale; all ranks note whether they are finite on all. Collective.
 
         Args:
             optimizer: whose gradients.
             on_any_rank: whether a value of one element is not zero on some rank, as 0.0 or 1.0. Collective.
         """
-        if self.scales:
-            self._scaler.unscale_(optimizer)
-            # Torch notes it by device; a rank that holds no gradient has noted nothing, and steps or skips, too.
-            noted: dict[Any, torch.Tensor] = self._scaler._found_inf_per_device(optimizer)
-            found = sum((value.to(self._device) for value in noted.values()), torch.zeros((), device=self._device))
-            agreed = on_any_rank(found)
-            for device in noted or (agreed.device,):
-                noted[device] = agreed.to(device)
+        self._scaler.unscale_(optimizer)
+        # Torch notes it by device; a rank that holds no gradient has noted nothing, and steps or skips, too.
+        noted: dict[Any, torch.Tensor] = self._scaler._found_inf_per_device(optimizer)
+        found = sum((value.to(self._device) for value in noted.values()), torch.zeros((), device=self._device))
+        agreed = on_any_rank(found)
+        for device in noted or (agreed.device,):
+            noted[device] = agreed.to(device)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step ``optimizer`` after `unscale`, unless its gradients are not finite in fp16."""

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from lockstep.launch_contract import STATUS
 from lockstep.memory_use import MemoryUse, host_memory
 from lockstep.progress import Progress
 from lockstep.report import SilentView, State, Status, StatusFile, Throughput, choose_view
+from lockstep.run.metrics import Number
 from lockstep.run.stop_requests import JobDeadline
 from lockstep.world import World
 
@@ -69,7 +68,7 @@ class ProgressReporter:
         self._now: Final = now
         self._pace: Final = Throughput(now=now)
         self._next_at = now()
-        self._loss: torch.Tensor | None = None
+        self._loss: Number | None = None
         self._status: Status | None = None
         path = env.get(STATUS)
         self._file = StatusFile(Path(path)) if world.leads and path else None
@@ -85,7 +84,7 @@ class ProgressReporter:
         else:
             self._view.line(text)
 
-    def step(self, progress: Progress, length: RunLength, loss: torch.Tensor | None, saved_step: SavedStep) -> bool:
+    def step(self, progress: Progress, length: RunLength, loss: Number | None, saved_step: SavedStep) -> bool:
         """A step is done. Costs about a microsecond, and four times a second what `show` does: whether it was time."""
         self._pace.observe(progress.samples)
         if self._now() < self._next_at:
@@ -94,14 +93,14 @@ class ProgressReporter:
         return True
 
     def show(
-        self, state: State, progress: Progress, length: RunLength, loss: torch.Tensor | None, saved_step: SavedStep
+        self, state: State, progress: Progress, length: RunLength, loss: Number | None, saved_step: SavedStep
     ) -> None:
         """Tell where the run is now."""
         if not self._world.leads:
             return
         self._next_at = self._now() + _SHOW_EVERY_S
         # While a GPU computes, the loss of the time before: by now it is there, so reading it waits for nothing.
-        waits = loss is not None and loss.device.type != "cpu" and state not in _ENDS
+        waits = not isinstance(loss, float | None) and state not in _ENDS
         value, self._loss = (self._loss if waits else loss), loss
         left = length.samples_left(progress)
         self._status = Status(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.formatting import plural
 from lockstep.run.closures import check_closures, needs_closure, refuse_beside
 from lockstep.run.early_stopping import EarlyStopping
+from lockstep.run.registered_scheduler import RegisteredScheduler, check_scheduler
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.state import State
@@ -156,7 +156,7 @@ class Registration:
                 f"{type(scheduler).__name__} belongs to no optimizer of this run; "
                 "call run.optimizer(optimizer) first, and make the scheduler from what it returns"
             )
-        self._state.schedulers.append(scheduler)
+        self._state.schedulers.append(RegisteredScheduler(scheduler))
 
     def early_stopping(
         self, metric: str, patience: int, mode: Literal["min", "max"], min_delta: float
@@ -237,8 +237,25 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
     if strangers:
         raise UsageError(
             f"{type(optimizer).__name__} holds {len(strangers)} of {plural(len(parameters), 'parameter')} that belong "
-            "to no model of this run; make it after `model = run.model(model)`, from model.parameters()"
+            "to no model of this run; make it after `model = run.model(model)`, from model.parameters(). A parameter "
+            "outside of a model, such as a temperature, becomes one: run.model(nn.ParameterList([temperature]))"
         )
+    _refuse_hidden_state(optimizer)
+
+
+def _refuse_hidden_state(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer around another one, as many implementations of SAM are, has a `state_dict` of its own state only."""
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        return
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
+            kind, within = type(optimizer).__name__, type(inner).__name__
+            raise UsageError(
+                f"{kind} steps by another optimizer, {kind}.{name} ({within}), whose state (momentum, moments) is not "
+                f"in {kind}.state_dict(): no checkpoint would hold it, and a resumed run would begin it again. Let "
+                f"both have one state: write `self.{name}.state = self.state` at the end of {kind}.__init__ and of "
+                f"{kind}.load_state_dict"
+            )
 
 
 def _refuse_sparse_momentum(optimizer: torch.optim.Optimizer, state: State) -> None:
@@ -250,28 +267,6 @@ def _refuse_sparse_momentum(optimizer: torch.optim.Optimizer, state: State) -> N
                 f"{state.name_of(sparse[0])}, which has sparse=True, and no checkpoint holds those: use SparseAdam, "
                 "momentum=0, or leave sparse=True out"
             )
-
-
-def check_scheduler(scheduler: Any) -> None:
-    """Check that ``scheduler`` can be stepped once after each step.
-
-    Raises:
-        UsageError: for one whose ``step`` needs an argument, such as a metric.
-    """
-    step = inspect.signature(type(scheduler).step)
-    required = [
-        name
-        for name, parameter in list(step.parameters.items())[1:]
-        if parameter.default is inspect.Parameter.empty
-        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    ]
-    if required:
-        name = type(scheduler).__name__
-        raise UsageError(
-            f"{name}.step({', '.join(required)}) needs {' and '.join(required)}, and a run steps schedulers after "
-            f"each step by itself: write run.keep(scheduler=scheduler) in place of run.scheduler(...), and "
-            "scheduler.step(run.metrics['accuracy']) after run.evaluate(...), with the metric that you measure"
-        )
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

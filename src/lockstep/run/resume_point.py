@@ -121,6 +121,12 @@ class _Noted:
         return self._marks == _marks(self.flat.tensors)
 
 
+def tree_marks(tree: StateTree) -> object:
+    """What differs if something in ``tree`` changes: plain values, and marks of tensors."""
+    flat = FlatTree.of(tree)
+    return flat.encoded, [tensor.data_ptr() for tensor in flat.tensors], _marks(flat.tensors)
+
+
 def _marks(tensors: Sequence[torch.Tensor]) -> list[int]:
     """What differs if a tensor changes: checksums of small ones, and how often the others have been changed.
 

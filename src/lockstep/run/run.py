@@ -84,46 +84,50 @@ class Run:
         precision: ``fp32``, ``bf16`` or ``fp16``, of the forward pass.
         checkpoint: directory for checkpoints. None: the run directory of ``lockstep run``, or none are saved.
         save_every: such as ``"100 steps"``, ``"5 min"`` or ``"1 epoch"``. None: only at the end and at a stop.
-        log_every: such as ``"50 steps"``: after every so many steps of the run, the means of what they measured are
-            logged as ``loss_step`` and so on. None: only `log` logs.
-        track: ``tensorboard``, ``wandb``, ``mlflow``, or several with commas between them, get what is logged, and the
-            settings; or an object with ``log(values, step)`` does. Only the leader's. One that fails or hangs is
-            dropped, and the training goes on. None: ``metrics.jsonl`` alone.
-        profile: such as ``"steps 10:20"``: what each rank does from when 10 steps are done to when 20 are, recorded by
-            `torch.profiler`, as one Chrome trace for each rank under ``profile`` in the run's directory or that of its
-            checkpoints, else in the working directory. None: nothing is recorded, and nothing slowed down.
-        keep: how many checkpoints are kept, the newest ones.
-        emergency: under ``lockstep run`` with ``--max-restarts``: when a rank or a host is lost, the others leave the
-            state of the last finished step in the host's memory, where the next generation goes on from. False: it
-            goes on from the newest checkpoint.
-        mirror: under ``lockstep run`` with ``--max-restarts``: each rank copies its part of the state into the host's
-            memory after every step, while the next one is computed. So no step is lost either where survivors cannot
-            help: under ``zero`` and ``fsdp``, when all ranks of a host die or hang; on GPUs, where it was not tried
-            yet. Takes twice the memory of the state there. On several hosts also where one of them is lost: what one
-            rank holds alone is kept on two of them. Done without being asked for, on the own host, where the script
-            uses `carry`, or an optimizer a closure. With ``emergency=False`` it is refused.
-        best: such as ``"max accuracy"`` or ``"min val_loss"``: when that metric is better than ever, a checkpoint is
-            saved, and kept beside the newest ones until there is a better one. Of loss, error and perplexity less is
-            better, of accuracy, acc, f1, auc, iou and bleu more: there the name will do.
-        clip_norm: greatest global norm of a step's gradient.
-        sync_batchnorm: BatchNorm over the micro-batches that all ranks compute at once; the result depends on how many.
+        log_every: such as ``"50 steps"``: every so many steps, the means of what these steps have measured are logged,
+            as ``loss_step`` and so on. None: only `log` logs.
+        track: ``tensorboard``, ``wandb`` or ``mlflow``, or several separated by commas: they receive what is logged,
+            and the settings. Or an object with a method ``log(values, step)``. Used by the leader only. A tracker that
+            fails or hangs is dropped, and the training continues. None: only ``metrics.jsonl`` is written.
+        profile: such as ``"steps 10:20"``: `torch.profiler` records each rank from when 10 steps are done until 20 are.
+            One Chrome trace per rank is written to ``profile`` in the run's directory or that of its checkpoints, else
+            in the working directory. None: nothing is recorded, at no cost.
+        keep: number of the newest checkpoints that are kept.
+        emergency: under ``lockstep run`` with ``--max-restarts``: when a rank or a host is lost, the other ranks save
+            the state of the last finished step in the memory of their hosts, and the restarted ranks continue from it.
+            False: they continue from the newest checkpoint.
+        mirror: under ``lockstep run`` with ``--max-restarts``: after every step, each rank copies its part of the state
+            into the memory of its host, while the next step is computed. Then no step is lost even where the other
+            ranks do not hold the state: under ``zero`` and ``fsdp``, when all ranks of a host die or hang, and on GPUs
+            (not tested there yet). On several hosts, what only one rank holds is kept on two hosts, so that one of them
+            may be lost. Takes twice the memory of the state. Always done on the rank's own host if the script uses
+            `carry`, or an optimizer with a closure. Refused with ``emergency=False``.
+        best: such as ``"max accuracy"`` or ``"min val_loss"``: whenever this metric has a new best value, a checkpoint
+            is saved, and kept in addition to the newest ones until there is a better one. For loss, error and
+            perplexity (lower is better), and for accuracy, acc, f1, auc, iou and bleu (higher is better), the name is
+            enough.
+        clip_norm: maximum global norm of a step's gradient.
+        sync_batchnorm: BatchNorm over all micro-batches that the ranks compute at the same time; the result depends on
+            the number of ranks.
         compile: `torch.compile` each model.
         threads: CPU threads per rank; the bits depend on it. None: one on a CPU, else this rank's part of the CPUs.
         workers: loader processes per rank. None: chosen.
-        global_batch: samples of a step over all ranks, of each loader that is not told; given from outside, of all.
-        micro_batch: samples of one forward pass, likewise.
+        global_batch: samples per step over all ranks, for loaders that do not give it; if it is given on the command
+            line or in the environment, for all loaders.
+        micro_batch: samples per forward pass, in the same way.
         bucket_mb: MiB of gradients exchanged at once. None: chosen.
-        on_nan: what a loss or a gradient that is not finite leads to: ``stop`` ends the run with `NonFiniteError`
-            before the parameters take it; ``warn`` says it and keeps the checkpoint from before it; ``ignore``.
-        check_every: steps between two comparisons of what ranks hold, beside those at saves and at the first step of
-            each pass.
-        peer_timeout_s: how long a collective waits for the other ranks.
-        rehearse: for a try with fewer GPUs than the real thing has: ranks may share one (slowly, through the CPU), and
-            CPU threads stand in for them where a strategy needs some.
+        on_nan: what happens when a loss or a gradient is not finite: ``stop`` ends the run with `NonFiniteError` before
+            the parameters are updated with it; ``warn`` prints a warning and keeps the checkpoint from before;
+            ``ignore`` does nothing.
+        check_every: ranks compare what they hold after every so many steps, in addition to the comparisons at saves and
+            at the first step of each pass.
+        peer_timeout_s: how many seconds a collective waits for the other ranks.
+        rehearse: to try a script with fewer GPUs than it will have: ranks may share a GPU (slowly, through the CPU),
+            and CPU threads replace GPUs where a strategy needs several.
 
     Raises:
         SettingError: for a value that cannot be used.
-        WorldError: if the environment describes no world, or the ranks do not meet.
+        WorldError: if the environment does not describe a world, or the ranks cannot connect.
     """
 
     def __init__(
@@ -213,7 +217,7 @@ class Run:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which writes for all. Make no call of `Run` inside ``if run.leads`` but `say`."""
+        """Whether this is rank 0, which writes for all. Inside ``if run.leads``, call no method of `Run` but `say`."""
         return self._context.group.leads
 
     @property
@@ -230,14 +234,14 @@ class Run:
     def counts(self) -> bool:
         """Whether the current micro-batch is to be counted on this rank, for sums of your own.
 
-        False for padding, which only makes this rank join the others' collectives, and where another rank of the same
-        replica counts it. `measure` and `step` take care of that by themselves.
+        False for padding, which only lets this rank take part in collectives, and if another rank of the same replica
+        counts it. `measure` and `step` do this for you.
         """
         return self._context.metrics.samples > 0
 
     @property
     def micro_batch(self) -> MicroBatchPosition:
-        """Where the current micro-batch stands in its step: its index, how many there are, how many samples it holds.
+        """The place of the current micro-batch in its step: its index, their number, and how many samples it holds.
 
         Raises:
             UsageError: outside of the loops of `train` and `evaluate`.
@@ -251,14 +255,15 @@ class Run:
     def carry(self) -> CarriedState:
         """What the script carries from step to step, such as a hidden state: a dict for the current micro-batch.
 
-        It belongs to the micro-batch's index in the step, not to the rank: what was put in comes back at the same index
-        in the next step, on any number of ranks, and is saved. ``run.carry.get("hidden")`` is None the first time.
+        It belongs to the index of the micro-batch in the step, not to the rank: in the next step, the micro-batch with
+        the same index finds what was put in, on any number of ranks. It is saved. ``run.carry.get("hidden")`` is None
+        the first time.
         """
         return self._context.carried
 
     @property
     def world(self) -> World:
-        """This rank's numbers among all ranks, and the launcher that they come from."""
+        """Which rank of which world this is, and which launcher said so."""
         return self._context.world
 
     def say(self, text: str) -> None:
@@ -288,18 +293,19 @@ class Run:
         ``state_dict()`` are refused: see `state_dict` and `save`.
 
         Args:
-            model: with its parameters; their device is changed in place, but for a model that lies on several GPUs,
-                the rank's own among them: its forward pass moves what it needs. Or a function that makes the model,
-                the same one on every rank; under ``hybrid`` embeddings are then never whole on any rank. A list is a
-                model's stages, each called with what the one before returns (a tuple becomes several arguments):
-                modules, or functions that make one each. What comes back is then one module with the submodules ``0``,
-                ``1`` and so on. ``pipeline`` puts them on its ranks, each of which makes every stage and keeps its own.
+            model: a module, which is moved to the rank's device in place, unless it is on several GPUs of the rank
+                already (then its forward pass must move tensors between them). Or a function that makes the model, the
+                same one on every rank; under ``hybrid``, embeddings are then never whole on any rank. Or a list, the
+                stages of a model: modules, or functions that make one each. Each stage is called with what the stage
+                before it returns (a tuple becomes several arguments). The result is then one module with the
+                submodules ``0``, ``1`` and so on. ``pipeline`` distributes them over its ranks; each rank makes every
+                stage and keeps its own.
             weights: to begin with, by the names of ``model.state_dict()``: a ``.safetensors`` file, the index of one in
                 several files (``.safetensors.index.json``), or a directory with either. Each rank sees it, and reads
                 what it holds.
-            find_unused_parameters: as DDP's: for models of which a forward pass may leave out parameters.
-            static_graph: as DDP's: every forward pass uses the same parameters equally often. Those that are never
-                used are found once, and what is checkpointed with ``use_reentrant=True`` may be called several times.
+            find_unused_parameters: as in DDP: for models whose forward pass may not use all parameters.
+            static_graph: as in DDP: every forward pass uses the same parameters equally often. Unused parameters are
+                then found once, and modules checkpointed with ``use_reentrant=True`` may be called several times.
             tensor_plan: which layers the ranks of a tensor group compute together under ``fsdp:tensor=N``, such as
                 ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; other strategies ignore it. The words are
                 those of transformers, or torch's `ColwiseParallel` and `RowwiseParallel`; ``{}`` divides nothing. None:
@@ -308,8 +314,8 @@ class Run:
         Raises:
             MismatchError: if ranks made different models.
             SettingError: if ``weights`` cannot be read.
-            UsageError: for a model that cannot be trained, by the name of what is in the way; for ``weights`` that are
-                not its own; and for what is on the device ``meta`` and initialised by nobody.
+            UsageError: for a model that cannot be trained, with the reason and its name; for ``weights`` of another
+                model; and for tensors on the device ``meta`` that nothing initialises.
         """
         return self._registration.model(
             model,
@@ -324,10 +330,10 @@ class Run:
 
         Args:
             optimizer: made for parameters of a `model`.
-            closure: whether it is stepped by ``optimizer.step(closure)``, as LBFGS and implementations of SAM are. Then
-                `step` is given a function and its data, and each call of the closure computes the loss and the gradient
-                of the whole global batch again; ``.grad`` holds that gradient before the first call, too. It must be
-                the run's only optimizer. None: if its ``step`` cannot be called without.
+            closure: whether its ``step`` needs a closure, as in LBFGS and implementations of SAM. Then give `step` a
+                function and its data. Each call of the closure computes the loss and the gradient of the whole global
+                batch again; ``.grad`` holds this gradient before the first call, too. It must be the run's only
+                optimizer. None: true if its ``step`` cannot be called without a closure.
 
         Raises:
             UsageError: if it was made for parameters of no model that `model` was given, or cannot step here.
@@ -336,7 +342,14 @@ class Run:
         return optimizer
 
     def scheduler(self, scheduler: T) -> T:
-        """``scheduler`` itself, from now on stepped once after each step of its optimizer, and saved."""
+        """``scheduler`` itself, from now on stepped once after each step of its optimizer, and saved.
+
+        For one that is to step at other times, such as once an epoch, use `keep`, and call its ``step()`` yourself.
+
+        Raises:
+            UsageError: for one of another optimizer, or whose ``step`` needs an argument. From `step`: if the script
+                steps it, too.
+        """
         self._registration.scheduler(scheduler)
         return scheduler
 
@@ -365,8 +378,8 @@ class Run:
     ) -> EarlyStopping:
         """Whether to stop because ``metric`` no longer improves: ``if stopper.should_stop(): break``.
 
-        Its state is saved. A run that ends after it has said to stop is finished: resumed, it trains no further step,
-        unless it is given more patience.
+        Its state is saved. A run that was stopped in this way is finished: if it is resumed, it trains no further step,
+        unless ``patience`` is larger now.
 
         Args:
             metric: a name in `metrics`.
@@ -400,6 +413,9 @@ class Run:
     ) -> TorchLoader:
         """This rank's share of ``dataset``, for `train` or `evaluate`. Collective.
 
+        A loop of the script's own over what it returns, outside of these two, reads all micro-batches of the first
+        epoch, alike on every rank, as for the mean of a data set.
+
         Args:
             dataset: samples by index, an iterable of samples, tensors with one row per sample, or a `DataLoader` of
                 torch's, whose batch is then a step. Or samples in shards: ``shard_lengths``, or ``num_shards`` where
@@ -412,18 +428,18 @@ class Run:
             sampler: a torch sampler or any iterable of indices: the order of an epoch, with those left out or repeated
                 that it leaves out or repeats. It is asked for the whole order on every rank, under generators seeded
                 for the epoch, its own ones among them; ``set_epoch(epoch)`` is called where it has it.
-            batch_sampler: likewise an iterable of batches of indices: each batch is one step, of whatever size, and is
-                divided into micro-batches. Without ``global_batch`` then.
+            batch_sampler: a torch batch sampler or any iterable of batches of indices: each batch is one step, of any
+                size, and is divided into micro-batches. Leave ``global_batch`` out then.
             order: ``function(epoch, generator)`` that gives the indices of an epoch.
             drop_last: leave out the short step at the end of an epoch.
             collate_fn: as torch's.
-            workers: loader processes; None: `settings`' or chosen. What `settings` were given from outside the script
-                for this or a batch size holds in place of what stands here.
+            workers: loader processes; None: as in `settings`, or chosen. For this and for the batch sizes, a value from
+                the command line or the environment replaces the value given here.
             worker_init_fn: as torch's.
             prefetch_factor: micro-batches that each loader process holds ready; None: chosen.
             pin_memory: hand out page-locked memory; on a GPU only. None: yes.
             timeout: seconds that a micro-batch of loader processes may take; 0: as long as it does.
-            others: further arguments of torch's; each is refused with the way out.
+            others: further arguments of torch's `DataLoader`; each is refused, with what to use instead.
 
         Raises:
             PlanError: if the sizes do not fit each other.
@@ -521,8 +537,8 @@ class Run:
     def update(self, optimizer: Optimizers = None) -> bool:
         """The second half of `step`: on the step's last micro-batch unscale, clip and update; before that, nothing.
 
-        Where a run has several optimizers that step apart, they all step when each of them has had its loss, or at the
-        end of the loop's body: no loss sees what another one of the same step has changed.
+        If a run has several optimizers with losses of their own, they all step when each of them has had its loss, or
+        at the end of the loop's body: no loss of a step is computed with parameters that were changed in this step.
 
         Returns:
             Whether the step is done, see `step`.
@@ -556,19 +572,18 @@ class Run:
             out of a step, none, and the step is done at the end of the body.
 
         Raises:
-            UsageError: outside of `train`, for a loss that is none, or for what would make the result depend on the
-                number of ranks.
+            UsageError: outside of `train`, for a loss of a wrong type or shape, or for anything that would make the
+                result depend on the number of ranks.
             NonFiniteError: for a loss or gradient that is not finite, if the run is to stop then.
             PeerLost: if another rank is gone.
         """
-        self._training.backward(loss, data, count, loss_is, optimizer)
-        return self._training.update(optimizer)
+        return self._training.step(loss, data, count, loss_is, optimizer)
 
     def evaluate(self, loader: TorchLoader) -> MicroBatches:
         """This rank's micro-batches of a data set of which each sample comes once, over all ranks. Collective.
 
-        Models are in evaluation mode and gradients are off. At the end, `metrics` holds what was measured, added to
-        the means of the training before it.
+        Models and kept modules are in evaluation mode and gradients are off. At the end, `metrics` holds what was
+        measured, added to the means of the training before it.
 
         Also in the body of `train`, once the step is done, but not under strategies with ranks that serve others: ``if
         run.step(loss) and run.progress.step % 500 == 0:``. What is trained afterwards has the bits that it has without

@@ -31,6 +31,8 @@ class RunLog:
         self._context: Final = context
         self._tracker: Final = tracker
         self._leads: Final = context.group.leads
+        every = context.settings.log_every
+        self._every: Final = None if every is None else int(every.every)
         self._file: MetricsFile | None = None
         self._trackers: list[TrackerThread] = []
         self.rows: list[LoggedRow] = []  #: what was logged since `forget_rows`, on every rank
@@ -73,12 +75,12 @@ class RunLog:
         texts = (f"{name} {_on_screen(value)}" for name, value in ({"epoch": epoch} | values).items())
         self._context.reporter.say(f"step {step}: " + ", ".join(texts))
 
-    def write_recent(self, step: int, epoch: int) -> None:
-        """After every so many steps, what they measured is written. Collective then."""
-        every, metrics = self._context.settings.log_every, self._context.metrics
-        if every is not None and step % int(every.every) == 0:
-            means = {f"{name}_step": mean for name, mean in metrics.recent.reduce(self._context.group).items()}
-            self.write({**means}, step, epoch)
+    def write_recent(self) -> None:
+        """A step has ended: after every so many, what they measured is written. Collective then."""
+        position, context = self._context.position, self._context
+        if self._every is not None and position.progress.step % self._every == 0:
+            means = {f"{name}_step": mean for name, mean in context.metrics.recent.reduce(context.group).items()}
+            self.write({**means}, position.progress.step, position.epoch_number)
 
     def forget_rows(self) -> None:
         """A step has ended: a run that goes on from there logs again what comes from here on."""

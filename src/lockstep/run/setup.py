@@ -8,6 +8,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -51,6 +52,10 @@ class TrainingPlan:
         """The micro-batches that ``rank`` computes in a step of ``micro_batches``."""
         assert self.plan is not None  # the strategy reduces nothing outside of `train`
         return self.plan.run(rank, micro_batches)
+
+
+#: How many runs this process has opened in the run directory of a launcher's job.
+_runs_of_script: Final[dict[str, int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,8 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     refuse_unknown_trackers(settings.track or "")
     marker = progress_marker()
     marker.set_phase("start")
-    world = _world_of_trial(World.from_env(env), current_trial())
+    job = World.from_env(env)
+    world = _world_of_run(job, current_trial())
     device, threads = _prepare_device(settings, world, marker)
     deadline = JobDeadline.from_env(env)
     reporter = ProgressReporter(world, env, deadline, marker.memory, is_trial=current_trial() is not None)
@@ -130,7 +136,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     # What is measured is thrown away: nothing of it is saved or logged, and nothing is resumed.
     directory = home if measure is None else None
     checkpointer = (
-        _open_checkpointer(settings, world, group, strategy, reporter, deadline)
+        _open_checkpointer(settings, world, job, group, strategy, reporter, deadline)
         if measure is None
         else NoCheckpointer()
     )
@@ -138,7 +144,11 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     has_emergency = measure is None and current_trial() is None
     notes = has_emergency and writes_emergency(env, settings, group, strategy)
     metrics = PassMetrics(counts=share.counts, recent=settings.log_every is not None, notes=notes)
-    stop_requests = StopRequests(Path(directory or ".", STOP_FILE), deadline)
+    # A script's second run is asked to stop where its first one is.
+    of_script = job.run_dir is not None and current_trial() is None and measure is None
+    stop_requests = StopRequests(Path((job.run_dir if of_script else directory) or ".", STOP_FILE), deadline)
+    if of_script:
+        _runs_of_script[job.run_dir or ""] = _runs_of_script.get(job.run_dir or "", 0) + 1
     return RunContext(
         resolved=resolved,
         world=world,
@@ -185,13 +195,21 @@ def _prepare_device(settings: Settings, world: World, marker: ProgressMarker) ->
     return device, threads
 
 
-def _world_of_trial(world: World, trial: CurrentTrial | None) -> World:
-    """``world``; in a search with the files of the trial, whose attempts are what generations are to other runs."""
-    if trial is None:
-        return world
-    directory = directory_of_run(trial.directory, len(trial.reports_of_runs))
+def _world_of_run(job: World, trial: CurrentTrial | None) -> World:
+    """The ``job`` with a directory for this run alone, as a script or a trial may open several, one after another.
+
+    In a search the attempts of a trial are what generations are to other runs.
+    """
+    if trial is not None:
+        directory = directory_of_run(trial.directory, len(trial.reports_of_runs))
+        generation = trial.attempt - 1
+    elif job.run_dir is not None:
+        directory = directory_of_run(Path(job.run_dir), _runs_of_script.get(job.run_dir, 0))
+        generation = job.generation
+    else:
+        return job
     directory.mkdir(parents=True, exist_ok=True)
-    return replace(world, run_dir=str(directory), generation=trial.attempt - 1)
+    return replace(job, run_dir=str(directory), generation=generation)
 
 
 def _refuse_child_import() -> None:
@@ -231,6 +249,7 @@ def _open_strategy(spec: str, context: StrategyContext, *, mirror: bool) -> Stra
 def _open_checkpointer(
     settings: Settings,
     world: World,
+    job: World,
     group: Group,
     strategy: Strategy,
     reporter: ProgressReporter,
@@ -245,7 +264,7 @@ def _open_checkpointer(
         )
         try:
             # A run directory names a launcher's job: only one launcher at a time works in it.
-            checkpoints.claim(world.run_dir or "", world.generation)
+            checkpoints.claim((job if current_trial() is None else world).run_dir or "", world.generation)
         except SettingError:
             strategy.close()
             group.close()  # the process may open a run in another directory

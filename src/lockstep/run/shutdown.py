@@ -14,6 +14,7 @@ from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.error_file import silence_interrupt, write_torchelastic_error
 from lockstep.run.loaders import Loaders
 from lockstep.run.measurement import Measurement
+from lockstep.run.metrics import explain_missing
 from lockstep.run.oom_advice import MemoryPeak, add_memory_advice, staying_bytes, wanted_bytes
 from lockstep.run.outside_forward import method_of
 from lockstep.run.run_log import RunLog
@@ -135,8 +136,8 @@ class Shutdown:
             if isinstance(error, torch.OutOfMemoryError):
                 self._advise(error)
             method = method_of(error, self._state.models)
-            if told := explain(self._context.strategy, error, method):
-                error.add_note(told)
+            if note := explain(self._context.strategy, error, method) or explain_missing(error, self._position.metrics):
+                error.add_note(note)
             add_advice(error)
             write_torchelastic_error(error, os.environ)
 

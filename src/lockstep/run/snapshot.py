@@ -9,6 +9,7 @@ from lockstep.collectives import as_absent_shards, as_owned_shards, in_memory
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.progress import Progress
 from lockstep.run.divergence import DivergenceCheck
+from lockstep.run.resume_point import tree_marks
 from lockstep.run.setup import RunContext
 from lockstep.strategies import ComputesLoss, HasServerRanks, StatePart, load_strategy_state, split, strategy_state
 
@@ -24,6 +25,7 @@ class RunSnapshot:
         self._carried: Final = context.carried
         self._strategy_name: Final = split(context.settings.strategy)[0]
         self._divergence: Final = DivergenceCheck(context.group)
+        self._marks_of_taken: object = None
 
     def take(self) -> StateTree:
         """What to save; equal on all ranks. Collective.
@@ -31,7 +33,8 @@ class RunSnapshot:
         Raises:
             MismatchError: if ranks hold different values.
         """
-        tree = self._objects() | {
+        objects = self._objects()
+        tree = objects | {
             **self._common(),
             "measures": self._metrics.train.state(self._context.group),
             "recent": self._metrics.recent.state(self._context.group) if self._context.settings.log_every else {},
@@ -39,7 +42,13 @@ class RunSnapshot:
             "is_left": self._position.is_left,
         }
         self._divergence.compare(tree, self._position.progress.step)
+        self._marks_of_taken = tree_marks(objects)
         return tree
+
+    def changed_since_taken(self) -> bool:
+        """Whether the script has changed, on any rank, what `take` gave last; False if it gave nothing. Collective."""
+        changed = self._marks_of_taken is not None and tree_marks(self._objects()) != self._marks_of_taken
+        return any(self._context.group.gather_objects(changed, "whether there is something to save"))
 
     def take_own(self, part: StatePart) -> StateTree:
         """The same as far as it lies on this rank, where a step has ended, but for what is measured.

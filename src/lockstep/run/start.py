@@ -98,9 +98,8 @@ class TrainingStart:
 
     def _log_what_may_be_missing(self, left: LeftBehind) -> None:
         """The leader may have died before it wrote what the others had taken for logged. Collective."""
-        position = self._position
         if not left.turn:
-            self._log.write_recent(position.progress.step, position.epoch_number)
+            self._log.write_recent()
             if self._tree_within_turn is not None and not self._context.metrics.recent.own():
                 self._tree_within_turn["recent"] = {}
         for step, epoch, values in left.rows:

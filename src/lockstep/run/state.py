@@ -14,6 +14,7 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.run.divergence import checksum
 from lockstep.run.early_stopping import EarlyStopping
 from lockstep.run.kept import PlainValue, Stateful, as_stateful, exposed
+from lockstep.run.registered_scheduler import RegisteredScheduler
 from lockstep.strategies import StateLayout, Strategy, sparse_parameters
 
 
@@ -30,7 +31,7 @@ class State:
         self.buffers: list[tuple[str, torch.Tensor]] = []  # of all models, with their names
         self.optimizers: list[torch.optim.Optimizer] = []
         self.with_closure = False  #: whether the run's only optimizer computes losses through a closure
-        self.schedulers: list[Any] = []
+        self.schedulers: list[RegisteredScheduler] = []
         self.kept: dict[str, Stateful] = {}
         self.early_stopping: dict[str, EarlyStopping] = {}  # by metric
         self._transient: list[TransientBuffers] = []  # of each model
@@ -81,7 +82,7 @@ class State:
             "learn": [{name: p.requires_grad for name, p in m.named_parameters()} for m in self.models],
             "transient": [buffers.state() for buffers in self._transient],
             "optimizers": [layout.optimizer_state(o) for o in self.optimizers],
-            "schedulers": [s.state_dict() for s in self.schedulers],
+            "schedulers": [s.scheduler.state_dict() for s in self.schedulers],
             "kept": {n: v.state_dict() for n, v in self.kept.items() if not isinstance(v, PlainValue)},
             "kept_values": {n: v.state_dict() for n, v in self.kept.items() if isinstance(v, PlainValue)},
             "kept_transient": {name: buffers.state() for name, buffers in self._kept_transient.items()},
@@ -108,7 +109,7 @@ class State:
         _load_all("optimizers", self.optimizers, tree["optimizers"], strategy.state_layout.load_optimizer)
         # Of models and optimizers, a strategy reads what this rank needs; the rest is small.
         tree = in_memory({name: value for name, value in tree.items() if name not in ("models", "optimizers")})
-        _load_all("schedulers", self.schedulers, tree["schedulers"], _load)
+        _load_all("schedulers", [s.scheduler for s in self.schedulers], tree["schedulers"], _load)
         kept = tree["kept"] | tree["kept_values"]
         if set(kept) != set(self.kept):
             raise CheckpointError(

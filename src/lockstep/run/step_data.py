@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Final
 
-from lockstep.batch import EpochSteps, MicroBatchPosition
-from lockstep.data import Data, MicroBatch, MicroBatchLoader
+from lockstep.batch import MicroBatchPosition
+from lockstep.data import Data, MicroBatch, MicroBatchLoader, ShardsFound
 from lockstep.errors import DataError, UsageError
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.loaders import Loaders
@@ -50,32 +50,40 @@ class StepData:
         if self._turn_is_over():
             return None
         for loader in loaders:
-            if self._step_number(loader) >= len(self._steps(loader)):
+            if self._is_over(loader):
                 if not self._goes_on(loader, is_first=loader is loaders[0]):
                     return None
-                if not len(self._steps(loader)):
+                order, _, _ = self._place(loader)
+                if not len(loader.steps(order)):
                     raise _without_a_step(loader)
-        return self._steps(loaders[0]).step_samples(self._step_number(loaders[0]))
+        order, step, _ = self._place(loaders[0])
+        return loaders[0].steps(order).step_samples(step)
 
     def _turn_is_over(self) -> bool:
         return self._passes.loop == "steps" and self._position.progress.step >= self._passes.until
 
     def _step_of(self, loader: MicroBatchLoader) -> Iterator[MicroBatch] | None:
-        found = self._passes.shards(self._loaders.name(loader))
-        batches = self._loaders.step(loader, self._begun_order(loader), self._step_number(loader), found)
+        if self._passes.is_over(self._loaders.name(loader)):
+            return None  # without its order, which a resumed script might draw in another way now
+        batches = self._loaders.step(loader, *self._place(loader))
         first = next(batches, None)
         return None if first is None else chain([first], batches)
 
-    def _steps(self, loader: MicroBatchLoader) -> EpochSteps:
-        return loader.steps(self._begun_order(loader))
+    def _is_over(self, loader: MicroBatchLoader) -> bool:
+        """Whether the loader's pass has no step left. Collective where it begins."""
+        if self._passes.is_over(self._loaders.name(loader)):
+            return True
+        order, step, _ = self._place(loader)
+        return step >= len(loader.steps(order))
 
-    def _begun_order(self, loader: MicroBatchLoader) -> int:
-        order = self._passes.order(self._loaders.name(loader), self._position.progress.epoch)
-        self._loaders.begin(loader, order)
-        return order
-
-    def _step_number(self, loader: MicroBatchLoader) -> int:
-        return self._passes.step(self._loaders.name(loader))
+    def _place(self, loader: MicroBatchLoader) -> tuple[int, int, ShardsFound]:
+        """See `Passes.place`; the order has begun. Collective where it begins."""
+        name = self._loaders.name(loader)
+        place = self._passes.place(name, self._position.progress.epoch)
+        if self._loaders.begin(loader, place[0]):
+            steps = None if loader.length is None else len(loader.steps(place[0]))
+            self._passes.note_steps(name, steps)
+        return place
 
     def _goes_on(self, loader: MicroBatchLoader, *, is_first: bool) -> bool:
         """``loader`` came to its end: whether it starts over. The first one's passes are the run's epochs."""

@@ -157,7 +157,6 @@ class StepRecorder:
         self._phase = marker.phase
         self._step = marker.step
         self._counted = False  # whether the open step's update is done
-        self._begins_pass = True
         self._backward_began: Any = None
         self._ready: list[tuple[int, Any]] = []  # gradients of this backward pass: places of parameters, and when
         self._ready_times: dict[int, list[tuple[Any, Any]]] = defaultdict(list)  # by place: began, ready

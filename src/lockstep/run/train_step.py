@@ -30,6 +30,7 @@ from lockstep.errors import PeerLost, UsageError
 from lockstep.formatting import plural
 from lockstep.run.closures import ClosureSteps, HeldMicroBatch
 from lockstep.run.loop_checks import LoopChecks
+from lockstep.run.metrics import as_it_is
 from lockstep.run.nonfinite import NonFiniteChecks
 from lockstep.run.parameter_sets import Optimizers, ParameterSets
 from lockstep.run.resume_point import ResumePoint
@@ -50,8 +51,6 @@ from lockstep.strategies import (
 Count = int | torch.Tensor | None
 Loss = torch.Tensor | Callable[..., torch.Tensor]
 LossKind = Literal["mean", "sum"]
-Known = list[tuple[torch.Tensor, int | torch.Tensor]]
-"""Losses that have become known, each with the number of items that it is the mean of: none for padding."""
 
 
 class CurrentMicroBatch:
@@ -104,7 +103,7 @@ class TrainStep:
         self._position: Final = context.position
         self._emergency: Final = context.emergency
         self._point: Final = point
-        self._sets: Final = ParameterSets(group, strategy, state)
+        self._sets: Final = ParameterSets(group, strategy, state, context.settings.strategy)
         self._losses = _StepLosses()
         self._weights: Final[dict[tuple[float, torch.dtype, torch.device], torch.Tensor]] = {}
         # Like the weights of losses that are not known yet; rounded later, they are what the others are.
@@ -138,16 +137,19 @@ class TrainStep:
             raise UsageError(
                 "a second run.step(loss) for the same parameters in one micro-batch: add the losses up and call it once"
             )
-        self._check_first(target, current, counts=count is not None)
+        if target in self._losses.has_counts:
+            self._check_again(target, current, counts=count is not None)
+        else:
+            self._check_first(target, current, counts=count is not None)
         task = self._task(loss, data, target) if callable(loss) else None
         pipeline = None if task is None else self._computes_loss
-        if task is None and self._closures.active:
+        if task is None and self._state.with_closure:
             raise UsageError(
                 f"{type(self._state.optimizers[0]).__name__} computes the loss several times in a step, so give "
                 "run.step(...) what computes it: run.step(F.cross_entropy, images, labels), for "
                 "F.cross_entropy(model(images), labels), in place of its value"
             )
-        random_state = self._closures.random_state()
+        random_state = self._closures.random_state() if self._state.with_closure else []
         value = None if pipeline is not None else self._value_of(loss, task, position)
         current.reached.add(target)
         self._marker.set_phase("reduction" if position.last and self._group.size > 1 else "backward")
@@ -158,14 +160,15 @@ class TrainStep:
         share = (items.double() if isinstance(items, torch.Tensor) else items) / position.step_samples
         weighs = count is not None or position.of > 1
         if value is not None:
-            self._measure([] if position.is_padding else [(value, items)])
+            if not position.is_padding:
+                self._measure(value, items)
             if position.last:
                 self._emergency.note(self._step + 1)
             with self._precision.backward():
                 scaled = self._precision.scale(value)
                 weight = self._weight(share, scaled) if weighs else None
                 self._strategy.backward(scaled, weight, target, position)
-            if task is not None and self._closures.active:
+            if task is not None and self._state.with_closure:
                 self._closures.hold(HeldMicroBatch(position, task, random_state, items, weight, value.detach()))
         elif pipeline is not None and task is not None:
             self._losses.items[position.index] = items
@@ -188,7 +191,7 @@ class TrainStep:
         if task is not None:
             with self._precision.forward():
                 loss = task()
-        if not isinstance(loss, torch.Tensor) or not is_loss(loss):
+        if not is_loss(loss):
             raise UsageError(
                 f"step({describe_loss(loss)}): the loss must be a tensor of no dimension that depends on the model's "
                 "parameters; reduce it with .mean(), and do not detach it"
@@ -201,13 +204,13 @@ class TrainStep:
         """Check and measure what a pipeline has computed: the losses of micro-batches of this step, by their index."""
         for index, value in () if self._precision.scales else losses:
             self._finite.loss(value, self._step, index, position.of)
-        self._measure([(value, self._losses.items[index]) for index, value in losses])
+        for index, value in losses:
+            self._measure(value, self._losses.items[index])
 
-    def _measure(self, known: Known) -> None:
-        for value, items in known:
-            # Copies, for what is not read yet: the script may go on in its tensors, such as with a running sum.
-            self._position.loss = value.detach().clone()
-            self._metrics.add_loss(self._position.loss, items.clone() if isinstance(items, torch.Tensor) else items)
+    def _measure(self, loss: torch.Tensor, items: int | torch.Tensor) -> None:
+        """``loss`` has become known, the mean over ``items``."""
+        self._position.loss = as_it_is(loss)
+        self._metrics.add_loss(self._position.loss, as_it_is(items) if isinstance(items, torch.Tensor) else items)
 
     def serve(self, current: CurrentMicroBatch) -> bool:
         """The whole step of the ranks that this one serves; whether there was one, see `HasServerRanks.serve`."""
@@ -278,7 +281,7 @@ class TrainStep:
         self.checks.run_steps = True
         for target in () if self._precision.scales else current.due:  # all of them, before one takes a step
             self._finite.gradients(target.parameters, self._state.name_of, self._step)
-        if not self._closures.active:
+        if not self._state.with_closure:
             before_update(self._strategy, current.position)
         for target, optimizers in current.due.items():
             self._prepare_gradients(optimizers, target)
@@ -291,7 +294,7 @@ class TrainStep:
         self._precision.forget_casts()
         if not self._precision.update_scale():
             self._finite.loss_scale(self._precision.loss_scale, self._step)
-        else:
+        elif self._state.schedulers:
             stepped = {id(optimizer) for optimizers in current.due.values() for optimizer in optimizers}
             for scheduler in self._state.schedulers:
                 if id(scheduler.optimizer) in stepped:
@@ -303,7 +306,7 @@ class TrainStep:
     def _prepare_gradients(self, optimizers: tuple[torch.optim.Optimizer, ...], target: ParameterSet) -> None:
         """What may ask other ranks, and changes nothing but gradients: one rank may be lost until here. Collective."""
         layout = self._strategy.state_layout
-        for optimizer in optimizers:
+        for optimizer in optimizers if self._precision.scales else ():
             self._precision.unscale(optimizer, layout.any)
         if self._clip_norm is not None:
             norm = layout.norm(target.parameters)
@@ -313,7 +316,7 @@ class TrainStep:
 
     def _step_optimizers(self, optimizers: tuple[torch.optim.Optimizer, ...], target: ParameterSet) -> None:
         for optimizer in optimizers:
-            if self._closures.active:
+            if self._state.with_closure:
                 self._closures.step(optimizer, target, counted=self._losses.has_counts[target])
             else:
                 self._precision.step(optimizer)
@@ -362,21 +365,25 @@ class TrainStep:
         self._sets.new_pass()
 
     def _check_first(self, target: ParameterSet, current: CurrentMicroBatch, *, counts: bool) -> None:
-        """Before a backward pass for ``target``."""
-        if not self._losses.has_counts:
-            self.checks.note_options()
-        else:
+        """Before the first backward pass of the step for ``target``."""
+        if self._losses.has_counts:
             self.checks.require_same_options(self._step)
-        if target not in self._losses.has_counts:
-            names = [self._state.name_of(p) for p in target.parameters if p.grad is not None]
-            if names:
-                raise UsageError(
-                    f"{plural(len(names), 'parameter')} had a gradient before the step's first run.step(loss), such as "
-                    f"{', '.join(names[:3])}: run.step(loss) takes the place of loss.backward(); clear what was there "
-                    "before training with optimizer.zero_grad()"
-                )
-            self._losses.has_counts[target] = counts
-        elif self._losses.has_counts[target] != counts and not current.position.is_padding:
+        elif not current.position.last or len(self._state.optimizers) > 1:  # another loss of the step follows
+            self.checks.note_options()
+        names = [self._state.name_of(p) for p in target.parameters if p.grad is not None]
+        if names:
+            raise UsageError(
+                f"{plural(len(names), 'parameter')} had a gradient before the step's first run.step(loss), such as "
+                f"{', '.join(names[:3])}: run.step(loss) takes the place of loss.backward(). A gradient by the input, "
+                "as for adversarial samples, is torch.autograd.grad(loss, x); what was there before the training is "
+                "cleared by optimizer.zero_grad()"
+            )
+        self._losses.has_counts[target] = counts
+
+    def _check_again(self, target: ParameterSet, current: CurrentMicroBatch, *, counts: bool) -> None:
+        """Before the next one."""
+        self.checks.require_same_options(self._step)
+        if self._losses.has_counts[target] != counts and not current.position.is_padding:
             raise UsageError(
                 "run.step(loss, count=...) for some micro-batches of a step and run.step(loss) for others, so there is "
                 "no one mean: give the count for each, a 0 where a micro-batch holds no item"

@@ -193,6 +193,11 @@ class TrainingLoop:
         else:
             self._position.is_left = True
 
+    def step(self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers) -> bool:
+        """`backward` and `update`; returns whether the step is complete. Collective at the last micro-batch."""
+        self._train_step.backward(loss, data, count, loss_is, optimizer)
+        return self.update(optimizer)
+
     def backward(
         self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
     ) -> bool:

@@ -1,0 +1,69 @@
+"""A scheduler of an optimizer that the run steps, once after each step of the optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Final
+
+import torch
+
+from lockstep.errors import UsageError
+
+
+class RegisteredScheduler:
+    """``scheduler``, which nobody else is to step."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler: Final = scheduler
+        self._counts: list[Any] | None = None  # after the last step; None: before the first, when it may be set by hand
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Whose options it sets."""
+        optimizer: torch.optim.Optimizer = self.scheduler.optimizer
+        return optimizer
+
+    def step(self) -> None:
+        """Make a step.
+
+        Raises:
+            UsageError: if the script has stepped the scheduler since the last one.
+        """
+        if self._counts is not None and (counts := self._count()) != self._counts:
+            was, now = next((was, now) for was, now in zip(self._counts, counts, strict=True) if was != now)
+            raise UsageError(
+                f"{type(self.scheduler).__name__} was stepped by the script, too: its last_epoch is {now}, not {was}. "
+                "After run.scheduler(...) the run steps it, once after each optimizer step: leave scheduler.step() "
+                "out; or, to step it yourself, such as once an epoch, write run.keep(scheduler=scheduler) in place of "
+                "run.scheduler(...)"
+            )
+        self.scheduler.step()
+        self._counts = self._count()
+
+    def _count(self) -> list[Any]:
+        """How often it has stepped, and those that it is made of, as `SequentialLR` is."""
+        return [
+            getattr(one, "last_epoch", None) for one in (self.scheduler, *getattr(self.scheduler, "_schedulers", ()))
+        ]
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Check that ``scheduler`` can be stepped once after each step.
+
+    Raises:
+        UsageError: for one whose ``step`` needs an argument, such as a metric.
+    """
+    step = inspect.signature(type(scheduler).step)
+    required = [
+        name
+        for name, parameter in list(step.parameters.items())[1:]
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+    if required:
+        name = type(scheduler).__name__
+        raise UsageError(
+            f"{name}.step({', '.join(required)}) needs {' and '.join(required)}, and a run steps schedulers after "
+            f"each step by itself: write run.keep(scheduler=scheduler) in place of run.scheduler(...), and "
+            "scheduler.step(run.metrics['accuracy']) after run.evaluate(...), with the metric that you measure"
+        )
