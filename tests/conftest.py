@@ -140,6 +140,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a script train.py in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
 @pytest.fixture(autouse=True)
 def hygiene() -> Iterator[None]:
     """Each test finds the process as the one before found it; threads, ranks and groups left behind are a failure."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import lockstep
@@ -401,6 +401,29 @@ def backward_by_hand_too() -> Any:
                 run.step(loss)
 
 
+@shape("`loss.backward()` for a gradient by the input, as for adversarial samples")
+def backward_for_the_input() -> Any:
+    with lockstep.Run() as run:
+        model, _, batches = prepared(run)
+        for x, y in run.train(batches):
+            worse = x.clone().requires_grad_()
+            F.mse_loss(model(worse), y).backward()
+            run.step(F.mse_loss(model(x + 0.1 * worse.grad.sign()), y))
+        return state_hash(model)
+
+
+@shape("`torch.autograd.grad(loss, x)` for a gradient by the input")
+def gradient_by_the_input() -> Any:
+    with lockstep.Run() as run:
+        model, _, batches = prepared(run)
+        for _ in run.epochs(2):
+            for x, y in run.train(batches):
+                worse = x.clone().requires_grad_()
+                (gradient,) = torch.autograd.grad(F.mse_loss(model(worse), y), worse)
+                run.step(F.mse_loss(model(x + 0.1 * gradient.sign()), y))
+        return state_hash(model)
+
+
 @shape("`run.step(loss)` and then `optimizer.step()`")
 def optimizer_step_by_hand_too() -> Any:
     with lockstep.Run() as run:
@@ -507,6 +530,63 @@ def sam_by_hand() -> Any:
                 run.step(F.mse_loss(model(x), y))
 
 
+class Around(torch.optim.Optimizer):
+    """Steps by another optimizer, as many implementations of SAM do; with ``shares``, both have one state."""
+
+    def __init__(self, parameters: Any, shares: bool = False) -> None:
+        super().__init__(parameters, {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.shares = shares
+        self._share()
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self.inner.param_groups = self.param_groups
+        self._share()
+
+    def _share(self) -> None:
+        if self.shares:
+            self.inner.state = self.state
+
+
+@shape("an optimizer around another one, whose state is in no `state_dict()`")
+def optimizer_with_a_hidden_state() -> Any:
+    with lockstep.Run() as run:
+        model = run.model(net())
+        run.optimizer(Around(model.parameters()))
+
+
+@shape("an optimizer around another one, both with one state")
+def optimizer_around_another() -> Any:
+    with lockstep.Run() as run:
+        model = run.model(net())
+        run.optimizer(Around(model.parameters(), shares=True))
+        return trained(run, model, run.loader(DATA, **SIZES))
+
+
+@shape("a parameter outside of a model, in the optimizer")
+def parameter_outside_of_models() -> Any:
+    with lockstep.Run() as run:
+        model = run.model(net())
+        run.optimizer(torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1))
+
+
+@shape("a parameter of its own: `run.model(nn.ParameterList([temperature]))`")
+def parameter_of_its_own() -> Any:
+    with lockstep.Run() as run:
+        model, temperature = run.model(net()), nn.Parameter(torch.ones(1))
+        run.model(nn.ParameterList([temperature]))
+        run.optimizer(torch.optim.SGD([*model.parameters(), temperature], lr=0.1))
+        batches = run.loader(DATA, **SIZES)
+        for _ in run.epochs(2):
+            for x, y in run.train(batches):
+                run.step(F.mse_loss(model(x) * temperature, y))
+        return state_hash(model), temperature.item()
+
+
 @shape("a learning rate by hand, before each step")
 def learning_rate_by_hand() -> Any:
     with lockstep.Run() as run:
@@ -584,6 +664,56 @@ def average_of_weights() -> Any:
                 if run.step(F.mse_loss(model(x), y)):
                     average.update_parameters(model)
         return state_hash(model, average)
+
+
+class Codebook(nn.Module):
+    """Moves its codes in the forward pass: as a parameter that it replaces, or as a buffer."""
+
+    def __init__(self, *, buffer: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        if buffer:
+            self.register_buffer("codes", torch.zeros(4))
+        else:
+            self.codes = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        moved = (0.9 * self.codes + 0.1 * x.mean(0)).detach()
+        self.codes = nn.Parameter(moved, requires_grad=False) if isinstance(self.codes, nn.Parameter) else moved
+        return self.linear(x + self.codes)
+
+
+@shape("a parameter that the forward pass replaces, as in a codebook")
+def parameter_replaced() -> Any:
+    with lockstep.Run() as run:
+        model = run.model(Codebook(buffer=False))
+        run.optimizer(torch.optim.SGD(model.linear.parameters(), lr=0.1))
+        return trained(run, model, run.loader(DATA, **SIZES))
+
+
+@shape("a buffer that the forward pass moves, as in a codebook")
+def buffer_moved() -> Any:
+    with lockstep.Run() as run:
+        model = run.model(Codebook(buffer=True))
+        run.optimizer(torch.optim.SGD(model.linear.parameters(), lr=0.1))
+        return trained(run, model, run.loader(DATA, **SIZES))
+
+
+@shape("a memory of keys: `run.gather` where `run.step` returns True")
+def memory_of_keys() -> Any:
+    with lockstep.Run() as run:
+        model, _, batches = prepared(run)
+        memory, keys = torch.zeros(24, 1), []
+        run.keep(memory=memory)
+        for _ in run.epochs(2):
+            for x, y in run.train(batches):
+                found = model(x)
+                keys.append(found.detach())
+                if run.step(F.mse_loss(found - memory.mean(), y)):
+                    new = torch.cat([key for part in run.gather(keys) for key in part])
+                    memory.copy_(torch.cat([memory, new])[-len(memory) :])
+                    keys.clear()
+        return state_hash(model), memory.sum().item()
 
 
 @shape("a hidden state carried from step to step: `run.carry`")
@@ -756,6 +886,43 @@ class Weighted(IterableDataset):
             yield DATA[index]
 
 
+@shape("a replay buffer: `order=` that depends on what is kept, and `run.steps(n, every=1)`")
+def replay_buffer() -> Any:
+    with lockstep.Run() as run:
+        model = run.model(net())
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        states, filled = torch.zeros(64, 4), torch.zeros((), dtype=torch.long)
+        run.keep(states=states, filled=filled)
+
+        def any_so_far(epoch: int, generator: torch.Generator) -> torch.Tensor:
+            return torch.randint(max(1, int(filled)), (12,), generator=generator)
+
+        batches = run.loader((states,), order=any_so_far, **SIZES)
+        for _ in run.steps(8, every=1):
+            states[filled : filled + 8] = torch.randn(8, 4) + 0.1 * model(torch.ones(1, 4)).item()
+            filled += 8
+            for (state,) in run.train(batches):
+                run.step((model(state) - state.sum(1, keepdim=True)).square().mean())
+        return state_hash(model), states.sum().item()
+
+
+@shape("labels from predictions: `run.gather` after `run.evaluate`")
+def labels_from_predictions() -> Any:
+    with lockstep.Run() as run:
+        model, _, batches = prepared(run)
+        labels = torch.zeros(48, 1)
+        run.keep(labels=labels)
+        relabelled, all_of_it = run.loader((X, labels), **SIZES), run.loader((X,), global_batch=12, shuffle=False)
+        for _ in run.epochs(2):
+            for x, y in run.train(batches):
+                run.step(F.mse_loss(model(x), y))
+            mine = [model(x) for (x,) in run.evaluate(all_of_it)]
+            labels.copy_(torch.cat([found for part in run.gather(mine) for found in part]))
+            for x, y in run.train(relabelled):
+                run.step(F.mse_loss(model(x), y))
+        return state_hash(model)
+
+
 @shape("weighted draws in an `IterableDataset`")
 def weighted_stream() -> Any:
     with lockstep.Run() as run:
@@ -847,6 +1014,24 @@ def gathered_predictions() -> Any:
         digest = trained(run, model, batches, 1)
         found = [model(x) for x, _ in run.evaluate(run.loader(DATA, shuffle=False, **SIZES))]
         return digest, state_hash(torch.cat([one for rank in run.gather(found) for one in rank]))
+
+
+@shape("a loop of one's own over a loader outside of `run.train`, as `update_bn` has it")
+def own_loop_over_a_loader() -> Any:
+    with lockstep.Run() as run:
+        model = run.model(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        average, batches = AveragedModel(model), run.loader(DATA, **SIZES)
+        run.keep(average=average)
+        seen = sum(len(x) for x, _ in batches)
+        for _ in run.epochs(2):
+            for x, y in run.train(batches):
+                if run.step(F.mse_loss(model(x), y)):
+                    average.update_parameters(model)
+        update_bn(batches, average)
+        for x, y in run.evaluate(batches):
+            run.measure(error=squares(average, x, y))
+        return seen, run.metrics["error"], state_hash(average)
 
 
 @shape("a forward pass on the leader alone, between two steps")

@@ -159,7 +159,18 @@ MUTANTS = [
     mutant("data/orders.py", "_seed(part, seed_of(", "(lambda *_: None)(part, seed_of(", "tests/data"),
     mutant("data/orders.py", "            set_epoch(epoch)", "            set_epoch(0)", "tests/data"),
     mutant("data/map_dataset.py", '("at", rows.start)', "(indices[0],)", "tests/data"),
-    mutant("run/loaders.py", "if other != first", "if other < ''", SAMPLERS),
+    mutant(
+        "run/loaders.py",
+        '"the order of a data set")\n        odd = [rank for rank, other in enumerate(others, 1) if other != first]',
+        '"the order of a data set")\n        odd = [rank for rank, other in enumerate(others, 1) if other < ""]',
+        SAMPLERS,
+    ),
+    mutant(
+        "run/loaders.py",
+        '"samples of a data set")\n        odd = [rank for rank, other in enumerate(others, 1) if other != first]',
+        '"samples of a data set")\n        odd = [rank for rank, other in enumerate(others, 1) if other < 0]',
+        "tests/run/test_identity.py",
+    ),
     mutant("run/run_checkpoints.py", "if was_epoch == epoch and was != digest", "if was_epoch is digest", SAMPLERS),
     mutant(
         "batch.py",
@@ -182,15 +193,15 @@ MUTANTS = [
     ),
     mutant(
         "data/map_dataset.py",
-        'seed_of(self.seed, "samples", selected.epoch, *mark)',
+        'seed_of(self.seed, "samples", epoch, *mark)',
         'seed_of(self.seed, "samples", *mark)',
         "tests/data",
         HAND,
     ),
     mutant(
         "data/map_dataset.py",
-        'seed_of(self.seed, "samples", selected.epoch, *mark)',
-        'seed_of(self.seed, "samples", selected.epoch)',
+        'seed_of(self.seed, "samples", epoch, *mark)',
+        'seed_of(self.seed, "samples", epoch)',
         "tests/data",
         HAND,
     ),
@@ -265,8 +276,8 @@ MUTANTS = [
     ),
     mutant(
         "strategies/grad_norm.py",
-        "table[:, : width - kept] += table[:, kept:width]",
-        "table[:, : width - kept] = table[:, kept:width]",
+        "left += sums[:, kept:width]",
+        "left[:] = sums[:, kept:width]",
         "tests/strategies/test_grad_norm.py",
     ),
     # ---- buffers
@@ -329,8 +340,8 @@ MUTANTS = [
     ),
     mutant(
         "run/train_step.py",
-        "self._measure([] if position.is_padding else [(value, items)])",
-        "self._measure([(value, items)])",
+        "if not position.is_padding:\n                self._measure(value, items)",
+        "if True:\n                self._measure(value, items)",
         HAND,
         LOOP,
     ),
@@ -362,8 +373,8 @@ MUTANTS = [
     ),
     mutant(
         "run/train_step.py",
-        "elif self._losses.has_counts[target] != counts and not current.position.is_padding:",
-        "elif False:",
+        "if self._losses.has_counts[target] != counts and not current.position.is_padding:",
+        "if False:",
         GUARDS,
         "tests/run",
     ),
@@ -377,7 +388,7 @@ MUTANTS = [
     mutant("run/loop_checks.py", "if _mark(self._state.kept[name]) != mark:", "if False:", STEP),
     mutant(
         "run/loop_checks.py",
-        '            if was != now:\n                raise UsageError(\n                    f"the buffer',
+        '            if was != buffer._version:\n                raise UsageError(\n                    f"the buffer',
         '            if False:\n                raise UsageError(\n                    f"the buffer',
         "tests/run",
         BUFFERS,
@@ -407,8 +418,8 @@ MUTANTS = [
     ),
     mutant(
         "run/metrics.py",
-        "            count = samples if count is None else count\n",
-        "            count = samples\n",
+        "items = samples if count is None else",
+        "items = samples if True else",
         HAND,
         "tests/run/test_metrics.py",
         LOOP,
@@ -538,8 +549,8 @@ MUTANTS = [
     # ---- ranks that differ, what is not finite, who the run is
     mutant(
         "run/snapshot.py",
-        "        self._divergence.compare(tree, self._position.progress.step)\n        return tree",
-        "        return tree",
+        "        self._divergence.compare(tree, self._position.progress.step)\n        self._marks_of_taken",
+        "        self._marks_of_taken",
         DIVERGENCE,
     ),
     mutant(
@@ -566,7 +577,7 @@ MUTANTS = [
         "not self._precision.scales:",
         FINITE,
     ),
-    mutant("run/nonfinite.py", "elif not cmath.isfinite(sum(each.item() for each in sums)):", "elif False:", FINITE),
+    mutant("run/nonfinite.py", "cmath.isfinite(sum([each.item() for each in sums]))", "True", FINITE),
     mutant(
         "run/identity.py",
         "return [name for name, digest in now.items() if before.get(name, digest) != digest]",

@@ -17,13 +17,6 @@ from lockstep.cli.other_launchers import INSTEAD
 SOURCE = str(Path(lockstep.__file__).parents[1])
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    return tmp_path
-
-
 def test_the_options_of_run_are_the_frozen_ones():
     """Scripts and other tools rely on them: a new one needs a reason, and one that goes breaks somebody."""
     options = {option for action in cli.run_options()._actions for option in action.option_strings}

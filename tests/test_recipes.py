@@ -1,6 +1,5 @@
 """The larger examples at small sizes: what they say is so, and the same on any number of ranks."""
 
-import importlib
 import os
 import re
 import subprocess
@@ -12,19 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
+from example_scripts import EXAMPLES, example
 from lockstep.strategies import STRATEGIES
 from lockstep.testing import run_ranks, state_hash
 from tiny_voc import write_sbd, write_voc
 from worlds import on_world
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-def example(name):
-    """The module of an example, which finds its neighbours."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    return importlib.import_module(name)
 
 
 def play(name, options=None, constants=None):

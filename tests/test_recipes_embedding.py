@@ -1,19 +1,12 @@
 """The word embeddings at a small size: learned from a real text, and the same with their table on a server."""
 
-import importlib
-import sys
-from pathlib import Path
-
+from example_scripts import example
 from lockstep.testing import run_ranks
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def play(**options):
     """On a rank: what the example's ``main`` returns."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    return importlib.import_module("embedding").main(**options)
+    return example("embedding").main(**options)
 
 
 def small():

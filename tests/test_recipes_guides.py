@@ -1,21 +1,19 @@
 """Recipes after PyTorch's guides, and that every example ends well with smaller arguments than its page says."""
 
-import importlib
 import math
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import lockstep
 from by_hand import seed_everything, seed_of
+from example_scripts import EXAMPLES, example
 from lockstep.testing import run_ranks, state_hash
 from tiny_voc import write_voc
 from worlds import on_world
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALLER = {
     "contrastive": ["--epochs", "1"],
     "digits": ["--epochs", "1"],
@@ -28,13 +26,6 @@ SMALLER = {
     "uneven": [],
     "vit": ["--epochs", "1"],
 }
-
-
-def example(name):
-    """The module of an example, which finds its neighbours."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    return importlib.import_module(name)
 
 
 def play(name, **options):

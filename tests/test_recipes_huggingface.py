@@ -1,32 +1,21 @@
 """Models and data sets of Hugging Face: the same bits on any number of ranks, after an interruption, and by hand."""
 
-import importlib
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import lockstep
 from by_hand import seed_everything, seed_of
+from example_scripts import example
 from lockstep.testing import state_hash
 from worlds import on_world
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 HELD_OUT = 16
 SMALL = {
     "finetune": {"epochs": 2, "samples": 100},
     "streaming": {"epochs": 2, "length": 64, "limit": 2},
 }
-
-
-def example(name):
-    """The module of an example, which finds its neighbours."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    importlib.import_module("vision").torchvision()  # which transformers imports
-    return importlib.import_module(name)
 
 
 class Interrupted(Exception):

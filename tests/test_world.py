@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep import world
 from lockstep.cpu_affinity import allotted_cpus, own_cpus
 from lockstep.errors import WorldError
+from lockstep.launch_contract import GENERATION, LAUNCHER, RUN_DIR, RUN_ID
 from lockstep.world import LAUNCHERS, World, leading_host
 
 SHELL = {"HOME": "/home/ada", "USER": "ada", "SHELL": "/bin/bash", "HOSTNAME": "n01", "SHLVL": "1"}
@@ -73,9 +73,9 @@ TORCHRUN = {
     "OMP_NUM_THREADS": "1",
 }
 OURS = {
-    world.RUN_ID: "digits-1",
-    world.RUN_DIR: "runs/digits",
-    world.GENERATION: "3",
+    RUN_ID: "digits-1",
+    RUN_DIR: "runs/digits",
+    GENERATION: "3",
     "RANK": "2",
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "3",
@@ -258,17 +258,17 @@ def test_stale_variables_that_contradict_a_launcher_are_refused(env, stale):
         assert f"{name}={value}" in message
     assert "SLURM_STEP_NUM_TASKS=5" in message or "OMPI_COMM_WORLD_SIZE=4" in message
     assert "unset RANK and WORLD_SIZE" in message
-    assert world.LAUNCHER in message
+    assert LAUNCHER in message
 
 
 def test_the_user_may_say_which_of_two_is_meant():
     env = SLURM_STEP | BY_HAND
-    assert World.from_env(env | {world.LAUNCHER: "generic"}).size == 2
-    assert World.from_env(env | {world.LAUNCHER: "slurm"}).size == 5
+    assert World.from_env(env | {LAUNCHER: "generic"}).size == 2
+    assert World.from_env(env | {LAUNCHER: "slurm"}).size == 5
     with pytest.raises(WorldError, match="there is no such launcher; give one of lockstep, torchrun"):
-        World.from_env(env | {world.LAUNCHER: "slrum"})
+        World.from_env(env | {LAUNCHER: "slrum"})
     with pytest.raises(WorldError, match="not started by torchrun"):
-        World.from_env(env | {world.LAUNCHER: "torchrun"})
+        World.from_env(env | {LAUNCHER: "torchrun"})
 
 
 @pytest.mark.parametrize(
@@ -369,9 +369,9 @@ def worlds(draw):
 
 @given(worlds())
 def test_what_a_launcher_sets_is_what_a_rank_reads(place):
-    env = place.rank_variables() | {world.RUN_ID: place.run_id, world.GENERATION: str(place.generation)}
+    env = place.rank_variables() | {RUN_ID: place.run_id, GENERATION: str(place.generation)}
     if place.run_dir is not None:
-        env[world.RUN_DIR] = place.run_dir
+        env[RUN_DIR] = place.run_dir
     assert World.from_env(env) == place
     assert World.from_env(SLURM_STEP | OPENMPI_4 | env) == place
 

@@ -2,6 +2,7 @@
 
 import traceback
 
+import pytest
 import torch.distributed as dist
 
 from lockstep.testing import run_ranks
@@ -28,3 +29,10 @@ def on_world(size, calls, timeout_s=200, env=None):
     env = {"LOCKSTEP_PEER_TIMEOUT_S": PEER_TIMEOUT_S, **(env or {})}
     by_rank = run_ranks(in_turn, size, calls, timeout_s=timeout_s, env=env)
     return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def error_of(kind, call, *args, **options):
+    """The text of the error of class ``kind`` that the call raises."""
+    with pytest.raises(kind) as caught:
+        call(*args, **options)
+    return str(caught.value)

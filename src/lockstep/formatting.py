@@ -1,9 +1,12 @@
-"""Numbers and ranks as people read them, in ASCII."""
+"""Numbers, ranks, names and paths as people read them, in ASCII."""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import math
 from collections.abc import Iterable
+from pathlib import Path
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -23,6 +26,21 @@ def plural(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}{'es' if noun.endswith(('ch', 'sh', 's', 'x')) else 's'}"
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str | None = None) -> str:
+    """``did you mean NAME?``, for the nearest name in ``known``; ``otherwise``, or all names, if none is near."""
+    names = list(known)
+    if near := difflib.get_close_matches(word, names, n=1):
+        return f"did you mean {near[0]}?"
+    return f"there are {', '.join(names)}" if otherwise is None else otherwise
+
+
+def relative_path(path: Path) -> str:
+    """``path``, relative to the current directory where that is possible."""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
 
 
 def duration(seconds: float) -> str:

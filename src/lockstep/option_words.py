@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from lockstep.errors import SettingError
+from lockstep.formatting import did_you_mean
 
 
 def split_options(
@@ -27,20 +27,15 @@ def split_options(
     if name not in known:
         plain = name.lower().replace("_", "-")
         alike = (elsewhere or {}).get(plain)
-        meant = f"did you mean {alike}? " if alike else _nearest(plain, known)
-        raise SettingError(f"{what}={name!r}: {meant}give one of {', '.join(known)}")
+        meant = f"did you mean {alike}?" if alike else did_you_mean(plain, known, otherwise="")
+        raise SettingError(f"{what}={name!r}: {meant + ' ' if meant else ''}give one of {', '.join(known)}")
     options: dict[str, str] = {}
     for word in rest.split(",") if rest else ():
         option, _, value = word.partition("=")
         if not option or option in options:
             raise SettingError(f"{what}={spec!r}: write NAME:OPTION=VALUE,OPTION=VALUE, each option once")
         if option not in known[name]:
-            there = _nearest(option, known[name]) or f"it has {', '.join(known[name]) or 'none'}"
-            raise SettingError(f"{what} {name} has no option {option}; {there.rstrip()}")
+            there = did_you_mean(option, known[name], otherwise=f"it has {', '.join(known[name]) or 'none'}")
+            raise SettingError(f"{what} {name} has no option {option}; {there}")
         options[option] = value or "true"
     return name, options
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]}? " if near else ""

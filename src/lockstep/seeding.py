@@ -56,12 +56,11 @@ def set_generator_states(states: GeneratorStates) -> None:
 @contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
     """Within, the global generators continue from ``seed``; afterwards they go on from where they were."""
-    python, numpy = random.getstate(), np.random.get_state()
+    before = generator_states()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         with torch.random.fork_rng(devices):
             seed_generators(seed)
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        set_generator_states(before)

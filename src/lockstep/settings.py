@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import lockstep.launch_contract as launch_contract
 from lockstep.errors import SettingError
+from lockstep.formatting import did_you_mean
 
 T = TypeVar("T")
 
@@ -242,7 +243,7 @@ class Settings:
     )
     best: BestMetric | None = field(
         default=None,
-        metadata=_about("'max accuracy', 'min val_loss': the checkpoint of the best value is kept beside the newest"),
+        metadata=_about("'max accuracy', 'min val_loss': the checkpoint of the best value is kept, too"),
     )
     clip_norm: float | None = field(
         default=None, metadata=_about("greatest global norm of the gradient of one step", above=0)
@@ -376,9 +377,7 @@ def parse(name: str, value: Any) -> Any:
         SettingError: if there is no such setting, or the text cannot be read as its value.
     """
     if name not in _FIELDS:
-        near = difflib.get_close_matches(name, _FIELDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_FIELDS)}"
-        raise SettingError(f"{name}: no such setting; {hint}")
+        raise SettingError(f"{name}: no such setting; {did_you_mean(name, _FIELDS)}")
     reader, is_optional = reader_of(_FIELDS[name]), str(_FIELDS[name].type).endswith("| None")
     if not isinstance(value, str):
         is_text = value is None or isinstance(value, Interval) or reader is not _READERS["Interval"]

@@ -89,7 +89,7 @@ def test_a_box_that_sticks_out_is_named(box):
 def test_a_part_that_fits_no_whole_is_refused_at_once_with_its_path(tmp_path):
     saves = Checkpoints(tmp_path, single_rank_group(), keep=1, say=pytest.fail)
     half = torch.ones(3).bfloat16()
-    says = r"state at 'model/w': a part of .* is none of a tensor of .*bfloat16"
+    says = r"state at 'model/w': a part of type .* cannot belong to a tensor of type .*bfloat16"
     for part in (
         TensorShard(torch.ones(3), (0,), (6,), torch.bfloat16),
         TensorShard(half, (0, 0), (6,), torch.bfloat16),

@@ -190,10 +190,11 @@ def test_words_become_rules():
     ("word", "says"),
     [
         ("asah", "did you mean asha"),
-        ("asha:tea=3", "eta, min"),
+        ("asha:tea=3", "asha has no option tea; did you mean eta"),
         ("asha:eta=x", "whole number"),
         ("asha:eta=1", "eta from 2"),
-        ("asha:3,3", "each once"),
+        ("asha:3,3", "no option 3; it has eta, min"),
+        ("asha:3,eta=3", "each option once"),
         ("patience:0", "from 1"),
         ("median:trials=0", "from 1"),
         ("static:0", "above 0"),

@@ -93,8 +93,8 @@ def _box_of(part: TensorShard, path: str) -> Box | None:
     _check_dense(part.tensor, path)
     if part.tensor.dtype != part.dtype or not part.tensor.dim() == len(part.start) == len(part.shape):
         raise CheckpointError(
-            f"state at {path!r}: a part of {part.tensor.dtype} and {tuple(part.tensor.shape)} at {tuple(part.start)} "
-            f"is none of a tensor of {part.dtype} and {tuple(part.shape)}"
+            f"state at {path!r}: a part of type {part.tensor.dtype} and shape {tuple(part.tensor.shape)} that begins "
+            f"at {tuple(part.start)} cannot belong to a tensor of type {part.dtype} and shape {tuple(part.shape)}"
         )
     return Box(tuple(part.start), tuple(part.tensor.shape))
 
@@ -104,8 +104,8 @@ def _check_dense(value: torch.Tensor, path: str) -> None:
     if not plain or value.layout is not torch.strided or value.is_quantized or value.is_meta:
         kind = type(value).__name__ if not plain else f"{value.layout} tensor on {value.device}"
         raise CheckpointError(
-            f"state at {path!r} is a {kind}, of which only one rank's part or none is here: save the whole dense "
-            "tensor (full_tensor() of a DTensor, to_dense() of a sparse one)"
+            f"state at {path!r} is a {kind}, of which this rank may hold a part only: save the whole dense tensor "
+            "(full_tensor() of a DTensor, to_dense() of a sparse one)"
         )
 
 

@@ -39,7 +39,7 @@ def read_weights(path: Path) -> dict[str, StoredTensor]:
             files = {name: _tensors_of(path.with_name(name)) for name in sorted(set(names.values()))}
             for name, file in names.items():
                 if name not in files[file]:
-                    raise ValueError(f"{file} has no {name}, which is there by the index")
+                    raise ValueError(f"{file} has no tensor {name}, though the index says so")
             return {name: files[file][name] for name, file in names.items()}
         if path.suffix.lower() == ".safetensors":
             return _tensors_of(path)
@@ -71,9 +71,11 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
     for offset, tensor in tensors:
         dtype: torch.dtype = getattr(torch, tensor.dtype)
         if offset < 0 or tensor.length != math.prod(tensor.shape) * dtype.itemsize:
-            raise ValueError(f"{path.name} contradicts itself about {tensor.name}, of {tensor.length} bytes")
+            raise ValueError(
+                f"{path.name} gives {tensor.length} bytes to {tensor.name}, which do not fit its shape and type"
+            )
         if length + offset + tensor.length > size:
-            raise ValueError(f"{path.name} is cut short: it has {size} bytes, and {tensor.name} is behind them")
+            raise ValueError(f"{path.name} is cut short: it has {size} bytes, and {tensor.name} is beyond its end")
     return {tensor.name: _stored(path, length + offset, tensor) for offset, tensor in tensors}
 
 

@@ -31,6 +31,7 @@ from lockstep.cli.setting_options import add_setting_options, settings_of
 from lockstep.cli.top import COMMANDS as TOP_COMMANDS
 from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
 from lockstep.errors import LaunchError, LockstepError, SettingError
+from lockstep.formatting import did_you_mean
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from lockstep.script_end import leave
 from lockstep.settings import ResolvedSettings, Settings
@@ -370,12 +371,8 @@ def _advice(unknown: str, command: Command) -> str:
 
 
 def _meant(name: str) -> str:
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    if near:
-        return f"did you mean {near[0]}?"
-    if name.endswith(".py"):
-        return f"to start a script: lockstep run {name}"
-    return f"there are {', '.join(COMMANDS)}; see: lockstep --help"
+    names = f"there are {', '.join(COMMANDS)}; see: lockstep --help"
+    return did_you_mean(name, COMMANDS, f"to start a script: lockstep run {name}" if name.endswith(".py") else names)
 
 
 def _overview() -> str:

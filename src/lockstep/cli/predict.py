@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from lockstep.cli.command import Command, Parser, ScriptParser
-from lockstep.cli.site_file import site_prices, site_table
-from lockstep.errors import DataError, SettingError
-from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
-
-_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+from lockstep.errors import SettingError
 
 
 def predict_options() -> Parser:
@@ -88,152 +78,10 @@ def _predict(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         raise SettingError(f"--anchor {parsed.anchor}: it goes with --table, and is a number of GPUs from 2")
     if parsed.picture is not None and not parsed.picture.endswith(".svg"):
         raise SettingError(f"--picture {parsed.picture}: give a name that ends in .svg")
-    return _table(parsed) if parsed.table is not None else _script(parsed)
+    # Late, for `lockstep --help` has no use for what it loads.
+    from lockstep.cli.predictions import predict_rows, predict_script
 
-
-def _table(parsed: argparse.Namespace) -> int:
-    # Late, for what it loads is needed only from here on.
-    from lockstep.scale import draw_table, predict_table, read_rows, rows_summary, rows_table, shipped_loss
-
-    try:
-        rows, unread = read_rows(Path(parsed.table).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, DataError) as error:
-        raise SettingError(f"--table {parsed.table}: {error}") from None
-    found, notes = predict_table(rows, shipped_loss(), _catalogue(), parsed.anchor)
-    if parsed.json:
-        print(json.dumps([one.as_dict() for one in found], indent=1))
-    else:
-        print("\n".join([*rows_table(found), "", *rows_summary(found)]))
-    for note in [*unread, *notes]:
-        _say(note)
-    if not found:
-        _say(f"{parsed.table}: nothing to predict; it needs rows of one group with different gpus_total")
-    if parsed.picture is not None and found:
-        _drawn(draw_table, found, parsed.picture)
-    return EXIT_OK if found else EXIT_FAILED
-
-
-def _script(parsed: argparse.Namespace) -> int:
-    # Late, as above.
-    from lockstep.scale import (
-        PredictionRequest,
-        SimulatedStrategy,
-        basis,
-        cheapest_within,
-        choice,
-        compared,
-        draw_estimates,
-        estimates_table,
-        fastest_within,
-        largest,
-        parse_system,
-        predict,
-        shipped_loss,
-        side_by_side,
-        what_if,
-        why_not,
-    )
-
-    if parsed.on is None:
-        raise SettingError("say where: --on 4xV100-nvlink,8xA100,16x8xH100-ib")
-    if parsed.up_to is not None and parsed.up_to < 1:
-        raise SettingError(f"--up-to {parsed.up_to}: give a number of ranks from 1")
-    for name in ("samples", "budget"):
-        value = getattr(parsed, name)
-        if value is not None and not 0 < value < math.inf:
-            raise SettingError(f"--{name} {value:g}: give a number above 0")
-    catalogue, prices = _catalogue(), site_prices()
-    systems = tuple(parse_system(word, catalogue) for word in parsed.on.split(",") if word.strip())
-    if not systems:
-        raise SettingError(f"--on {parsed.on!r}: say where, such as 4xV100-nvlink,8xA100,16x8xH100-ib")
-    deadline = None if parsed.deadline is None else _seconds(parsed.deadline)
-    on_cpu = all(system.gpu.name == "cpu" for system in systems)
-    strategies = tuple(
-        SimulatedStrategy.parse(
-            spec, reduction=parsed.reduction, bucket_mb=parsed.bucket, device="cpu" if on_cpu else "cuda"
-        )
-        for spec in parsed.strategies
-    )
-    profile, link = _profile(parsed)
-    request = PredictionRequest(
-        profile=profile,
-        systems=systems,
-        strategies=strategies,
-        catalogue=catalogue,
-        weak=parsed.scaling == "weak",
-        up_to=parsed.up_to,
-        samples=parsed.samples,
-        prices=prices,
-        loss=shipped_loss(),
-        link=link,
-    )
-    changes = [(text, what_if(request, text)) for text in parsed.what_if]
-    found, notes = predict(request)
-    if not found:
-        raise SettingError(f"nothing could be predicted: {'; '.join(notes)}")
-    if deadline is not None and all(one.total_s is None for one in found):
-        raise SettingError("--deadline: how long the script trains is not known; give --samples, of the whole training")
-    if parsed.json:
-        rows = [{"what_if": None, **one.as_dict()} for one in found]
-        rows += [{"what_if": text, **one.as_dict()} for text, changed in changes for one in predict(changed)[0]]
-        print(json.dumps(rows, indent=1))
-    else:
-        lines = [*estimates_table(found, prices.currency), ""]
-        for one in largest(found):
-            lines += why_not(one) if one.ranks > 1 else []
-        for text, changed in changes:
-            lines += ["", *compared(side_by_side(request, changed), text)]
-        if deadline is not None:
-            lines += ["", choice(f"cheapest within {parsed.deadline}", cheapest_within(found, deadline))]
-        if parsed.budget is not None:
-            lines += ["", choice(f"fastest within {parsed.budget:g}", fastest_within(found, parsed.budget))]
-        print("\n".join([*lines, "", *basis(found)]))
-    for note in notes:
-        _say(note)
-    if parsed.picture is not None:
-        _drawn(draw_estimates, found, parsed.picture)
-    return EXIT_OK
-
-
-def _profile(parsed: argparse.Namespace) -> tuple[Any, Any]:
-    from lockstep.scale import profile_script, read_profile
-
-    if parsed.profile is not None:
-        try:
-            return read_profile(Path(parsed.profile))
-        except OSError as error:
-            raise SettingError(f"--profile {parsed.profile}: {error}") from None
-    from lockstep.launch import Script
-
-    _say(f"measuring {parsed.script} on one device of this machine")
-    return profile_script(Script(parsed.script, tuple(parsed.args))), None
-
-
-def _drawn(draw: Any, found: Any, path: str) -> None:
-    try:
-        draw(found, Path(path))
-        _say(f"{path}, and a CSV file beside it")
-    except SettingError as error:  # the numbers are said already
-        _say(str(error))
-    except OSError as error:
-        raise SettingError(f"--picture {path}: {error}") from None
-
-
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if match is None or (match.group(2) or "s") not in _UNITS or float(match.group(1)) <= 0:
-        raise SettingError(f"--deadline {text}: give a time such as 90m, 12h or 2d")
-    return float(match.group(1)) * _UNITS[match.group(2) or "s"]
-
-
-def _catalogue() -> Any:
-    from lockstep.scale import open_catalogue
-
-    return open_catalogue(site_table("predict"))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return predict_script(parsed) if parsed.table is None else predict_rows(parsed)
 
 
 #: The command of this file.

@@ -29,7 +29,7 @@ from lockstep.collectives.reduction_plan import Runs
 from lockstep.collectives.reduction_tree import Node, TreeAccumulator, fold, nodes_of
 from lockstep.collectives.stored_tensor import ReadBox, StoredTensor, in_memory
 from lockstep.collectives.sum_timing import time_sums
-from lockstep.collectives.tensor_shard import TensorShard, as_absent_shards, as_owned_shards
+from lockstep.collectives.tensor_shard import TensorShard, as_absent_shards, as_owned_shards, local_part
 from lockstep.collectives.wait_clock import WaitClock, wait_clock
 from lockstep.collectives.write_channel import Write, WriteChannel
 
@@ -65,6 +65,7 @@ __all__ = [
     "gather_on_leader",
     "in_memory",
     "keeping_connections",
+    "local_part",
     "meet_neighbours",
     "nodes_of",
     "open_all_reduce",

@@ -169,16 +169,16 @@ class Group:
         return total
 
     def send(self, tensor: torch.Tensor, to: int, what: str) -> None:
-        """Send ``tensor``, contiguous and on the CPU, to the rank ``to``, which must call `receive`."""
+        """Send ``tensor``, of any type, contiguous and on the CPU, to the rank ``to``, which must call `receive`."""
         assert self._control is not None
         with translating_peer_errors(what):
-            dist.send(tensor, group=self._control, group_dst=to)
+            dist.send(tensor.view(-1).view(torch.uint8), group=self._control, group_dst=to)
 
     def receive(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        """Fill ``tensor``, contiguous and on the CPU, with what the rank ``source`` sends."""
+        """Fill ``tensor``, of any type, contiguous and on the CPU, with what the rank ``source`` sends."""
         assert self._control is not None
         with translating_peer_errors(what):
-            dist.recv(tensor, group=self._control, group_src=source)
+            dist.recv(tensor.view(-1).view(torch.uint8), group=self._control, group_src=source)
 
     def broadcast_bytes(self, data: torch.Tensor, source: int, what: str) -> None:
         """Fill ``data``, contiguous bytes on the CPU, with what it holds on the rank ``source``. Collective."""

@@ -37,7 +37,7 @@ def gather_on_leader(group: Group, state: Mapping[str, Any]) -> Iterator[tuple[s
         elif group.leads:
             yield name, _assemble(group, name, value, everywhere)
         elif value.tensor is not None and value.tensor.numel():
-            group.send(_as_bytes(value.tensor.detach().cpu().contiguous()), 0, f"{name} of {what}")
+            group.send(value.tensor.detach().cpu().contiguous(), 0, f"{name} of {what}")
 
 
 def _assemble(group: Group, name: str, own: TensorShard, everywhere: list[dict[str, Any]]) -> torch.Tensor:
@@ -54,7 +54,7 @@ def _assemble(group: Group, name: str, own: TensorShard, everywhere: list[dict[s
             place.copy_(own.tensor.detach())
         else:
             box = torch.empty(shape, dtype=own.dtype)
-            group.receive(_as_bytes(box), rank, f"{name} of the parts of a model")
+            group.receive(box, rank, f"{name} of the parts of a model")
             place.copy_(box)
     return whole
 
@@ -64,7 +64,3 @@ def _box(shard: TensorShard) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     if shard.tensor is None or not shard.tensor.numel():
         return None
     return tuple(shard.start), tuple(shard.tensor.shape)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)

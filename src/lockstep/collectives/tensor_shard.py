@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 
@@ -34,6 +35,11 @@ class TensorShard:
     def whole(cls, tensor: torch.Tensor) -> TensorShard:
         """The shard of a tensor that this rank alone holds."""
         return cls(tensor, (0,) * tensor.dim(), tuple(tensor.shape), tensor.dtype)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of ``tensor``, in the same memory: its part of a `DTensor`, and the whole of any other."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_owned_shards(value: Any) -> Any:

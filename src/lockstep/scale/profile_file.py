@@ -76,16 +76,18 @@ def _check_step(profile: StepProfile) -> None:
     seconds = [s for timing in timings for s in (timing.median_s, timing.p10_s, timing.p90_s)]
     seconds += [gradient.ready_s for gradient in profile.gradients]
     if min(sizes) < 1 or not all(0 <= s < math.inf for s in seconds) or not profile.forward.median_s > 0:
-        raise ValueError("batches and steps are from 1, durations from 0, that of a forward pass above 0")
+        raise ValueError(
+            "batches and steps must be at least 1, durations at least 0, and that of a forward pass above 0"
+        )
 
 
 def _check_link(profile: LinkProfile) -> None:
     """Raises ValueError for what no measurement can be."""
     sizes, seconds = profile.bytes, profile.seconds
     if profile.ranks < 2 or not sizes or len(sizes) != len(seconds) or list(sizes) != sorted(set(sizes)):
-        raise ValueError("a link has two ranks or more, and a duration for each of its ascending sizes")
+        raise ValueError("a link must have two ranks or more, and a duration for each of its sizes, which must ascend")
     if not all(0 < s < math.inf for s in (*sizes, *seconds)):
-        raise ValueError("sizes and durations of a link are above 0")
+        raise ValueError("sizes and durations of a link must be above 0")
 
 
 def _known(kind: type[T], values: dict[str, Any]) -> T:

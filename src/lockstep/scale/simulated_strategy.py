@@ -47,8 +47,8 @@ class SimulatedStrategy:
         name, options = split(spec)
         if options.get("tensor", "1") != "1":
             raise SettingError(
-                f"strategy {spec}: a prediction knows no tensor groups, whose ranks wait for each other within a "
-                "layer; measure it with lockstep bench, or leave tensor= out"
+                f"strategy {spec}: predictions do not include tensor groups, whose ranks wait for each other "
+                "within a layer; measure it with lockstep bench, or leave tensor= out"
             )
         limit = _BUCKET_MIB[device] if bucket_mb is None else bucket_mb
         if not limit > 0:

@@ -221,7 +221,10 @@ def _fsdp(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> 
 def _hsdp(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
     shard = int(strategy.number("shard", 0)) or system.gpus_per_node
     if system.ranks % shard:
-        raise PlanError(f"hsdp of {shard} ranks a copy does not divide {system.ranks} ranks; give shard= that does")
+        raise PlanError(
+            f"hsdp: {system.ranks} ranks cannot be divided into copies of {shard} ranks; give a shard= that divides "
+            "them"
+        )
     inner = system.of_ranks(shard, min(shard, system.gpus_per_node))
     sharded = _sharded(profile, system, inner, strategy)
     copies = system.ranks // shard
@@ -321,7 +324,7 @@ def _diloco(profile: StepProfile, system: System, strategy: SimulatedStrategy) -
 def _dp(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
     """One process: it loads for all GPUs, copies the model to each, and adds their gradients up on the first one."""
     if system.nodes > 1:
-        raise PlanError(f"dp is one process: {system.nodes} nodes; give one node, or ddp")
+        raise PlanError(f"dp runs in one process, and the system has {system.nodes} nodes; give one node, or use ddp")
     n, size = system.ranks, sum(gradient.bytes for gradient in profile.gradients)
     copying = (n - 1) * (profile.parameter_bytes + size) / system.within.bytes_per_s
     loading = (n - 1) * profile.micro_batches * profile.data.median_s
@@ -333,7 +336,9 @@ def _parameter_server(profile: StepProfile, system: System, strategy: SimulatedS
     servers = max(1, int(strategy.number("servers", 1)))
     workers = system.ranks - servers
     if workers < 1:
-        raise PlanError(f"parameter-server with {servers} servers needs more than {system.ranks} ranks")
+        raise PlanError(
+            f"parameter-server: {servers} servers of {system.ranks} ranks leave no worker; give fewer servers="
+        )
     size = sum(gradient.bytes for gradient in profile.gradients)
     busiest = max(float(size), size * workers / servers)
     moving = 2 * system.move_s(busiest)  # gradients one way, parameters the other
@@ -349,7 +354,9 @@ def _parameter_server(profile: StepProfile, system: System, strategy: SimulatedS
 def _pipeline(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
     stages = int(strategy.number("stages", 0)) or system.ranks
     if system.ranks % stages:
-        raise PlanError(f"pipeline of {stages} stages does not divide {system.ranks} ranks")
+        raise PlanError(
+            f"pipeline: {system.ranks} ranks cannot be divided by {stages} stages; give stages= that divides them"
+        )
     chunks = max(1, int(strategy.number("chunks", 0)) or 1)
     replicas, rounds = system.ranks // stages, profile.micro_batches
     whole = alone_s(profile)
@@ -367,7 +374,7 @@ def _pipeline(profile: StepProfile, system: System, strategy: SimulatedStrategy)
 
 
 def _none(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
-    raise PlanError(f"strategy none is for one rank; the system has {system.ranks}")
+    raise PlanError(f"strategy none is for one rank, and the system has {system.ranks}; use ddp")
 
 
 def _ring(size: float, ranks: int) -> float:

@@ -11,8 +11,6 @@ PARTS: Final = (
     *("data", "forward", "backward", "optimizer", "other"),
     *("communication", "compression", "waiting", "bubbles", "input", "fixed"),
 )
-#: What there is none of on one device.
-LOST: Final = PARTS[5:]
 
 
 @dataclass(frozen=True, slots=True)

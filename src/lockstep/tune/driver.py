@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep.errors import LaunchError, LockstepError, SettingError
-from lockstep.formatting import plural
+from lockstep.formatting import plural, relative_path
 from lockstep.launch import (
     STOP_SIGNALS,
     Function,
@@ -147,7 +147,7 @@ class Driver:
             specs = plan_workers(numbers, request.ranks, gpus)
             self._view.line(
                 f"{plural(len(specs), 'worker')} of {', '.join(sorted({plural(s.ranks, 'rank') for s in specs}))}; "
-                f"logs: {_shown(self._directory.path / 'workers')}"
+                f"logs: {relative_path(self._directory.path / 'workers')}"
             )
             import_torch()
             stack.callback(self._end_all)
@@ -391,12 +391,6 @@ def _length(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _shown(path: Path) -> str:
-    with contextlib.suppress(ValueError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)
 
 
 def watch_directory(run_dir: Path, stream: TextIO, *, once: bool) -> None:

@@ -83,10 +83,6 @@ class Population:
         """From the best to the worst, without a copy: it changes with the population."""
         return Ranked(self._ordered)
 
-    def place_of(self, individual: Individual) -> int:
-        """How many are better than ``individual``."""
-        return bisect.bisect_left(self._keys, (rank_of(individual), individual.number))
-
     def __contains__(self, number: int) -> bool:
         return number in self._members
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Final
 
 from lockstep.errors import SettingError
+from lockstep.option_words import split_options
+from lockstep.settings import read_options
 from lockstep.tune.stopping.combined import AnyOf, NeverStops
 from lockstep.tune.stopping.dynamic_surrogate import DynamicSurrogate
 from lockstep.tune.stopping.median_rule import Median
@@ -24,6 +25,7 @@ STOPPING_WORDS: Final[Mapping[str, type[Any]]] = {
     "static": StaticSurrogate,
     "dynamic": DynamicSurrogate,
 }
+_OPTIONS: Final = {name: tuple(field.name for field in fields(rule)) for name, rule in STOPPING_WORDS.items()}
 
 
 def make_stopping(spec: str | StoppingRule | None) -> StoppingRule:
@@ -50,26 +52,14 @@ def make_stopping(spec: str | StoppingRule | None) -> StoppingRule:
 
 
 def _rule_of(word: str) -> StoppingRule:
+    name, options = split_options("stopping", _with_first_option(word), _OPTIONS)
+    rule: StoppingRule = read_options(f"stopping {name}", STOPPING_WORDS[name], options)
+    return rule
+
+
+def _with_first_option(word: str) -> str:
+    """``word`` with the name of the first option, which may be left out: ``patience:5`` is ``patience:reports=5``."""
     name, _, rest = word.partition(":")
-    if name not in STOPPING_WORDS:
-        near = difflib.get_close_matches(name, STOPPING_WORDS, n=1)
-        raise SettingError(
-            f"stopping={word!r}: {f'did you mean {near[0]}?' if near else ''} give one of "
-            f"{', '.join(STOPPING_WORDS)}, several joined by ' or '"
-        )
-    rule = STOPPING_WORDS[name]
-    kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(rule)}
-    given: dict[str, float] = {}
-    for number, part in enumerate(rest.split(",") if rest else ()):
-        option, _, value = part.rpartition("=")
-        option = option or (next(iter(kinds)) if number == 0 else "")
-        if option not in kinds or option in given:
-            raise SettingError(f"stopping={word!r}: {name} has the options {', '.join(kinds)}, each once")
-        try:
-            given[option] = kinds[option](value)
-        except ValueError:
-            raise SettingError(
-                f"stopping={word!r}: {option} is {'a whole number' if kinds[option] is int else 'a number'}"
-            ) from None
-    made: StoppingRule = rule(**given)
-    return made
+    if name not in _OPTIONS or not rest or "=" in rest.partition(",")[0]:
+        return word
+    return f"{name}:{_OPTIONS[name][0]}={rest}"
