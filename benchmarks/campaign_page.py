@@ -19,7 +19,7 @@ class Struck:
     kind: str
     round: int
     way: str  #: "lockstep" or "torchrun"
-    seconds: float | None = None  #: without a step; None: it did not go on
+    seconds: float | None = None  #: without a step; None: it did not continue
     named: bool = False
     again: int = 0  #: steps that were made once more
     allowed: int = 0  #: how many of them there may be
@@ -34,7 +34,7 @@ class Struck:
 
     def line(self) -> str:
         """For the screen, while the campaign goes on."""
-        seconds = "did not go on" if self.seconds is None else f"{self.seconds:.1f} s, {self.again} steps again"
+        seconds = "did not continue" if self.seconds is None else f"{self.seconds:.1f} s, {self.again} steps again"
         found = f"named {self.named}, left {len(self.left)}, bits {self.bits}" if self.way == "lockstep" else "torchrun"
         mark = "WRONG " if self.wrong and self.way == "lockstep" else ""
         return f"{self.round:3} {mark}{self.kind}: {seconds}, {found}"
@@ -46,15 +46,16 @@ def summary(struck: Sequence[Struck], seed: int, loads: Iterable[float]) -> str:
     theirs = [one for one in struck if one.way == "torchrun"]
     over = sum(one.again > one.allowed for one in ours)
     kinds, trainings = len({one.kind for one in ours}), len({one.round for one in ours})
-    there = f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPU cores, which had other work, too"
+    there = f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPU cores, shared with other work"
     return textwrap.fill(
         f"{len(ours)} faults of {kinds} kinds in {trainings} trainings: after "
-        f"{_of(one.seconds is not None for one in ours)} the training went on, of {_of(one.named for one in ours)} the "
-        f"right cause was named and no other, {_of(one.bits for one in ours)} were in trainings that ended in the bits "
-        f"of one without faults, {over} cost more steps than allowed, {sum(bool(one.left) for one in ours)} were in "
-        f"trainings that left something behind. Beside them {len(theirs)} faults under torchrun: after "
-        f"{_of(one.seconds is not None for one in theirs)} the training went on. Seed {seed}, {there}: their load "
-        f"average was {median(list(loads) or [0.0]):.0f} (median over the trainings).",
+        f"{_of(one.seconds is not None for one in ours)} the training continued, for {_of(one.named for one in ours)} "
+        f"the right cause was named and no other, {_of(one.bits for one in ours)} were in trainings that ended with "
+        f"the bits of a training without faults, {over} cost more steps than allowed, "
+        f"{sum(bool(one.left) for one in ours)} were in trainings that left something behind. In "
+        f"addition, {len(theirs)} faults under torchrun: after "
+        f"{_of(one.seconds is not None for one in theirs)} the training continued. Seed {seed}, {there}: load "
+        f"average {median(list(loads) or [0.0]):.0f} (median over the trainings).",
         width=120,
         break_on_hyphens=False,
     )
@@ -88,7 +89,7 @@ def _of(found: Iterable[bool]) -> str:
 
 def _seconds(struck: Sequence[Struck]) -> str:
     known = [one.seconds for one in struck if one.seconds is not None]
-    gone = f"; {len(struck) - len(known)} did not go on" if len(known) < len(struck) else ""
+    gone = f"; {len(struck) - len(known)} did not continue" if len(known) < len(struck) else ""
     return (f"{median(known):.1f}, {max(known):.1f}" if known else "-") + gone
 
 
@@ -104,28 +105,29 @@ def page_with(page: str, text: str) -> str:
     """``page`` with ``text`` as its chapter of the campaign."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    chapter = f"{BEGIN}\n\n## A campaign of drawn faults\n\n{_INTRODUCTION}\n\n{text}\n\n{END}"
+    chapter = f"{BEGIN}\n\n## A campaign of random faults\n\n{_INTRODUCTION}\n\n{text}\n\n{END}"
     return f"{before.rstrip()}\n\n{chapter}\n{after.lstrip()}"
 
 
 _INTRODUCTION = """\
-Made by `python benchmarks/campaign.py`. Kinds, hosts and ranks are drawn from a seed; several faults strike each
-training, one after the other. Faults of one machine strike 2 or 3 ranks with loader processes, under `ddp`, `ddp` with
-`mirror`, or `zero` with `mirror`; those of nodes and networks strike 2 to 4 hosts made of namespaces, with
-`--nnodes 1:N`, one rank each. A checkpoint is saved every 10 steps, and a hang is told after 20 s. Trainings that found
-a defect, of Lockstep or of the campaign, are left out until they are made again without it.
+Made by `python benchmarks/campaign.py`. Kinds of faults, hosts and ranks are drawn at random from a seed. Several
+faults are injected into each training, one after the other. Faults on one machine are injected into 2 or 3 ranks with
+loader processes, under `ddp`, `ddp` with `mirror`, or `zero` with `mirror`. Faults of nodes and networks are injected
+into 2 to 4 hosts made of network namespaces, with `--nnodes 1:N` and one rank each. A checkpoint is saved every 10
+steps, and a hang is reported after 20 s. Trainings that found a defect, of Lockstep or of the campaign, are left out
+until they have been repeated without it.
 
-- Cause named: what the launchers say names what befell the run, and accuses nobody else. Nothing can be said by a
-  launcher that was killed; then it must only accuse nobody.
-- Right bits: the training that it struck ended with 0, in the bits that a training without faults has, whatever else
-  struck it.
-- Left: the training left a process, a socket, or a file in `/dev/shm` or the directory for temporary files.
-- Steps made again: steps that were done already and were made once more, the one in work not counted. Allowed are none
-  where other ranks hold the state, one with a mirror, and those since the last checkpoints where only the disk holds it
-  ([decision 10](decisions/0010-survivors-leave-the-last-step.md)).
-- Seconds without a step: the longest pause from the fault on. Where a network is away for 12 s, the 12 s are in it;
-  where a launcher has ended, so is its start.
-- torchrun: `--nnodes 1` or `1:3` with `--max-restarts`, which runs a script of DistributedDataParallel that saves its
-  state every 10 steps, after the same fault, in trainings of their own between the others. It is watched for 120 s. A
-  node counts as lost after as many seconds as ours. Where there is a `-`, it was not tried: torchrun has no answer to
-  these, or nothing like them."""
+- Cause named: the launchers name what happened to the run, and blame nothing else. A launcher that was killed cannot
+  name anything; then nothing else may be blamed.
+- Right bits: the training ended with exit code 0 and the bits of a training without faults, whatever other faults were
+  injected into it.
+- Left: trainings that left a process, a socket, or a file in `/dev/shm` or the directory for temporary files.
+- Steps made again: completed steps that were computed once more; the step in progress does not count. In brackets, how
+  many are allowed: none where other ranks hold the state, one with a mirror, and those since the last checkpoints where
+  only the disk holds it ([decision 10](decisions/0010-survivors-leave-the-last-step.md)).
+- Seconds without a step: the longest pause after the fault. If a network is interrupted for 12 s, the pause includes
+  the 12 s; if a launcher has ended, it includes the new start.
+- torchrun: with `--nnodes 1` or `1:3` and `--max-restarts`, after the same fault, in separate trainings between the
+  others. Its script uses DistributedDataParallel and saves its state every 10 steps. It is watched for 120 s. A node
+  counts as lost after the same number of seconds as with Lockstep. `-`: not tried, because torchrun does not handle
+  such a fault, or has nothing like it."""

@@ -456,10 +456,10 @@ def restarts(ways: dict[str, list[str]], rounds: int) -> str:
         else f"{name} gave up each time"
         for name in seconds
     ]
-    ratio = f": {median(done['lockstep run']) / median(done['torchrun']):.2f} of it" if all(done.values()) else ""
+    ratio = f": a ratio of {median(done['lockstep run']) / median(done['torchrun']):.2f}" if all(done.values()) else ""
     return (
-        f"The same plain script, `--max-restarts 3`, {rounds} rounds in turn, medians of those that came back: "
-        f"{', '.join(told)}{ratio}."
+        f"The same plain script, `--max-restarts 3`, {rounds} alternating rounds, medians of the restarts that "
+        f"succeeded: {', '.join(told)}{ratio}."
     )
 
 
@@ -506,32 +506,38 @@ def page(cases: list[dict[str, str]], others: list[dict[str, str]], ratio: str, 
 # When something fails
 
 Made by `{command}` on {time.strftime("%Y-%m-%d")}.
-On a machine that was shared with other work: {machine}.
+The machine was shared with other work: {machine}.
 
-Nothing here is written by hand: run it and compare. With `--rows` rows are kept from one run of the script to the next,
-so they may be some minutes apart.
+The script writes the whole page: run it and compare. With `--rows` it keeps rows from one run of the script to the
+next, so they may have been measured some minutes apart.
 
 ## Each failure in each phase
 
-Two ranks train with `lockstep run --max-restarts 1 --hang-after {hang_s:g} --on-hang restart`, with one fault on
-purpose, mostly as `--fault "kill rank 1 in forward at step 12"`. A checkpoint is saved every 5 steps. Last screen: the
-line that says what happened (its block has the cause, file and line, and the log). Seconds: from the fault to that
-line. Left: processes one second after the launcher ended. Bits: of parameters and optimizer state in the end, against
-a run in which nothing failed. A hang is told when the deadline has passed, which is {hang_s:g} s here. How many steps
-are made again is measured by the [campaign](#a-campaign-of-drawn-faults).
+Two ranks train with `lockstep run --max-restarts 1 --hang-after {hang_s:g} --on-hang restart`. One fault is injected,
+mostly by `--fault "kill rank 1 in forward at step 12"`. A checkpoint is saved every 5 steps.
+
+- Last screen: the line that says what happened. The lines after it have the cause, file and line, and the log.
+- Seconds: from the fault to that line. A hang is reported when the deadline has passed, which is {hang_s:g} s here.
+- Left: processes that still run one second after the launcher has ended.
+- Bits: whether parameters and optimizer state are, at the end, those of a run without a failure.
+
+The [campaign](#a-campaign-of-random-faults) measures how many steps are computed again.
 
 {table(cases)}
 
 ## Beside other launchers
 
-The same script of plain `torch.distributed` with DDP and gloo, which knows nothing of Lockstep, on two ranks; each
-launcher as it comes, `lockstep run` with `--hang-after {hang_s:g}`. Lines: on the screen in all. Cause in line: the
-first line that names the true cause. Right rank at the end: whether the last {_END} lines name rank 1 and its cause.
-Left: processes that live one second after the launcher has ended. Each was watched for {PATIENCE_S:g} s.
+The same script on two ranks, with plain `torch.distributed`, DDP and gloo, and without Lockstep. Each launcher runs
+with its defaults, except `lockstep run` with `--hang-after {hang_s:g}`. Each run was watched for {PATIENCE_S:g} s.
+
+- Lines: number of lines on the screen.
+- Cause in line: the first line that names the true cause.
+- Right rank at the end: whether the last {_END} lines name rank 1 and its cause.
+- Left: processes that still run one second after the launcher has ended.
 
 {table(others)}
 
-## From the kill of a rank to the next step
+## From the death of a rank to the next step
 
 {ratio}
 """

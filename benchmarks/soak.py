@@ -1,10 +1,14 @@
-"""Whether anything grows in a long training: private memory and open descriptors of every process of a run.
+"""Whether anything grows in a long training: memory and open descriptors of every process of a run.
 
 python benchmarks/soak.py                                    60,000 steps on 2 ranks
 python benchmarks/soak.py --steps 600000 --ranks 4 --json soak.json
 
 A small model trains under `lockstep run`, with all that a long training has: metrics, evaluations, checkpoints, rows of
 a log. It waits after a tenth of its steps, when all is warm, and at the end, while its processes are looked at.
+
+Resident memory is what a process holds. Private memory is the part of it that no other process shares: ranks start as
+copies of one process and share its pages until they write to them, so that private memory grows a little for as long
+as a rank writes to pages for the first time, while resident memory stays what it was.
 """
 
 import argparse
@@ -51,14 +55,25 @@ with lockstep.Run(seed=0, save_every="5000 steps") as run:
         run.log()
 """
 
-Look = Mapping[str, tuple[int, int]]
-"""Of each process, by its number and name: bytes that it shares with no other, and open descriptors."""
+Look = Mapping[str, tuple[int, int, int]]
+"""Of each process, by its number and name: bytes resident, bytes that it shares with no other, and open descriptors."""
 
 
 def look(launcher: psutil.Process) -> Look:
     """What the processes of a run hold now."""
     processes = [launcher, *launcher.children(recursive=True)]
-    return {f"{p.pid} {p.name()}": (p.memory_full_info().uss, p.num_fds()) for p in processes}
+    return {f"{p.pid} {p.name()}": held(p) for p in processes}
+
+
+def held(process: psutil.Process) -> tuple[int, int, int]:
+    """What one process holds now."""
+    memory = process.memory_full_info()
+    return memory.rss, memory.uss, process.num_fds()
+
+
+def mib(count: int, sign: str = "") -> str:
+    """A cell of the table for bytes."""
+    return f"{count / 2**20:>{sign}13.2f}"
 
 
 def soak(ranks: int, steps: int) -> tuple[Look, Look, float]:
@@ -103,11 +118,13 @@ def main() -> None:
         warm, end, seconds = soak(told.ranks, told.steps)
         found.append({"warm": warm, "end": end, "seconds": seconds})
         print(f"{told.ranks} ranks, {told.steps} steps, {seconds:.0f} s of them between the two looks")
-        print(f"{'process':<28}{'private MiB':>14}{'growth':>10}{'descriptors':>14}{'growth':>10}")
-        for name, (held, descriptors) in end.items():
-            held_before, descriptors_before = warm.get(name, (0, 0))
-            grown, more = held - held_before, descriptors - descriptors_before
-            print(f"{name:<28}{held / 2**20:>14.1f}{grown / 2**20:>+10.2f}{descriptors:>14}{more:>+10}")
+        titles = ("resident MiB", "growth", "private MiB", "growth", "descriptors", "growth")
+        print(f"{'process':<28}" + "".join(f"{title:>13}" for title in titles))
+        for name, now in end.items():
+            resident, private, descriptors = now
+            more, unshared, opened = (a - b for a, b in zip(now, warm.get(name, (0, 0, 0)), strict=True))
+            memory = mib(resident) + mib(more, "+") + mib(private) + mib(unshared, "+")
+            print(f"{name:<28}{memory}{descriptors:>13}{opened:>+13}")
     if told.json:
         told.json.write_text(json.dumps(found))
 
