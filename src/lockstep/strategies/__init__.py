@@ -10,6 +10,7 @@ Such as ``ddp``, or with options::
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 
 from lockstep.settings import read_options
 from lockstep.strategies.abilities import (
@@ -81,6 +82,7 @@ __all__ = [
     "forward_is_collective",
     "give_values",
     "has_gradient",
+    "import_strategy",
     "is_loss",
     "is_on_meta",
     "load_strategy_state",
@@ -125,6 +127,15 @@ def open_strategy(spec: str, context: StrategyContext) -> Strategy:
         SettingError: if there is no such strategy or option, or it cannot keep these ranks in step.
     """
     name, options = split(spec)
-    module = importlib.import_module(f"lockstep.strategies.{STRATEGIES[name]}")
+    module = import_strategy(name)
     strategy: Strategy = module.open_strategy(context, read_options(f"strategy {name}", module.Options, options))
     return strategy
+
+
+def import_strategy(spec: str) -> ModuleType:
+    """The module of the strategy that ``spec`` names.
+
+    Raises:
+        SettingError: if there is no such strategy.
+    """
+    return importlib.import_module(f"lockstep.strategies.{STRATEGIES[split(spec)[0]]}")

@@ -39,6 +39,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lockstep.errors import SettingError
 from lockstep.formatting import plural
 from lockstep.launch.child_process import STOP_SIGNALS, kill_group, own_python, signal_when_parent_dies
 from lockstep.launch.program import mentions_lockstep
@@ -47,11 +48,13 @@ from lockstep.launch.workers.fork_messages import RankSpec, message
 from lockstep.launch.workers.rank_process import become_rank, program_from, program_to_args, run_program
 from lockstep.launch.workers.tcp_store import UNUSED, serve_store
 from lockstep.launch_contract import CHANNEL, EMERGENCY, PRIVATE
+from lockstep.settings import ResolvedSettings
 
 # What every training script needs; the last one is loaded by the first optimizer.
 _IMPORTED_ONCE = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch._dynamo")
-# What a script that uses Lockstep needs besides: it takes longer than all else that such a rank does before its step.
-_IMPORTED_FOR_RUNS = ("lockstep.run.run",)
+# What ranks that use Lockstep need besides: it takes longer than all else that such a rank does before its step. By
+# name, since the launcher itself is free of torch.
+_RUN, _STRATEGIES = "lockstep.run.run", "lockstep.strategies"
 _CHUNK_BYTES = 1 << 16
 #: How long the store may take to answer.
 _ANSWER_S = 2.0
@@ -298,14 +301,22 @@ def import_torch() -> None:
         importlib.import_module(name)
 
 
+def _import_for_runs(env: Mapping[str, str]) -> None:
+    """Import `Run`, and the strategy of ``env``: that of the run unless the script names another one."""
+    importlib.import_module(_RUN)
+    with contextlib.suppress(SettingError):  # the ranks will tell
+        strategy = ResolvedSettings.resolve({}, env).values.strategy
+        importlib.import_module(_STRATEGIES).import_strategy(strategy)
+
+
 def _import_once(connection: socket.socket, program: Program) -> StartMethod:
     """Import what all ranks of ``program`` need; returns how they can be started afterwards."""
     # To look for garbage meanwhile and afterwards takes a third of the time, and finds next to none.
     gc.disable()
     try:
         import_torch()
-        for name in _IMPORTED_FOR_RUNS if mentions_lockstep(program) else ():
-            importlib.import_module(name)
+        if mentions_lockstep(program):
+            _import_for_runs(os.environ)
     finally:
         # Objects that exist now are shared by all copies and will not become garbage.
         gc.freeze()

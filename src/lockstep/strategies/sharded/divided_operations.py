@@ -14,7 +14,6 @@ a list of what is computed by rows, and everything else that torch knows is comp
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NoReturn
 
@@ -98,38 +97,33 @@ class DividedOperations:
 
     def __init__(self, mesh: DeviceMesh, group: Group) -> None:
         self._mesh: Final = mesh
+        if not _groups:
+            _of_torch.update(_dispatcher()._custom_op_handlers)
+            for op, handler in _of_torch.items():
+                _handlers.setdefault(op, handler)
+            _dispatcher()._custom_op_handlers = _handlers
         _groups[mesh] = group
-        for op in _operations():
-            _before.setdefault(op, _handlers().get(op))
-            _handlers()[op] = _call
 
     def add_up_whole(self) -> None:
         """From now on sums with ``alpha=`` are computed whole, too, as types of two bytes need it on CPUs."""
-        for op in _overloads(_SCALED_SUMS):
-            _before.setdefault(op, _handlers().get(op))
-            _handlers()[op] = _call
+        _handlers.update(dict.fromkeys(_overloads(_SCALED_SUMS), _call))
 
     def close(self) -> None:
         """Leave them to torch again."""
         _groups.pop(self._mesh, None)
         if not _groups:
-            for op, handler in _before.items():
-                _handlers().pop(op, None)
-                if handler is not None:
-                    _handlers()[op] = handler
-            _before.clear()
+            _dispatcher()._custom_op_handlers = dict(_of_torch)
+            _of_torch.clear()
 
 
 _groups: Final[dict[DeviceMesh, Group]] = {}  # those of what is open; torch has one table for the whole process
-_before: Final[dict[OpOverload, Any]] = {}  # what torch does by itself for the operations that are handled here
+_of_torch: Final[dict[Any, Any]] = {}  # that table as it was before
 
 
-def _handlers() -> dict[Any, Any]:
-    found: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    return found
+def _dispatcher() -> Any:
+    return DTensor._op_dispatcher
 
 
-@functools.cache
 def _operations() -> Mapping[OpOverload, Callable[..., Any]]:
     """What is called for each operation, with the group and as torch calls handlers."""
     return {
@@ -181,19 +175,19 @@ def _call(op: Any, args: Any, kwargs: Any) -> Any:
     with torch.no_grad():  # torch has seen to gradients before it asks
         if group is None:
             return _by_torch(op, args, kwargs)
-        handler: Callable[..., Any] = _operations().get(op, _scaled_sum)
+        handler: Callable[..., Any] = _OPERATIONS.get(op, _scaled_sum)
         return handler(group, op, args, kwargs)
 
 
 def _by_torch(op: Any, args: Any, kwargs: Any) -> Any:
-    handler = _before.get(op)
+    handler = _of_torch.get(op)
     if handler is not None:
         return handler(op, args, kwargs)
-    _handlers().pop(op, None)  # None: a thread beside this one is at the same operation
+    _handlers.pop(op, None)  # None: a thread beside this one is at the same operation
     try:
         return op(*args, **kwargs)
     finally:
-        _handlers()[op] = _call
+        _handlers[op] = _call
 
 
 def _whole(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
@@ -382,3 +376,9 @@ def _gathered(tensor: DTensor) -> torch.Tensor:
     once = whole[tuple(slice(size) for size in sizes)]
     placed = torch.empty_strided(sizes, tensor.stride(), dtype=whole.dtype, device=whole.device)
     return placed.copy_(once).expand_as(whole)
+
+
+# Made when this module is loaded, which the launcher does once for all ranks: to look at each of torch's operations
+# takes a process 8 MB that it shares with others until then.
+_OPERATIONS: Final = _operations()
+_handlers: Final[dict[Any, Any]] = dict.fromkeys(_OPERATIONS, _call)
