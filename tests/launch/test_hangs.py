@@ -91,6 +91,23 @@ RUN_HANGS = """
             for batch in run.train(numbers):
                 run.step(model(batch).mean())
 """
+SLOW_TRACKER = """
+    import time
+    import torch, lockstep
+
+    class Slow:
+        def log(self, values, step):
+            time.sleep(8)
+            print("the tracker has", step)
+
+    with lockstep.Run(track=Slow()) as run:
+        model = run.model(torch.nn.Linear(4, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=1e-5))
+        for epoch in run.epochs(1):
+            for x in run.train(run.loader(torch.ones(8, 4), global_batch=8, micro_batch=4, workers=0)):
+                run.step(model(x).mean())
+            run.log()
+"""
 
 
 def line_of(script, text):
@@ -222,3 +239,11 @@ def test_a_launcher_that_is_killed_leaves_no_socket_behind(workshop, hit):
     hit(launcher, "SIGKILL")
     workshop.end_of(launcher)
     wait_until(lambda: not channel.parent.exists(), "the end of the socket's directory")
+
+
+def test_a_run_that_waits_for_its_tracker_does_not_hang(workshop):
+    launcher = workshop.start("--hang-after", 4, workshop.script(SLOW_TRACKER))
+    ended = workshop.end_of(launcher)
+    assert ended.code == 0, ended.err
+    assert "the tracker has 1" in ended.out
+    assert "hang:" not in ended.err

@@ -37,7 +37,8 @@ def life(directory, tracker, *, record=(), rows=(), track=None, say=pytest.fail)
     for row in rows:
         thread.log(row)
     thread.end()
-    thread.close(30)
+    assert thread.has_ended(60)
+    thread.close(60)
     return tracker
 
 

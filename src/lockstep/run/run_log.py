@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -15,8 +16,10 @@ from lockstep.run.setup import RunContext
 LoggedRow = tuple[int, int, dict[str, float]]
 """A step, an epoch, and values by name."""
 
-_END_S = 15.0  # how long the end of a run waits for its trackers
-_FAILED_S = 2.0  # ... and that of a run that failed
+Ending = Literal["ended", "stopped", "failed"]
+#: For how many seconds a run waits for its trackers. To import one of them takes a busy machine half a minute; who
+#: stops a run waits for about as long in all.
+_TRACKERS_S: Final[Mapping[Ending, float]] = {"ended": 60.0, "stopped": 15.0, "failed": 2.0}
 
 
 class RunLog:
@@ -86,15 +89,17 @@ class RunLog:
         """A step has ended: a run that goes on from there logs again what comes from here on."""
         self.rows.clear()
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, ending: Ending) -> None:
         """The file is closed, and the trackers have had what it holds, or a while to take it."""
         if self._file is not None:
             self._file.close()
-        until = time.monotonic() + (_FAILED_S if failed else _END_S)
+        until = time.monotonic() + _TRACKERS_S[ending]
         for tracker in self._trackers:
             tracker.end()
         for tracker in self._trackers:
-            tracker.close(max(0.0, until - time.monotonic()))
+            while (left_s := until - time.monotonic()) > 0 and not tracker.has_ended(min(left_s, 1.0)):
+                self._context.marker.set_phase("exit")  # to wait for it is no hang
+            tracker.close(_TRACKERS_S[ending])
 
 
 def _on_screen(value: object) -> str:

@@ -84,7 +84,8 @@ class Shutdown:
             self._loaders.close()
             if self._measurement is not None:
                 self._measurement.close()
-            self._log.close(failed=error is not None and not isinstance(error, SystemExit))
+            is_stopped = error is None or isinstance(error, SystemExit)
+            self._log.close("ended" if ends_well else "stopped" if is_stopped else "failed")
             # After an error, a GPU may wait for what never comes.
             waits = error is None or type(error) in (SystemExit, TrialStopped) or context.device.type == "cpu"
             if waits and context.profiler is not None:

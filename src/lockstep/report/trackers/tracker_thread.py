@@ -14,7 +14,6 @@ from lockstep.report.trackers.names import opener, refuse_unknown
 from lockstep.report.trackers.tracker import LogsValues, OwnTracker, Row, TrackerContext
 
 _MOST_WAITING = 10_000  # rows
-_CLOSE_S = 15.0  # how long the end of a run waits for all trackers together
 
 Say = Callable[[str], None]
 
@@ -89,13 +88,17 @@ class TrackerThread:
             except queue.Full:
                 self._failed = "it does not take what was logged"
 
-    def close(self, wait_s: float = _CLOSE_S) -> None:
-        """Wait until the tracker has had all rows, or for ``wait_s``."""
+    def has_ended(self, wait_s: float) -> bool:
+        """Whether the tracker has had all rows, or is dropped; waits for it at most ``wait_s``."""
         if not self._dropped:
             self._thread.join(wait_s)
-            if self._thread.is_alive():
-                self._failed = f"it did not take the last rows within {wait_s:g} s"
-            self._drop()
+        return self._dropped or not self._thread.is_alive()
+
+    def close(self, waited_s: float) -> None:
+        """Drop the tracker if it has not had all rows in ``waited_s``."""
+        if not self.has_ended(0):
+            self._failed = f"it did not take the last rows within {waited_s:g} s"
+        self._drop()
 
     def _drop(self) -> bool:
         """Whether the tracker gets nothing any more; the user is told once."""
