@@ -106,7 +106,8 @@ def test_a_fork_server_that_cannot_serve_says_why(workshop):
 def test_a_run_directory_that_goes_away_does_not_hide_the_cause(workshop, launched):
     launcher, screen = launched()
     ranks_are_up(workshop, 0)
-    shutil.rmtree(workshop.here / "r")
+    # At once: a directory in which the launcher writes meanwhile cannot be removed.
+    shutil.rmtree((workshop.here / "r").rename(workshop.here / "gone"), ignore_errors=True)
     wait_until(lambda: "note: r" in screen(), screen)
     (workshop.here / "go").touch()
     assert launcher.wait(60) == 1
