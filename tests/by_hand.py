@@ -11,7 +11,8 @@ down here once more, from their definition, and nothing is imported from the pac
     gradient        the sum over micro-batches, each weighted with its part of the step's items, along the tree that
                     splits at midpoints
     buffers         every micro-batch begins with those of before the step; then they move by the mean of the moves,
-                    and whole numbers to the greatest one. An evaluation leaves them as they are
+                    and whole numbers to the greatest one; a single micro-batch leaves what it leaves, without
+                    rounding. An evaluation leaves them as they are
     optimizers      step once, at the step's end: no loss of a step sees what another one changed
     metrics         the loss is weighted by items, what is measured by samples
 """
@@ -279,7 +280,9 @@ def _weighed(found: list[tuple[int, float, dict[nn.Parameter, Tensor]]], scale: 
 def _move_buffers(base, moved) -> None:
     for place, (owner, name, before) in enumerate(base):
         after = [of_one[place] for of_one in moved]
-        if before.is_floating_point() or before.is_complex():
+        if len(after) == 1:
+            setattr(owner, name, after[0])
+        elif before.is_floating_point() or before.is_complex():
             setattr(owner, name, before + along_the_tree([value - before for value in after]) / len(after))
         else:
             setattr(owner, name, torch.stack(after).amax(0))

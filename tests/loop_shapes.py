@@ -699,6 +699,51 @@ def buffer_moved() -> Any:
         return trained(run, model, run.loader(DATA, **SIZES))
 
 
+class Routed(nn.Module):
+    """Between two experts; a bias, by hand, evens out how many samples each of them gets."""
+
+    def __init__(self, *, buffer: bool) -> None:
+        super().__init__()
+        self.gate, self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 1), nn.Linear(4, 1)
+        if buffer:
+            self.register_buffer("bias", torch.zeros(2))
+        else:
+            self.bias = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.register_buffer("share", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x).softmax(1)
+        to_first = (scores + self.bias).argmax(1, keepdim=True) == 0
+        self.share.copy_(torch.cat([to_first, ~to_first], 1).float().mean(0))
+        return torch.where(to_first, self.first(x) * scores[:, :1], self.second(x) * scores[:, 1:])
+
+    def balance(self) -> None:
+        with torch.no_grad():
+            self.bias += 0.05 * torch.sign(0.5 - self.share)
+
+
+def balanced(*, buffer: bool) -> Any:
+    with lockstep.Run() as run:
+        model = run.model(Routed(buffer=buffer))
+        run.optimizer(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+        batches = run.loader(DATA, **SIZES)
+        for _ in run.epochs(2):
+            for x, y in run.train(batches):
+                if run.step(F.mse_loss(model(x), y)):
+                    model.balance()
+        return state_hash(model), model.bias.tolist()
+
+
+@shape("a buffer that the script sets once a step")
+def buffer_set_by_hand() -> Any:
+    return balanced(buffer=True)
+
+
+@shape("a parameter without a gradient that the script sets once a step, as a codebook or a bias of experts")
+def parameter_set_by_hand() -> Any:
+    return balanced(buffer=False)
+
+
 @shape("a memory of keys: `run.gather` where `run.step` returns True")
 def memory_of_keys() -> Any:
     with lockstep.Run() as run:

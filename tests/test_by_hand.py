@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, OneCycleLR, StepLR
 from torch.utils.data import Dataset
 
@@ -291,6 +292,9 @@ CASES = {
     ),
     "augmented": plain(data=Augmented, learn=drawing),
     "batch norm": plain(models=lambda: [normed(0.1)], global_batch=9, micro_batch=3),
+    "one micro-batch is left": plain(
+        models=lambda: [normed(0.1)], global_batch=9, micro_batch=3, data=lambda: vectors(21)
+    ),
     "cumulative batch norm": plain(models=lambda: [normed(None)], global_batch=9, micro_batch=3),
     "adversaries": Training(adversaries, vectors, adversarial, critic_first, global_batch=9, micro_batch=3),
     "together": plain(optimizers=matrices_and_others, together=True, clip_norm=0.5),
@@ -333,6 +337,32 @@ def test_trains_what_plain_torch_trains(name, world):
         for part in vars(wanted(name)):
             where = f"rank {rank} of {world}: {part}"
             assert_near(getattr(found, part), getattr(wanted(name), part), where, tolerance=TOLERANCE.get(name, 2e-6))
+
+
+def spectral():
+    return nn.Sequential(spectral_norm(nn.Linear(6, 8)), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+WHOLE = {"global_batch": 9, "micro_batch": 9, "data": lambda: vectors(25)}  # a step is one micro-batch
+EXACT = {
+    "batch norm": plain(models=lambda: [normed(0.1)], **WHOLE),
+    "spectral norm": plain(models=lambda: [spectral()], **WHOLE),
+    "float64": plain(
+        models=lambda: [spectral().double()],
+        **{**WHOLE, "data": lambda: (numbers(25, 6, dtype=torch.float64), classes(25))},
+    ),
+}
+
+
+def trained_exactly(name):
+    return by_run.train(EXACT[name])
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_step_of_one_micro_batch_has_the_bits_of_plain_torch(name):
+    """No mean is made of one value, so nothing is rounded that plain torch does not round."""
+    ((found,),) = on_world(1, [(trained_exactly, name)])
+    assert_near(found.trail, by_hand.train(EXACT[name]).trail, tolerance=0.0)
 
 
 def test_every_case_trains_in_every_step():

@@ -1,5 +1,6 @@
 """Ranks that have come to hold different values are found: the first tensor is named, with its rank and the step."""
 
+import copy
 import random
 from pathlib import Path
 
@@ -277,6 +278,68 @@ def test_ranks_are_compared_every_so_many_steps_before_each_save_and_at_the_end(
             assert "nothing of it was saved" in message
             assert at == step
     assert [one.step for one in list_checkpoints(tmp_path)] == [4], "what differs is not committed"
+
+
+class AwayFromStart(torch.optim.SGD):
+    """Writes parameters outside of `step`, by a state of its own, as those without a schedule do for an evaluation."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter].setdefault("start", parameter.clone())
+        return super().step(closure)
+
+    @torch.no_grad()
+    def halve(self):
+        for parameter, state in self.state.items():
+            parameter.lerp_(state["start"], 0.5)
+
+
+def evaluated(runs, how, strategy="ddp", *, in_body=False):
+    """What is evaluated differs between ranks; at the first step of the next pass, it would be equal again."""
+    with Run(strategy=strategy) as run:
+        runs.append(run)
+        model = run.model(nn.Sequential(nn.Linear(2, 1)))
+        optimizer = run.optimizer(AwayFromStart(model.parameters(), lr=0.1))
+        average = copy.deepcopy(model)
+        run.keep(average=average)
+        batches = run.loader(X, **SIZES)
+
+        def evaluate():
+            before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            if how == "optimizer":
+                optimizer.halve()
+            elif run.rank == 1:
+                torch.nn.init.zeros_({"model": model, "average": average}[how][0].weight)
+            for batch in run.evaluate(batches):
+                run.measure(output=model(batch).mean(1))
+            model.load_state_dict(before)
+
+        for _ in run.epochs(2):
+            for batch in run.train(batches):
+                if run.step(model(batch).square().mean()) and in_body:
+                    evaluate()
+            if not in_body:
+                evaluate()
+
+
+def evaluating(*args, **settings):
+    return told(evaluated, *args, **settings)
+
+
+def evaluating_in_the_body(*args):
+    return told(evaluated, *args, in_body=True)
+
+
+def test_no_rank_evaluates_other_weights_than_the_others():
+    calls = [(by, how) for by in (evaluating, evaluating_in_the_body) for how in ("model", "average")]
+    calls += [(by, "optimizer", "zero") for by in (evaluating, evaluating_in_the_body)]
+    for (by, how, *_), ranks in zip(calls, on_world(2, calls), strict=True):
+        name = "kept.average.0.weight" if how == "average" else "models.0.0."
+        for message, _ in ranks:
+            assert message.startswith("ranks hold different values after step "), (by, how, message)
+            assert f": {name}" in message, (by, how, message)
 
 
 def left_alone(directory, strategy, how):

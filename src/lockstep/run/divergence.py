@@ -2,7 +2,7 @@
 
 Replicas are equal bit for bit after each step, and so is a checksum of each tensor. What a checkpoint would hold is
 compared, for it takes each tensor from one of the ranks: after the first step of a pass, every so many steps, and
-before each save, which is not made if they differ.
+before each save, which is not made if they differ. Models are compared before each evaluation, too.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class DivergenceCheck:
         raise MismatchError(
             f"ranks hold different values after step {step}: {first} on {format_ranks(ranks)}{more}; they were equal "
             f"after step {self._equal_at}. Something changes them differently on each rank, such as random numbers, "
-            "the clock, run.rank, loading a file on one rank, or an optimizer of your own; nothing of it was saved"
+            "the clock, run.rank, loading a file on one rank, or an optimizer of your own (under zero one that writes "
+            "parameters outside of its step); nothing of it was saved"
             + (f". {_KEEP_WHOLE}" if first.startswith("kept") else "")
         )
 

@@ -15,6 +15,7 @@ from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.evaluation_buffers import EvaluationBuffers
 from lockstep.run.loaders import Loaders
 from lockstep.run.setup import RunContext
+from lockstep.run.snapshot import RunSnapshot
 from lockstep.run.start import TrainingStart
 from lockstep.run.train_step import TrainStep
 from lockstep.seeding import seed_generators, seed_of
@@ -31,6 +32,7 @@ class EvaluationLoop:
         start: TrainingStart,
         train_step: TrainStep,
         end_of_step: EndOfStep,
+        snapshot: RunSnapshot,
     ) -> None:
         self._context: Final = context
         self._state: Final = context.state
@@ -38,6 +40,7 @@ class EvaluationLoop:
         self._start: Final = start
         self._train_step: Final = train_step
         self._end_of_step: Final = end_of_step
+        self._snapshot: Final = snapshot
         self._position: Final = context.position
         self._metrics: Final = context.metrics
         self._save_stop: Final = context.save_stop
@@ -53,6 +56,7 @@ class EvaluationLoop:
         else:
             self._metrics.refuse_nested("evaluate")
             self._end_of_step.finish_left()
+        self._snapshot.compare_models()
         # Where a step's end is still to come, so are the decisions that belong to it: a run stops where it can go on.
         waits = self._end_of_step.waits
         with self._evaluation_mode(in_body=in_body):

@@ -146,7 +146,8 @@ class LoopChecks:
                     f"the buffer {name} changed after run.step(...) in the loop's body: what a forward pass in "
                     "training mode does there would count on some ranks and not on others. Make that pass before "
                     "run.step(...) or between model.eval() and model.train(), and set buffers by hand before "
-                    "run.train(...)"
+                    "run.train(...). What the script sets once a step, where run.step(...) returns True, is a "
+                    "parameter that does not learn: nn.Parameter(tensor, requires_grad=False)"
                 )
 
     def _checksums(self) -> dict[nn.Parameter, int]:

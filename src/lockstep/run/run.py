@@ -186,7 +186,9 @@ class Run:
             context, snapshot, self._loaders, finite, warnings, self._log, point, measurement=measurement
         )
         self._training: Final = TrainingLoop(context, self._loaders, self._start, self._train_step, end_of_step)
-        self._evaluation: Final = EvaluationLoop(context, self._loaders, self._start, self._train_step, end_of_step)
+        self._evaluation: Final = EvaluationLoop(
+            context, self._loaders, self._start, self._train_step, end_of_step, snapshot
+        )
         self._ranks: Final = RankOperations(group, context.world)
         self._whole: Final = WholeModels(context, self._train_step)
         self._shutdown: Final = Shutdown(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
+from torch import nn
+
 from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.collectives import as_absent_shards, as_owned_shards, in_memory
 from lockstep.errors import CheckpointError, UsageError
@@ -11,7 +14,15 @@ from lockstep.progress import Progress
 from lockstep.run.divergence import DivergenceCheck
 from lockstep.run.resume_point import tree_marks
 from lockstep.run.setup import RunContext
-from lockstep.strategies import ComputesLoss, HasServerRanks, StatePart, load_strategy_state, split, strategy_state
+from lockstep.strategies import (
+    ComputesLoss,
+    HasServerRanks,
+    StatePart,
+    can_update_trainable,
+    load_strategy_state,
+    split,
+    strategy_state,
+)
 
 
 class RunSnapshot:
@@ -94,6 +105,23 @@ class RunSnapshot:
         if self._context.share.in_step and self._context.group.size > 1:
             self._divergence.compare(self._objects(), self._position.progress.step)
 
+    def compare_models(self) -> None:
+        """Check that ranks are about to evaluate the same models and kept modules, where each holds them whole.
+
+        Between two steps the script may have changed them on one rank, and the next step would hide it. Collective.
+
+        Raises:
+            MismatchError: if they do not.
+        """
+        context = self._context
+        if context.share.in_step and context.group.size > 1 and can_update_trainable(context.strategy):
+            kept = {name: value for name, value in self._state.kept.items() if isinstance(value, nn.Module)}
+            tree = {
+                "models": [_tensors_of(model) for model in self._state.models],
+                "kept": {name: _tensors_of(module) for name, module in kept.items()},
+            }
+            self._divergence.compare(tree, self._position.progress.step)
+
     def restore(self, tree: SavedTree) -> list[str]:
         """Put back what `take` gave, but for the position; see `State.load`. Collective."""
         context = self._context
@@ -149,3 +177,7 @@ class RunSnapshot:
                     "the ranks of its stage know it; register it with persistent=True"
                 )
         return tree
+
+
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict((*module.named_parameters(), *module.named_buffers()))

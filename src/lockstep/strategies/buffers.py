@@ -2,7 +2,7 @@
 
     base ──► forward of micro-batch 0 ──► b0     each micro-batch starts from the same base;
     base ──► forward of micro-batch 1 ──► b1     new base = base + mean over the step of (bm - base),
-    base ──► ...                                 summed along the tree
+    base ──► ...                                 summed along the tree; of one micro-batch alone, b0 itself
 
 So they do not depend on which rank computed what, and no rank's statistics overwrite those of the others.
 
@@ -287,7 +287,8 @@ class Buffers:
         if not position.is_padding:
             if self._fold is None:
                 self._fold = TreeAccumulator(position.of, lambda left, right: left.add_(right))
-            moves = self._changes([self._buffers[i] for i in real], [self._base[i] for i in real])
+            here = [self._buffers[i] for i in real]
+            moves = here if position.of == 1 else self._changes(here, [self._base[i] for i in real])
             self._fold.push((position.index, position.index + 1), self._flatten(moves))
             if self._counts is not None:
                 self._counts.add(torch.cat([_move(self._buffers[i], self._base[i]) for i in whole]))
@@ -303,7 +304,10 @@ class Buffers:
         return list(torch._foreach_sub(here, base)) if here else []
 
     def _move_base(self, real: Sequence[int], whole: Sequence[int], of: int) -> None:
-        """Move the base by the mean over all ranks' micro-batches; integers by what one of them has added."""
+        """Move the base by the mean over all ranks' micro-batches; integers by what one of them has added.
+
+        Where the step has one micro-batch, what that has left is taken as it is, without rounding.
+        """
         sums = self._fold.sums if self._fold is not None else []
         bases = [self._base[i] for i in real]
         like = self._flatten(bases)
@@ -323,9 +327,9 @@ class Buffers:
             self._add_counts(whole, *self._counts.agreed(out[rest:]))
 
     def _add_mean(self, bases: list[torch.Tensor], sums: torch.Tensor, of: int) -> None:
-        if self._has_nonfinite_base:
+        if self._has_nonfinite_base or of == 1:
             for base in bases:
-                base.masked_fill_(~base.isfinite(), 0)
+                base.masked_fill_(~base.isfinite(), 0) if of > 1 else base.zero_()
         reals = [as_real(b) for b in bases]
         sizes = [b.numel() for b in reals]
         pieces = sums[: sum(sizes)].div_(of).split(sizes)
