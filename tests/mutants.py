@@ -53,6 +53,9 @@ TRAINING = "tests/strategies/test_divided_parameters.py::test_what_a_script_does
 DRAWS = "tests/strategies/test_absent_parameters.py::test_ranks_draw_alike_or_it_is_refused"
 SERVED = "tests/strategies/test_absent_parameters.py::test_what_servers_do_not_run_is_refused"
 LEFT_BEHIND = "tests/run/test_emergency.py::test_files_of_earlier_generations_are_found_wherever_there_was_room"
+CHECKSUM = "tests/data/test_iterable_dataset.py::test_a_checksum_tells_samples_apart_and_is_the_same_for_copies"
+SCHEDULER = "tests/run/test_guards.py::test_a_scheduler_that_the_script_steps_too"
+PREDICT = "tests/scale/test_predict.py::test_what_it_refuses"
 MEMBERSHIP = "tests/launch/test_membership.py"
 
 
@@ -706,27 +709,34 @@ MUTANTS = [
         "tests/strategies/test_graphs.py",
     ),
     # ---- what ranks compare of their data; who steps a scheduler
-    mutant("data/seen_samples.py", "value = os.path.basename(value)", "pass", "tests/data/test_iterable_dataset.py"),
+    mutant(
+        "data/seen_samples.py",
+        "value = os.path.basename(value)",
+        "pass",
+        "tests/data/test_iterable_dataset.py::test_a_checksum_does_not_depend_on_where_a_file_lies",
+    ),
     mutant(
         "data/seen_samples.py",
         "so_far = _checksum(part, _checksum(key, so_far))",
         "so_far = _checksum(part, so_far)",
-        "tests/data/test_iterable_dataset.py",
+        CHECKSUM,
     ),
     mutant(
-        "data/map_dataset.py", "            with seeded_generators(_LOOK_SEED):\n", "            if True:\n", IDENTITY
+        "data/map_dataset.py",
+        "            with seeded_generators(_LOOK_SEED):\n",
+        "            if True:\n",
+        "tests/run/test_identity.py::test_ranks_that_hold_other_samples_are_refused",
     ),
     mutant(
         "data/map_dataset.py",
         "iter(self._own if self._in_pass() else self._all)",
         "iter(self._own)",
-        "tests/data/test_loader.py",
-        "tests/run/test_loops.py",
+        "tests/data/test_loader.py::test_a_loop_of_the_scripts_own_reads_all_outside_of_a_pass_and_this_ranks_part_within",
     ),
     mutant(
-        "run/registered_scheduler.py", "        self._counts = self._count()", "        self._counts = None", GUARDS
+        "run/registered_scheduler.py", "        self._counts = self._count()", "        self._counts = None", SCHEDULER
     ),
-    mutant("run/registered_scheduler.py", 'getattr(self.scheduler, "_schedulers", ())', "()", GUARDS),
+    mutant("run/registered_scheduler.py", 'getattr(self.scheduler, "_schedulers", ())', "()", SCHEDULER),
     # ---- what generations leave; launchers and ranks; who takes part
     mutant("run/emergency_files.py", "path.name != self._name]", "True]", LEFT_BEHIND),
     mutant("run/emergency_files.py", "if size_bytes > self.room():", "if False:", LEFT_BEHIND),
@@ -768,10 +778,13 @@ MUTANTS = [
         "node_rank = rank // local_size",
         "tests/test_world.py",
     ),
+    mutant("cli/predictions.py", "not 0 < value < math.inf", "not 0 <= value < math.inf", PREDICT),
     mutant(
-        "cli/predictions.py", "not 0 < value < math.inf", "not 0 <= value < math.inf", "tests/scale/test_predict.py"
+        "cli/predictions.py",
+        '_UNITS[match.group(2) or "s"]',
+        '_UNITS["s"]',
+        "tests/scale/test_predict.py::test_the_command",
     ),
-    mutant("cli/predictions.py", '_UNITS[match.group(2) or "s"]', '_UNITS["s"]', "tests/scale/test_predict.py"),
     # ---- checkpoints
     mutant(
         "checkpoint/commit.py",
