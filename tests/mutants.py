@@ -48,6 +48,15 @@ GUARDS = "tests/run/test_guards.py"
 SAMPLERS = "tests/run/test_samplers.py"
 WORLDS = "tests/test_transparency.py"
 MEAN = "tests/test_mean_gradient.py"
+OPERATIONS = "tests/strategies/test_divided_parameters.py::test_it_has_the_result_of_one_rank_or_is_refused"
+TRAINING = "tests/strategies/test_divided_parameters.py::test_what_a_script_does_while_it_trains"
+DRAWS = "tests/strategies/test_absent_parameters.py::test_ranks_draw_alike_or_it_is_refused"
+SERVED = "tests/strategies/test_absent_parameters.py::test_what_servers_do_not_run_is_refused"
+LEFT_BEHIND = "tests/run/test_emergency.py::test_files_of_earlier_generations_are_found_wherever_there_was_room"
+CHECKSUM = "tests/data/test_iterable_dataset.py::test_a_checksum_tells_samples_apart_and_is_the_same_for_copies"
+SCHEDULER = "tests/run/test_guards.py::test_a_scheduler_that_the_script_steps_too"
+PREDICT = "tests/scale/test_predict.py::test_what_it_refuses"
+MEMBERSHIP = "tests/launch/test_membership.py"
 
 
 @dataclass(frozen=True)
@@ -233,7 +242,7 @@ MUTANTS = [
         HAND,
         WORLDS,
     ),
-    mutant("strategies/ddp.py", "self._make_ddp(number, _trainable(model.module), init_sync=False)", "pass", LEARNS),
+    mutant("strategies/ddp.py", "self._reduce(reducer, init_sync=False)", "pass", LEARNS),
     mutant(
         "strategies/gradient_accumulation.py",
         "parameter.grad = None\n        gradients.append(gradient.resolve_conj())",
@@ -555,8 +564,8 @@ MUTANTS = [
     ),
     mutant(
         "run/end_of_step.py",
-        "is_first = steps_before_pass is not None and self.steps == steps_before_pass + 1",
-        "is_first = False",
+        "return self.steps == self._steps_before_pass + 1 or self._is_check_due",
+        "return self._is_check_due",
         DIVERGENCE,
     ),
     mutant(
@@ -586,6 +595,196 @@ MUTANTS = [
     ),
     mutant("run/identity.py", "        if was != kind:", "        if False:", IDENTITY),
     mutant("run/registration.py", "        if parameter in state.known_parameters:", "        if False:", REGISTRATION),
+    # ---- what a script does to parameters that this rank does not hold, or holds in part
+    mutant(
+        "strategies/sharded/divided_operations.py",
+        "_READ_NO_VALUES: Final = _DRAWS[:11]",
+        "_READ_NO_VALUES: Final = _DRAWS",
+        OPERATIONS,
+    ),
+    mutant(
+        "strategies/sharded/divided_operations.py",
+        "return in_parts or (name in _BY_ROWS and op not in _NOT_BY_ROWS)",
+        "return in_parts or name in _BY_ROWS",
+        OPERATIONS,
+    ),
+    mutant(
+        "strategies/sharded/divided_operations.py",
+        "return _whole(group, op, args, kwargs) if on_cpu else",
+        "return _whole(group, op, args, kwargs) if not on_cpu else",
+        OPERATIONS,
+    ),
+    mutant(
+        "strategies/sharded/divided_operations.py",
+        "    if whole.stride() == tensor.stride():",
+        "    if True:",
+        OPERATIONS,
+    ),
+    mutant(
+        "strategies/sharded/divided_operations.py",
+        "            _dispatcher()._custom_op_handlers = dict(_of_torch)",
+        "            pass",
+        OPERATIONS,
+    ),
+    mutant(
+        "strategies/sharded/divided_operations.py",
+        "_dispatcher()._custom_op_handlers.update(",
+        "dict().update(",
+        TRAINING,
+    ),
+    mutant(
+        "strategies/sharded/divided_operations.py",
+        "is_exact = isinstance(args[1], int | float) and args[1] in _EXACT_EXPONENTS",
+        "is_exact = True",
+        OPERATIONS,
+    ),
+    mutant(
+        "strategies/sharded/held_parameters.py",
+        "if gathered is not None and gathered._version != version:",
+        "if False:",
+        TRAINING,
+    ),
+    mutant("strategies/sharded/held_parameters.py", "if value is not parameter and (", "if False and (", TRAINING),
+    mutant(
+        "strategies/sharded/sharded_blocks.py",
+        "        self._computes_step = False\n        for root",
+        "        for root",
+        TRAINING,
+    ),
+    mutant(
+        "strategies/sharded/sharded_blocks.py",
+        "            self._evaluates = False\n            self.reshard()",
+        "            self._evaluates = False",
+        TRAINING,
+    ),
+    mutant(
+        "strategies/absent_parameters.py",
+        "            func(*pytree.tree_map(self._in_memory, args)",
+        "            (lambda *_, **__: None)(*pytree.tree_map(self._in_memory, args)",
+        DRAWS,
+    ),
+    mutant("strategies/absent_parameters.py", "if is_read or func.overloadpacket in _BY_VALUES:", "if is_read:", DRAWS),
+    mutant(
+        "strategies/absent_parameters.py",
+        "changes = func._schema.is_mutable and self._in_loop()",
+        "changes = False",
+        SERVED,
+    ),
+    mutant(
+        "strategies/absent_parameters.py",
+        "changes = func._schema.is_mutable and self._in_loop()",
+        "changes = func._schema.is_mutable",
+        SERVED,
+    ),
+    mutant(
+        "strategies/parameter_server/parameter_server.py",
+        "        self._context.check_copies(ends=True)",
+        "        pass",
+        SERVED,
+    ),
+    mutant(
+        "run/training_loop.py",
+        "                    self._end_of_step.error = error\n            self._position",
+        "                    raise error\n            self._position",
+        SERVED,
+    ),
+    mutant(
+        "strategies/delegation.py",
+        "while each is not None and not has_ability(type(each), ability):",
+        "while each is not None and False:",
+        "tests/strategies/test_zero.py",
+        STRATEGIES,
+    ),
+    mutant(
+        "strategies/ddp_reducer.py",
+        "unseen = self.find_unused_parameters and not has_begun",
+        "unseen = False",
+        STRATEGIES,
+        HAND,
+    ),
+    mutant(
+        "strategies/ddp_reducer.py",
+        "find_unused_parameters and not static_graph",
+        "find_unused_parameters",
+        "tests/strategies/test_graphs.py",
+    ),
+    # ---- what ranks compare of their data; who steps a scheduler
+    mutant(
+        "data/seen_samples.py",
+        "value = os.path.basename(value)",
+        "pass",
+        "tests/data/test_iterable_dataset.py::test_a_checksum_does_not_depend_on_where_a_file_lies",
+    ),
+    mutant(
+        "data/seen_samples.py",
+        "so_far = _checksum(part, _checksum(key, so_far))",
+        "so_far = _checksum(part, so_far)",
+        CHECKSUM,
+    ),
+    mutant(
+        "data/map_dataset.py",
+        "            with seeded_generators(_LOOK_SEED):\n",
+        "            if True:\n",
+        "tests/run/test_identity.py::test_ranks_that_hold_other_samples_are_refused",
+    ),
+    mutant(
+        "data/map_dataset.py",
+        "iter(self._own if self._in_pass() else self._all)",
+        "iter(self._own)",
+        "tests/data/test_loader.py::test_a_loop_of_the_scripts_own_reads_all_outside_of_a_pass_and_this_ranks_part_within",
+    ),
+    mutant(
+        "run/registered_scheduler.py", "        self._counts = self._count()", "        self._counts = None", SCHEDULER
+    ),
+    mutant("run/registered_scheduler.py", 'getattr(self.scheduler, "_schedulers", ())', "()", SCHEDULER),
+    # ---- what generations leave; launchers and ranks; who takes part
+    mutant("run/emergency_files.py", "path.name != self._name]", "True]", LEFT_BEHIND),
+    mutant("run/emergency_files.py", "if size_bytes > self.room():", "if False:", LEFT_BEHIND),
+    mutant(
+        "run/emergency_files.py", "                suspect.append(directory.name)", "                pass", LEFT_BEHIND
+    ),
+    mutant(
+        "launch/rank_channel.py",
+        "            (self._home / note).unlink(missing_ok=True)",
+        "            pass",
+        "tests/launch/test_hang_monitor.py",
+    ),
+    mutant("launch/rank_channel.py", "        self.receive()\n", "", "tests/launch/test_hang_monitor.py"),
+    mutant(
+        "launch/rank_channel.py",
+        "        if text != self._lost:",
+        "        if False:",
+        "tests/launch/test_hang_monitor.py",
+    ),
+    mutant(
+        "launch/rendezvous/membership_state.py",
+        "    if mode <= state.plan.stop_mode:",
+        "    if mode < state.plan.stop_mode:",
+        MEMBERSHIP,
+    ),
+    mutant("launch/rendezvous/membership_state.py", "        restart=state.plan.restart + 1,\n", "", MEMBERSHIP),
+    mutant("launch/rendezvous/membership_state.py", "not_before_s=now_s + pause_s,", "not_before_s=now_s,", MEMBERSHIP),
+    mutant(
+        "launch/rendezvous/membership_state.py", "failures=state.failures + failures,", "failures=failures,", MEMBERSHIP
+    ),
+    mutant("world/launchers.py", "tasks is not None and tasks > 1", "tasks is not None", "tests/test_world.py"),
+    mutant("world/launchers.py", '    elif found.rank != ("RANK",):', "    elif False:", "tests/test_world.py"),
+    mutant(
+        "world/world.py", "local_rank = rank % local_size", "local_rank = rank // local_size", "tests/test_world.py"
+    ),
+    mutant(
+        "world/world.py",
+        "node_rank = min(rank // local_size, nodes - 1)",
+        "node_rank = rank // local_size",
+        "tests/test_world.py",
+    ),
+    mutant("cli/predictions.py", "not 0 < value < math.inf", "not 0 <= value < math.inf", PREDICT),
+    mutant(
+        "cli/predictions.py",
+        '_UNITS[match.group(2) or "s"]',
+        '_UNITS["s"]',
+        "tests/scale/test_predict.py::test_the_command",
+    ),
     # ---- checkpoints
     mutant(
         "checkpoint/commit.py",

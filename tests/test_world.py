@@ -436,6 +436,19 @@ def test_cpus_that_a_process_may_keep_busy(env, affinity, cpu_max, cpus):
     assert allotted_cpus(env, affinity=affinity, cpu_max=cpu_max) == cpus
 
 
+def test_the_last_node_may_have_fewer_ranks():
+    env = {
+        f"OMPI_COMM_WORLD_{name}": number for name, number in zip(("SIZE", "RANK", "LOCAL_RANK"), "320", strict=True)
+    }
+    env |= {
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "OMPI_MCA_orte_num_nodes": "2",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29500",
+    }
+    assert World.from_env(env).node_rank == 1
+
+
 def test_a_step_of_one_task_in_a_larger_job_stays_alone():
     """``srun -n1`` inside a job of five tasks: SLURM_NTASKS still speaks of the job."""
     assert World.from_env(SLURM_PTY | {"SLURM_NTASKS": "5"}).size == 1

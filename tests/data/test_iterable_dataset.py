@@ -18,7 +18,7 @@ from loaders import loader_of, on_world, steps_of
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.batch import BatchPlan
-from lockstep.data.iterable_dataset import checksum
+from lockstep.data.seen_samples import checksum
 from lockstep.data.single_process_view import single_process_view
 from lockstep.errors import DataError
 from lockstep.run import Run
@@ -307,6 +307,8 @@ LARGE[100_000:200_000] = 1  # in its midst: the margins of pictures are all alik
         (b"a", b"b"),
         (torch.zeros(2, 3).T, torch.ones(2, 3).T),
         (torch.tensor(1.0), torch.tensor(2.0)),
+        (torch.tensor([1j]).conj(), torch.tensor([1j])),
+        ([0] * 5000 + [1] * 5000, [0] * 10000),
         (torch.from_numpy(LARGE), torch.zeros(300_000, dtype=torch.uint8)),
         (LARGE, np.zeros_like(LARGE)),
         (np.array(["a", None, 1], dtype=object), np.array(["a", None, 2], dtype=object)),
@@ -325,6 +327,11 @@ def test_a_checksum_of_nothing_and_of_what_it_does_not_know():
     assert checksum([object(), torch.zeros(0), np.zeros(0), ""]) == checksum(
         [object(), torch.zeros(0), np.zeros(0), ""]
     )
+    sparse, ragged = (
+        torch.eye(3).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    )
+    assert checksum([sparse, ragged, 1]) == checksum([sparse, ragged, 1]) != checksum([sparse, ragged, 2])
 
 
 def test_a_checksum_does_not_depend_on_where_a_file_lies():

@@ -11,6 +11,7 @@ from lockstep.launch.diagnosis.hang_analysis import HangTimeouts, RankState
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.diagnosis.rank_places import RankPlaces
 from lockstep.launch.rank_channel import RankChannel
+from lockstep.launch_contract import LOST_ADDRESSES, STOP_REASON
 
 
 @contextlib.contextmanager
@@ -85,6 +86,31 @@ def test_where_no_other_node_ends_a_hang_this_one_does(tmp_path):
             now[0] += 0.5
         assert list(watch.hang_failures()) == [0]
     files.close()
+
+
+def test_a_new_generation_finds_nothing_of_the_one_before():
+    with RankChannel() as channel, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+        home = Path(channel.address).parent
+        reason, lost = home / STOP_REASON, home / LOST_ADDRESSES
+        for _ in range(2):
+            channel.leave_reason("a signal")
+            channel.leave_lost({"10.0.0.2", "10.0.0.1"})
+            assert (reason.read_text(), lost.read_text()) == ("a signal", "10.0.0.1\n10.0.0.2\n")
+            lost.unlink()
+            channel.leave_lost(["10.0.0.1", "10.0.0.2"])
+            assert not lost.exists(), "written only if something is new"
+            channel.leave_lost(["10.0.0.1"])
+            assert lost.read_text() == "10.0.0.1\n"
+            line.sendto(_beat(0, "").to_text().encode(), channel.address)
+            channel.begin()
+            assert channel.receive() == ([], [])
+            assert not reason.exists()
+            assert not lost.exists()
+        line.sendto(b"not a message", channel.address)
+        line.sendto(_beat(1, "").to_text().encode(), channel.address)
+        beats, failures = channel.receive()
+        assert ([beat.rank for beat in beats], failures) == ([1], [])
+    assert not home.exists()
 
 
 def _beat(rank, call):

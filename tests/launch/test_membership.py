@@ -320,19 +320,19 @@ def test_a_job_of_one_node_begins_at_once_and_ends_with_its_ranks():
 @pytest.mark.parametrize("code", [1, 3])
 def test_a_failure_is_listened_to_told_and_restarted_within_its_budget(code):
     """Also where the script has chosen its exit code."""
-    pair = world(2, 2, max_restarts=1)
-    for generation in range(2):
+    pair = world(2, 2, max_restarts=2)
+    for generation in range(3):
         pair.until(pair.running)
-        assert pair.plan.generation == generation
+        assert (pair.plan.generation, pair.plan.restart, pair.state.failures) == (generation,) * 3
         pair.nodes[1].will = code
         pair.tick()
         assert pair.plan.stop_mode is StopMode.NONE, "the true cause may still come"
         pair.until(lambda: pair.plan.stop_mode is StopMode.TERMINATE or pair.plan.phase != "generation")
         pair.until(lambda: pair.plan.phase != "generation")
     assert (pair.plan.phase, pair.plan.code) == ("over", code)
-    assert [(failure.ranks, failure.endings[-1].status) for failure in pair.failures] == [(4, code)] * 2
-    assert "restarting all ranks as generation 1 (restart 1 of 1)" in pair.said
-    assert pair.state.failures == 1
+    assert [(failure.ranks, failure.endings[-1].status) for failure in pair.failures] == [(4, code)] * 3
+    assert "restarting all ranks as generation 2 (restart 2 of 2)" in pair.said
+    assert pair.state.failures == 2
     assert pair.state.changes == 0
 
 

@@ -24,6 +24,7 @@ from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch_contract import EMERGENCY, RUN_DIR
 from lockstep.run.emergency import EmergencyMemory, NoEmergency, open_emergency, writes_emergency
 from lockstep.run.emergency_choice import Choice, Left, LeftState, choose
+from lockstep.run.emergency_files import EmergencyFiles
 from lockstep.run.left_behind import LeftBehind
 from lockstep.run.measures_journal import (
     Journal,
@@ -401,6 +402,40 @@ def test_who_leaves_a_state_and_where_one_is_looked_for(tmp_path):
     assert (found.step, other.find()) == (7, None), "that of another run of the same script"
     one.forget_before()
     assert one.find() is None
+
+
+def test_files_of_earlier_generations_are_found_wherever_there_was_room(tmp_path, monkeypatch):
+    def files(generation, run="run-1"):
+        return EmergencyFiles(tmp_path / "memory", tmp_path, run, generation)
+
+    def states(left):
+        return sorted((state.generation, Path(state.path).parent.name, state.step) for state in left)
+
+    (tmp_path / "memory").mkdir()
+    about = {"step": 7, "turn": False, "rank": 0, "ranks": 2, "identity": {}, "rows": []}
+    earlier, other, now = files("0-a"), files("0-a", "run-2"), files("1-b")
+    for one in (earlier, other, now):
+        save_whole(one.state(0, 1), FlatTree.of({"w": torch.ones(2)}), 7, about)
+    monkeypatch.setattr("lockstep.run.emergency_files.free_memory", lambda: 0)
+    assert earlier.state(1, 1 << 60) is None, "there is no room at all"
+    in_run_dir = earlier.state(1, 1)
+    assert in_run_dir.is_relative_to(tmp_path / "emergency"), "there is no room in memory"
+    save_whole(in_run_dir, FlatTree.of({"w": torch.ones(2)}), 7, about)
+    assert (states(now.left().states), now.left().suspect) == (
+        [("run-1-generation-0-a", "state-0", 7), ("run-1-generation-0-a", "state-1", 7)],
+        (),
+    )
+    earlier.suspect("ranks differ")
+    assert set(now.left().suspect) == {"run-1-generation-0-a"}
+    assert states(now.own_states()) == [("run-1-generation-1-b", "state-0", 7)]
+    now.remove_before()
+    assert now.left() == Left()
+    assert [len(one.own_states()) for one in (earlier, other, now)] == [0, 1, 1]
+    monkeypatch.setattr("lockstep.run.emergency_files._TURN_S", 0.0)
+    with now.turn(), pytest.raises(BlockingIOError), other.turn():
+        pass
+    with other.turn():
+        pass
 
 
 def test_a_trial_of_a_search_neither_leaves_nor_takes_what_another_one_has_left(tmp_path, monkeypatch):

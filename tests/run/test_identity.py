@@ -342,9 +342,21 @@ def labels_of_own_samples():
             labels[run.rank :: run.world_size] += 1.0
 
 
+def noise_after_the_leader_has_drawn():
+    """The data set is the same on all ranks, where the generators of the script are not."""
+    with Run() as run:
+        run.model(nn.Linear(2, 1))
+        if run.leads:
+            torch.rand(1)
+        for _ in run.evaluate(run.loader(Rows(), global_batch=8, micro_batch=2, workers=0)):
+            pass
+
+
 def test_ranks_that_hold_other_samples_are_refused():
     calls = [(split_by_rank, of, pass_over) for of in (rolled, Rows) for pass_over in ("train", "evaluate")]
-    for messages in on_world(3, [*calls, (labels_of_own_samples,)]):
+    *refused, alike = on_world(3, [*calls, (labels_of_own_samples,), (noise_after_the_leader_has_drawn,)])
+    assert alike == [None] * 3
+    for messages in refused:
         for message in messages:
             assert "MismatchError: ranks 1, 2 hold other samples than rank 0 in the data set of 32 samples" in message
 

@@ -183,6 +183,7 @@ def test_the_command(here, capsys):
     assert "EUR" in said.splitlines()[0]
     for part in ("why ", "what if bucket=1", "cheapest within 12h: ", "fastest within 50: ", "note: H100 from A100"):
         assert part in said
+    assert "cheapest within 12h: none" not in said
     assert ElementTree.parse(here / "o.svg").getroot().tag.endswith("svg")
     assert (here / "o.csv").read_text().count("\n") == 10
     assert cli.main([*words.split(), "--json"]) == 0
@@ -206,6 +207,8 @@ def test_the_command(here, capsys):
         ("--profile p.json --on 8xA100 --picture nowhere/o.svg", "--picture nowhere/o.svg"),
         ("--profile p.json --on ,", "say where"),
         ("--profile p.json --on 8xA100 --samples -1", "--samples -1: give a number above 0"),
+        ("--profile p.json --on 8xA100 --samples 0", "--samples 0: give a number above 0"),
+        ("--profile p.json --on 8xA100 --deadline 0h", "--deadline 0h: give a time"),
         ("--profile p.json --on 8xA100 --budget nan", "--budget nan: give a number above 0"),
         ("--profile p.json --on 8xA100 --strategies diloco:period=inf", "period=inf; give a number"),
         ("train.py --on 8xA100 --epochs 3", "options of the script come after --"),

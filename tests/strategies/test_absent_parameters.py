@@ -41,7 +41,7 @@ def values(strategy):
         return {**run.state_dict(net), "drawn next": torch.rand(3)}
 
 
-def clamped_in_loop(strategy):
+def clamped_in_loop(strategy, leaves):
     with Run(seed=1, strategy=strategy) as run:
         net = run.model(Net())
         if run.rank == 0 and strategy == "hybrid":
@@ -52,6 +52,8 @@ def clamped_in_loop(strategy):
         for x in run.train(run.loader(torch.arange(8), global_batch=4, micro_batch=2)):
             if run.step(net(x).square().mean()):
                 net.words.weight.data.clamp_(-0.5, 0.5)
+                if leaves:
+                    break
 
 
 def said_of_stages():
@@ -78,7 +80,10 @@ def test_ranks_draw_alike_or_it_is_refused():
         assert "depends on the values of a parameter that lies on another rank" in said
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "parameter-server"])
-def test_what_servers_do_not_run_is_refused(strategy):
-    worker, _ = run_each(clamped_in_loop, 2, strategy)
+@pytest.mark.parametrize(
+    ("strategy", "leaves"),
+    [("hybrid", False), ("parameter-server", False), ("parameter-server", True), ("parameter-server:mode=async", True)],
+)
+def test_what_servers_do_not_run_is_refused(strategy, leaves):
+    worker, _ = run_each(clamped_in_loop, 2, strategy, leaves)
     assert "was changed in the loop of run.train(...), which servers" in str(worker.error)

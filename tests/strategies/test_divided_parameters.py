@@ -1,5 +1,6 @@
 """What a script does to divided parameters by itself, against the same done to a whole model by plain torch."""
 
+import contextlib
 import copy
 from functools import partial
 
@@ -370,6 +371,31 @@ def trainings(strategy):
     return {name: trains(strategy, **of_one) for name, of_one in TRAINED.items()}
 
 
+def left_and_changed(strategy):
+    """The trained model: after each loop that is left, blocks may still be gathered, and then it is changed."""
+    with Run(seed=1, strategy=strategy) as run:
+        net = run.model(Net())
+        run.optimizer(sgd(list(net.parameters())))
+        batches = run.loader(torch.linspace(-1, 1, 96).view(24, 4), global_batch=12, micro_batch=3)
+        for epoch in run.epochs(5):
+            for x in run.train(batches):
+                loss = squares(net, x)
+                if epoch == 1:
+                    break
+                run.step(loss)
+            if epoch == 1:
+                net(torch.ones(2, 4))
+            with contextlib.suppress(ZeroDivisionError):
+                for x in run.evaluate(batches) if epoch in (2, 3) else ():
+                    net(x)
+                    if epoch == 2:
+                        break
+                    raise ZeroDivisionError
+            with torch.no_grad():
+                net.last.weight.mul_(0.5)
+        return run.state_dict(net)
+
+
 def refusals():
     said = {}
     for name, (of_one, _) in REFUSED.items():
@@ -385,9 +411,11 @@ def same(one, other):
 
 def test_what_a_script_does_while_it_trains(tmp_path):
     go_on = partial(trains, optimizer=MeansOfRows, steps=4)
-    alone, to_the_end = on_world(1, [(trainings, "none"), (go_on, "none")])
+    alone, to_the_end, left = on_world(1, [(trainings, "none"), (go_on, "none"), (left_and_changed, "none")])
     begin = partial(trains, optimizer=MeansOfRows, directory=str(tmp_path))
-    divided, refused_ones, _ = on_world(3, [(trainings, "fsdp"), (refusals,), (begin, "fsdp")])
+    calls = [(trainings, "fsdp"), (refusals,), (begin, "fsdp"), (left_and_changed, "fsdp")]
+    divided, refused_ones, _, left_divided = on_world(3, calls)
+    assert same(left[0], left_divided[0])
     for name, state in alone[0].items():
         assert same(state, divided[0][name]), name
     for said in refused_ones:

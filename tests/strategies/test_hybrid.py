@@ -223,7 +223,7 @@ def leave(word, at):
 
 
 #: After how many steps, and how many micro-batches of the next one; the third step is the epoch's last.
-LEFT = [(2, 0), (2, 1), (1, 3), (3, 0)]
+LEFT = [(1, 0), (2, 0), (2, 1), (1, 3), (3, 0)]
 
 
 def test_servers_leave_the_loop_with_the_workers():

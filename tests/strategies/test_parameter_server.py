@@ -374,7 +374,7 @@ def leave(word, at, place=None):
 
 
 #: After how many steps, and how many micro-batches of the next one; the third step is the epoch's last.
-LEFT = [(2, 0), (2, 1), (3, 0)]
+LEFT = [(1, 0), (2, 0), (2, 1), (3, 0)]
 
 
 def test_servers_leave_the_loop_with_the_workers(tmp_path):
@@ -388,7 +388,7 @@ def test_servers_leave_the_loop_with_the_workers(tmp_path):
 
 def test_asynchronous_servers_leave_the_loop_with_the_workers():
     words = ["parameter-server:servers=2,mode=async", "parameter-server:servers=2,mode=async,staleness=0"]
-    found = on_world(4, [(leave, word, at) for word, at in zip([*words, words[0]], LEFT, strict=True)])
+    found = on_world(4, [(leave, word, at) for word, at in zip([*words, *words], LEFT, strict=True)])
     for at, results in zip(LEFT, found, strict=True):
         assert results == [results[0]] * 4, at
         assert [progress.step for _, progress in results[0][1]] == [at[0], at[0] + 3]

@@ -27,9 +27,9 @@ from lockstep.data.seen_samples import SeenBatch, checksum
 from lockstep.seeding import seed_generators, seed_of, seeded_generators
 
 #: What travels to a loader process for each micro-batch: the seed of what it draws, and its samples. A process that
-#: lives longer than an epoch and reads ahead needs to know nothing else. Without a seed: samples to be looked at.
+#: lives longer than an epoch and reads ahead needs to know nothing else. Without a seed: of samples to be compared,
+#: checksums are returned.
 Picks = tuple[int | None, list[int]]
-
 
 _LOOK_SEED: Final = seed_of("look")  # of what a sample draws while it is looked at
 

@@ -1,4 +1,4 @@
-"""What is seen of a few samples: whether ranks hold the same data, and a resumed run the same as before.
+"""Checksums of a few samples: do all ranks hold the same data, and a resumed run the data that it had before?
 
 A script makes its data set on each rank by itself. One that is drawn at random without a seed, such as a split into
 training and test, has the same length on every rank and other samples.
@@ -16,7 +16,7 @@ import torch
 
 from lockstep.data.sampling import Sample
 
-_LOOKED_AT: Final = 1024  # elements of an array or a text that count for its checksum, evenly spread
+_LOOKED_AT: Final = 1024  # elements of an array, a text or a list that count for its checksum, evenly spread
 
 
 class SeenSamples(NamedTuple):
@@ -27,22 +27,24 @@ class SeenSamples(NamedTuple):
 
 
 class SeenBatch(list[int]):
-    """Of samples, in the place of a batch of them: what a loader process is asked for when samples are looked at."""
+    """Checksums of samples, which a loader process returns in place of a batch when samples are to be compared."""
 
 
 def checksum(sample: Sample) -> int:
     """Equal for equal samples in every process, and hardly ever for others; some microseconds, whatever their size.
 
-    Parts that are neither numbers, arrays, text nor nests of them do not count, nor does the directory of an absolute
-    path.
+    What counts are numbers, text, dense arrays, and lists, tuples and mappings of these; and of an absolute path, only
+    the name of the file.
     """
     return _checksum(sample, 1)
 
 
 def _checksum(value: Any, so_far: int) -> int:
     match value:
+        case torch.Tensor() if value.layout is not torch.strided or value.is_nested:
+            return so_far
         case torch.Tensor():
-            plain = value.detach().reshape(-1)[:: _spread(value.numel())].cpu().contiguous()
+            plain = value.detach().reshape(-1)[:: _spread(value.numel())].cpu().resolve_conj().contiguous()
             return zlib.crc32(plain.view(torch.uint8).numpy().tobytes(), so_far)
         case np.ndarray() if value.dtype.hasobject:  # its bytes are addresses
             return _checksum(value.reshape(-1)[:: _spread(value.size)].tolist(), so_far)
@@ -61,7 +63,7 @@ def _checksum(value: Any, so_far: int) -> int:
                 so_far = _checksum(part, _checksum(key, so_far))
             return so_far
         case list() | tuple():
-            for part in value:
+            for part in value[:: _spread(len(value))]:
                 so_far = _checksum(part, so_far)
             return so_far
         case _ if hasattr(type(value), "__array_interface__"):  # such as an image of Pillow's

@@ -1,4 +1,4 @@
-"""What a launcher and its ranks tell each other while they run: messages of ranks, and notes for them.
+"""How a launcher and its ranks communicate while they run: messages of ranks, and notes for them.
 
 rank 0 ─┬─ heartbeats, failures ──► socket ──► receive()
 rank 1 ─┘

@@ -64,6 +64,7 @@ class EndOfStep:
         self._save_again = False  # what a checkpoint of the last step would hold has changed since it was saved
         self.error: LockstepError | None = None  #: met where a loop was left by `break`, to be raised at the end
         self.steps = 0  #: done by this process
+        self._steps_before_pass = 0  # ... when the pass began that is open, or was left by `break`
         self.stopped = False  #: whether the run was asked to stop, and has
 
     def count(self, samples: int) -> None:
@@ -86,13 +87,10 @@ class EndOfStep:
         is_left = self._position.is_left and not isinstance(self._context.strategy, HasServerRanks)
         return bool(self._open_step) or is_left
 
-    def finish(self, *, steps_before_pass: int | None = None) -> None:
+    def finish(self) -> None:
         """The body in which a step was done is over: what belongs to the step's end comes now. Collective.
 
         To be called where a resume can go on.
-
-        Args:
-            steps_before_pass: `steps` when the pass began; ranks are compared after its first one.
         """
         self._raise_error()
         step, self._open_step = self._open_step, 0
@@ -114,8 +112,7 @@ class EndOfStep:
             self._context.emergency.forget_before()
         self._log.write_recent()  # before it is saved: a resumed run has logged it
         decision = self._save_stop.after_step(step)
-        is_first = steps_before_pass is not None and self.steps == steps_before_pass + 1
-        if not checked and (is_first or self._is_check_due) and not decision.saves:
+        if not checked and self._compares and not decision.saves:
             self._snapshot.compare_ranks()
         self.carry_out(decision)
         position = self._position
@@ -140,6 +137,8 @@ class EndOfStep:
         Raises:
             SystemExit: with code 0, where that was the last step to be measured.
         """
+        if begins_pass:
+            self._steps_before_pass = self.steps
         if self._measurement is not None:
             # First, so that writing a trace is not part of a measured step.
             self._measurement.at(self._position.progress, begins_pass=begins_pass)
@@ -160,7 +159,7 @@ class EndOfStep:
         if self._open_step and not self._checked:
             self._checked = True
             self._finite.step_ended()
-            if self._is_check_due:
+            if self._compares:
                 self._snapshot.compare_ranks()
 
     def save_if_best(self) -> None:
@@ -274,6 +273,11 @@ class EndOfStep:
         """Whether each rank copies its part of the state into memory: asked for, or survivors would lack something."""
         context = self._context
         return self._settings.mirror or context.state.with_closure or context.carried.is_used
+
+    @property
+    def _compares(self) -> bool:
+        """Whether ranks compare what they hold after the step that was just made. The same on all ranks."""
+        return self.steps == self._steps_before_pass + 1 or self._is_check_due
 
     @property
     def _is_check_due(self) -> bool:

@@ -521,6 +521,8 @@ class Run:
             UsageError: if a micro-batch went by without `step`, for loaders whose steps differ, or for a second pass
                 outside of `epochs` and `steps`.
             PlanError: if there are more ranks than micro-batches in a full step.
+            MismatchError: if ranks hold different samples, of which each rank reads three as a pass begins; or if they
+                draw different orders.
         """
         return self._training.train(loaders, call_site(self._context.position.passes.caller))
 
@@ -597,6 +599,7 @@ class Run:
 
         Raises:
             UsageError: in the middle of a step.
+            MismatchError: if ranks hold different samples, as in `train`.
         """
         return MicroBatches(self._evaluation.evaluate(loader), lambda: self._loaders.evaluation_length(loader))
 

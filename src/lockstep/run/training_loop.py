@@ -168,16 +168,18 @@ class TrainingLoop:
             return
         self._begin_pass()
         self._generator = this[0]
-        steps_before = self._end_of_step.steps
         try:
             if self._context.share.replica is None:
-                self._serve(loaders, steps_before)
+                self._serve(loaders)
             else:
-                yield from self._micro_batches(loaders, steps_before)
+                yield from self._micro_batches(loaders)
             whole = self._train_step.end_loop(whole=True)
         except GeneratorExit:
             if self._train_step.current is not None:  # else the run is closed
-                self._train_step.end_loop(whole=False)
+                try:
+                    self._train_step.end_loop(whole=False)
+                except LockstepError as error:  # which Python would only print here
+                    self._end_of_step.error = error
             self._position.is_left = True
             raise
         finally:
@@ -271,7 +273,7 @@ class TrainingLoop:
         self._end_of_step.begin_next(begins_pass=True)
         self._context.marker.set_phase("data")
 
-    def _micro_batches(self, loaders: Sequence[MicroBatchLoader], steps_before: int) -> Generator[Data]:
+    def _micro_batches(self, loaders: Sequence[MicroBatchLoader]) -> Generator[Data]:
         context, train_step, end_of_step = self._context, self._train_step, self._end_of_step
         settings = context.settings
         while (batches := self._data.next_step(loaders)) is not None:
@@ -288,12 +290,12 @@ class TrainingLoop:
                 if train_step.end(current):
                     end_of_step.count(position.step_samples)
                     self._carried.step_is_done()
-                    end_of_step.finish(steps_before_pass=steps_before)
+                    end_of_step.finish()
                     if context.emergency.notes and end_of_step.compares_next:
                         train_step.checks.note_point()
                 context.marker.set_phase("data")
 
-    def _serve(self, loaders: Sequence[MicroBatchLoader], steps_before: int) -> None:
+    def _serve(self, loaders: Sequence[MicroBatchLoader]) -> None:
         """The rest of the pass's steps, or those that the others make; for a rank without micro-batches of its own."""
         while (samples := self._data.samples_of_next_step(loaders)) is not None:
             step = self._passes.step(self._loaders.name(loaders[0]))
@@ -303,7 +305,7 @@ class TrainingLoop:
                 break
             self._train_step.end(current)
             self._end_of_step.count(position.step_samples)
-            self._end_of_step.finish(steps_before_pass=steps_before)
+            self._end_of_step.finish()
 
     def _leave(self) -> None:
         """The loop of `train` is left: at its end, by ``break``, or by an error that `Run.__exit__` has seen.

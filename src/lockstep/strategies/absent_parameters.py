@@ -1,9 +1,9 @@
-"""Parameters of which nothing lies on this rank, for what a script does to all parameters of a model on every rank.
+"""Parameters that other ranks hold, for what a script does to all parameters of a model on every rank.
 
-rank that holds it      net.apply(init_weights) draws its values
-every other rank        draws as many random numbers and drops them, so that all ranks draw alike from then on
+the rank that holds it    net.apply(init_weights) draws its values
+every other rank          draws as many random numbers and drops them, so that what is drawn next is the same
 
-Without that, each rank would draw the numbers of the parameters that it holds alone: other ones than one rank draws.
+Otherwise each rank would draw for its own parameters only, and they would get other numbers than on one rank.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.errors import UsageError
 
 _ATEN: Final = torch.ops.aten
-#: How many numbers they draw depends on values.
+#: How many random numbers they draw depends on the values of their arguments.
 _BY_VALUES: Final = (_ATEN.poisson, _ATEN.multinomial, _ATEN.binomial, _ATEN._standard_gamma)
 _IS_META: Final = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 class AbsentParameter(torch.Tensor):
-    """A parameter that lies on other ranks, on the device ``meta``; what is computed from it is one, too."""
+    """A parameter that other ranks hold, on ``meta`` here; what is computed from it is of this class, too."""
 
     _draws: TorchDispatchMode
 
@@ -36,7 +36,7 @@ class AbsentParameter(torch.Tensor):
         """Call ``func``, and draw what it draws.
 
         Raises:
-            UsageError: if that cannot be told without the values, or where other ranks do not call it.
+            UsageError: if that depends on the values, or if ranks that hold them do not run the call.
         """
         # Asked whether it is on `meta`, functions of `torch.nn.init` would leave out what they draw.
         if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
@@ -46,7 +46,7 @@ class AbsentParameter(torch.Tensor):
 
 
 def draw_alike(parameter: nn.Parameter, device: torch.device) -> None:
-    """Let what is drawn for ``parameter``, which is on ``meta``, move the random numbers of ``device`` from now on."""
+    """From now on, what is drawn for ``parameter``, which is on ``meta``, is drawn on ``device`` and dropped."""
     _become(parameter, _drawing(device))
 
 
@@ -54,9 +54,9 @@ def refuse_changes(parameter: torch.Tensor, name: str, in_loop: Callable[[], boo
     """Refuse what is drawn for ``parameter``, and what changes it in a loop that servers do not run.
 
     Args:
-        parameter: that lies on servers; on ``meta`` here.
-        name: of it.
-        in_loop: whether this rank is in such a loop.
+        parameter: that servers hold; on ``meta`` here.
+        name: its name in the model.
+        in_loop: whether this rank is in such a loop now.
     """
     _become(parameter, type("ServedParameter", (AbsentParameter,), {"_draws": _Refusal(name, in_loop)}))
 

@@ -15,15 +15,13 @@ So the model is what it is on one rank, and DDP can be made again when other par
 
 import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
 from torch._C._distributed_c10d import GradBucket  # what torch.distributed exports, with types
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, NativeAllReduce, Runs, open_all_reduce, translating_peer_errors
@@ -41,6 +39,7 @@ from lockstep.strategies.abilities import (
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.compression import Cast, Compression, Uncompressed
 from lockstep.strategies.ddp_buckets import BucketReduction, finished
+from lockstep.strategies.ddp_reducer import DdpReducer
 from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
     TreeGradientAccumulator,
@@ -54,21 +53,12 @@ from lockstep.strategies.multi_gpu import check_reached, spans_gpus
 from lockstep.strategies.powersgd import PowerSGD
 from lockstep.strategies.protocol import ReplicaAssignment, StateDict, Strategy, StrategyContext
 from lockstep.strategies.single_process import SingleProcess
-from lockstep.strategies.sparse_gradients import no_rows, sparse_again, sparse_parameters
+from lockstep.strategies.sparse_gradients import no_rows, sparse_again
 from lockstep.strategies.state_layout import ReplicatedLayout
 
 #: MiB of gradients exchanged at once. Between processes of one machine gloo is fastest near 1 MiB and its link is slow,
 #: so small buckets overlap best; between GPUs a bucket of torch's default size uses the link well.
 _BUCKET_MB = {"cpu": 4.0, "cuda": 25.0}
-
-# Torch 2.13 gave the argument a new name, and warns of the old one.
-_BUFFERS_ARE_OURS: Final[dict[str, Any]] = {
-    next(
-        name
-        for name in ("forward_sync_buffers", "broadcast_buffers")
-        if name in inspect.signature(DistributedDataParallel).parameters
-    ): False
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +108,6 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     )
 
 
-@dataclass(slots=True, eq=False)
-class _Model:
-    """A model, and what sums the gradients of its trained parameters."""
-
-    module: nn.Module
-    find_unused_parameters: bool
-    static_graph: bool
-    spans_gpus: bool
-    process_group: Any  #: of DDP; None: the default one
-    trained: tuple[nn.Parameter, ...] = ()  #: those whose gradients DDP waits for
-    ddp: DistributedDataParallel | None = None  #: None where nothing learns
-    first_static_step: bool = False  #: whether its graph is static, and its first step is to come
-
-
 class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsStep, HasState, KnowsStatePart):
     """The strategy ``ddp``.
 
@@ -165,10 +141,10 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
         self.state_part = StatePart(0, 1, self.state_layout) if isinstance(self._compression, Uncompressed) else None
         self._buffers: Final = Buffers(self._all_reduce, group, group.device)
         self._native: Final = NativeAllReduce(group)  # of what DDP does not reduce
-        self._models: list[_Model] = []
+        self._models: Final[list[DdpReducer]] = []
         self._names: dict[int, str] = {}  # of the parameters that DDP waits for
         self._awaited: dict[ParameterSet, int] = {}  # how many parameters DDP waits for in a target's backward pass
-        self._models_by_target: dict[ParameterSet, dict[int, _Model]] = {}  # ... and the models, by their numbers
+        self._models_by_target: dict[ParameterSet, dict[int, DdpReducer]] = {}  # ... and the models, by their numbers
         self._step_has_begun = False
         self._buffers_are_moved = False  # ... by the mean over the step, which is not quite over
         self._forward_contexts = contextlib.ExitStack()
@@ -186,63 +162,42 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
                 "leave out reduction=fast and compress="
             )
         self._compression.setup_model(model)
-        find_unused_parameters &= not static_graph  # they are found once
-        # After the backward pass of a model, DDP exchanges which of its parameters were used. The order of models
-        # depends on the loss, of which a model may be no part on one rank: so each has a process group of its own.
-        # NCCL's process groups are for one GPU of each rank; gloo takes tensors on any of them.
-        process_group = (
-            self._group.new_process_group(backend="gloo")
-            if spans
-            else self._group.new_process_group()
-            if find_unused_parameters
-            else self._group.process_group
+        reducer = DdpReducer(
+            model,
+            len(self._models),
+            self._group,
+            self._start_bucket,
+            self._bucket_mb,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            spans_gpus=spans,
         )
-        self._models.append(_Model(model, find_unused_parameters, static_graph, spans, process_group))
+        self._models.append(reducer)
         if not spans:
             sync_module_states(self._group, model)
-        self._make_ddp(len(self._models) - 1, _trainable(model), init_sync=spans)
+        self._reduce(reducer, init_sync=spans)
         self._buffers.setup_model(model)
         return model
 
     def update_trainable(self, target: ParameterSet) -> None:
         """Sum the gradients of the parameters that ``target`` has of each model from now on. Collective."""
         self._buffers.check_known()
-        for number, model in enumerate(self._models):
-            inside = set(model.module.parameters())
+        for reducer in self._models:
+            inside = set(reducer.model.parameters())
             trained = [p for p in target.dense if p in inside]
-            if trained and {id(p) for p in trained} != {id(p) for p in model.trained}:
-                self._make_ddp(number, _trainable(model.module), init_sync=False)
+            if trained and {id(p) for p in trained} != {id(p) for p in reducer.trained}:
+                self._reduce(reducer, init_sync=False)
         self._awaited.clear()
         self._models_by_target.clear()
 
-    def _make_ddp(self, number: int, trained: Sequence[nn.Parameter], *, init_sync: bool) -> None:
-        """Let DDP wait for the gradients of ``trained`` in a model from now on. Collective."""
-        model = self._models[number]
-        for parameter in model.trained:
+    def _reduce(self, reducer: DdpReducer, *, init_sync: bool) -> None:
+        """Sum the gradients of what learns now of a model. Collective."""
+        for parameter in reducer.trained:
             self._names.pop(id(parameter), None)
-        model.trained = tuple(trained)
-        # The old DDP removes its hooks from the parameters when it goes, which must be before the new one adds its own.
-        model.ddp = None
-        if not trained:
-            return
-        sparse = list(sparse_parameters(model.module).values())
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model.module, sparse)
-        on_one_gpu = self._group.device.type == "cuda" and not model.spans_gpus
-        model.ddp = DistributedDataParallel(
-            model.module,
-            device_ids=[self._group.device] if on_one_gpu else None,
-            **_BUFFERS_ARE_OURS,
-            init_sync=init_sync,
-            bucket_cap_mb=self._bucket_mb,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=model.find_unused_parameters,
-            process_group=model.process_group,
-        )
-        model.ddp.register_comm_hook(number, self._start_bucket)
-        model.first_static_step = model.static_graph
-        if not model.find_unused_parameters:
-            names = {p: name for name, p in model.module.named_parameters()}
-            self._names |= {id(p): names[p] for p in trained}
+        reducer.reduce(reducer.trainable(), init_sync=init_sync)
+        if not reducer.find_unused_parameters:
+            names = {p: name for name, p in reducer.model.named_parameters()}
+            self._names |= {id(p): names[p] for p in reducer.trained}
 
     def resync(self) -> None:
         """Start from the buffers that models hold."""
@@ -250,16 +205,14 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """Let DDP see a forward pass; in the first one of a step it may lay out its buckets again, on all ranks."""
-        reducing = [model.ddp for model in self._models if model.ddp is not None]
         if not self._step_has_begun:
-            # DDP lays out its buckets again after the first step, which is collective. Left to the forward pass, one
-            # rank could do so for the second model while another one already reduces the first.
+            # Left to the forward pass, one rank could lay out the buckets of the second model while another one already
+            # reduces the first.
             self._step_has_begun = True
-            for ddp in reducing:
-                ddp.reducer._rebuild_buckets()
-        for ddp in reducing:
-            # What torch.compile compiles inside this context is cut where buckets end.
-            self._forward_contexts.enter_context(ddp._inside_ddp_forward())
+            for reducer in self._models:
+                reducer.begin_step()
+        for reducer in self._models:
+            self._forward_contexts.enter_context(reducer.inside_forward())
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
@@ -281,11 +234,13 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
         # Which of several models comes first depends on the loss, which may differ between ranks; sums must not.
         defers = len(models) > 1 and any(m.find_unused_parameters for m in models.values())
         self._reduction = reduction = BucketReduction(accumulator, position, defers)
-        for model in models.values():
-            _prepare(model, accumulator, loss)
+        for reducer in models.values():
+            reducer.expect_backward(accumulator, loss)
         with translating_peer_errors("the reduction of gradients"):
             target.backward(loss, weight)
-            self._start_remaining_buckets(models, reduction)
+            begun = {bucket.model for bucket in reduction.started}
+            for number, reducer in models.items():
+                reducer.start_remaining_buckets(has_begun=number in begun)
             self._check_all_started(target, reduction)
             reduction.start_deferred()
             tables = self._begin_sparse(target, reduction)
@@ -339,13 +294,13 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
         self._all_reduce.close()
         self._compression.close()
 
-    def _models_of(self, target: ParameterSet) -> dict[int, _Model]:
+    def _models_of(self, target: ParameterSet) -> dict[int, DdpReducer]:
         """The models with parameters of ``target`` whose gradients DDP sums, by their numbers."""
         if target not in self._models_by_target:
             self._models_by_target[target] = {
-                number: model
-                for number, model in enumerate(self._models)
-                if model.ddp is not None and any(id(p) in target.places for p in model.trained)
+                number: reducer
+                for number, reducer in enumerate(self._models)
+                if reducer.is_active and any(id(p) in target.places for p in reducer.trained)
             }
         return self._models_by_target[target]
 
@@ -391,19 +346,6 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
         reduction.start(model, bucket, begin)
         return finished(flat)
 
-    def _start_remaining_buckets(self, models: Mapping[int, _Model], reduction: BucketReduction) -> None:
-        """Start the sums of models of which no bucket was started, though other ranks may wait for them.
-
-        No parameter had a part in this rank's loss, so that DDP was never called; or it is the first step of a static
-        graph, in which DDP only counts.
-        """
-        begun = {bucket.model for bucket in reduction.started}
-        for number, model in models.items():
-            unseen = model.find_unused_parameters and number not in begun
-            if model.ddp is not None and (model.first_static_step or unseen):
-                model.ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
-            model.first_static_step = False
-
     def _check_all_started(self, target: ParameterSet, reduction: BucketReduction) -> None:
         awaited = self._awaited.get(target)
         if awaited is None:
@@ -428,23 +370,3 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
                     "what checkpoint(..., use_reentrant=True) is given was called twice in one forward pass; say "
                     "use_reentrant=False, or run.model(model, static_graph=True)"
                 )
-
-
-def _prepare(model: _Model, accumulator: TreeGradientAccumulator, loss: torch.Tensor) -> None:
-    """Let DDP expect the backward pass of ``loss``, in which the gradients of ``model`` are summed."""
-    assert model.ddp is not None
-    if model.first_static_step:
-        # Not before: in the first step DDP counts how often each gradient comes; with earlier micro-batches, it would
-        # wait for too many later.
-        model.ddp._set_static_graph()
-    if model.find_unused_parameters:
-        accumulator.fill_missing(model.trained)
-    # Torch has no public name for this but DDP's forward pass. That would prepare for sums in each pass, and fail later
-    # where no backward pass follows, as when a GAN's generator is trained through its discriminator.
-    model.ddp.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
-
-
-def _trainable(model: nn.Module) -> tuple[nn.Parameter, ...]:
-    """The parameters of ``model`` that learn now and whose gradients are dense, in order."""
-    sparse = sparse_parameters(model)
-    return tuple(p for p in model.parameters() if p.requires_grad and p not in sparse)

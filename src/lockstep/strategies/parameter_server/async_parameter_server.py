@@ -112,8 +112,9 @@ class AsyncParameterServer(
 
     def end_loop(self, *, complete: bool) -> bool:
         """End the loop over micro-batches; whether it was complete. Collective."""
+        complete = self._round.end_loop(complete=complete)  # first, for servers wait for it
         self._context.check_copies(ends=True)
-        return self._round.end_loop(complete=complete)
+        return complete
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """Turn ``.grad`` into the mean over the worker's own items; not collective."""

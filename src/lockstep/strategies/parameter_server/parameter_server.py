@@ -157,8 +157,9 @@ class SyncParameterServer(Strategy, HasServerRanks, PreparesOptimizerStep, Finis
 
     def end_loop(self, *, complete: bool) -> bool:
         """End the loop over micro-batches; whether it was complete. Collective."""
+        complete = self._round.end_loop(complete=complete)  # first, for servers wait for it
         self._context.check_copies(ends=True)
-        return self._round.end_loop(complete=complete)
+        return complete
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """Let servers divide by the number of items, after their sum. All workers must call it."""

@@ -7,7 +7,8 @@
 `division_checks`   which models can be divided by rows
 `divided_parameters`  parameters that are divided, and what a script may not do to them
 `divided_operations`  what a script computes with them
-`held_parameters`   whether modules hold them still
+`held_parameters`   whether modules still hold them
+`sharded_blocks`    when blocks are gathered and freed, and whether all ranks call the same ones
 `prefetch`          which blocks are gathered ahead
 `fsdp_gradients`    what sums the gradients of a block, in place of torch's reduce-scatter
 `whole_gradients`    what sums the gradients of parameters that are not divided

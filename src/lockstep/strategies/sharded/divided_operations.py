@@ -1,15 +1,15 @@
 """What a script computes with divided parameters, or writes to them, has the result of one rank, or is refused.
 
-    nn.init.normal_(net.head.weight)         drawn whole on every rank, which keeps its rows: the numbers of one rank
+    nn.init.normal_(net.head.weight)         every rank draws the whole tensor and keeps its rows: as on one rank
     net.load_state_dict(torch.load(path))    each rank copies its rows
-    net.head.weight.mul_(0.9)                by rows: each element is rounded alike, wherever it lies
-    net.head.weight.norm().item()            all rows are gathered, and every rank computes with the whole
-    net.head.weight[mask] = 0.0              likewise; each rank keeps its rows of what has become of them
+    net.head.weight.mul_(0.9)                by rows: the result of an element does not depend on its place
+    net.head.weight.norm().item()            all rows are gathered, and every rank computes with the whole tensor
+    net.head.weight[mask] = 0.0              the same, and each rank keeps its rows of the result
     net.head.weight[0].fill_(1.0)            UsageError: the row is a copy, gathered from all ranks
 
 Torch's own `DTensor` draws other numbers on every number of ranks, does not take a plain tensor to copy, adds up parts
 and then sums of parts, and multiplies matrices of other shapes and strides than one rank does: other bits. So there is
-a list of what is computed by rows, and everything else that torch knows is computed whole.
+a list of what is computed by rows; everything else that torch has rules for is computed with whole tensors.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _NOT_BY_ROWS: Final = frozenset(
 _EXACT_EXPONENTS: Final = (0, 0.5, 1, 2, 3, -1, -2)
 #: In types of two bytes, torch's kernels for CPUs round these once or twice where ``alpha`` is not 1.
 _SCALED_SUMS: Final = (_ATEN.add, _ATEN.add_, _ATEN.sub, _ATEN.sub_, _ATEN._foreach_add, _ATEN._foreach_add_)
-#: Torch knows nothing of how to compute these by rows.
+#: Torch has no rule for these.
 _UNKNOWN_TO_TORCH: Final = (
     *(_ATEN.renorm, _ATEN.renorm_, _ATEN.tril_, _ATEN.triu_, _ATEN.put_, _ATEN.take, _ATEN.masked_scatter_),
     *(_ATEN._foreach_copy_, _ATEN.searchsorted, _ATEN.bincount, _ATEN.nonzero, _ATEN._unique2, _ATEN._cdist_forward),
@@ -73,14 +73,14 @@ _UNKNOWN_TO_TORCH: Final = (
     *(_ATEN.trace, _ATEN.dot, _ATEN.vdot, _ATEN.mv, _ATEN.addmv, _ATEN.equal, _ATEN.allclose, _ATEN.unfold),
     *(_ATEN.argmax, _ATEN.argmin),
 )
-#: Torch's own words for these are right: they read no values, or, of `GradScaler`, ask all ranks.
+#: Torch's own rules for these are right: they read no values, or, of `GradScaler`, ask all ranks.
 _LEFT_TO_TORCH: Final = frozenset(
     (
         *(_ATEN.is_same_size.default, _ATEN.is_pinned.default, _ATEN.as_strided.default),
         _ATEN._amp_foreach_non_finite_check_and_unscale_.default,
     )
 )
-_TOGETHER: Final = "reading rows of a divided parameter, as for a norm, which all ranks do or none"
+_GATHERING: Final = "reading rows of a divided parameter, as for a norm, which all ranks do or none"
 
 
 class DividedOperations:
@@ -99,14 +99,12 @@ class DividedOperations:
         self._mesh: Final = mesh
         if not _groups:
             _of_torch.update(_dispatcher()._custom_op_handlers)
-            for op, handler in _of_torch.items():
-                _handlers.setdefault(op, handler)
-            _dispatcher()._custom_op_handlers = _handlers
+            _dispatcher()._custom_op_handlers = _of_torch | dict.fromkeys(_OPERATIONS, _call)
         _groups[mesh] = group
 
-    def add_up_whole(self) -> None:
-        """From now on sums with ``alpha=`` are computed whole, too, as types of two bytes need it on CPUs."""
-        _handlers.update(dict.fromkeys(_overloads(_SCALED_SUMS), _call))
+    def handle_scaled_sums(self) -> None:
+        """From now on, sums with ``alpha=`` of types of two bytes are computed with whole tensors, too, on CPUs."""
+        _dispatcher()._custom_op_handlers.update(dict.fromkeys(_overloads(_SCALED_SUMS), _call))
 
     def close(self) -> None:
         """Leave them to torch again."""
@@ -183,11 +181,12 @@ def _by_torch(op: Any, args: Any, kwargs: Any) -> Any:
     handler = _of_torch.get(op)
     if handler is not None:
         return handler(op, args, kwargs)
-    _handlers.pop(op, None)  # None: a thread beside this one is at the same operation
+    handlers = _dispatcher()._custom_op_handlers
+    handlers.pop(op, None)  # None: a thread beside this one is at the same operation
     try:
         return op(*args, **kwargs)
     finally:
-        _handlers[op] = _call
+        handlers[op] = _call
 
 
 def _whole(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
@@ -218,8 +217,7 @@ def _whole(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
                 originals[id(found)] = tensor
         return gathered[id(tensor)]
 
-    with translating_peer_errors(_TOGETHER):
-        whole_args, whole_kwargs = pytree.tree_map_only(DTensor, whole, (args, kwargs))
+    whole_args, whole_kwargs = pytree.tree_map_only(DTensor, whole, (args, kwargs))
     found = op(*whole_args, **whole_kwargs)
     for tensor in changed:
         _write(tensor, whole(tensor))
@@ -265,7 +263,7 @@ def _view(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _draw(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
-    """Draw whole tensors on every rank, which keeps its rows. Collective."""
+    """Draw whole tensors, the same on every rank, which keeps its rows. Collective."""
     like = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, DTensor))
     generator = kwargs.get("generator")
     by_default = torch.cuda.get_rng_state(like.device) if like.device.type == "cuda" else torch.get_rng_state()
@@ -313,8 +311,7 @@ def _fill(_group: Group, op: Any, args: Any, kwargs: Any) -> Any:
 
 def _item(_group: Group, op: Any, args: Any, kwargs: Any) -> Any:
     """The number that all ranks together hold, where torch gives each its own part of a sum. Collective."""
-    with translating_peer_errors(_TOGETHER):
-        return op(args[0].full_tensor(), **kwargs)
+    return op(_gathered(args[0]), **kwargs)
 
 
 def _new_empty(_group: Group, op: Any, args: Any, kwargs: Any) -> Any:
@@ -361,14 +358,15 @@ def _replicated(tensor: DTensor) -> DTensor:
 
 
 def _divided(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """``whole``, which every rank has, divided as ``like`` if it has its shape; else as it is. Not collective."""
+    """``whole``, the same on every rank, divided as ``like`` if it has its shape, else replicated. Not collective."""
     replicated = DTensor.from_local(whole, like.device_mesh, [Replicate()], run_check=False)
     return replicated.redistribute(placements=like.placements) if whole.shape == like.shape else replicated
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:
-    """All of ``tensor``, in the order in memory that it would have on one rank, on which bits of sums depend."""
-    whole = tensor.full_tensor()
+    """All of ``tensor``, with the strides that it would have on one rank, on which bits of sums depend. Collective."""
+    with translating_peer_errors(_GATHERING):
+        whole = tensor.full_tensor()
     if whole.stride() == tensor.stride():
         return whole
     is_repeated = [size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -381,4 +379,3 @@ def _gathered(tensor: DTensor) -> torch.Tensor:
 # Made when this module is loaded, which the launcher does once for all ranks: to look at each of torch's operations
 # takes a process 8 MB that it shares with others until then.
 _OPERATIONS: Final = _operations()
-_handlers: Final[dict[Any, Any]] = dict.fromkeys(_OPERATIONS, _call)

@@ -88,7 +88,7 @@ class GatheredCopy(DTensor):
 
 
 def storage_of(tensor: DTensor) -> int:
-    """What is the same for two tensors if what is here of them lies in the same memory."""
+    """A number that two tensors share if their parts on this rank are in the same memory."""
     key: int = tensor.to_local().untyped_storage()._cdata
     return key
 

@@ -20,11 +20,9 @@ ones do not on CPUs, where other instructions compute the last few elements of a
 
 from __future__ import annotations
 
-import contextlib
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -36,7 +34,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 
@@ -87,8 +84,8 @@ from lockstep.strategies.sharded.fsdp_gradients import (
     TrackedUse,
 )
 from lockstep.strategies.sharded.fsdp_options import MIXED, Options
-from lockstep.strategies.sharded.held_parameters import HeldParameters
 from lockstep.strategies.sharded.prefetch import Prefetch
+from lockstep.strategies.sharded.sharded_blocks import ShardedBlocks
 from lockstep.strategies.sharded.whole_gradients import by_type
 from lockstep.strategies.sharded.wrapping import BlockCompiler, blocks_of, ignored_parameters, recompute
 from lockstep.strategies.single_process import SingleProcess
@@ -172,14 +169,11 @@ class FullySharded(
         )
         self._construction: Final = DividedConstruction(self._shard_groups.within, group)
         self._constructed: nn.Module | None = None  # the model that it has made last
-        self._blocks: Final[list[FSDPModule]] = []
         self._guard: PickleGuard | None = None
         self._operations: DividedOperations | None = None
-        self._prefetch: Final = Prefetch(options.prefetch, over_cpu=group.over_cpu)
-        self._call_checksum = 0  # a checksum of which blocks were called, in their order
-        self._roots: Final[list[FSDPModule]] = []
-        self._held: Final[list[HeldParameters]] = []
-        self._evaluates = self._computes_step = False
+        # Of blocks in shared memory, there is nothing to wait for.
+        prefetch = Prefetch(options.prefetch if self._gather is None else 0, over_cpu=group.over_cpu)
+        self._blocks: Final = ShardedBlocks(group, prefetch, name, keeps_gathered=options.reshard == "step")
         self.assignment = ReplicaAssignment(group.rank, group.size, in_turn=ranks)
         self.state_layout = DTensorLayout(group, self._shard_groups)
         within = self._shard_groups.within
@@ -243,6 +237,7 @@ class FullySharded(
             checks.check_stateless(model, options.mixed)
         offload = options.offload and self._group.device.type != "cpu"
         units: list[FsdpUnit] = []
+        sharded: list[FSDPModule] = []
         divided = set(ignored)
         for module in (*blocks, model):
             whole = module is model
@@ -264,9 +259,8 @@ class FullySharded(
             )
             own = [p for p in module.parameters() if p not in divided]
             divided.update(own)
-            self._blocks.append(block)
-            self._held.append(HeldParameters(model, module, own, self._name))
-            module.register_forward_pre_hook(partial(self._record_call, len(self._blocks), block), prepend=True)
+            sharded.append(block)
+            self._blocks.add(model, module, own)
             checks.refuse_second_order(module)
             if own:
                 units.append(FsdpUnit(own, self._shard_groups.within.size, self._reduce_scatter))
@@ -275,12 +269,7 @@ class FullySharded(
                     block.set_custom_all_gather(cast(Any, self._gather))
                 block.set_gradient_divide_factor(1.0)
                 block.set_force_sum_reduction_for_comms(True)
-        self._roots.append(block)
-        if callable(getattr(model, "generate", None)):
-            # Models of transformers use parameters in it outside of forward(): an encoder is called by itself.
-            register_fsdp_forward_method(model, "generate")
-        else:
-            model.register_forward_hook(partial(self._reshard_after_looking, self._blocks[-len(blocks) - 1 :]))
+        self._blocks.add_model(model, sharded)
         refuse_copies(model, self._name)
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
@@ -303,11 +292,11 @@ class FullySharded(
         if self._operations is not None:
             checks.check_optimizer(optimizer, self._group.device, self._options.ignored_modules)
             if any(p.dtype.itemsize < 4 for p in parameters_of(optimizer)):
-                self._operations.add_up_whole()
+                self._operations.handle_scaled_sums()
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """A forward pass comes that a backward pass will follow."""
-        self._computes_step = True
+        self._blocks.begin_micro_batch()
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
@@ -317,11 +306,7 @@ class FullySharded(
         Raises:
             UsageError: for a second backward pass through one forward pass, as of a gradient penalty.
         """
-        if self._options.reshard == "step":
-            for root in self._roots:
-                root.set_reshard_after_backward(position.last)
-        if self._gather is None:  # in shared memory there is nothing to wait for
-            self._prefetch.begin()
+        self._blocks.begin_backward(is_last=position.last)
         try:
             self._gradients.backward(loss, weight, target, position)
         except RuntimeError as error:
@@ -338,11 +323,7 @@ class FullySharded(
         if not self._buffers_are_moved:
             self.before_update(position)
         self._buffers_are_moved = False
-        self._computes_step = False
-        if position.last:
-            # What a forward pass has gathered since the backward pass is as it was before the optimizers' steps.
-            self._reshard()
-            self._check_values()
+        self._blocks.end_micro_batch(is_last=position.last)
 
     def before_update(self, position: MicroBatchPosition) -> None:
         """Move buffers by the mean over the step: nothing that follows in it needs another rank. Collective."""
@@ -350,22 +331,14 @@ class FullySharded(
             self._buffers.end_micro_batch(position)
         self._buffers_are_moved = True
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """A context for forward passes, after which no block stays gathered. Collective."""
-        self._compare_calls()
-        self._evaluates = True
-        try:
-            yield
-        finally:
-            self._evaluates = False
-        self._compare_calls()
-        self._reshard()
+        return self._blocks.evaluating()
 
     def finish_training(self) -> None:
         """Check that all ranks called the same blocks; each holds its part of the trained model already. Collective."""
-        self._compare_calls()
-        self._check_values()
+        self._blocks.compare_calls()
+        self._blocks.check_values()
 
     def explain(self, error: Exception, method: str) -> str:
         """Where torch speaks of a tensor that is divided."""
@@ -381,20 +354,14 @@ class FullySharded(
         """Drop gradients, free gathered blocks, and restore buffers."""
         self._buffers_are_moved = False
         self._gradients.discard_step()
-        for root in self._roots:
-            # Torch 2.11 has no such method; there, what it remembers of the pass is replaced by the next one's. Before
-            # the first forward pass, there is nothing to reset, and torch's own attributes are missing.
-            if hasattr(root, "reset_iter_state") and root._get_fsdp_state()._is_root is not None:
-                root.reset_iter_state()
-        self._reshard()
+        self._blocks.discard_step()
         self._buffers.restore()
 
     def resync(self) -> None:
         """Free gathered blocks, and start from the buffers that models hold. Collective."""
-        self._compare_calls()
-        self._reshard()
-        for held in self._held:
-            held.check_held()
+        self._blocks.compare_calls()
+        self._blocks.reshard()
+        self._blocks.check_held()
         self._buffers.resync()
 
     def close(self) -> None:
@@ -408,37 +375,6 @@ class FullySharded(
             self._guard.close()
         if self._operations is not None:
             self._operations.close()
-
-    def _record_call(self, number: int, block: FSDPModule, *_: object) -> None:
-        self._call_checksum = zlib.crc32(number.to_bytes(4, "little"), self._call_checksum)
-        self._prefetch.note_call(block)
-
-    def _compare_calls(self) -> None:
-        """Check that all ranks called the same blocks; else they may have got each other's parameters. Collective.
-
-        Raises:
-            MismatchError: if some did.
-        """
-        self._group.check_equal(
-            "a checksum of the order in which forward() calls the blocks of wrap=... (where that depends on the data, "
-            "say run.model(model, find_unused_parameters=True), which gathers the whole model at once)",
-            self._call_checksum,
-        )
-
-    def _reshard_after_looking(self, blocks: Sequence[FSDPModule], *_: object) -> None:
-        """After a forward pass that no backward pass follows: what the script changes next are the ranks' rows."""
-        if not (self._computes_step if torch.is_grad_enabled() else self._evaluates):
-            for block in blocks:
-                block.reshard()
-
-    def _check_values(self) -> None:
-        for held in self._held:
-            held.check_values()
-
-    def _reshard(self) -> None:
-        """Free gathered blocks, so that what is read next are the ranks' rows."""
-        for block in self._blocks:
-            block.reshard()
 
 
 def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """The parameters of a block of `fully_shard`, where its modules hold them: divided, and gathered while it computes.
 
 what a script does                                         why it is refused
-net.head.weight = net.words.weight                         fully_shard would put its own there
-torch.func.functional_call(net, others, (x,))              likewise
+net.head.weight = net.words.weight                         fully_shard would set its own parameter again
+torch.func.functional_call(net, others, (x,))              the same
 loss = ...; net.head.weight.add_(0.1); run.step(loss)      what was gathered is dropped after the step
 """
 
@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Shard
 from lockstep.errors import UsageError
 from lockstep.strategies.partial_models import replaced_parameters
 
-_BY_ROWS: Final = (Shard(0),)
+_PLACEMENTS: Final = (Shard(0),)
 
 
 class HeldParameters:
-    """Of one block; none of the checks asks another rank.
+    """Checks the parameters of one block, without asking other ranks.
 
     Args:
         model: of which it is a part, or all.
@@ -40,7 +40,7 @@ class HeldParameters:
             for attribute, parameter in module._parameters.items()
             if parameter is not None and parameter in wanted
         ]
-        self._gathered: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}  # with what counts changes in place
+        self._gathered: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}  # with its version, which counts changes
         block.register_forward_pre_hook(self.check_held, prepend=True)
         # Last of all hooks there are now, so it finds what `fully_shard` has gathered.
         self._first_forward: Final = block.register_forward_pre_hook(self._note_gathered)
@@ -65,7 +65,7 @@ class HeldParameters:
             UsageError: if an operation has made torch take a rank's rows for all, or has changed what is dropped.
         """
         for _, _, name, parameter in self._places:
-            if cast(DTensor, parameter).placements != _BY_ROWS:
+            if cast(DTensor, parameter).placements != _PLACEMENTS:
                 raise UsageError(
                     f"the parameter {name} of shape {tuple(parameter.shape)} was changed in place by an operation that "
                     "torch does not compute with rows; write parameter.copy_(value), change it before run.model(...), "
