@@ -133,7 +133,7 @@ class Job:
 
 def test_a_model_trains_and_resumes_within_a_limit_at_which_replicas_are_killed(tmp_path):
     job = Job(tmp_path, width=1024, layers=12)  # 50 MB of parameters
-    with limited(3, 144 << 20) as place:
+    with limited(3, 152 << 20) as place:
         killed = job.run(place, "ddp", "made")
         assert killed.returncode == 137, killed.stdout + killed.stderr
         job.starts_and_resumes(place, "made")
