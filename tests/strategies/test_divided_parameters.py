@@ -131,6 +131,7 @@ CHANGES = {
     "exponential": each(lambda p: p.exponential_()),
     "masks": each(lambda p: p.mul_(torch.empty_like(p).bernoulli_(0.5))),
     "probabilities": each(lambda p: p.bernoulli_(p.sigmoid())),
+    "draws with its values": each(lambda p: p.copy_(torch.bernoulli(p.sigmoid()) + torch.poisson(p.abs()))),
     "noise": each(lambda p: p.add_(torch.randn_like(p), alpha=0.1)),
     "dropout": each(lambda p: p.copy_(F.dropout(p, 0.3, training=True))),
     "another state": lambda net: net.load_state_dict(another().state_dict()),
