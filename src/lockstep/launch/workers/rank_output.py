@@ -107,10 +107,9 @@ class RankOutput:
         if log is None or self._screen.is_behind:
             return False
         new = self._files.ask(lambda: self._new_of_leader(log), b"", of=self._job.log(0))
-        text = log.take(new)
-        self._screen.leader(text)
+        self._screen.leader(log.take(new))
         self._screen.unfinished(log.unfinished())
-        return bool(text)
+        return bool(new)
 
     def _new_of_leader(self, log: Tail) -> bytes:
         # In this order: the traceback follows the record, so what is in the log before the record is no traceback.
