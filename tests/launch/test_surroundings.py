@@ -69,13 +69,16 @@ def test_a_run_needs_no_standard_streams_and_no_short_path_for_temporary_files(w
     assert list(temporary.glob("lockstep-*")) == []
 
 
-def test_a_working_directory_that_goes_away_hides_no_cause_and_none_is_refused(workshop):
+def test_a_working_directory_and_logs_that_go_away_hide_no_cause_and_a_start_without_one_is_refused(workshop):
     (workshop.here / "w").mkdir()
     workshop.script("""
         import os
         if os.environ["RANK"] == "1":
             if os.environ["LOCKSTEP_GENERATION"] == "0":
                 os.rmdir(os.getcwd())
+                log = os.path.join(os.environ["LOCKSTEP_RUN_DIR"], "logs", "rank-0000.log")
+                os.unlink(log)
+                os.mkdir(log)
             raise ValueError("the true cause")
     """)
     run = [sys.executable, "-m", "lockstep", "run", *map(str, PLAIN[:-1]), str(workshop.here / "r")]

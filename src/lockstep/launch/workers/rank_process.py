@@ -308,7 +308,10 @@ def _leave(code: int, *, patient: bool) -> NoReturn:
 
 def _redirect_to(log: str) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError:  # the launcher has said so; what the rank has to say about a failure it hears in another way
+        file = os.open(os.devnull, os.O_WRONLY)
     for descriptor, standard in ((nothing, 0), (file, 1), (file, 2)):
         os.dup2(descriptor, standard)
     for descriptor in {nothing, file} - {0, 1, 2}:
