@@ -225,6 +225,7 @@ class ScreenThread:
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
         self._thread = TaskThread("lockstep screen")
+        self._failures: list[tuple[str, Task[None]]] = []
 
     @property
     def is_behind(self) -> bool:
@@ -247,7 +248,7 @@ class ScreenThread:
 
     def fail(self, text: str) -> None:
         """Show a message as `say` does, with a mark in front of it."""
-        self._thread.start(lambda: self._screen.fail(text))
+        self._failures.append((text, self._thread.start(lambda: self._screen.fail(text))))
 
     def attached(self, data: bytes, out: TextIO, *, prompts: bool) -> None:
         """Show what the rank that has the terminal ``out`` wrote."""
@@ -271,3 +272,9 @@ class ScreenThread:
         before, end_s = urged(), time.monotonic() + _LAST_WORDS_S
         while not self._thread.close(0.05) and urged() == before and time.monotonic() < end_s:
             pass
+        unsaid = [text for text, task in self._failures if not task.wait(0.0)]
+        if unsaid:
+            # Standard output is a pipe that nobody reads; standard error may be another one.
+            errors = TaskThread("lockstep errors")
+            errors.start(lambda: self._screen.fail(unsaid[-1]))
+            errors.close(_PATIENCE_S)
