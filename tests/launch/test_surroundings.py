@@ -12,6 +12,7 @@ import lockstep
 from lockstep.errors import SettingError
 from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch.host import threads_of_rank
+from waiting import wait_until
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
 PLAIN = ("--start", "plain", "--nproc-per-node", 2, "--run-dir", "r")
@@ -166,6 +167,30 @@ def test_a_file_receives_each_byte_of_the_leader_also_of_a_line_that_is_long_and
         launcher = workshop.start(*PLAIN, script, streams=streams, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
         assert launcher.wait(90) == 0
     assert (workshop.here / "out").read_bytes() == written[:800] + b"long " * 600_000
+
+
+def test_who_reads_the_leaders_output_late_gets_all_of_it(workshop):
+    script = workshop.script("""
+        import os
+        line = b"z" * 99_999 + b"\\n"
+        for _ in range(1000):
+            if os.environ["RANK"] == "0":
+                os.write(1, line)
+        open("written-" + os.environ["RANK"], "w").close()
+    """)
+    reading, writing = os.pipe()
+    streams = {"stdin": subprocess.DEVNULL, "stdout": writing, "stderr": subprocess.DEVNULL}
+    launcher = workshop.start(*PLAIN, script, streams=streams)
+    os.close(writing)
+    workshop.wait_for_file("written-0")
+    # Now the ranks end, and the pipe has held none of it for long.
+    wait_until(lambda: not any("rank" in name for name in workshop.processes().values()), "the end of the ranks")
+    read = 0
+    with open(reading, "rb", buffering=0) as pipe:
+        while part := pipe.read(1 << 20):
+            read += len(part)
+    assert launcher.wait(60) == 0
+    assert read == 100_000 * 1000
 
 
 def test_room_for_the_last_step_is_found_or_its_lack_is_told_and_leaves_nothing(tmp_path):
