@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import linecache
 import multiprocessing.process
@@ -33,9 +34,10 @@ _OF_DDP: Final = {
 
 def add_advice(error: BaseException, *, attached: bool = True) -> None:
     """``error`` has what `advice_for` says as a note from here on; once, however often it is called."""
-    advice = advice_for(error, attached=attached)
-    if advice and advice not in getattr(error, "__notes__", ()):
-        error.add_note(advice)
+    with contextlib.suppress(Exception):  # a program's own class of errors may have no text, and no notes
+        advice = advice_for(error, attached=attached)
+        if advice and advice not in getattr(error, "__notes__", ()):
+            error.add_note(advice)
 
 
 def advice_for(error: BaseException, *, attached: bool) -> str:

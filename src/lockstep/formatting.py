@@ -37,8 +37,8 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str | None = None) 
 
 
 def relative_path(path: Path) -> str:
-    """``path``, relative to the current directory where that is possible."""
-    with contextlib.suppress(ValueError):
+    """``path``, relative to the current directory where that is possible, and where that directory still exists."""
+    with contextlib.suppress(ValueError, FileNotFoundError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
 

@@ -38,9 +38,11 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 def _says_peer_is_gone(error: BaseException) -> bool:
-    name, text = type(error).__name__, str(error)
     if isinstance(error, PeerLost):
         return True
+    name = type(error).__name__
+    # An error of the program's own class may not even say what it is.
+    text = str(error) if name in _TORCH_ERRORS else ""
     if name == "DistNetworkError" and not _OWN_SOCKET.search(text):
         return True
     return name in _TORCH_ERRORS and _PEER_GONE.search(text) is not None

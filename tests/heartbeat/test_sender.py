@@ -90,6 +90,31 @@ def test_a_listener_that_went_away_is_no_trouble(tmp_path, opened):
     sender.beat()
 
 
+def test_a_process_that_closes_its_descriptors_is_heard_and_writes_to_no_file_of_its_own(tmp_path, opened):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+        line.bind(str(tmp_path / "b"))
+        line.settimeout(30)
+        sent = opened(str(tmp_path / "b"))
+        sender = HeartbeatSender(4, sent, ProgressMarker())
+        own, other = socket.socketpair()
+        with own, other:
+            os.dup2(own.fileno(), sent.fileno())  # the program has closed it, and opened something in its place
+            sender.beat()
+            other.setblocking(False)
+            assert Heartbeat.from_text(line.recv(65536)).rank == 4
+            with pytest.raises(BlockingIOError):
+                other.recv(65536)
+        copy = os.fork()
+        if copy == 0:
+            sender.beat()
+            os._exit(0)
+        os.waitpid(copy, 0)
+        line.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            line.recv(65536)
+        sender._line.close()
+
+
 def test_a_listener_that_does_not_catch_up_loses_beats_and_no_more(tmp_path, opened):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
         line.bind(str(tmp_path / "b"))

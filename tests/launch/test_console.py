@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import pty
 
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.launch.console import Screen, Tail
+from lockstep.launch.deadline_thread import ScreenThread
+from waiting import wait_until
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def test_a_tail_gives_every_line_once_and_whole_however_it_was_written(log, piec
         assert text == "" or text.endswith("\n")
         shown.append(text)
     # A sign of several bytes may be torn between pieces, but never between lines.
-    assert "".join(shown) + tail.unfinished() == b"".join(pieces).decode(errors="replace")
+    assert ("".join(shown) + tail.unfinished()).encode(errors="surrogateescape") == b"".join(pieces)
     tail.close()
 
 
@@ -105,6 +108,24 @@ def test_a_stream_that_is_gone_is_no_trouble():
         with contextlib.suppress(BrokenPipeError):
             out.close()
     os.close(writing)
+
+
+def test_the_root_cause_is_told_though_nobody_reads_what_the_leader_wrote():
+    reading, writing = os.pipe()
+    err, asked = io.StringIO(), itertools.count()
+    with open(writing, "w", closefd=False) as out:
+        screen = ScreenThread(Screen(out, err, {}))
+        screen.leader("one\n" * 100000)
+        screen.fail("run failed: an earlier one")
+        screen.fail("run failed: the true cause")
+        screen.finish(lambda: next(asked))  # the user does not wait longer
+        told = err.getvalue()
+        os.close(reading)  # and the thread ends
+        wait_until(lambda: screen._thread.close(0.05), "the end of the thread")
+        with contextlib.suppress(BrokenPipeError):
+            out.close()
+    os.close(writing)
+    assert told.endswith("run failed: the true cause\n")
 
 
 def test_on_a_terminal_an_unfinished_line_is_drawn_over_and_wiped():

@@ -32,6 +32,13 @@ HANGS = """
                 ctypes.PyDLL(None).pthread_mutex_lock(lock)
         if case == "loads":
             next(iter(torch.utils.data.DataLoader(Stuck(), num_workers=1)))
+        if case == "leaves":
+            if os.fork():
+                os._exit(0)
+            os.setsid()  # a daemon: the others do not see that their connections to the rank broke
+            while os.path.exists(os.environ["LOCKSTEP_CHANNEL"]):
+                time.sleep(0.05)
+            os._exit(0)
         if case == "apart":
             dist.broadcast(torch.ones(1), 1)
 
@@ -68,6 +75,7 @@ CASES = {
         "ctypes.PyDLL(None).pthread_mutex_lock(lock)",
     ),
     "loads": ("rank 1 in next(loader)", "rank 1 waits for the processes of its", "time.sleep(1000)  # in a worker"),
+    "leaves": ("rank 1 had left with exit code 0", "rank 1 has left, and the others wait for it", "dist.all_reduce("),
     "apart": ("rank 1 in broadcast", "ranks have parted ways: ranks 0, 1 wait", "dist.broadcast(torch.ones(1), 1)"),
     "never comes": ("rank 1 in train", "rank 1 keeps the others waiting", "time.sleep(1000)  # before the others"),
 }

@@ -77,6 +77,11 @@ def test_the_cause_is_the_earliest_that_blames_no_peer_in_whatever_order_ranks_f
         return
     cause = find_root_cause(some).cause
     own = [rank_exit for rank_exit in failed if not rank_exit.collateral]
+    if cause not in failed:  # one that left as if all were done, where all others blame a peer
+        assert not own
+        assert cause.status == 0
+        failed = [*failed, *(rank_exit for rank_exit in some if rank_exit.rank in find_root_cause(some).alike)]
+        own = [cause]
     assert cause in (own or failed)
     assert cause.since_s == min(rank_exit.since_s for rank_exit in own or failed)
     shuffled = list(some)
@@ -221,6 +226,14 @@ def test_a_rank_without_words_of_its_own_is_quoted_from_its_log():
 
 def test_when_all_blame_a_peer_that_is_said():
     assert "no rank reports a cause of its own" in told([lost(0), lost(1)])
+
+
+def test_a_rank_that_left_as_if_all_were_done_is_the_cause_and_not_those_that_lost_it():
+    text = told([lost(0, 2.0), left(1, 0, at_s=1.5), lost(2, 2.1), left(3, 0, at_s=9.0)])
+    assert text.startswith("run failed: rank 1 of 4 left with exit code 0\n    while other ranks still needed it")
+    assert "  ranks 0, 2 then lost their peer\n" in text
+    assert exit_code([lost(0, 2.0), left(1, 75, at_s=1.5)], stopped_by=None) == 1
+    assert "no rank reports a cause" in told([lost(0, 2.0), left(1, 75, at_s=1.5, by_us=True)])
 
 
 def test_long_messages_and_tracebacks_are_cut_in_the_middle():

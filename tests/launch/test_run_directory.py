@@ -63,6 +63,7 @@ def test_without_a_gpu_it_says_so(here):
         (GPUS, {"nproc_per_node": "4"}, "may use 2 GPUs; use --nproc-per-node 2, or rehearse on the CPU"),
         (GPUS, {"nproc_per_node": "4", "env": {"CUDA_VISIBLE_DEVICES": "0,1"}}, r"2 GPUs \(CUDA_VISIBLE_DEVICES=0,1\)"),
         (CPUS, {"max_restarts": -1}, "at least 0"),
+        (CPUS, {"env": {"OMP_NUM_THREADS": "all"}}, "OMP_NUM_THREADS='all': give the number of CPU threads"),
         (CPUS, {"grace_s": float("nan")}, "at least 0 seconds"),
         (CPUS, {"name": "trian.py"}, r"no such file: trian.py; did you mean train.py\?"),
         (CPUS, {"name": "far/away.py"}, "check the path"),

@@ -59,11 +59,24 @@ _BEGINNING_WITH_VALUE = ("--run-dir", "--resume-from")
 
 def run_command() -> int:
     """Carry out the command line of this process, which ends then; returns its exit code."""
+    _open_closed_streams()
     code = main()
     if any(thread.daemon and thread.name.startswith("lockstep ") for thread in threading.enumerate()):
         # It waits in compiled code for a network or a file system, and would abort an interpreter that ends.
         leave(code)
     return code
+
+
+def _open_closed_streams() -> None:
+    """Standard streams that are closed, as under some daemons, are empty ones from here on.
+
+    Else the next files and sockets of this process would be taken for them, also by processes that it starts.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # It gets the lowest number that is free, which is that of the stream.
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open as long as this process
+            os.set_inheritable(getattr(sys, name).fileno(), True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

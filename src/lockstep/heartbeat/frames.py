@@ -11,6 +11,7 @@ It reads the frames of a running thread and changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import sysconfig
@@ -65,7 +66,10 @@ def own_lines(files: Sequence[str]) -> list[int]:
 def _holds_packages(directory: str) -> bool:
     # What lies beside the program is the user's, whatever has been installed there, too.
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    beside = main is not None and Path(main).absolute().parent == Path(directory).absolute()
+    beside = False
+    # The working directory, to which they may be relative, may have been removed.
+    with contextlib.suppress(FileNotFoundError):
+        beside = main is not None and Path(main).absolute().parent == Path(directory).absolute()
     return not beside and _has_dist_info(directory)
 
 

@@ -11,6 +11,7 @@ So it means something, too, when no heartbeat comes.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import sys
@@ -85,7 +86,10 @@ class HeartbeatSender:
         self._rank: Final = rank
         self._marker: Final = of
         self._main: Final = threading.main_thread().ident or 0
-        self._line: Final = line
+        self._line = line
+        self._file = None if line is None else _file(line)
+        self._listener: str | tuple[str, int] = "" if line is None else line.getpeername()
+        self._process: Final = os.getpid()
         self._beside: Final = beside
 
     def start(self) -> None:
@@ -95,10 +99,34 @@ class HeartbeatSender:
             threading.Thread(target=self._go_on, name="lockstep heart", daemon=True).start()
 
     def beat(self) -> None:
-        """Send one heartbeat. It is lost if nobody listens, or if the listener is too slow for a while."""
-        if self._line is not None:
+        """Send one heartbeat. It is lost if nobody listens, or if the listener is too slow for a while.
+
+        A copy of this process, which a script may make with `os.fork`, sends none.
+        """
+        if self._line is not None and os.getpid() == self._process:
+            text = self.now().to_text().encode()
             with contextlib.suppress(OSError):
-                self._line.send(self.now().to_text().encode())
+                self._reopen_if_closed()
+                self._line.send(text)
+
+    def _reopen_if_closed(self) -> None:
+        """Open the line again where the program has closed all descriptors, as daemons do: this rank is not silent.
+
+        By now its number may be that of a file of the program's.
+
+        Raises:
+            OSError: if nobody listens any more.
+        """
+        line = self._line
+        if line is None or _file(line) == self._file:
+            return
+        line.detach()
+        with socket.socket(line.family, line.type) as new:
+            new.connect(self._listener)
+            # Never one of the standard streams, which the program may have closed, too.
+            self._line = line = socket.socket(fileno=fcntl.fcntl(new.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
+        line.settimeout(_SEND_S)
+        self._file = _file(line)
 
     def now(self) -> Heartbeat:
         """The heartbeat for where the main thread is now."""
@@ -125,6 +153,15 @@ class HeartbeatSender:
             time.sleep(BEAT_EVERY_S)
             self._beside()
             self.beat()
+
+
+def _file(line: socket.socket) -> tuple[int, int] | None:
+    """What tells the socket apart from others; None if it is closed."""
+    try:
+        found = os.fstat(line.fileno())
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def open_channel(channel: str) -> socket.socket | None:

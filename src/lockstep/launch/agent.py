@@ -23,7 +23,7 @@ from pathlib import Path
 
 from lockstep.errors import LaunchError
 from lockstep.formatting import relative_path
-from lockstep.launch.child_process import STOP_SIGNALS
+from lockstep.launch.child_process import STOP_SIGNALS, handled_stop_signals
 from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.root_cause import (
     RankExit,
@@ -81,14 +81,21 @@ class Stops:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Count signals instead of ending with them; in the main thread only, where Python allows it."""
+        """Count signals instead of ending with them; in the main thread only, where Python allows it.
+
+        SIGHUP stays ignored where it is: under ``nohup`` a run outlives its terminal. Blocked signals do not stay so.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {signum: signal.signal(signum, lambda signum, _: self.ask(signum)) for signum in STOP_SIGNALS}
+        before = {
+            signum: signal.signal(signum, lambda signum, _: self.ask(signum)) for signum in handled_stop_signals()
+        }
+        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
         try:
             yield
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for signum, handler in before.items():
                 signal.signal(signum, handler)
 

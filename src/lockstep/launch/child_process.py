@@ -29,6 +29,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
 
+def handled_stop_signals() -> list[signal.Signals]:
+    """`STOP_SIGNALS` without SIGHUP where this process ignores it, as under ``nohup``: who began it so wants that."""
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signum for signum in STOP_SIGNALS if not (nohup and signum == signal.SIGHUP)]
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process, with SIGKILL, when its parent dies; it does so on Linux only.
 

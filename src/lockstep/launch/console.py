@@ -38,11 +38,11 @@ class Tail:
         return os.pread(self._file.fileno(), min(_CHUNK_BYTES, max(0, up_to - self._at)), self._at)
 
     def take(self, new: bytes) -> str:
-        """The lines that ``new`` finishes, "" if none."""
+        """The lines that ``new`` finishes, "" if none; each byte that is no UTF-8 in them is a surrogate."""
         self._at += len(new)
         whole, newline, rest = (self._unfinished + new).rpartition(b"\n")
         self._unfinished = rest
-        return (whole + newline).decode(errors="replace")
+        return (whole + newline).decode(errors="surrogateescape")
 
     def read(self, up_to: int) -> str:
         """The lines that were finished since the last call before byte ``up_to`` of the file, "" if none were."""
@@ -50,7 +50,7 @@ class Tail:
 
     def unfinished(self) -> str:
         """The line that is not finished yet, "" if there is none."""
-        return self._unfinished.decode(errors="replace")
+        return self._unfinished.decode(errors="surrogateescape")
 
     def close(self) -> None:
         """Close the file."""
@@ -89,7 +89,7 @@ class Screen:
             self._piped = 0
         else:
             self._wipe()
-            self._out.line(_without_cpp_frames(text).removesuffix("\n"))
+            self._out.line(_readable(_without_cpp_frames(text)).removesuffix("\n"))
 
     def unfinished(self, text: str) -> None:
         r"""Show a line of the leader's that is not finished yet, such as a progress bar with a ``\r`` for each state.
@@ -101,7 +101,7 @@ class Screen:
             states = text.rfind("\r") + 1
             self._pass_on(self._pipe, text[self._piped : states])
             self._piped = max(self._piped, states)
-        text = text.rstrip("\r").rpartition("\r")[2]
+        text = _readable(text.rstrip("\r").rpartition("\r")[2])
         if self._terminal is not None and text and text != self._unfinished:
             with contextlib.suppress(OSError):
                 self._terminal.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
@@ -159,10 +159,13 @@ class Screen:
 
     @staticmethod
     def _pass_on(pipe: TextIO, text: str) -> None:
+        """Have ``pipe`` hold what ``text`` was read from, to the byte, whatever the locale."""
         if text and not pipe.closed:
-            encoding = pipe.encoding or "utf-8"
             with ignoring_write_errors(pipe):
-                pipe.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                if (raw := getattr(pipe, "buffer", None)) is None:  # a stream in memory, as notebooks have
+                    pipe.write(_readable(text))
+                else:
+                    raw.write(text.encode(errors="surrogateescape"))
                 pipe.flush()
 
     def _wipe(self) -> None:
@@ -174,6 +177,11 @@ class Screen:
                 self._terminal.write("\r\x1b[K")
                 self._terminal.flush()
         self._unfinished = ""
+
+
+def _readable(text: str) -> str:
+    """``text`` with a sign in the place of each byte that is no UTF-8."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _without_cpp_frames(text: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Generic, TextIO, TypeVar
 
@@ -32,7 +32,7 @@ _AGAIN_S = (5.0, 120.0)
 _MOST_STUCK = 32
 #: Texts that wait to be shown. More are left in the leader's log until some of them have been.
 _MOST_WAITING = 64
-#: How long the last words may take on their way to the screen, unless the user asks for the end before.
+#: How long a reader of the last words may take for a part of them, unless the user asks for the end before.
 _LAST_WORDS_S = 30.0
 
 
@@ -93,6 +93,10 @@ class TaskThread:
     def close(self, within_s: float = 0.0) -> bool:
         """End the thread after its last task; returns whether it ended ``within_s``. Without waiting it ends later."""
         self._tasks.put(None)
+        return self.ended(within_s)
+
+    def ended(self, within_s: float) -> bool:
+        """Whether the thread ends ``within_s``, once `close` was called, or has never begun."""
         if self._thread is not None and within_s:
             self._thread.join(within_s)
         return self._thread is None or not self._thread.is_alive()
@@ -225,6 +229,8 @@ class ScreenThread:
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
         self._thread = TaskThread("lockstep screen")
+        self._failures: list[tuple[str, Task[None]]] = []
+        self._parts = 0  # of rests that were shown
 
     @property
     def is_behind(self) -> bool:
@@ -235,6 +241,16 @@ class ScreenThread:
         """Show lines of the leader's output."""
         if text:
             self._thread.start(lambda: self._screen.leader(text))
+
+    def rest(self, parts: Iterator[str]) -> None:
+        """Show the leader's output in these ``parts``, each of which is read when the one before was shown."""
+
+        def show() -> None:
+            for text in parts:
+                self._screen.leader(text)
+                self._parts += 1
+
+        self._thread.start(show)
 
     def unfinished(self, text: str) -> None:
         """Show a line of the leader's that is not finished yet."""
@@ -247,7 +263,7 @@ class ScreenThread:
 
     def fail(self, text: str) -> None:
         """Show a message as `say` does, with a mark in front of it."""
-        self._thread.start(lambda: self._screen.fail(text))
+        self._failures.append((text, self._thread.start(lambda: self._screen.fail(text))))
 
     def attached(self, data: bytes, out: TextIO, *, prompts: bool) -> None:
         """Show what the rank that has the terminal ``out`` wrote."""
@@ -263,11 +279,19 @@ class ScreenThread:
         self._thread.start(self._screen.close)
 
     def finish(self, urged: Callable[[], int]) -> None:
-        """Wait until all is shown, at most `_LAST_WORDS_S`, or until the user asks for the end once more.
+        """Wait until all is shown, or nothing more was for `_LAST_WORDS_S`, or the user asks for the end once more.
 
         Args:
             urged: how often the user has asked for the end.
         """
-        before, end_s = urged(), time.monotonic() + _LAST_WORDS_S
-        while not self._thread.close(0.05) and urged() == before and time.monotonic() < end_s:
-            pass
+        before, end_s, shown = urged(), time.monotonic() + _LAST_WORDS_S, (0, 0)
+        self._thread.close()
+        while not self._thread.ended(0.05) and urged() == before and time.monotonic() < end_s:
+            if (now := (self._thread.waiting, self._parts)) != shown:
+                shown, end_s = now, time.monotonic() + _LAST_WORDS_S
+        unsaid = [text for text, task in self._failures if not task.wait(0.0)]
+        if unsaid:
+            # Standard output is a pipe that nobody reads; standard error may be another one.
+            errors = TaskThread("lockstep errors")
+            errors.start(lambda: self._screen.fail(unsaid[-1]))
+            errors.close(_PATIENCE_S)

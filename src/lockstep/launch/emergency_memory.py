@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from lockstep.errors import SettingError
+
 #: Where Linux keeps files in memory; a file takes memory only when it is written.
 SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX = "lockstep-emergency-"
@@ -27,27 +29,59 @@ def emergency_memory(run_dir: Path, root: Path = SHARED_MEMORY) -> Iterator[Path
     """A new directory that only this user can read: below ``root``, or below ``run_dir`` if that is not possible.
 
     It is removed at the end. Directories that killed launchers have left are removed at the beginning.
+
+    Raises:
+        SettingError: if neither is possible.
     """
     _remove_left(root)
     try:
-        new = Path(tempfile.mkdtemp(prefix=_NEW, dir=root))
+        memory, owner = _new_memory(root)
     except OSError:
-        new = Path(tempfile.mkdtemp(prefix=_NEW, dir=run_dir))
-    owner = os.open(new / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    memory = new.with_name(new.name.replace(_NEW, _PREFIX, 1))
+        try:
+            memory, owner = _new_memory(run_dir)
+        except OSError as error:
+            raise SettingError(
+                f"ranks cannot save their last step for a restart: neither {root} nor the run directory takes a new "
+                f"directory ({error.strerror})"
+            ) from error
     try:
-        fcntl.flock(owner, fcntl.LOCK_EX)
-        # Only now another launcher may find it, which would take one that nobody has locked for left.
-        new.rename(memory)
         yield memory
     finally:
         os.close(owner)
         shutil.rmtree(memory, ignore_errors=True)
 
 
+def _new_memory(place: Path) -> tuple[Path, int]:
+    """A new directory in ``place``, and the descriptor that holds its lock; nothing is left in ``place`` if it fails.
+
+    Raises:
+        OSError: such as for a file system without room.
+    """
+    new = Path(tempfile.mkdtemp(prefix=_NEW, dir=place))
+    with contextlib.ExitStack() as undo:
+        undo.callback(_remove_new, new)
+        owner = os.open(new / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        undo.callback(os.close, owner)
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        # Only now another launcher may find it, which would take one that nobody has locked for left.
+        memory = new.rename(new.with_name(new.name.replace(_NEW, _PREFIX, 1)))
+        undo.pop_all()
+    return memory, owner
+
+
+def _remove_new(new: Path) -> None:
+    # Not by `shutil.rmtree`, which needs a descriptor: that there are no more may be what went wrong.
+    with contextlib.suppress(OSError):
+        (new / _OWNER).unlink(missing_ok=True)
+        new.rmdir()
+
+
 def _remove_left(root: Path) -> None:
     """Remove the directories of launchers that do not run any more: the kernel has released their locks."""
-    for memory in root.glob(f"{_PREFIX}*"):
+    found = list[Path]()
+    with contextlib.suppress(OSError):
+        found += root.glob(f"{_PREFIX}*")
+    for memory in found:
         with contextlib.suppress(OSError):
             owner = os.open(
                 memory / _OWNER, os.O_RDWR | os.O_CLOEXEC

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from lockstep.cpu_affinity import allotted_cpus
+from lockstep.errors import SettingError
 from lockstep.memory_use import text_of
 
 # One of them is there where NVIDIA's driver is: on Linux, in WSL, and on Jetson boards.
@@ -85,3 +86,18 @@ def holder_of(port: int) -> tuple[int, str] | None:
 def _cpu_quota() -> str:
     """What the control group of this process may use of the CPUs; psutil does not know of control groups."""
     return text_of(Path("/sys/fs/cgroup/cpu.max")) or "max"
+
+
+def threads_of_rank(env: Mapping[str, str]) -> int:
+    """How many CPU threads each rank has: the number in OMP_NUM_THREADS, or the first one of a list there.
+
+    Raises:
+        SettingError: if it holds something else, which OpenMP would ignore and use all CPUs.
+    """
+    given = env.get("OMP_NUM_THREADS", "")
+    first = given.split(",")[0].strip()
+    if not given.strip():
+        return 1
+    if not (first.isdecimal() and int(first)):
+        raise SettingError(f"OMP_NUM_THREADS={given!r}: give the number of CPU threads of each rank, or unset it")
+    return int(first)

@@ -17,7 +17,7 @@ from lockstep.formatting import plural, relative_path
 from lockstep.launch.agent import Stops
 from lockstep.launch.console import Screen
 from lockstep.launch.deadline_thread import ScreenThread, call_in_time
-from lockstep.launch.host import Machine
+from lockstep.launch.host import Machine, threads_of_rank
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.join import Joined, host_job, join_job
 from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes
@@ -118,7 +118,7 @@ def announce(job: Job, screen: Screen) -> None:
     where = "" if job.request.nodes is None else " on this node"
     each = "" if job.ranks == 1 else " each"
     # Torch uses all CPUs under `python`; here ranks would slow each other down.
-    threads = int(os.environ.get("OMP_NUM_THREADS") or "1")
+    threads = threads_of_rank(os.environ)
     screen.say(
         f"{plural(job.ranks, 'rank')}{where}, {plural(threads, 'CPU thread')}{each}; logs: {relative_path(job.logs)}"
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 import socket
 import tempfile
@@ -17,19 +18,23 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final, Self
 
+from lockstep.errors import SettingError
 from lockstep.heartbeat_message import Heartbeat
 from lockstep.launch.diagnosis.error_record import Failure
+from lockstep.launch.emergency_memory import SHARED_MEMORY
 from lockstep.launch_contract import LOST_ADDRESSES, PRIVATE, RANK_FILES, STOP_REASON
 
 _MESSAGE_BYTES = 1 << 16
+#: The longest path that a socket may have on Linux, and how much of it multiprocessing and this module need below the
+#: directory for temporary files: two directories and a socket, each of a prefix and eight random letters.
+_SOCKET_PATH_BYTES, _BELOW_BYTES = 107, 55
 
 
 class RankChannel:
     """A private directory of this launcher, for the ranks of this node, one generation after the other."""
 
     def __init__(self) -> None:
-        # Short: the path of a socket holds about a hundred characters, and a run directory may have more.
-        self._home: Final = Path(tempfile.mkdtemp(prefix=PRIVATE))
+        self._home: Final = _new_home()
         self._socket: Final = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(self.address)
         self._socket.setblocking(False)
@@ -92,3 +97,25 @@ class RankChannel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _new_home() -> Path:
+    """A new private directory: for temporary files, or in memory where their directory cannot be used.
+
+    Raises:
+        SettingError: if there is none, with what to do.
+    """
+    roots, why = [SHARED_MEMORY], "it has too long a path for a socket"
+    try:
+        roots.insert(0, Path(tempfile.gettempdir()))
+    except FileNotFoundError as error:
+        why = str(error)
+    for root in roots:
+        # Not the run directory, whose path is often longer.
+        if len(os.fsencode(root)) > _SOCKET_PATH_BYTES - _BELOW_BYTES:
+            continue
+        try:
+            return Path(tempfile.mkdtemp(prefix=PRIVATE, dir=root))
+        except OSError as error:
+            why = f"{root}: {error.strerror}"
+    raise SettingError(f"no directory for temporary files can be used ({why}); set TMPDIR to one, such as TMPDIR=/tmp")

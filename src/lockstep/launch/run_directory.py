@@ -21,7 +21,7 @@ import lockstep
 from lockstep.errors import SettingError
 from lockstep.faults import FaultPlan
 from lockstep.formatting import relative_path
-from lockstep.launch.host import Machine
+from lockstep.launch.host import Machine, threads_of_rank
 from lockstep.launch.program import check_program
 from lockstep.launch.request import Executable, Request, StartMethod, with_option
 from lockstep.launch.schedulers.requeue import directory, goes_on, noted
@@ -122,7 +122,9 @@ def prepare(
             "start the launcher once, or the script itself under what started this"
         )
     _check_numbers(request)
+    _check_working_directory()
     check_variables(env)
+    threads_of_rank(env)
     check_program(request.program)
     ranks, notes = ranks_of(request, machine, env)
     if request.attach is not None:
@@ -163,6 +165,14 @@ def _check_numbers(request: Request) -> None:
     if not (request.hang_after_s is None or request.hang_after_s > 0):
         given_s = request.spelt("--hang-after", request.hang_after_s)
         raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never asks")
+
+
+def _check_working_directory() -> None:
+    # Python itself looks for modules there, and paths are relative to it.
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise SettingError("the working directory has been removed; change to another one (cd)") from None
 
 
 def _check_attached(rank: int, ranks: int) -> None:

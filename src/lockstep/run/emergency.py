@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -169,7 +170,7 @@ class EmergencyMemory(Emergency):
         self._log_every: Final = log_every
         # With a new coordinator, launchers count generations from 0 again, so the number alone is not unique.
         mark = group.broadcast_object(secrets.token_hex(4), "name of what survivors leave")
-        run = f"run-{zlib.crc32(checkpoint.encode()):08x}"  # a script may open several
+        run = f"run-{zlib.crc32(os.fsencode(checkpoint)):08x}"  # a script may open several
         self._files: Final = EmergencyFiles(memory, run_dir, run, f"{world.generation}-{mark}")
         self.notes, self.part = writes, part
         self._say: Final = say

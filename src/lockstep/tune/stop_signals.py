@@ -29,7 +29,10 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in _STOP_SIGNALS}
+        # Under ``nohup`` a search outlives its terminal.
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        handled = [number for number in _STOP_SIGNALS if not (nohup and number == signal.SIGHUP)]
+        before = {number: signal.signal(number, self._note) for number in handled}
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
 import re
@@ -70,7 +71,7 @@ class Failure:
             rank=rank,
             host=host,
             kind=_kind(error),
-            message="\n".join(filter(None, [str(error), *getattr(error, "__notes__", ())])),
+            message=_message(error),
             file=file,
             line=line,
             source=linecache.getline(file, line).strip() if file else "",
@@ -171,6 +172,18 @@ def strip_own_frames(trace: TracebackType | None) -> TracebackType | None:
 def aborted_by_watchdog(log_tail: str) -> bool:
     """Whether a rank that died of SIGABRT was ended by NCCL's or gloo's own threads, since a peer was gone."""
     return _ABORTED_BY_WATCHDOG.search(log_tail) is not None
+
+
+def _message(error: BaseException) -> str:
+    """What ``error`` says, and its notes, as far as a program's own class of errors can be asked for them."""
+    parts: list[object] = []
+    try:
+        parts.append(str(error))
+    except Exception as failed:  # noqa: BLE001 - it says nothing about the program's failure
+        parts.append(f"(its text is not known: its __str__ raised {type(failed).__name__})")
+    with contextlib.suppress(TypeError):
+        parts += getattr(error, "__notes__", ())
+    return "\n".join(part for part in parts if isinstance(part, str) and part)
 
 
 def _kind(error: BaseException) -> str:

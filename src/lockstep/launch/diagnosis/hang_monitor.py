@@ -243,13 +243,15 @@ class HangMonitor:
             return {}
         diagnosis, began_s = self._current.diagnosis, self._now() - self._current.diagnosis.for_s
         said, found = sentence(diagnosis, self._file), {}
-        for rank_state in diagnosis.rank_states:
-            if rank_state.rank not in diagnosis.culprits or rank_state.rank in diagnosis.hosts:
+        beats = {rank_state.rank: rank_state.beat for rank_state in diagnosis.rank_states}
+        for rank in diagnosis.culprits:
+            if rank in diagnosis.hosts:
                 continue
-            # Where several hang, the line of one of them is not the cause.
-            place = rank_state.beat.place if rank_state.beat and len(diagnosis.culprits) == 1 else NOWHERE
-            found[rank_state.rank] = Failure(
-                rank=rank_state.rank,
+            # One that has left is nowhere; and where several hang, the line of one of them is not the cause.
+            beat = beats.get(rank)
+            place = beat.place if beat and len(diagnosis.culprits) == 1 else NOWHERE
+            found[rank] = Failure(
+                rank=rank,
                 host=socket.gethostname(),
                 kind=HANG,
                 message=said,

@@ -108,7 +108,8 @@ def has_failed(rank_exit: RankExit) -> bool:
     A rank that we ended has not, unless it says that something else went wrong on its way out, such as a checkpoint
     that could not be written.
     """
-    if rank_exit.part:
+    # A rank may have left with 0 while the others wait for it.
+    if rank_exit.part or rank_exit.hung:
         return True
     if rank_exit.well:
         return False
@@ -119,11 +120,13 @@ def has_failed(rank_exit: RankExit) -> bool:
 def find_root_cause(exits: Sequence[RankExit]) -> Diagnosis:
     """The cause among ``exits``, at least one of which has failed.
 
-    The earliest that does not blame a peer; the earliest of all if each does.
+    The earliest that does not blame a peer. If each does: the first one that had left by itself, as if all were done;
+    else the earliest of all.
     """
     failed = sorted(filter(has_failed, exits), key=lambda rank_exit: (rank_exit.collateral, rank_exit.since_s))
-    cause = failed[0]
-    own = [rank_exit for rank_exit in failed if not rank_exit.collateral]
+    left = _left_early(exits, failed) if failed[0].collateral else []
+    cause = (left or failed)[0]
+    own = [rank_exit for rank_exit in (*left, *failed) if not rank_exit.collateral]
     alike = {cause.rank} | {rank_exit.rank for rank_exit in own if rank_exit.failure_key == cause.failure_key}
     return Diagnosis(
         cause=cause,
@@ -133,6 +136,13 @@ def find_root_cause(exits: Sequence[RankExit]) -> Diagnosis:
         hosts=tuple(sorted({e.host for e in failed if e.rank in alike and e.host})),
         all_failed=tuple(sorted(failed, key=lambda rank_exit: rank_exit.rank)),
     )
+
+
+def _left_early(exits: Sequence[RankExit], failed: Sequence[RankExit]) -> list[RankExit]:
+    """The ranks that left by themselves, as if all were done, before those that then ``failed``, in this order."""
+    last_s = min(rank_exit.at_s for rank_exit in failed) + _NOTICED_S
+    left = [e for e in exits if e.well and not e.ended_by_us and e not in failed and e.at_s <= last_s]
+    return sorted(left, key=lambda rank_exit: rank_exit.at_s)
 
 
 def exit_code(exits: Sequence[RankExit], *, stopped_by: int | None) -> int:
@@ -310,6 +320,8 @@ def _why(rank_exit: RankExit) -> list[str]:
         return [f"as planned, by --fault: {rank_exit.planned}"]
     if rank_exit.memory:
         return []
+    if rank_exit.well:
+        return ["while other ranks still needed it: all ranks must do the same steps, and leave after the last one"]
     return _REASONS.get(-rank_exit.status, [])
 
 

@@ -42,6 +42,7 @@ from typing import Any, NoReturn
 from lockstep.errors import SettingError
 from lockstep.formatting import plural
 from lockstep.launch.child_process import STOP_SIGNALS, kill_group, own_python, signal_when_parent_dies
+from lockstep.launch.host import threads_of_rank
 from lockstep.launch.program import mentions_lockstep
 from lockstep.launch.request import Function, Program, StartMethod
 from lockstep.launch.workers.fork_messages import RankSpec, message
@@ -68,7 +69,8 @@ class ForkServer:
         # A scheduler may tell every process of a job to stop. This one stops when the launcher does.
         for signum in STOP_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        # Also those that whoever started the launcher has blocked, such as SIGCHLD, which tells of ranks that end.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         # When the launcher is gone the connection closes, and a process that is stopped would not see that.
         signal_when_parent_dies(signal.SIGCONT)
         self._connection, self._program = connection, program
@@ -347,7 +349,7 @@ def serve_copied(
         del sys.path[0]
     with _last_words_to(connection):
         # Threads are not copied by a fork, and OpenMP would wait for its thread pool forever.
-        importlib.import_module("torch").set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
+        importlib.import_module("torch").set_num_threads(threads_of_rank(env))
         ForkServer(connection, "fork", program).serve()
 
 
@@ -400,9 +402,11 @@ def _exit_always() -> Any:
     try:
         yield
     finally:
-        if (error := sys.exc_info()[1]) is not None:
-            sys.excepthook(type(error), error, error.__traceback__)
-        os._exit(1)
+        try:
+            if (error := sys.exc_info()[1]) is not None:
+                sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            os._exit(1)
 
 
 def main(argv: list[str]) -> NoReturn:

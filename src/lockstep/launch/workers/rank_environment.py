@@ -38,8 +38,9 @@ def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[s
 
     ``channel`` is where their heartbeats go.
     """
-    # Ranks that each use all CPUs slow each other down many times; a script or `Run` may choose otherwise.
-    threads = {"OMP_NUM_THREADS": "1"}
+    # Ranks that each use all CPUs slow each other down many times; a script or `Run` may choose otherwise. An empty
+    # variable would mean all CPUs.
+    threads = {} if env.get("OMP_NUM_THREADS", "").strip() else {"OMP_NUM_THREADS": "1"}
     # On one machine ranks talk over its loopback: a host name that resolves slowly, or to an address that a firewall
     # closes, then does no harm.
     loopback = sys.platform == "linux" and job.request.nodes is None
@@ -50,12 +51,12 @@ def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[s
     not_handed_on = (RESUME, RESUME_FROM, FRESH, EMERGENCY, SECRET)
     kept = {name: value for name, value in env.items() if name not in not_handed_on}
     return {
-        **threads,
         # With the threads that NumPy's import starts, the process could not be forked; where the user has set
         # OMP_NUM_THREADS, that does not prevent them.
         "OPENBLAS_NUM_THREADS": "1",
         **local,
         **kept,
+        **threads,
         RUN_ID: job.run_id,
         RUN_DIR: str(job.run_dir),
         STATUS: str(job.status),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 from lockstep.launch.attached_terminal import AttachedTerminal
@@ -74,8 +76,14 @@ class RankOutput:
         """Show what was written last, and close the leader's log."""
         while self.show():
             pass
-        if self._leader_log is not None:
-            self._screen.leader(self._leader_log.unfinished())
+        log = self._leader_log
+        if log is not None and self._screen.is_behind:
+            # The launcher does not wait for a slow reader: the thread of the screen reads the log as it gets on.
+            end = self._files.ask(lambda: self._end_of_leader(log), 0, of=self._job.log(0))
+            self._screen.rest(_rest_of(log, end))
+            self._leader_log = None
+        elif log is not None:
+            self._screen.leader(log.unfinished())
         self.leave_log()
 
     def leave_log(self) -> None:
@@ -107,15 +115,25 @@ class RankOutput:
         if log is None or self._screen.is_behind:
             return False
         new = self._files.ask(lambda: self._new_of_leader(log), b"", of=self._job.log(0))
-        text = log.take(new)
-        self._screen.leader(text)
+        self._screen.leader(log.take(new))
         self._screen.unfinished(log.unfinished())
-        return bool(text)
+        return bool(new)
 
     def _new_of_leader(self, log: Tail) -> bytes:
+        return log.new(self._end_of_leader(log))
+
+    def _end_of_leader(self, log: Tail) -> int:
         # In this order: the traceback follows the record, so what is in the log before the record is no traceback.
         up_to = log.size()
         failure = self._hang_monitor.failures.get(0) or Failure.read(self._job.failure(self._generation, 0))
         if failure is not None and failure.kind != "SystemExit":  # which prints none
             up_to = min(up_to, failure.log_bytes)
-        return log.new(up_to)
+        return up_to
+
+
+def _rest_of(log: Tail, end: int) -> Iterator[str]:
+    """What was written to ``log`` before its byte ``end``, in parts; closes it. It may be gone meanwhile."""
+    with contextlib.closing(log), contextlib.suppress(OSError):
+        while new := log.new(end):
+            yield log.take(new)
+        yield log.unfinished()

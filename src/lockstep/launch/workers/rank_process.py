@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import types
 import zipfile
 from collections.abc import Callable, Mapping
@@ -119,29 +120,31 @@ def run_program(program: Program) -> NoReturn:
     flushed; after a failure for at most 5 s.
     """
     code, failed = EXIT_OK, True
+    # The program may change its environment, and may copy its process: such a copy can end here, too, and is no rank.
+    env, process = dict(os.environ), os.getpid()
     try:
-        _inject_faults(os.environ)
+        _inject_faults(env)
         with closing():
             _entry_point(program)()
         failed = False
     except SystemExit as ending:
         code = _exit_code(ending)
         failed = code not in (EXIT_OK, EXIT_NOT_SAVED, EXIT_STOPPED)
-        if failed or code == EXIT_NOT_SAVED:
-            _write_record(ending)
+        if (failed or code == EXIT_NOT_SAVED) and os.getpid() == process:
+            _write_record(ending, env)
     except KeyboardInterrupt as error:
         # The user who interrupts a run knows why it ends.
         code = EXIT_INTERRUPTED
         file, line = user_frame(error)
-        sys.stderr.write(f"interrupted at {Path(file).name}:{line}\n")
+        _print_error(f"interrupted at {Path(file).name}:{line}")
     except BaseException as error:  # noqa: BLE001 - whatever it is, it ends here
-        add_advice(error, attached=TERMINAL in os.environ)
+        add_advice(error, attached=TERMINAL in env)
         # Some settings can be checked only once the script has made its data set, such as the size of the world.
         code = EXIT_USAGE if isinstance(error, SettingError | PlanError) else EXIT_FAILED
-        _write_record(error)
-        # The user's own hook, if it was replaced, as Python would call it.
-        if not (TERMINAL in os.environ and code == EXIT_USAGE):  # which is no fault of the program's
-            sys.excepthook(*_user_error(error))
+        if os.getpid() == process:
+            _write_record(error, env)
+        if not (TERMINAL in env and code == EXIT_USAGE):  # which is no fault of the program's
+            _show(error)
     _leave(code, patient=not failed)
 
 
@@ -212,33 +215,42 @@ def _exit_code(ending: SystemExit) -> int:
         return EXIT_OK
     if isinstance(ending.code, int):
         return ending.code & 0xFF
-    sys.stderr.write(f"{ending.code}\n")
+    _print_error(str(ending.code))
     return EXIT_FAILED
 
 
-def _write_record(error: BaseException) -> None:
-    """Write the failure record before the traceback, so that its reader knows where in the log that begins."""
-    if FAILURE not in os.environ:
-        return
+def _print_error(text: str) -> None:
+    with contextlib.suppress(Exception):  # a stream of the program's own may do anything
+        sys.stderr.write(f"{text}\n")
+
+
+def _flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # of a stream of the program's own, which may have no such method
             stream.flush()
+
+
+def _write_record(error: BaseException, env: Mapping[str, str]) -> None:
+    """Write the failure record before the traceback, so that its reader knows where in the log that begins."""
+    if FAILURE not in env:
+        return
+    _flush_streams()
     error.with_traceback(strip_own_frames(error.__traceback__))
     record = Failure.of(
         error,
-        rank=int(os.environ.get("RANK", "0")),
+        rank=int(env.get("RANK", "0")),
         host=socket.gethostname(),
         now_s=time.monotonic(),
         log_bytes=_log_bytes(),
         gpu=_gpu(),
-        cut_off=LostPeers(os.environ.get(CHANNEL, "")).told(),
+        cut_off=LostPeers(env.get(CHANNEL, "")).told(),
     )
     # First to the launcher itself: a file system that is full, gone or does not answer must not hide the error.
-    if (line := open_channel(os.environ.get(CHANNEL, ""))) is not None:
+    if (line := open_channel(env.get(CHANNEL, ""))) is not None:
         with contextlib.closing(line), contextlib.suppress(OSError):
             line.send(record.to_message())
     with contextlib.suppress(OSError):
-        record.write(Path(os.environ[FAILURE]))
+        record.write(Path(env[FAILURE]))
 
 
 def _log_bytes() -> int:
@@ -263,9 +275,17 @@ def _gpu() -> str:
     return ""
 
 
-def _user_error(error: BaseException | None) -> tuple[Any, Any, Any]:
-    trace = strip_own_frames(error.__traceback__) if error else None
-    return type(error), error, trace
+def _show(error: BaseException) -> None:
+    """Print ``error`` by the program's own hook, if it was replaced, as Python would; and if that fails, as Python."""
+    try:
+        sys.excepthook(type(error), error, strip_own_frames(error.__traceback__))
+    except BaseException as failed:  # noqa: BLE001 - the process ends with what the program has raised
+        _print_error(f"Error in sys.excepthook:\n{_text(failed)}\nOriginal exception was:\n{_text(error)}")
+
+
+def _text(error: BaseException) -> str:
+    trace = strip_own_frames(error.__traceback__)
+    return "".join(traceback.format_exception(type(error), error, trace, chain=False))
 
 
 def _leave(code: int, *, patient: bool) -> NoReturn:
@@ -273,24 +293,25 @@ def _leave(code: int, *, patient: bool) -> NoReturn:
     if not patient:
         last = threading.Timer(_EXIT_HANDLERS_S, os._exit, (code,))
         last.daemon = True
-        last.start()
+        with contextlib.suppress(RuntimeError):  # no thread can be started where memory or their number is limited
+            last.start()
     try:
         if patient:
             # What the interpreter does first at its end: wait for threads that are not daemons.
             threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.flush()
+        _flush_streams()
         ctypes.CDLL(None).fflush(None)
         os._exit(code)
 
 
 def _redirect_to(log: str) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError:  # the launcher has said so; what the rank has to say about a failure it hears in another way
+        file = os.open(os.devnull, os.O_WRONLY)
     for descriptor, standard in ((nothing, 0), (file, 1), (file, 2)):
         os.dup2(descriptor, standard)
     for descriptor in {nothing, file} - {0, 1, 2}:

@@ -291,7 +291,9 @@ class WorkerGroup:
     def _end_hang(self, hang: Hang) -> None:
         """Kill the ranks that hang: those that wait for them then see them gone, and leave the state that they hold."""
         culprits = frozenset(hang.diagnosis.culprits)
-        if self._fork_server is None or not culprits < set(self._current.ranks):
+        # Those that have left already, and that the others wait for, cannot be killed.
+        dead = not culprits & self._current.living
+        if self._fork_server is None or dead or not culprits < set(self._current.ranks):
             self._current.hangs = True
             return
         self._current.culprits, self._current.culprits_s = culprits, time.monotonic()
