@@ -21,6 +21,7 @@ from lockstep.strategies import (
     can_update_trainable,
     load_strategy_state,
     split,
+    state_part,
     strategy_state,
 )
 
@@ -114,7 +115,9 @@ class RunSnapshot:
             MismatchError: if they do not.
         """
         context = self._context
-        if context.share.in_step and context.group.size > 1 and can_update_trainable(context.strategy):
+        part = state_part(context.strategy)
+        is_whole = can_update_trainable(context.strategy) and (part is None or not part.divides_models)
+        if context.share.in_step and context.group.size > 1 and is_whole:
             kept = {name: value for name, value in self._state.kept.items() if isinstance(value, nn.Module)}
             tree = {
                 "models": [_tensors_of(model) for model in self._state.models],

@@ -327,9 +327,11 @@ class Buffers:
             self._add_counts(whole, *self._counts.agreed(out[rest:]))
 
     def _add_mean(self, bases: list[torch.Tensor], sums: torch.Tensor, of: int) -> None:
-        if self._has_nonfinite_base or of == 1:
+        if of == 1:
+            torch._foreach_zero_(bases)
+        elif self._has_nonfinite_base:
             for base in bases:
-                base.masked_fill_(~base.isfinite(), 0) if of > 1 else base.zero_()
+                base.masked_fill_(~base.isfinite(), 0)
         reals = [as_real(b) for b in bases]
         sizes = [b.numel() for b in reals]
         pieces = sums[: sum(sizes)].div_(of).split(sizes)
