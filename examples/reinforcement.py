@@ -103,7 +103,8 @@ def loss_of(model: nn.Module, played: Played) -> Tensor:
 
 def main(epochs: int = 6, seed: int = 0, own_environments: bool = False) -> float:
     """Train; the mean return of held-out episodes."""
-    with lockstep.Run(seed=seed) as run:
+    # Environments that continue are an effect of the loop's body: it cannot be tried whether it repeats.
+    with lockstep.Run(seed=seed, replay=not own_environments) as run:
         model = run.model(Player())
         optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
         run.scheduler(torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=epochs * STEPS))

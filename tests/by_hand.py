@@ -13,7 +13,7 @@ down here once more, from their definition, and nothing is imported from the pac
     buffers         every micro-batch begins with those of before the step; then they move by the mean of the moves,
                     and whole numbers to the greatest one; a single micro-batch leaves what it leaves, without
                     rounding. An evaluation leaves them as they are
-    optimizers      step once, at the step's end: no loss of a step sees what another one changed
+    optimizers      step once, at the step's end, if they had a loss: no loss of a step sees what another one changed
     metrics         the loss is weighted by items, what is measured by samples
 """
 
@@ -43,6 +43,8 @@ class Part:
     measured: Mapping[str, object] = field(default_factory=dict)
     means: Mapping[str, tuple[object, int]] = field(default_factory=dict)  #: measured: a mean, and over how many
     told: object = None  #: noted for each micro-batch
+    optimizer: int | None = None  #: whose loss it is, by its place; None: that of the body's losses
+    rows: Tensor | None = None  #: one for each sample, gathered at the step's end
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Training:
     learn: Callable[[list[nn.Module], Any], Iterator[Part]]  #: the loop's body: one loss for each optimizer
     optimizers: Callable[[list[nn.Module]], list[torch.optim.Optimizer]] = plain_sgd
     schedulers: Callable[[list[torch.optim.Optimizer], int], list[Any]] = _no_schedulers  #: told the steps of an epoch
+    learn_at: Callable[[int], Callable[[list[nn.Module], Any], Iterator[Part]]] | None = None  #: that of each step
+    stepped: str = "run"  #: schedulers, by the "run", by the "script" after each step, also "kept", or after "epochs"
     together: bool = False  #: the optimizers share one loss
     global_batch: int = 12
     micro_batch: int = 2
@@ -82,6 +86,11 @@ class Training:
     precision: str = "fp32"
     #: What the script changes once so many steps are made; may be called more than once for the same number.
     arrange: Callable[[list[nn.Module], list[torch.optim.Optimizer], int], None] | None = None
+    #: The script's lines before the pass of each epoch, after each step, and at the end of each epoch; these once each.
+    begin: Callable[[list[nn.Module], list[torch.optim.Optimizer], Any, int], None] | None = None
+    after: Callable[[list[nn.Module], list[torch.optim.Optimizer]], None] | None = None
+    end: Callable[[list[nn.Module], list[torch.optim.Optimizer]], None] | None = None
+    noise: float | None = None  #: added to gradients, between the two halves of a step; has no rule here
     ema: bool = False  #: of the first model, after each step
     held_out: Callable[[], Any] | None = None
     predict: Callable[[list[nn.Module], Any], Seen] | None = None
@@ -100,6 +109,7 @@ class Trained:
     end: dict[str, Any] = field(default_factory=dict)  #: what `look` sees at the end
     told: list[Any] = field(default_factory=list)  #: of each micro-batch, in the step's order
     predictions: list[Tensor] = field(default_factory=list)  #: of each epoch, in the data set's order
+    rows: list[Tensor] = field(default_factory=list)  #: of each step, in its order
     ema: dict[str, Tensor] | None = None
 
 
@@ -117,6 +127,8 @@ def train(training: Training) -> Trained:
         measures = MetricMeans()
         for model in models:
             model.train()
+        if training.begin is not None:
+            training.begin(models, optimizers, data, epoch)
         generator = torch.Generator().manual_seed(seed_of(training.seed, "order", epoch))
         order = torch.randperm(samples, generator=generator) if training.shuffle else torch.arange(samples)
         for start in starts:
@@ -124,15 +136,20 @@ def train(training: Training) -> Trained:
                 training.arrange(models, optimizers, step)
             picks = order[start : start + training.global_batch].split(training.micro_batch)
             gradients = _gradients(training, models, optimizers, picks, (epoch, step), data, scale, measures, trained)
-            if all(numbers_of(g).isfinite().all() for of_one in gradients for g in of_one.values()):
-                for optimizer, of_one in zip(_groups(training, optimizers), gradients, strict=True):
-                    _update(training, optimizer, of_one)
-                for scheduler in schedulers:
+            if all(numbers_of(g).isfinite().all() for of_one in gradients.values() for g in of_one.values()):
+                for number, of_one in gradients.items():
+                    name = "grad_norm" if len(_groups(training, optimizers)) == 1 else f"grad_norm_{number}"
+                    norm = _update(training, _groups(training, optimizers)[number], of_one)
+                    if training.clip_norm is not None:
+                        measures.add(name, norm, 1)
+                for scheduler in schedulers if training.stepped != "epochs" else ():
                     scheduler.step()
             else:
                 assert training.precision == "fp16", f"the gradient of step {step} is not finite"
                 scale /= 2
             step += 1
+            if training.after is not None:
+                training.after(models, optimizers)
             if ema is not None:
                 ema.update_parameters(models[0])
             trained.trail.append(look(models, optimizers))
@@ -142,6 +159,10 @@ def train(training: Training) -> Trained:
         if training.held_out is not None and training.evaluates == "epochs":
             metrics |= _evaluated(training, models, trained)
         trained.metrics.append(metrics)
+        for scheduler in schedulers if training.stepped == "epochs" else ():
+            scheduler.step()
+        if training.end is not None:
+            training.end(models, optimizers)
     trained.end = look(models, optimizers)
     trained.optimizers = [optimizer.state_dict()["state"] for optimizer in optimizers]
     trained.ema = None if ema is None else state_of(ema.module)
@@ -233,28 +254,35 @@ def _gradients(training, models, optimizers, picks, where, data, scale, measures
     base = buffers_of(models)
     groups = _groups(training, optimizers)
     moved, known = [], [[] for _ in groups]  # for each loss what every micro-batch found: its items, and gradients
+    learn = training.learn if training.learn_at is None else training.learn_at(step)
+    rows = []
     for index, indices in enumerate(picks):
         batch = _fetch(data, indices, seed_of(training.seed, "samples", epoch, int(indices[0])))
         put_back(base)
         seed_everything(seed_of(training.seed, "step", step, index))
         told = []
         with _forward(training):
-            for part, group, found in zip(training.learn(models, batch), groups, known, strict=True):
+            for place, part in enumerate(learn(models, batch)):
+                number = place if part.optimizer is None else part.optimizer
+                group, found = groups[number], known[number]
                 items = len(indices) if part.items is None else int(part.items)
                 # The weight comes before the backward pass where it is known, for half precision rounds within it.
                 share = items / sum(map(len, picks)) if part.items is None else 1.0
                 found.append((items, share, _backward(part.loss, _trainable(group), scale * share)))
                 if items:
-                    measures.add("loss", float(part.loss.detach()) * items, items)
+                    name = "loss" if len(groups) == 1 else f"loss_{number}"
+                    measures.add(name, float(part.loss.detach()) * items, items)
                 measures.measure(part.measured, len(indices))
                 for name, (value, count) in part.means.items():
                     measures.add(name, float(torch.as_tensor(value).detach()) * count, count)
                 told.append(part.told)
+                rows.extend([] if part.rows is None else part.rows.detach())
         trained.told.append(told)
         moved.append([getattr(owner, name).clone() for owner, name, _ in base])
+    trained.rows.extend([torch.stack(rows)] if rows else [])
     with torch.no_grad():
         _move_buffers(base, moved)
-        return [_weighed(found, scale) for found in known]
+        return {number: _weighed(found, scale) for number, found in enumerate(known) if found}
 
 
 def _backward(loss: Tensor, parameters: list[nn.Parameter], scale: float) -> dict[nn.Parameter, Tensor]:
@@ -288,11 +316,14 @@ def _move_buffers(base, moved) -> None:
             setattr(owner, name, torch.stack(after).amax(0))
 
 
-def _update(training: Training, optimizers: list[torch.optim.Optimizer], gradients: dict[nn.Parameter, Tensor]) -> None:
+def _update(
+    training: Training, optimizers: list[torch.optim.Optimizer], gradients: dict[nn.Parameter, Tensor]
+) -> float:
+    """The norm of the gradient before it is clipped."""
     if training.clamp is not None:
         gradients = {p: g.clamp(-training.clamp, training.clamp) for p, g in gradients.items()}
+    norm = math.sqrt(sum(float(numbers_of(g).abs().double().square().sum()) for g in gradients.values()))
     if training.clip_norm is not None:
-        norm = math.sqrt(sum(float(numbers_of(g).abs().double().square().sum()) for g in gradients.values()))
         factor = min(1.0, training.clip_norm / (norm + 1e-6))
         gradients = {p: g * factor for p, g in gradients.items()}
     for parameter, gradient in gradients.items():
@@ -300,6 +331,7 @@ def _update(training: Training, optimizers: list[torch.optim.Optimizer], gradien
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
+    return norm
 
 
 def _fetch(data: Any, indices: Tensor, seed: int) -> Any:
@@ -316,7 +348,7 @@ def _forward(training: Training) -> contextlib.AbstractContextManager[Any]:
 
 def _evaluated(training: Training, models: list[nn.Module], trained: Trained) -> dict[str, float]:
     data, measures, outputs = training.held_out(), MetricMeans(), []
-    was_training, base = [model.training for model in models], buffers_of(models)
+    modes, base = {module: module.training for model in models for module in model.modules()}, buffers_of(models)
     for model in models:
         model.eval()
     steps = torch.arange(len(data[0])).split(training.global_batch)
@@ -328,8 +360,8 @@ def _evaluated(training: Training, models: list[nn.Module], trained: Trained) ->
         measures.measure(seen.measured, len(indices))
     put_back(base)
     trained.predictions.append(torch.cat(outputs))
-    for model, was in zip(models, was_training, strict=True):
-        model.train(was)
+    for module, was in modes.items():
+        module.training = was
     return measures.means()
 
 

@@ -26,6 +26,9 @@ class Manner:
     leave: str | None = None  #: how it ends before its end: "break", "stop" (the STOP file) or "kill"; None: not at all
     leave_after: int = 0  #: once so many steps were made, or it was asked for a stop then
     naive_ema: bool = False  #: updated in every body
+    asks_counts: bool = True  #: whether rows are noted of micro-batches that count only
+    replay: bool = True
+    check_every: int = 500
 
 
 def train(training: Training, manner: Manner = Manner()) -> Trained:
@@ -38,22 +41,36 @@ def train(training: Training, manner: Manner = Manner()) -> Trained:
         clip_norm=training.clip_norm,
         checkpoint=manner.checkpoint,
         save_every=manner.save_every,
+        replay=manner.replay,
+        check_every=manner.check_every,
     ) as run:
         own = training.models()
         models = [run.model(model, find_unused_parameters=training.find_unused) for model in own]
         optimizers = [run.optimizer(optimizer) for optimizer in training.optimizers(own)]
         sizes = {"global_batch": training.global_batch, "micro_batch": training.micro_batch}
-        batches = run.loader(
-            training.data(), shuffle=training.shuffle, drop_last=training.drop_last, workers=0, **sizes
-        )
-        for scheduler in training.schedulers(optimizers, len(batches)):
-            run.scheduler(scheduler)
+        data = training.data()
+        batches = run.loader(data, shuffle=training.shuffle, drop_last=training.drop_last, workers=0, **sizes)
+        schedulers = training.schedulers(optimizers, len(batches))
+        for number, scheduler in enumerate(schedulers):
+            if training.stepped == "run":
+                run.scheduler(scheduler)
+            elif training.stepped == "kept":
+                run.keep(**{f"scheduler_{number}": scheduler})
         held_out = None if training.held_out is None else run.loader(training.held_out(), shuffle=False, **sizes)
         ema = AveragedModel(own[0], multi_avg_fn=get_ema_multi_avg_fn(0.9)) if training.ema else None
         if ema is not None:
             run.keep(ema=ema)
         told: list[tuple[int, list[Any]]] = []
-        left = False
+        rows: list[torch.Tensor] = []
+        gathers = False
+        left, seen_after = False, None
+
+        def see() -> None:
+            """What a step has left; one in which an optimizer has no loss is made where its last body ends."""
+            nonlocal seen_after
+            if seen_after is not None and run.progress.step > seen_after:
+                trained.trail.append(look(own, optimizers))
+            seen_after = run.progress.step
 
         def evaluate() -> None:
             mine = []
@@ -63,27 +80,42 @@ def train(training: Training, manner: Manner = Manner()) -> Trained:
                 mine.extend(seen.outputs)
             trained.predictions.append(torch.stack([row for part in run.gather(mine) for row in part]))
 
-        for _ in run.epochs(training.epochs):
+        for epoch in run.epochs(training.epochs):
+            if training.begin is not None:
+                training.begin(own, optimizers, data, epoch)
             if training.arrange is not None:
                 training.arrange(own, optimizers, run.progress.step)
             for batch in run.train(batches):
+                see()
                 step, notes, counts = run.progress.step, [], run.counts
                 if manner.leave == "stop" and step == manner.leave_after and run.leads:
                     Path(manner.checkpoint, STOP_FILE).touch()
                 done = False
-                for part, optimizer in zip(training.learn(models, batch), _named(training, optimizers), strict=True):
+                learn = training.learn if training.learn_at is None else training.learn_at(step)
+                for number, part in enumerate(learn(models, batch)):
+                    optimizer = _named(training, optimizers)[number if part.optimizer is None else part.optimizer]
                     run.measure(**part.measured)
                     for name, (value, count) in part.means.items():
                         run.measure(**{name: value}, count=count)
+                    gathers |= part.rows is not None
+                    if part.rows is not None and not (manner.asks_counts and not run.counts):
+                        rows.append(part.rows.detach())
                     done = _step(run, training, part, optimizer, optimizers)
                     notes.append(part.told)
                 if counts:
                     told.append((step, notes))
+                for scheduler in schedulers if done and training.stepped in ("script", "kept") else ():
+                    scheduler.step()
+                if done and training.after is not None:
+                    training.after(own, optimizers)
                 if ema is not None and (done or manner.naive_ema):
                     ema.update_parameters(own[0])
                 if not done:
                     continue
-                trained.trail.append(look(own, optimizers))
+                see()
+                if gathers:
+                    trained.rows.append(torch.cat([each for part in run.gather(rows) for each in part]))
+                    rows.clear()
                 if training.arrange is not None:
                     training.arrange(own, optimizers, run.progress.step)
                 if held_out is not None and training.evaluates == "steps":
@@ -91,11 +123,17 @@ def train(training: Training, manner: Manner = Manner()) -> Trained:
                 left = manner.leave is not None and run.progress.step >= manner.leave_after
                 if left and _leaves(run, manner):
                     break
+            see()
+            seen_after = None  # a resume may stand further on
             if left and manner.leave == "break":
                 break
             if held_out is not None and training.evaluates == "epochs":
                 evaluate()
             trained.metrics.append(dict(run.metrics))
+            for scheduler in schedulers if training.stepped == "epochs" else ():
+                scheduler.step()
+            if training.end is not None:
+                training.end(own, optimizers)
             if training.between is not None:
                 training.between(own)
         trained.told = [
@@ -116,13 +154,16 @@ def _named(training: Training, optimizers: list[Any]) -> list[Any]:
 
 def _step(run: Run, training: Training, part: Any, optimizer: Any, optimizers: list[Any]) -> bool:
     """Whether the step is complete."""
-    if training.clamp is None:
+    if training.clamp is None and training.noise is None:
         return run.step(part.loss, count=part.items, optimizer=optimizer)
     steps = run.progress.step
     if run.backward(part.loss, count=part.items, optimizer=optimizer):
         groups = [group for o in optimizers for group in o.param_groups]
         for parameter in (p for group in groups for p in group["params"] if p.grad is not None):
-            parameter.grad.clamp_(-training.clamp, training.clamp)
+            if training.clamp is not None:
+                parameter.grad.clamp_(-training.clamp, training.clamp)
+            if training.noise is not None and not parameter.grad.is_sparse:
+                parameter.grad.add_(torch.randn_like(parameter), alpha=training.noise)
     run.update(optimizer)
     return run.progress.step > steps
 

@@ -193,7 +193,7 @@ def next_of_an_iterator() -> Any:
                 yield from run.train(batches)
 
         micro_batches = forever()
-        for _ in range(10):
+        for _ in range(12):
             x, y = next(micro_batches)
             run.step(F.mse_loss(model(x), y))
 

@@ -299,8 +299,8 @@ MUTANTS = [
     ),
     mutant(
         "strategies/buffers.py",
-        'gathered in this step is forgotten."""\n        self._fold = self._counts = None\n',
-        'gathered in this step is forgotten."""\n',
+        "        if discards_step:\n            self._fold = self._counts = None\n",
+        "",
         STRATEGIES,
         LOOP,
         BUFFERS,
@@ -349,8 +349,8 @@ MUTANTS = [
     ),
     mutant(
         "run/train_step.py",
-        "if not position.is_padding:\n                self._measure(value, items)",
-        "if True:\n                self._measure(value, items)",
+        "if counts:\n                self._measure(value, items, position.index, target)",
+        "if True:\n                self._measure(value, items, position.index, target)",
         HAND,
         LOOP,
     ),
@@ -367,7 +367,7 @@ MUTANTS = [
     mutant("run/train_step.py", "if id(scheduler.optimizer) in stepped:", "if True:", LOOP, STEP, HAND),
     mutant(
         "run/train_step.py",
-        "            self._losses = _StepLosses()\n            self._closures.discard()",
+        "            self._losses.clear()\n            self._closures.discard()",
         "            self._closures.discard()",
         LOOP,
         STEP,
@@ -375,14 +375,14 @@ MUTANTS = [
     ),
     mutant("run/train_step.py", "if len(due) == len(self._state.optimizers):", "if due:", STEP, WORLDS),
     mutant(
-        "run/train_step.py",
+        "run/step_losses.py",
         "names = [self._state.name_of(p) for p in target.parameters if p.grad is not None]",
         "names = []",
         LEARNS,
     ),
     mutant(
-        "run/train_step.py",
-        "if self._losses.has_counts[target] != counts and not current.position.is_padding:",
+        "run/step_losses.py",
+        "if self.has_counts[target] != counts and not position.is_padding:",
         "if False:",
         GUARDS,
         "tests/run",
@@ -434,7 +434,7 @@ MUTANTS = [
         LOOP,
     ),
     mutant("run/metrics.py", "        else:\n            self.odd += value", "", "tests/run/test_metrics.py"),
-    mutant("run/snapshot.py", 'self._metrics.train.load(tree["measures"], context.group)', "pass", STEP, WORLDS),
+    mutant("run/snapshot.py", 'self._metrics.train.load(tree["measures"], here=leads)', "pass", STEP, WORLDS),
     mutant(
         "run/snapshot.py",
         'self._position.metrics = dict(tree["metrics"])',
@@ -452,14 +452,14 @@ MUTANTS = [
     # ---- randomness
     mutant(
         "run/training_loop.py",
-        'seed_of(settings.seed, "step", step, position.index)',
-        'seed_of(settings.seed, "step", position.index)',
+        'seed_of(context.settings.seed, "step", step, position.index)',
+        'seed_of(context.settings.seed, "step", position.index)',
         HAND,
     ),
     mutant(
         "run/training_loop.py",
-        'seed_of(settings.seed, "step", step, position.index)',
-        'seed_of(settings.seed, "step", step)',
+        'seed_of(context.settings.seed, "step", step, position.index)',
+        'seed_of(context.settings.seed, "step", step)',
         HAND,
     ),
     mutant(
@@ -485,22 +485,22 @@ MUTANTS = [
     ),
     mutant("run/end_of_step.py", '        self._position.seed_script("body")\n', "", RANDOMNESS),
     # ---- the end of a step, and a resume
-    mutant(
-        "run/training_loop.py",
-        "            if not model.training:\n                model.train()",
-        "            model.train()",
-        RANDOMNESS,
-    ),
+    mutant("run/training_loop.py", "            modes.begin_pass()\n", "            pass\n", RANDOMNESS, "tests/run"),
     mutant(
         "run/evaluation_buffers.py",
         "                with torch.no_grad():\n                    buffer.copy_(before)",
         "                pass",
         BUFFERS,
     ),
-    mutant("run/start.py", "        self._snapshot.restore(tree)\n", "", STEP),
+    mutant(
+        "run/start.py",
+        "        self._restore(tree)\n        self._snapshot.restore_evaluations(tree)\n",
+        "        self._snapshot.restore_evaluations(tree)\n",
+        STEP,
+    ),
     mutant(
         "run/training_loop.py",
-        "            self._position.is_left = True\n            raise",
+        "            self._leave_before_end()\n            raise",
         "            raise",
         STEP,
         LOOPS,
@@ -538,7 +538,7 @@ MUTANTS = [
         STEP,
         LOOP,
     ),
-    mutant("run/run.py", "if not self._start.resumes_within_turn:", "if True:", STEP),
+    mutant("run/run.py", "if not (self._start.resumes_within_turn or", "if not (False or", STEP),
     mutant(
         "progress.py",
         "replace(self, epoch=self.epoch + 1, epoch_step=0)",
@@ -558,8 +558,8 @@ MUTANTS = [
     # ---- ranks that differ, what is not finite, who the run is
     mutant(
         "run/snapshot.py",
-        "        self._divergence.compare(tree, self._position.progress.step)\n        self._marks_of_taken",
-        "        self._marks_of_taken",
+        "        self._divergence.compare(shared, self._position.progress.step)\n",
+        "        return\n",
         DIVERGENCE,
     ),
     mutant(
@@ -582,8 +582,8 @@ MUTANTS = [
     ),
     mutant(
         "run/train_step.py",
-        "not self._precision.scales and not position.is_padding:",
-        "not self._precision.scales:",
+        "not self._precision.scales and not position.is_padding and not",
+        "not self._precision.scales and not",
         FINITE,
     ),
     mutant("run/nonfinite.py", "cmath.isfinite(sum([each.item() for each in sums]))", "True", FINITE),
@@ -628,8 +628,8 @@ MUTANTS = [
     ),
     mutant(
         "strategies/sharded/divided_operations.py",
-        "_dispatcher()._custom_op_handlers.update(",
-        "dict().update(",
+        "_handlers.update(dict.fromkeys(",
+        "dict().update(dict.fromkeys(",
         TRAINING,
     ),
     mutant(
@@ -684,8 +684,8 @@ MUTANTS = [
     ),
     mutant(
         "run/training_loop.py",
-        "                    self._end_of_step.error = error\n            self._position",
-        "                    raise error\n            self._position",
+        "                    self._end_of_step.error = error\n            self._leave_before_end",
+        "                    raise error\n            self._leave_before_end",
         SERVED,
     ),
     mutant(

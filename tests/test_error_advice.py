@@ -5,6 +5,7 @@ import io
 import multiprocessing
 import os
 import signal
+from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.resource_sharer import DupFd
 
@@ -37,11 +38,24 @@ def quit_debugger():
     raise bdb.BdbQuit
 
 
-@pytest.mark.parametrize("deed", [input, quit_debugger, ask_size, lambda: os.get_terminal_size(os.open(os.devnull, 0))])
-def test_what_needs_a_terminal_is_told_how_to_get_one(deed, monkeypatch):
+ONE_HAS_IT = "only one of them can be lent yours; shutil.get_terminal_size() answers without one"
+
+
+@pytest.mark.parametrize(
+    ("deed", "says"),
+    [
+        (input, TERMINAL),
+        (quit_debugger, TERMINAL),
+        (ask_size, ONE_HAS_IT),
+        (lambda: os.get_terminal_size(os.open(os.devnull, 0)), ONE_HAS_IT),
+    ],
+)
+def test_what_needs_a_terminal_is_told_how_to_do(deed, says, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.argv", ["/home/me/main.py"])
     error = caught(deed)
-    assert TERMINAL in advice_for(error, attached=False)
+    assert says in advice_for(error, attached=False)
+    assert "python main.py is the same script on one rank" in advice_for(error, attached=False)
     assert advice_for(error, attached=True) == "", "it has one"
 
 
@@ -67,7 +81,17 @@ def test_a_script_that_used_ddp_is_told_what_the_model_is_now(name, says):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_no_business_of_the_script():
-    assert "leave .to(...) and .cuda() out" in advice_for(caught(lambda: torch.ones(1).to("cuda")), attached=False)
+    lines = [
+        lambda: torch.ones(1).to("cuda"),
+        lambda: torch.ones(1).to(0),
+        lambda: torch.cuda.set_device(0),
+        lambda: torch.distributed.init_process_group(
+            "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=9)
+        ),
+    ]
+    for line in lines:
+        says = advice_for(caught(line), attached=False)
+        assert "the device cpu and the backend gloo; with lockstep.Run leave .to(...) and .cuda() out" in says
 
 
 def test_who_looks_at_a_part_of_a_parameter_is_told_where_the_whole_is():

@@ -109,7 +109,7 @@ def test_a_sum_is_reported_as_the_mean():
     """In both forms of the call; a micro-batch may hold no item."""
     losses = []
     for form in ("mean", "sum", "function"):
-        with Run(threads=1) as run:
+        with Run(threads=1, replay=False) as run:
             model = run.model(make_net())
             run.optimizer(torch.optim.SGD(model.parameters(), lr=LR))
             batches = iter(run.train(run.loader(make_data(4)[0], global_batch=4, micro_batch=4)))

@@ -64,6 +64,7 @@ GIVEN = {
     "track": ("tensorboard", "tensorboard"),
     "profile": (StepRange(10, 20), "steps 10:20"),
     "keep": (5, "5"),
+    "resume_options": ("script", "script"),
     "emergency": (False, "no"),
     "mirror": (True, "yes"),
     "best": (BestMetric("max", "accuracy"), "max accuracy"),
@@ -76,6 +77,7 @@ GIVEN = {
     "micro_batch": (8, "8"),
     "bucket_mb": (8.0, "8"),
     "on_nan": ("warn", "warn"),
+    "replay": (False, "false"),
     "check_every": (100, "100"),
     "peer_timeout_s": (30.0, "30"),
 }

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import accumulate
 from typing import Self
 
@@ -25,6 +26,18 @@ from lockstep.formatting import plural
 
 #: Micro-batches of a step by default: enough for a machine of eight devices, few enough to stay large.
 DEFAULT_MICRO_BATCHES = 8
+
+
+class StepCheck(IntEnum):
+    """What is tried of a micro-batch: whether the loop's body is a function of it, as the promise needs.
+
+    a rank's micro-batches of a checked step     0 1 2 0' 3        of one alone: 0' 0' 0        0' is a replay of 0
+    """
+
+    NONE = 0
+    STEP = 1  #: its step is checked: what the body must not change is compared
+    REPLAYED = 2  #: likewise, and it is computed once more in this step
+    REPLAY = 3  #: it is computed once more, only to be compared, and counts for nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +51,12 @@ class MicroBatchPosition:
     samples: int = 1  #: samples in it
     step_samples: int = 1  #: samples of the whole step, over all ranks
     step: int = 0  #: within the epoch, from 0
+    check: StepCheck = StepCheck.NONE  #: what is tried of it
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether it is computed once more, only to be compared: it counts for nothing."""
+        return self.check is StepCheck.REPLAY
 
     def samples_in(self, run: range) -> int:
         """How many samples the micro-batches ``run`` of the same step hold, if none but the step's last one is short.
@@ -52,7 +71,9 @@ class MicroBatchPosition:
     def of_step(self, step: int) -> Self:
         """The same place of another ``step``."""
         # Spelt out, since `dataclasses.replace` would take four times as long, in each step.
-        return type(self)(self.index, self.of, self.last, self.is_padding, self.samples, self.step_samples, step)
+        return type(self)(
+            self.index, self.of, self.last, self.is_padding, self.samples, self.step_samples, step, self.check
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,10 @@ from lockstep.heartbeat import is_users
 _DATA: Final = str(Path(__file__).parent / "data")
 _GRAD_SCALER: Final = "/torch/amp/grad_scaler.py"
 _HANDING_OVER: Final = "/multiprocessing/resource_sharer.py"
-_NO_GPU: Final = re.compile("not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available")
+_NO_GPU: Final = re.compile(
+    "not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available|no attribute '_cuda_|"
+    "accelerator device when none is available|NCCL built in|only supported with GPUs, no GPUs found"
+)
 #: Attributes of DistributedDataParallel, which scripts that used it ask the model for.
 _OF_DDP: Final = {
     "module": "run.model(...) returns your own module: leave .module out",
@@ -50,9 +53,13 @@ def advice_for(error: BaseException, *, attached: bool) -> str:
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     advices = [advice(error, frames) for advice in _ADVICES]
     if not attached and _needs_terminal(error, frames):
+        script = Path(sys.argv[0]).name or "train.py"
         advices.append(
-            "ranks have no terminal: lockstep run --attach RANK lends one of them yours, and python train.py is the "
-            "same script on one rank"
+            f"ranks have no terminal, and only one of them can be lent yours; shutil.get_terminal_size() answers "
+            f"without one, and python {script} is the same script on one rank"
+            if _asks_size(error, frames)
+            else f"ranks have no terminal: lockstep run --attach RANK lends one of them yours, and python {script} is "
+            "the same script on one rank"
         )
     return next(filter(None, advices), "")
 
@@ -63,12 +70,15 @@ Frames = Sequence[tuple[str, int]]
 def _needs_terminal(error: BaseException, frames: Frames) -> bool:
     if isinstance(error, EOFError):
         return str(error) == "EOF when reading a line"  # what input() says
+    return _asks_size(error, frames) or type(error).__name__ == "BdbQuit"
+
+
+def _asks_size(error: BaseException, frames: Frames) -> bool:
+    """Whether the program wanted to know how large its terminal is, or how it is set."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOTTY
-    if isinstance(error, ValueError):
-        own = [(file, line) for file, line in frames if is_users(file)]
-        return bool(own) and "stty" in linecache.getline(*own[-1])
-    return type(error).__name__ == "BdbQuit"
+    own = [(file, line) for file, line in frames if is_users(file)]
+    return isinstance(error, ValueError) and bool(own) and "stty" in linecache.getline(*own[-1])
 
 
 def _data(error: BaseException, frames: Frames) -> str:
@@ -84,8 +94,8 @@ def _gpu(error: BaseException, frames: Frames) -> str:
     if not _NO_GPU.search(str(error)):
         return ""
     return (
-        "torch sees no GPU here; with lockstep.Run leave .to(...) and .cuda() out, since the model and the batches are "
-        "on run.device already"
+        "torch sees no GPU here: a rehearsal on CPUs needs the device cpu and the backend gloo; with lockstep.Run "
+        "leave .to(...) and .cuda() out, since the model and the batches are on run.device already"
     )
 
 
@@ -125,6 +135,19 @@ def _loader_process(error: BaseException, frames: Frames) -> str:
     return f"a loader process was {'killed' if not killed else f'killed by {killed[0]}'} while it handed a sample over"
 
 
+def _relative_import(error: BaseException, frames: Frames) -> str:
+    own = [Path(file) for file, _ in frames if is_users(file)]
+    if not (isinstance(error, ImportError) and "relative import with no known parent package" in str(error) and own):
+        return ""
+    with contextlib.suppress(ValueError, FileNotFoundError):  # it lies elsewhere
+        module = ".".join(own[-1].absolute().relative_to(Path.cwd()).with_suffix("").parts)
+        if "." in module:
+            return f"a script has no package around it; start it as a module: lockstep run -m {module}"
+    return (
+        "a script has no package around it; start it as a module from the directory above: lockstep run -m PACKAGE.NAME"
+    )
+
+
 _ADVICES: Final[tuple[Callable[[BaseException, Frames], str], ...]] = (
-    *(_data, _gpu, _ddp, _grad_scaler, _divided, _loader_process),
+    *(_data, _gpu, _ddp, _grad_scaler, _divided, _loader_process, _relative_import),
 )

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_BLOCK = 624  #: how many numbers a Mersenne Twister makes at a time
+
 
 def seed_of(*key: int | str) -> int:
     """A seed of 63 bits for ``key``, such as ``(7, "sample", epoch, index)``: always the same, on every machine."""
@@ -31,6 +33,24 @@ def seed_generators(seed: int) -> None:
     if torch.cuda.is_initialized():
         for generator in torch.cuda.default_generators:
             generator.manual_seed(seed)
+
+
+def drawn_states() -> dict[str, str]:
+    """A short text for the state of each global generator on the CPU from which numbers were drawn since it was seeded.
+
+    By its name. A generator that begins seeds itself, differently in each process. About 0.2 ms.
+    """
+    fresh, current = torch.Generator(), torch.default_generator.get_state()
+    fresh.manual_seed(torch.initial_seed())
+    python, twister = random.getstate(), np.random.get_state(legacy=False)["state"]
+    position = twister["pos"]
+    states = {
+        "torch": None if torch.equal(fresh.get_state(), current) else current.numpy().tobytes(),
+        # Both stand at the end of a block until the first number is drawn.
+        "random": None if python[1][-1] == _BLOCK and python[2] is None else repr(python).encode(),
+        "numpy.random": None if position >= _BLOCK - 1 else twister["key"].tobytes() + bytes([position % 256]),
+    }
+    return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items() if state}
 
 
 class GeneratorStates(NamedTuple):

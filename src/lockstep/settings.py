@@ -233,6 +233,13 @@ class Settings:
         default=None, metadata=_about("'steps 10:20': what each rank does in these steps, recorded by torch.profiler")
     )
     keep: int = field(default=3, metadata=_about("checkpoints kept, the newest ones", least=1))
+    resume_options: Literal["checkpoint", "script"] = field(
+        default="checkpoint",
+        metadata=_about(
+            "whose options of optimizers, such as lr, a resumed run has where the script's have changed",
+            one_of=("checkpoint", "script"),
+        ),
+    )
     emergency: bool = field(
         default=True,
         metadata=_about("ranks that lose another one leave the last finished step in memory for the next generation"),
@@ -270,6 +277,10 @@ class Settings:
     on_nan: Literal["stop", "warn", "ignore"] = field(
         default="stop",
         metadata=_about("what a loss or gradient that is not finite leads to", one_of=("stop", "warn", "ignore")),
+    )
+    replay: bool = field(
+        default=True,
+        metadata=_about("now and then a micro-batch is computed twice, which must give the same; False: never"),
     )
     check_every: int = field(
         default=500,

@@ -22,6 +22,9 @@ DEADLINE_S = 60
         (["--nproc-per-node", "gpu", "train.py"], "has no usable GPU"),
         (["--precision", "fp8", "train.py"], "fp32, bf16, fp16"),
         (["--ends-at", "soon", "train.py"], "--ends-at soon: give a time as 18:30"),
+        (["--nnodes", "2", "--rdzv-endpoint", "host:abc", "train.py"], "'abc' is no port"),
+        (["-m", "train.py"], "-m takes the name of a module: -m train"),
+        (["--set", "track=tensorbord", "train.py"], "did you mean tensorboard?"),
         (["--nnodes", "2", "--rdzv-endpoint", "nohost.invalid:29500", "train.py"], "cannot resolve 'nohost.invalid'"),
     ],
 )

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lockstep.errors import MismatchError
+from lockstep.errors import MismatchError, PeerLost
 from lockstep.heartbeat import is_users
 from lockstep.launch.diagnosis.error_record import Failure
 
@@ -104,3 +104,29 @@ def test_whoever_was_cut_off_from_a_lost_host_is_blamed_for_its_own_errors_only(
         assert (blamed(error), blamed(error, cut_off=True)) == (True, False)
     assert blamed(MismatchError("ranks 0 and 1 differ"), cut_off=True)
     assert blamed(SystemExit(3), cut_off=True)
+
+
+def leaves_after(error, code=1, cause=False):
+    try:
+        raise error
+    except (ValueError, PeerLost):
+        if cause:
+            raise SystemExit(code) from None
+        sys.exit(code)
+
+
+def left(*args, **options):
+    with pytest.raises(SystemExit) as ending:
+        leaves_after(*args, **options)
+    return record(ending.value)
+
+
+def test_what_a_program_left_for_is_what_it_was_handling():
+    failure = left(ValueError("boom"))
+    assert (failure.kind, failure.message, failure.source) == ("SystemExit", "after ValueError: boom", "raise error")
+    assert left(ValueError("boom"), "no data").message == "no data\nafter ValueError: boom"
+    assert left(PeerLost("rank 1 left")).collateral, "as where an entry point of a library hides it"
+    assert left(ValueError("boom"), 75).message == "75"
+    assert left(ValueError("boom"), cause=True).message == "1"
+    inside = left(caught(lambda: json.loads("{")).with_traceback(None), 3)
+    assert inside.source == "raise error"

@@ -6,14 +6,16 @@ import textwrap
 
 import pytest
 
-from lockstep.launch.program import mentions_lockstep
+from lockstep.errors import SettingError
+from lockstep.launch.program import check_program
+from lockstep.launch.program_sources import mentions_lockstep, unread_options
 from lockstep.launch.request import Executable, Function, Module, Script
 
 SERVED = """
     import socket, sys
     from lockstep.launch.request import Script
     from lockstep.launch.workers.fork_server import _import_once
-    print(_import_once(socket.socketpair()[0], Script(sys.argv[1])), "lockstep.run.run" in sys.modules)
+    print(_import_once(socket.socketpair()[0], Script(sys.argv[1]), True), "lockstep.run.run" in sys.modules)
 """
 
 
@@ -25,6 +27,8 @@ def test_what_run_needs_is_imported_once_for_scripts_that_mention_it(tmp_path, m
     monkeypatch.chdir(tmp_path)
     assert mentions_lockstep(Script(str(tmp_path / "train.py"))) == mentions
     assert mentions_lockstep(Module("train")) == mentions
+    (tmp_path / "outer.py").write_text("import train")
+    assert mentions_lockstep(Script(str(tmp_path / "outer.py"))) == mentions
     assert not mentions_lockstep(Script("gone.py"))
     assert not mentions_lockstep(Executable("true"))
     assert mentions_lockstep(Function(print))
@@ -34,3 +38,25 @@ def test_a_process_that_has_imported_it_can_still_be_copied(tmp_path):
     (tmp_path / "train.py").write_text("import lockstep")
     script = [sys.executable, "-c", textwrap.dedent(SERVED), str(tmp_path / "train.py")]
     assert subprocess.run(script, capture_output=True, text=True, check=True, timeout=110).stdout == "fork True\n"
+
+
+def test_a_notebook_is_no_script(tmp_path):
+    (tmp_path / "a.ipynb").write_text('{"cells": []}')
+    with pytest.raises(SettingError, match=r"is a notebook: call lockstep\.launch.*jupyter nbconvert --to script"):
+        check_program(Script(str(tmp_path / "a.ipynb")))
+
+
+@pytest.mark.parametrize(
+    ("text", "unread"),
+    [
+        ("import train_lib", ["--nproc-per-node"]),
+        ("parser.add_argument('--nproc_per_node')", []),
+        ("from lightning.pytorch.cli import LightningCLI", []),
+        ("import helper", []),
+    ],
+)
+def test_options_of_ours_behind_the_script_are_noticed_where_it_knows_none_of_them(tmp_path, text, unread):
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "helper.py").write_text("print(sys.argv['--nproc-per-node'])")
+    args = ("--nproc-per-node", "2", "--lr=1", "--nproc-per-node=3", "-m")
+    assert unread_options(Script(str(tmp_path / "train.py"), args), ["--nproc-per-node", "-m", "--fresh"]) == unread

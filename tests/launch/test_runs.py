@@ -24,7 +24,8 @@ ALL_REDUCE = """
         "rank": dist.get_rank(), "sum": total.item(), "argv": sys.argv, "name": __name__, "path": sys.path[0],
         "main": sys.modules["__main__"].__file__, "env": dict(os.environ),
         "group": os.getpgid(0) == os.getsid(0) == os.getpid(),
-        "unseeded": [random.random(), float(numpy.random.rand())], "threads": torch.get_num_threads(),
+        "unseeded": [random.random(), float(numpy.random.rand()), torch.rand(()).item()],
+        "threads": torch.get_num_threads(),
         "stdin": sys.stdin.read(), "tty": sys.stdout.isatty(),
     }
     open(f"facts-{dist.get_rank()}.json", "w").write(json.dumps(facts))
@@ -90,6 +91,22 @@ def test_ranks_keep_to_cpus_of_their_own(workshop, way):
     assert first | second == os.sched_getaffinity(0)
     if way == "fork":  # else the store, which imports torch, may not be there yet
         assert "note: the 2 ranks never joined a process group: each has run the whole script by itself" in ended.err
+
+
+def test_ranks_of_a_script_with_a_run_begin_alike_and_every_time(workshop):
+    workshop.script("from lockstep import Run", "kit.py")
+    workshop.script("""
+        import kit, random, numpy, torch
+        names = [f"name {number}" for number in range(20)]
+        print(torch.rand(2), random.random(), numpy.random.rand(), list(set(names)))
+    """)
+    said = []
+    for way in ("fork", "plain"):
+        ended = workshop.run("--nproc-per-node", 2, "--start", way, "--run-dir", way, "train.py")
+        assert ended.code == 0, ended.err
+        said += [(workshop.here / way / "logs" / f"rank-000{rank}.log").read_text() for rank in range(2)]
+    assert len(set(said)) == 1
+    assert "name 7" in said[0]
 
 
 def test_a_plain_torch_script_runs_unchanged(workshop):

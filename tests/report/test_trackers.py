@@ -129,7 +129,7 @@ def test_what_fails_or_hangs_is_dropped_and_said_once(tmp_path, capsys, monkeypa
 
 
 def test_who_is_no_tracker_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(SettingError, match="tensorbord is no tracker; give tensorboard, wandb, mlflow"):
+    with pytest.raises(SettingError, match="tensorbord is no tracker; did you mean tensorboard"):
         Run(track="wandb, tensorbord")
     with pytest.raises(SettingError, match=r"track=int: give a tracker's name, or an object with log\(values, step\)"):
         Run(track=3)

@@ -147,3 +147,18 @@ def test_a_metric_is_read(text, mode, name):
 def test_a_metric_of_which_it_is_not_plain_what_is_better(text):
     with pytest.raises(SettingError, match=r"say what is better, 'max \S+' or 'min \S+'"):
         BestMetric.parse(text)
+
+
+def test_a_metric_that_nobody_measures_is_said_as_soon_as_others_are_and_at_the_end(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    for in_body in (False, True):
+        trained(tmp_path / f"{in_body}", best="max hold", in_body=in_body)
+        said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("step ")]
+        what = [line for line in said if line.startswith("best='max hold': hold was not measured")]
+        assert what[0].startswith("best='max hold': hold was not measured so far, so no checkpoint is kept as the best")
+        assert what[1].startswith("best='max hold': hold was not measured, so there is no best checkpoint; run.metrics")
+        assert all("held" in line and line.endswith("did you mean held?") for line in what)
+        assert len(what) == 2
+    trained(tmp_path / "right")
+    trained(tmp_path / "right", resume="1")  # measures nothing any more
+    assert "was not measured" not in capfd.readouterr().err

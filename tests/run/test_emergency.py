@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import lockstep
 from lockstep.checkpoint import LOCAL, FlatTree, checksums_in, list_checkpoints, load_tree, save_whole, verify
 from lockstep.collectives import TensorShard, open_group, single_rank_group
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, PeerLost
 from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch_contract import EMERGENCY, RUN_DIR
 from lockstep.run.emergency import EmergencyMemory, NoEmergency, open_emergency, writes_emergency
@@ -438,6 +438,42 @@ def test_files_of_earlier_generations_are_found_wherever_there_was_room(tmp_path
         pass
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_reason_for_which_no_state_was_left_is_said_by_the_next_generation(tmp_path, leaves):
+    """A script's own object raises where it is asked for its state; another one refuses to be described."""
+    said, whole = [], SimpleNamespace(state_part=StatePart(0, 1, None))
+    env = {EMERGENCY: str(tmp_path)}
+    made = [
+        open_emergency(
+            Settings(),
+            env,
+            single_rank_group(),
+            World(0, 1, 0, 1, 0, 1, generation=generation, run_dir=str(tmp_path)),
+            whole,
+            PassMetrics(counts=True),
+            said.append,
+        )
+        for generation in range(2)
+    ]
+    made[0].notes = True
+
+    def state():
+        if not leaves:
+            raise ValueError("the environment\nis closed")
+        return {"w": torch.ones(1)}
+
+    def about():
+        raise KeyError("length")
+
+    point = ResumePoint(state)
+    point.reach()
+    made[0].leave(PeerLost("rank 1 is gone"), point, about)
+    assert made[1].find() is None
+    why = "KeyError while the state was collected: 'length'" if leaves else "ValueError while the state was collected: "
+    assert len(said) == 1
+    assert said[0].startswith(f"rank 0 left no state when another one died: {why}")
+
+
 def test_a_trial_of_a_search_neither_leaves_nor_takes_what_another_one_has_left(tmp_path, monkeypatch):
     monkeypatch.setenv(EMERGENCY, str(tmp_path / "memory"))
     monkeypatch.setenv(RUN_DIR, str(tmp_path / "run"))
@@ -545,7 +581,9 @@ TRAIN = """
         whole_save.write_file = half_written
         if "FULL" in os.environ:
             emergency_files.free_memory = lambda: 0
-        with lockstep.Run(seed=3, log_every="3 steps", save_every=save_every) as run:
+        # A rate that is lowered in the body is lowered once a step only where each rank has one micro-batch.
+        given = {"replay": shape != "irregular", "save_every": save_every, "clip_norm": 1.0}
+        with lockstep.Run(seed=3, log_every="3 steps", **given) as run:
             net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
             model, other = run.model(net), run.model(nn.Linear(8, 3))
             optimizer = run.optimizer(Deadly(model.parameters(), lr=0.05))
@@ -687,6 +725,7 @@ def test_without_room_in_memory_or_a_whole_state_something_else_is_gone_on_from(
     assert went_on_at(tmp_path / "full") == ([4], []), said
     assert (tmp_path / "full" / "emergency").is_dir(), "there was room in the run directory"
     assert went_on_at(tmp_path / "unsafe") == ([], []), "what is there is not what the last step has left"
+    assert "rank 0 left no state when another one died: keep(seen=...) is changed in the loop's body before" in said
     assert states["full"] == states["unsafe"] == states["plain"]
     assert metric_lines(tmp_path / "full") == metric_lines(tmp_path / "unsafe") == metric_lines(tmp_path / "plain")
 

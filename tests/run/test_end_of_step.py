@@ -51,7 +51,7 @@ def net():
 
 def told_by(strategy):
     """The step that each True of `Run.step` belongs to, and how many micro-batches this rank had."""
-    with Run(strategy=strategy) as run:
+    with Run(strategy=strategy, replay=False) as run:
         model = run.model(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)))
         run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
         batches, done, bodies = run.loader(X, **SIZES), [], 0
@@ -65,7 +65,7 @@ def told_by(strategy):
 
 def told_by_two(leave_out):
     """For each body: what each call of `Run.step` returned, and which step the body began and ended with."""
-    with Run() as run:
+    with Run(replay=False) as run:
         first, second = run.model(nn.Linear(2, 1)), run.model(nn.Linear(2, 1))
         one, other = (run.optimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in (first, second))
         told = []
@@ -332,7 +332,7 @@ def test_a_schedule_steps_when_its_optimizer_does():
 
 def left_by_break(bodies):
     """Bits after two epochs of four micro-batches a step, of which the first was left after so many micro-batches."""
-    with Run(seed=2) as run:
+    with Run(seed=2, replay=False) as run:
         model = run.model(nn.Linear(2, 1))
         optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
         batches = run.loader(torch.sin(torch.arange(32.0)).view(16, 2), global_batch=8, micro_batch=2)

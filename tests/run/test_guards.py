@@ -5,7 +5,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.errors import CheckpointError, DataError, MismatchError, PlanError, SettingError, UsageError
+from lockstep.errors import (
+    CheckpointError,
+    DataError,
+    MismatchError,
+    NonFiniteError,
+    PlanError,
+    SettingError,
+    UsageError,
+)
 from lockstep.run import Run
 from worlds import on_world
 
@@ -59,6 +67,29 @@ def test_a_count_for_some_micro_batches_of_a_step_only():
     with refused(r"count=\.\.\.\) for some micro-batches .* a 0 where a micro-batch holds no item"), run:
         for number, batch in enumerate(run.train(batches)):
             run.step(model(batch).mean(), count=(2 - number) or None)
+
+
+def test_a_mean_over_no_item():
+    run, model, _, batches = opened()
+    with refused(r"the loss is nan .*, whose count is 0: give the sum.*count=n, loss_is='sum'", NonFiniteError), run:
+        for batch in run.train(batches):
+            chosen = model(batch)[: run.micro_batch.index % 2]
+            run.step(chosen.mean(), count=len(chosen))
+    run, model, _, batches = opened()
+    with run:
+        for batch in run.train(batches):
+            chosen = model(batch)[: run.micro_batch.index % 2]
+            run.step(chosen.sum(), count=len(chosen), loss_is="sum")
+    assert run.progress.step == 2
+
+
+def test_a_kept_module_that_a_forward_pass_changes():
+    run, model, _, batches = opened()
+    target = nn.BatchNorm1d(2)
+    run.keep(target=target)
+    with refused(r"keep\(target=BatchNorm1d\) was changed .*: call target\.eval\(\).*run\.model\(target\)"), run:
+        for batch in run.train(batches):
+            run.step(model(target(batch)).mean())
 
 
 def test_two_steps_in_one_micro_batch():
@@ -181,6 +212,35 @@ def test_a_metric_that_is_not_there_yet():
     with pytest.raises(KeyError) as caught, Run():
         print({}["accuracy"])
     assert not getattr(caught.value, "__notes__", ()), "no metric"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("save_evry", "did you mean save_every?"),
+        ("num_gpus", "lockstep run --nproc-per-node 4"),
+        ("qqqq", "it takes seed, strategy, "),
+    ],
+)
+def test_a_misspelt_argument(given, says):
+    with refused(rf"Run\({given}=\.\.\.\): there is no such argument; .*{says}", SettingError):
+        Run(**{given: 1})
+
+
+def test_a_misspelt_attribute_and_what_is_said_whatever_is_shown(monkeypatch, capfd):
+    monkeypatch.setenv("LOCKSTEP_VIEW", "silent")
+    with Run() as run:
+        run.say("epoch", 1, 0.5)
+        for name, meant in (
+            ("epoch", "run.epochs(n)"),
+            ("ranks", "run.world_size"),
+            ("metrcs", "did you mean metrics?"),
+        ):
+            with pytest.raises(AttributeError) as caught:
+                getattr(run, name)
+            assert meant in str(caught.value)
+        assert not hasattr(run, "qqqq")
+    assert capfd.readouterr().out == "epoch 1 0.5\n"
 
 
 def test_what_is_said_too_late():

@@ -203,7 +203,8 @@ def trained(directory, make=torch.optim.SGD, samples=32, until=3, data=None, **s
         model = run.model(nn.Linear(2, 1))
         optimizer = run.optimizer(make(model.parameters(), **({"lr": 0.1} | options)))
         if schedule:
-            run.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+            schedule_of_lr = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+            run.keep(schedule=schedule_of_lr) if schedule == "keep" else run.scheduler(schedule_of_lr)
         for _ in run.epochs(2):
             data = X[:samples] if data is None else data
             for batch in run.train(run.loader(data, global_batch=8, micro_batch=2, workers=0)):
@@ -211,6 +212,8 @@ def trained(directory, make=torch.optim.SGD, samples=32, until=3, data=None, **s
                     break
             if run.progress.step == until:
                 break
+            if schedule == "keep":
+                schedule_of_lr.step()
         return optimizer.param_groups[0]["lr"]
 
 
@@ -238,9 +241,38 @@ def test_nothing_is_said_of_the_same_run(resumed):
 
 def test_another_learning_rate_is_said_with_which_one_holds(resumed):
     said, lr = resumed(lr=0.01, weight_decay=0.5)
-    assert "SGD: lr=0.1 of the checkpoint's run holds, not the 0.01 of this script; to change it, set" in said
-    assert "SGD: weight_decay=0 of the checkpoint's run holds, not the 0.5 of this script" in said
+    assert "SGD: lr=0.1 of the checkpoint holds, not the 0.01 of this script (the run began with 0.1); to take" in said
+    assert "SGD: weight_decay=0 of the checkpoint holds, not the 0.5 of this script" in said
     assert lr == 0.1
+
+
+def test_what_a_script_said_that_did_not_hold_is_forgotten(resumed):
+    said, _ = resumed(lr=0.5, until=6)
+    assert "SGD: lr=0.1 of the checkpoint holds, not the 0.5" in said
+    said, lr = resumed({"until": 6}, lr=0.1)
+    assert "lr=" not in said, "it is what the run began with, and what holds"
+    assert lr == 0.1
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_script_s_options_hold_where_they_are_to(resumed, strategy):
+    here = {"resume_options": "script", "strategy": strategy, "until": 6}
+    said, lr = resumed({"strategy": strategy}, lr=0.01, weight_decay=0.5, **here)
+    assert "SGD: lr=0.01 of this script holds now, not 0.1\n" in said
+    assert "SGD: weight_decay=0.5 of this script holds now, not 0\n" in said
+    assert lr == 0.01
+    said, lr = resumed({"lr": 0.01, "weight_decay": 0.5, **here}, lr=0.01, weight_decay=0.5, **here)
+    assert "of this script" not in said, "they have held since"
+    assert lr == 0.01
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_schedule_goes_on_from_the_script_s_learning_rate(resumed, kept):
+    first = {"schedule": "keep" if kept else "register"}
+    said, lr = resumed(first, **first, lr=0.4, resume_options="script")
+    now = 0.4 if kept else 0.4 * 0.5**3
+    assert f"SGD: lr=0.4 of this script holds now, not 0.1; by its schedule it is {now:.6g} now" in said
+    assert lr == pytest.approx(0.4 * 0.5 ** (2 if kept else 8))
 
 
 def test_a_clip_norm_and_a_seed_are_said(resumed):
@@ -371,7 +403,7 @@ def test_a_script_that_was_changed_is_said(tmp_path):
     copied(place)
     run_ranks(as_script, 1, [str(place)], ["save"])
     ((said, _),) = run_ranks(as_script, 1, [str(place)], ["save"], env={"LOCKSTEP_RESUME": "1"})
-    assert len(said.splitlines()) == 2, said  # where it was resumed, and that it is done
+    assert len(said.splitlines()) == 3, said  # where it was resumed, that it was complete, and that it is done
     for file, name in (("nets.py", "nets"), ("train.py", "script")):
         with (place / file).open("a") as script:
             script.write("# edited since\n")

@@ -65,3 +65,24 @@ def test_batches_that_a_sampler_makes_cannot_be_given_from_outside(monkeypatch):
 def test_without_any_it_is_asked_for(monkeypatch):
     with pytest.raises(UsageError, match="say how many samples"):
         sizes(monkeypatch, {}, lambda run: run.loader(X))
+
+
+@pytest.mark.parametrize(
+    ("norm", "sizes", "is_said"),
+    [
+        (nn.BatchNorm1d(1), {"global_batch": 16}, True),
+        (nn.BatchNorm1d(1), {"global_batch": 16, "micro_batch": 2}, False),
+        (nn.BatchNorm1d(1).eval(), {"global_batch": 16}, False),
+        (nn.LayerNorm(1), {"global_batch": 16}, False),
+    ],
+)
+def test_over_what_a_batch_norm_normalises_is_said_where_nobody_has_chosen_it(capfd, norm, sizes, is_said):
+    with Run() as run:
+        model = run.model(nn.Sequential(nn.Linear(1, 1), norm))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = run.loader(X, **sizes)
+        for _ in run.epochs(2):
+            for x in run.train(loader):
+                run.step(model(x).mean())
+    words = "BatchNorm normalises over the 2 samples of a micro-batch; to choose how many, give micro_batch=... beside"
+    assert capfd.readouterr().err.count(words) == is_said

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import signal
 
@@ -19,7 +20,8 @@ W = 0.25
 
 def trained(directory, kill_at=0, leave_at=0, resume=False, tracker=None, strategy="ddp"):
     os.environ["LOCKSTEP_RESUME"] = str(int(resume))
-    with Run(checkpoint=directory, log_every="3 steps", save_every="2 steps", strategy=strategy, track=tracker) as run:
+    given = {"checkpoint": directory, "strategy": strategy, "track": tracker, "clip_norm": math.inf}
+    with Run(log_every="3 steps", save_every="2 steps", **given) as run:
         model = nn.Linear(1, 1, bias=False)
         with torch.no_grad():
             model.weight.fill_(W)
@@ -44,17 +46,19 @@ def recorded(directory):
 
 
 def by_hand():
-    """The loss of each step, and how many samples are big."""
-    w, losses, big = W, [], []
+    """Of each three steps: the mean loss, the part of the samples that are big, the mean norm of the gradient."""
+    w, losses, big, norms = W, [], [], []
     for _, batch in itertools.product(range(3), X.double().view(-1).split(8)):
         losses.append(((w * batch) ** 2).sum())
         big.append((batch > 0.5).sum())
+        norms.append(float((2 * w * batch**2).mean().abs()))
         w -= 0.1 * (2 * w * batch**2).mean()
     counts = [8, 8, 8, 8, 6] * 3
     return [
         (
             float(sum(losses[at - 3 : at])) / sum(counts[at - 3 : at]),
             int(sum(big[at - 3 : at])) / sum(counts[at - 3 : at]),
+            sum(norms[at - 3 : at]) / 3,
         )
         for at in range(3, 16, 3)
     ]
@@ -64,7 +68,9 @@ def test_it_is_what_the_steps_measured_on_any_world(tmp_path):
     ((alone,), (left,)) = on_world(1, [(trained, str(tmp_path / "one")), (trained, str(tmp_path / "left1"), 0, 2)])
     rows = [row for row in alone if "loss_step" in row]
     assert [(row["step"], row["epoch"]) for row in rows] == [(3, 1), (6, 2), (9, 2), (12, 3), (15, 3)]
-    for row, (loss, big) in zip(rows, by_hand(), strict=True):
+    for row, (loss, big, norm) in zip(rows, by_hand(), strict=True):
+        assert row["grad_norm_step"] == pytest.approx(norm, rel=1e-5)
+        assert row["lr"] == 0.1
         assert row["loss_step"] == pytest.approx(loss, rel=1e-5)
         assert row["big_step"] == big
     many, left_too, served = on_world(

@@ -292,7 +292,7 @@ DEEP_LEGS = [(in_turn, ("die", 9)), (in_the_body, ("evaluated", 7))]
 
 def drawn():
     """The samples of two passes over one loader in one epoch, and what is drawn in the last body and after it."""
-    with Run(seed=3) as run:
+    with Run(seed=3, replay=False) as run:
         model = run.model(nn.Linear(2, 1))
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         batches, passes, draws = run.loader(torch.arange(16.0).view(8, 2), global_batch=4, micro_batch=1), [], []

@@ -65,3 +65,11 @@ def test_the_final_line_tells_the_last_loss(monkeypatch, capfd):
     *_, logged, last = capfd.readouterr().err.splitlines()
     assert "done | step 4/4 | epoch 2/2" in last.replace(" | loss 0.625", "")
     assert "third 0.3333, lr 0.1" in logged  # a tensor is rounded as a float is
+
+
+def test_the_steps_of_a_run_are_those_done_and_epochs_like_the_current_one():
+    one_loader = RunLength(epochs=3, steps_per_epoch=4)
+    assert [one_loader.steps_total(Progress(step, step // 4, step % 4)) for step in range(13)] == [12] * 13
+    another = RunLength(epochs=3, steps_per_epoch=4)  # after two epochs of 5
+    assert [another.steps_total(Progress(step, 2, step - 10)) for step in (10, 12, 14)] == [14] * 3
+    assert another.steps_total(Progress(14, 3, 0)) == 14

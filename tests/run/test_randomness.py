@@ -1,5 +1,8 @@
 """Random numbers and modes: what the script draws, and how it set its modules, is the same on every rank and world."""
 
+import contextlib
+import io
+import os
 import random
 
 import numpy as np
@@ -186,3 +189,24 @@ def test_the_script_draws_alike_after_a_loop_that_it_left():
     assert len({str(numbers) for ranks in found for numbers in ranks}) == 1
     first, second = found[0][0]
     assert first != second
+
+
+def said_of_draws_before(seeds, draws):
+    """What rank 0 says as a run is opened, after the ranks have drawn from generators with these seeds."""
+    for seed, generator in zip(seeds, (torch.manual_seed, random.seed, np.random.seed), strict=True):
+        generator(seed * int(os.environ["RANK"]))
+    for _ in range(draws):
+        draw()
+    with contextlib.redirect_stderr(io.StringIO()) as said, Run(seed=3):
+        first = draw()
+    return said.getvalue(), first
+
+
+def test_ranks_that_drew_other_numbers_before_the_run_are_told():
+    calls = [((1, 1, 1), 0), ((0, 0, 0), 3), ((1, 0, 0), 1), ((0, 5, 7), 3)]
+    ended = on_world(3, [(said_of_draws_before, *call) for call in calls])
+    assert len({draws for ranks in ended for _, draws in ranks}) == 1, "a run seeds them whatever was drawn"
+    undrawn, alike, torchs, others = [[said for said, _ in ranks] for ranks in ended]
+    assert "drew" not in str([undrawn, alike, torchs[1:], others[1:]])
+    assert "before Run(...), rank 1 drew other random numbers than rank 0 (torch): " in torchs[0]
+    assert "before Run(...), rank 1 drew other random numbers than rank 0 (random, numpy.random): " in others[0]

@@ -89,7 +89,7 @@ def test_schedulers_count_optimizer_steps():
 
 
 def test_what_breaks_off_in_a_step_leaves_the_state_of_the_step_before():
-    with Run() as run:
+    with Run(replay=False) as run:
         training = Training(run)
         for epoch in run.epochs(2):
             for number, batch in enumerate(run.train(training.batches)):
@@ -237,7 +237,7 @@ def test_the_record_and_the_log(tmp_path, capsys):
 def test_random_numbers_do_not_depend_on_what_the_script_drew_before():
     drawn = []
     for noise in (0, 5):
-        with Run(seed=4) as run:
+        with Run(seed=4, replay=False) as run:
             training = Training(run)
             torch.rand(noise)
             for batch in run.train(training.batches):

@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.errors import CheckpointError, MismatchError, PlanError, UsageError
+from lockstep.errors import CheckpointError, DataError, MismatchError, PlanError, UsageError
 from lockstep.run import Run
 from lockstep.seeding import seed_of
 from lockstep.testing import state_hash
@@ -365,3 +365,11 @@ def test_a_loader_of_torchs_over_a_stream_is_taken_apart():
         run.model(nn.Linear(1, 1))
         rows = [row for batch in run.evaluate(run.loader(DataLoader(Stream(), 4), micro_batch=1)) for row in batch]
         assert sorted(row[0].item() for row in rows) == sorted(X[:7, 0].tolist())
+
+
+def test_more_indices_than_a_rank_can_hold_are_refused_before_they_are_read():
+    data = TensorDataset(torch.zeros(8, 1))
+    sampler = torch.utils.data.RandomSampler(data, replacement=True, num_samples=int(1e10))
+    says = r"RandomSampler names 10 000 000 000 indices, .*order=.*run\.steps"
+    with Run() as run, pytest.raises(DataError, match=says):
+        run.loader(data, global_batch=4, sampler=sampler)

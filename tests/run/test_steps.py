@@ -26,7 +26,7 @@ def test_by_hand_it_is_sgd_through_one_shuffled_epoch_after_another():
     """In float64, on the samples that the loop says it has handed out."""
     data = TensorDataset(torch.arange(21), torch.sin(torch.arange(42.0).double()).view(21, 2))
     by_hand, seen, losses, begun = nn.Linear(2, 1).double(), [], [], []
-    with Run() as run:
+    with Run(replay=False) as run:
         model = run.model(nn.Linear(2, 1).double())
         by_hand.load_state_dict(model.state_dict())
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

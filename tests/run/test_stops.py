@@ -345,12 +345,17 @@ import torch, lockstep
 from torch.utils.data import TensorDataset
 
 how, directory = sys.argv[1:]
-with lockstep.Run(checkpoint=directory or None) as run:
+with lockstep.Run(checkpoint=directory or None, save_every="1 step" if how == "saved" else None) as run:
     model = run.model(torch.nn.Linear(1, 1))
     run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     batches = run.loader(TensorDataset(torch.ones(40000, 1)), global_batch=4, workers=0)
     for epoch in run.epochs(1000):
         for (x,) in run.train(batches):
+            if how == "saved" and run.progress.step == 3:
+                while not Path(directory, "step-00000003", "manifest.json").exists():
+                    time.sleep(0.01)
+                Path(f"up-{run.rank}").touch()
+                time.sleep(600)
             run.step(model(x).mean())
             if run.progress.step == 3:
                 if how == "raise" and run.rank == 1:
@@ -418,6 +423,24 @@ def test_the_second_interrupt_stops_now_also_where_the_program_hears_nothing(sta
     os.kill(process.pid, signal.SIGINT)
     process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_the_second_interrupt_stops_with_a_checkpoint_where_the_last_step_is_in_one(start, tmp_path, ranks):
+    before = ("-m", "lockstep", "run", "--nproc-per-node", str(ranks), "--run-dir", "r") if ranks else ()
+    process = start("saved", "saved", before=before)
+    for rank in range(max(ranks, 1)):
+        wait_until((tmp_path / f"up-{rank}").exists)
+    os.kill(process.pid, signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)  # until it has noticed the first
+    os.kill(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 75, out
+    again = "to go on: lockstep run --resume --run-dir r" if ranks else "run it again with --resume to go on"
+    assert "at step 3, which is saved" in out
+    assert again in out
+    assert "without a checkpoint" not in out
 
 
 def test_torchrun_tells_the_error_of_the_rank_that_failed(start):

@@ -91,6 +91,15 @@ def replace_head(net, optimizer, epoch):
         optimizer.param_groups[0]["params"] = list(net.parameters())
 
 
+def add_bias(net):
+    net.extra = nn.Parameter(torch.full((3,), 0.1))
+
+
+def tie_bias(net):
+    """After run.model(...) and after the optimizer was made: the one that goes is in no model any more."""
+    net.extra = net.head.bias
+
+
 CASES = {
     "unfrozen at a step": Case(freeze_body, in_body=unfreeze_at),
     "frozen at a step": Case(in_body=freeze_at),
@@ -103,6 +112,8 @@ CASES = {
         between=lambda net, o, epoch: epoch != 1 or add(net, o, torch.randn(3)), by_hand=False
     ),
     "replaced between epochs": Case(between=replace_head, optimizer=functools.partial(torch.optim.SGD, lr=0.2)),
+    "tied before the training": Case(add_bias, between=lambda net, _, epoch: epoch or tie_bias(net)),
+    "tied between epochs": Case(add_bias, between=lambda net, _, epoch: epoch != 1 or tie_bias(net)),
     "head only, then all": Case(
         freeze_body,
         between=lambda net, o, epoch: (
@@ -519,14 +530,20 @@ def test_what_the_script_unfroze_goes_on_unfrozen_after_a_resume(tmp_path, first
         assert isinstance(found, tuple), found
         assert state_hash(found[0]) == state_hash(expected)
         (line,) = found[1]
-        assert line.startswith("body.weight, body.bias learned, or did not, when the checkpoint was saved")
+        assert line.startswith(
+            "body.weight, body.bias learned or was in training mode, or not, when the checkpoint was saved"
+        )
+
+
+def two_models(run):
+    models = [run.model(nn.Linear(2, 1)) for _ in range(2)]
+    return models, [run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
 
 
 def test_two_optimizers_in_steps_of_one_micro_batch():
     """Also in a last step of one, after a scheduler has changed what the step before began with."""
     with Run(seed=3) as run:
-        models = [run.model(nn.Linear(2, 1)) for _ in range(2)]
-        optimizers = [run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+        models, optimizers = two_models(run)
         for optimizer in optimizers:
             run.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
         for x in run.train(run.loader(torch.arange(18.0).view(9, 2) / 18, global_batch=4, micro_batch=2)):
@@ -534,8 +551,7 @@ def test_two_optimizers_in_steps_of_one_micro_batch():
                 run.step(model(x).square().mean(), optimizer=optimizer)
         assert run.progress.step == 3
     with Run(seed=3) as run:
-        models = [run.model(nn.Linear(2, 1)) for _ in range(2)]
-        optimizers = [run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+        models, optimizers = two_models(run)
         for x in run.train(run.loader(torch.ones(8, 2), global_batch=4, micro_batch=4)):
             for model, optimizer in zip(models, optimizers, strict=True):
                 run.step(model(x).square().mean(), optimizer=optimizer)
@@ -544,8 +560,7 @@ def test_two_optimizers_in_steps_of_one_micro_batch():
 
 def rate_between_losses():
     with Run(seed=3) as run:
-        models = [run.model(nn.Linear(2, 1)) for _ in range(2)]
-        optimizers = [run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+        models, optimizers = two_models(run)
         for x in run.train(run.loader(torch.ones(8, 2), global_batch=4, micro_batch=4)):
             for model, optimizer in zip(models, optimizers, strict=True):
                 run.step(model(x).square().mean(), optimizer=optimizer)

@@ -363,7 +363,10 @@ REFUSED = {
     "the norm": ({"loss": lambda net, x: squares(net, x) + net.blocks[1].weight.norm()}, "depends on the parameter"),
     "others": ({"after": lambda net, x: halved(net)}, "scale: a parameter was replaced or tied"),
     "tied": ({"after": lambda net, x: tied(net)}, "blocks.1.weight: a parameter was replaced or tied"),
-    "between": ({"loss": changed_between}, "last.bias of shape (3,) was changed between the model's forward pass"),
+    "between": (
+        {"loss": changed_between},
+        "last.bias of shape (3,) was changed in the model's forward pass, or between it",
+    ),
     "frozen": ({"after": lambda net, x: net.last.requires_grad_(False)}, "and strategy fsdp divides a model as it is"),
 }
 

@@ -173,7 +173,7 @@ def some_served():
         return read(self, rank, what)
 
     RpcEndpoint.read = reading
-    with Run(strategy="hybrid:served=pair+bag") as run:
+    with Run(strategy="hybrid:served=pair+bag", replay=False) as run:
         net = Net()
         model = run.model(net)
         run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
@@ -399,7 +399,7 @@ def plain():
 @pytest.mark.parametrize(
     ("word", "make", "kind", "says"),
     [
-        ("hybrid", bounded, UsageError, "has max_norm=1.0, so look-ups change it"),
+        ("hybrid", bounded, UsageError, "has max_norm=1.0: its forward pass scales the rows"),
         ("hybrid", Tied, UsageError, r"words\.weight and out\.weight are one tensor, of which only look-ups"),
         ("hybrid:served=1", plain, UsageError, "served=1 is a Linear; give an embedding"),
         ("hybrid:served=words", plain, SettingError, "served=words is in no model of this run"),

@@ -233,7 +233,7 @@ def pendings():
 def forgets_what_it_has_summed():
     """How many lists of gradients are held after each micro-batch: none, once their sum is there."""
     data = torch.randn(24, 4), torch.randn(24, 2)
-    with Run(seed=1, strategy="ddp") as run:
+    with Run(seed=1, strategy="ddp", replay=False) as run:
         model = run.model(nn.Linear(4, 2))
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         batches = run.loader(data, global_batch=12, micro_batch=2)

@@ -181,7 +181,7 @@ class Dropped(nn.Module):
 
 
 def masks():
-    with Run(seed=2, strategy="fsdp:tensor=2") as run:
+    with Run(seed=2, strategy="fsdp:tensor=2", replay=False) as run:
         net = run.model(Dropped(), tensor_plan={"up": "colwise", "down": "rowwise"})
         run.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
         for _ in run.epochs(1):
@@ -480,7 +480,7 @@ def test_a_model_brings_its_own_plan():
         ({"head": "colwise_gather_output"}, "words.weight and head.weight are one tensor"),
         ({"odd": "rowwise"}, "no multiple of 2"),
         ({"torchs.out_proj": "rowwise"}, "reads its weight without calling it"),
-        ({"limited": "rowwise"}, "max_norm"),
+        ({"limited": "rowwise"}, "scale_grad_by_freq"),
     ],
 )
 def test_a_plan_that_cannot_be_followed_is_refused_in_words(plan, words):
@@ -488,7 +488,7 @@ def test_a_plan_that_cannot_be_followed_is_refused_in_words(plan, words):
     model.odd, model.torchs, model.limited = (
         nn.Linear(5, 4),
         nn.MultiheadAttention(4, 2),
-        nn.Embedding(4, 4, max_norm=1),
+        nn.Embedding(4, 4, scale_grad_by_freq=True),
     )
     with pytest.raises(UsageError, match=words):
         divisions_of(model, styles_of(model, plan), 0, 2)

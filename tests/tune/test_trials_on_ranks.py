@@ -44,6 +44,29 @@ def train(run, params, fails=()):
     return float("nan") if how == "nan" else run.metrics["loss"]
 
 
+def draw_before_run(params):
+    """A loss that all ranks draw before a run seeds them."""
+    drawn = torch.rand(()).item()
+    with lockstep.Run() as run:
+        assert run.gather(drawn) == [drawn] * run.world_size
+    return drawn
+
+
+def search_of_draws(run_dir):
+    lockstep.tune(draw_before_run, SPACE, trials=6, workers=2, ranks_per_worker=2, algorithm="random", run_dir=run_dir)
+
+
+def test_what_a_trial_draws_depends_on_its_number_alone(tmp_path):
+    drawn = []
+    for name in ("once", "again"):
+        searching = started(search_of_draws, tmp_path / name)
+        searching.join(110)
+        assert searching.exitcode == 0
+        drawn.append([trial.loss for trial in load(tmp_path / name).trials])
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 6
+
+
 def fail(how, *, is_last):
     """Fail in the way ``how``."""
     if how == "raise everywhere":

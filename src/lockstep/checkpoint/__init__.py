@@ -18,6 +18,7 @@ from lockstep.checkpoint.model_files import (
     tensors_file,
     write_beside,
 )
+from lockstep.checkpoint.next_step import NEXT_STEP
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.safetensors_file import FileTensor
 
@@ -67,6 +68,7 @@ __all__ = [
     "FORMAT",
     "LOCAL",
     "MANIFEST",
+    "NEXT_STEP",
     "CheckpointReader",
     "Checkpoints",
     "Committed",

@@ -37,6 +37,7 @@ from lockstep.checkpoint.json_state import StateTree, Tree, encode
 from lockstep.checkpoint.layout import File, lay_out
 from lockstep.checkpoint.lock import Holder, lock_root
 from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.next_step import NEXT_STEP, read_next_step
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.save_thread import Outcome, SaveMessages, SaveRequest, SaveThread, SaveWriter
 from lockstep.checkpoint.tensors import CpuStager, TensorEntry, flatten, stored_tree
@@ -290,6 +291,19 @@ class Checkpoints:
         """
         tree: StateTree = stored_tree(CheckpointReader(saved.path, self._disk))
         return tree
+
+    def note_next_step(self, step: int, content: Mapping[str, Any]) -> None:
+        """Write ``content``, plain values, beside the checkpoint of ``step``, once and if that is committed.
+
+        It is no part of the checkpoint, and lost in silence where it cannot be written. Only the leader writes.
+        """
+        if self._group.leads:
+            self._writer.next_step.put(step, content)
+
+    def next_step(self, saved: Saved) -> tuple[Path, dict[str, Any] | None]:
+        """The file and the content that `note_next_step` has written beside it; None without one. Collective."""
+        content = read_next_step(saved.path, self._disk) if self._group.leads else None
+        return saved.path / NEXT_STEP, self._group.broadcast_object(content, "what came after the checkpoint")
 
     def save(self, tree: Tree, step: int, about: Mapping[str, Any], *, protect: int | None = None) -> None:
         """Begin to save ``tree`` as the state after ``step``. Call it on all ranks, with equal trees.

@@ -2,6 +2,7 @@
 
 None, True, 7, "text"        themselves
 0.1, nan                     {"float": "0x1.999999999999ap-4"}, {"float": "nan"}
+np.float32(0.1)              {"numpy": ["float32", {"float": "0x1.99999a0000000p-4"}]}
 b"..."                       {"bytes": "hex digits"}
 [1, 2]                       [1, 2]
 (1, 2)                       {"tuple": [1, 2]}
@@ -11,6 +12,7 @@ a tensor                     {"tensor": 5}                      the fifth of the
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +27,10 @@ SavedTree = Mapping[str, Any]
 
 # PyTorch's own state dicts hold these three: modules give an OrderedDict, MultiStepLR a Counter.
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+# Numbers of NumPy, which compute otherwise than those of Python.
+_NUMPY = frozenset(
+    {"bool", "float16", "float32", "float64", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64))}
+)
 _TAG_OF = {kind: tag for tag, kind in _DICTS.items()}
 
 
@@ -45,6 +51,9 @@ def encode(tree: Tree, take: Callable[[object, str], int | None]) -> Any:
 def _encode(value: Any, path: str, take: Callable[[object, str], int | None]) -> Any:
     if value is None or isinstance(value, bool):
         return value
+    # First, as some are numbers of Python, too; without NumPy, which a program that lists checkpoints does not load.
+    if type(value).__module__ == "numpy" and type(value).__name__ != "ndarray" and value.dtype.name in _NUMPY:
+        return {"numpy": [value.dtype.name, _encode(value.item(), path, take)]}
     if isinstance(value, str):
         return str(value)
     if isinstance(value, int):
@@ -71,7 +80,7 @@ def _encode(value: Any, path: str, take: Callable[[object, str], int | None]) ->
         raise CheckpointError(
             f"state at {_shown(path)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: "
             "let its state_dict() give tensors, None, bool, int, float, str, bytes, and lists, tuples and dicts of "
-            "these (an array as torch.from_numpy(array), a NumPy number as its .item())"
+            "these (an array as torch.from_numpy(array))"
         )
     return {"tensor": number}
 
@@ -93,6 +102,11 @@ def decode(value: Any, tensors: Sequence[object]) -> Tree:
     ((tag, inner),) = value.items()
     if tag == "float":
         return float.fromhex(inner)
+    if tag == "numpy":
+        name, number = inner
+        if name not in _NUMPY:
+            raise ValueError(f"unknown kind of number {name!r}")
+        return importlib.import_module("numpy").dtype(name).type(decode(number, tensors))
     if tag == "bytes":
         return bytes.fromhex(inner)
     if tag == "tuple":

@@ -32,6 +32,7 @@ from lockstep.checkpoint.filesystem import FileSystem
 from lockstep.checkpoint.layout import Box, File, Placed, coverage_error
 from lockstep.checkpoint.lock import superseded_by
 from lockstep.checkpoint.manifest import BLOCK_BYTES, Head, Manifest, Piece, checksums
+from lockstep.checkpoint.next_step import NextStepFile
 from lockstep.checkpoint.safetensors_file import head_of
 from lockstep.checkpoint.tensors import CpuStager, TensorEntry
 from lockstep.collectives import KeyValueStore
@@ -107,6 +108,7 @@ class SaveWriter:
     ) -> None:
         self.root = root
         self._rank, self._ranks, self._keep, self._protected, self._disk = rank, ranks, keep, protected, disk
+        self.next_step = NextStepFile(disk)  #: of the checkpoint that was committed last
 
     def write(self, save: SaveRequest, staged: CpuStager, messages: SaveMessages) -> Outcome:
         """This rank's side of a save. What goes wrong is reported to the other ranks and becomes the outcome.
@@ -215,7 +217,7 @@ class SaveWriter:
         whole = replace(save.manifest, tensors=stored, files=files, heads=heads, ranks=self._ranks)
         if taken := _taken_over(self.root):
             return taken, ()
-        commit(save.scratch, whole, self.root, self._disk)
+        self.next_step.committed(commit(save.scratch, whole, self.root, self._disk))
         return "", remarks
 
     def _retain(self, step: int, protected: Collection[int | None]) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
 from lockstep.errors import LaunchError, LockstepError, SettingError
 from lockstep.formatting import did_you_mean
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from lockstep.report import refuse_unknown_trackers
 from lockstep.script_end import leave
 from lockstep.settings import ResolvedSettings, Settings
 from lockstep.strategy_words import split
@@ -206,14 +207,32 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     settings = _settings(parsed)
     if parsed.resume_from not in (None, "best") and not parsed.resume_from.isdecimal():
         raise SettingError(f"--resume-from {parsed.resume_from}: give best, or the step of a checkpoint")
+    if parsed.resume_from is not None:
+        _check_resume_from(parsed.resume_from, settings.get("checkpoint") or parsed.run_dir)
     # Late, for what it loads is needed only from here on.
-    from lockstep.launch import Nodes, Request, asks_for_help, check_program, show_help, start, without_options
+    from lockstep.launch import (
+        Nodes,
+        Request,
+        asks_for_help,
+        check_program,
+        show_help,
+        start,
+        unread_options,
+        without_options,
+    )
 
     own, of_script = split_at_script(parsed, words)
     program = _program(parsed, of_script)
     if asks_for_help(program):
         check_program(program)
         return show_help(program)
+    known = [option for action in run_options()._actions for option in action.option_strings]
+    if ours := unread_options(program, known):
+        print(
+            f"note: {parsed.script} gets {', '.join(ours)}, which its source does not mention; options of lockstep run "
+            f"come before the script: lockstep run {ours[0]} ... {parsed.script}",
+            file=sys.stderr,
+        )
     if parsed.fit:
         settings["micro_batch"] = fitting_micro_batch(parsed, program, settings)
         own = [*(word for word in own if word != "--fit"), "--set", f"micro_batch={settings['micro_batch']}"]
@@ -244,6 +263,25 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             options=without_options(own, _BEGINNING, valued=_BEGINNING_WITH_VALUE),
         )
     )
+
+
+def _check_resume_from(wanted: str, directory: str | None) -> None:
+    """Check that the run in ``directory`` has the checkpoint; a script that names another one is asked itself.
+
+    Raises:
+        SettingError: if it has not.
+    """
+    # Late, for the other commands do without it.
+    from lockstep.saved_run import BEST, rows
+
+    try:
+        there = rows(directory) if directory is not None else []
+    except SettingError:
+        return
+    if there and not any(row.best if wanted == BEST else row.step == int(wanted) for row in there):
+        steps = ", ".join(str(step) for step in sorted(row.step for row in there))
+        what = "no best one: give Run(best='max accuracy'), or a step of" if wanted == BEST else "checkpoints of steps"
+        raise SettingError(f"--resume-from {wanted}: {directory} has {what} {steps}")
 
 
 def _program(parsed: argparse.Namespace, args: tuple[str, ...]) -> Any:
@@ -360,6 +398,8 @@ def _settings(parsed: argparse.Namespace) -> dict[str, str]:
         given["checkpoint"] = str(Path(given["checkpoint"]).absolute())
     by_environment = ResolvedSettings.resolve({}, os.environ).values
     split(given.get("strategy", by_environment.strategy))
+    if (track := given.get("track", "none")) != "none":
+        refuse_unknown_trackers(track)
     return given
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import zlib
 from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final
 
+import numpy as np
 from torch import Tensor
 
 from lockstep.data.sampling import UserDataset
@@ -13,6 +16,8 @@ from lockstep.data.sampling import UserDataset
 _DEEPEST: Final = 8  # such as a data set, its parts, one of them, its transforms, and those in a list among these
 _MOST: Final = 2000  # attributes and items that are looked at
 _SHORT: Final = 32  # a list or dict of settings; longer ones hold samples
+_SMALL_BYTES: Final = 16 << 20  # of an array that is read as a whole
+_LOOKED_AT: Final = 1024  # elements of larger ones and of long lists, evenly spread
 _NUMBERS: Final = (bool, int, float, complex, type(None))
 _TEXTS: Final = (str, bytes)
 _OPAQUE: Final = (Tensor, ModuleType, FunctionType, BuiltinFunctionType, type)
@@ -22,8 +27,8 @@ class DatasetMarks:
     """What can be seen of a data set in some microseconds, to be compared with what is seen later.
 
     Seen are attributes, of the data set and of what it holds, and the items of short lists and dicts: another object,
-    number or text, another length, a tensor that was written to. Not seen are arrays and long lists that were changed
-    in place.
+    number or text, another length, a tensor or an array that was written to. Of large arrays and of long lists some
+    elements are looked at; not seen is what was changed in place between these, and in a file that is mapped.
     """
 
     def __init__(self, dataset: UserDataset) -> None:
@@ -62,9 +67,25 @@ def _mark_of(value: Any) -> object:
     if issubclass(type(value), Tensor):
         # Those made in inference mode do not count what is written to them, and nested ones have no shape.
         return None if value.is_inference() else value._version, value.numel()
+    if type(value) is np.ndarray and not value.dtype.hasobject and not _is_mapped(value):
+        flat = value.reshape(-1)
+        spread = 1 if value.nbytes <= _SMALL_BYTES else -(-value.size // _LOOKED_AT)
+        return value.dtype.str, value.shape, zlib.crc32(flat[::spread].tobytes())
+    if issubclass(type(value), list | tuple) and len(value) > _SHORT:
+        some = value[:: -(-len(value) // _LOOKED_AT)]
+        return len(value), [repr(one) if type(one) in (*_NUMBERS, *_TEXTS) else id(one) for one in some]
     if issubclass(type(value), list | tuple | dict | set | bytearray):
         return len(value)
     return None
+
+
+def _is_mapped(array: Any) -> bool:
+    """Whether its elements lie in a file, from which they would have to be read."""
+    while isinstance(array, np.ndarray):
+        if isinstance(array, np.memmap):
+            return True
+        array = array.base
+    return isinstance(array, mmap.mmap)
 
 
 def _attributes_of(value: Any) -> list[Any]:

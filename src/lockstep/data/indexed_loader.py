@@ -15,7 +15,7 @@ from lockstep.data.dataset_marks import DatasetMarks
 from lockstep.data.dealt_shards import ShardsFound
 from lockstep.data.map_dataset import LoaderPass, MicroBatchSampler, Picks, ScriptSampler, SeededDataset
 from lockstep.data.micro_batch_loader import MicroBatchLoader
-from lockstep.data.sampling import Data, MicroBatch, Padding, TorchLoader, UserDataset
+from lockstep.data.sampling import NO_CHECKS, CheckedSteps, Data, MicroBatch, Padding, TorchLoader, UserDataset
 from lockstep.data.seen_samples import SeenSamples, checksum
 from lockstep.data.tensor_dataset import TensorColumns, columns_of
 from lockstep.data.workers import CollateFunction, WorkerOptions, as_it_is, end_passes, open_loader
@@ -67,9 +67,15 @@ class IndexedLoader(MicroBatchLoader):
 
     @override
     def epoch(
-        self, epoch: int, first_step: int = 0, *, padding: Padding, found: ShardsFound | None = None
+        self,
+        epoch: int,
+        first_step: int = 0,
+        *,
+        padding: Padding,
+        found: ShardsFound | None = None,
+        checks: CheckedSteps = NO_CHECKS,
     ) -> Iterator[MicroBatch]:
-        return self._source.read(self._sampler.of_epoch(epoch, first_step, padding=padding))
+        return self._source.read(self._sampler.of_epoch(epoch, first_step, padding=padding, checks=checks))
 
     @override
     def evaluation(self, *, padding: Padding) -> Iterator[MicroBatch]:

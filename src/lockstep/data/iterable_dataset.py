@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.batch import BatchPlan
+from lockstep.data.dataset_marks import DatasetMarks
 from lockstep.data.sampling import Data, Sample, UserDataset
 from lockstep.data.seen_samples import checksum
 from lockstep.data.single_process_view import single_process_view
@@ -30,6 +31,8 @@ from lockstep.data.stream_epoch import tell_epoch
 from lockstep.data.workers import CollateFunction
 from lockstep.errors import DataError
 from lockstep.seeding import seed_generators, seed_of
+
+_BEGINNING = 4  # samples by which two passes over a stream are compared
 
 Collate = Callable[[list[Sample], int, int, int], Data]
 """A batch of samples that are in an epoch, a step, and a micro-batch of it."""
@@ -170,6 +173,8 @@ class OnePassReader(Reader):
     def __init__(self, share: StreamShare, first_step: int = 0) -> None:
         self._share = share
         self._first_step = first_step
+        self._marks = DatasetMarks(share.dataset)
+        self._began = False  # whether a pass has begun, which shows how the data set begins
 
     def most_parts(self) -> int:
         """One: every rank reads the whole stream."""
@@ -186,20 +191,50 @@ class OnePassReader(Reader):
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
         """One pass from the beginning of the stream."""
         with single_process_view():
-            tell_epoch(self._share.dataset, epoch)
-            # Also what the data set draws while it begins, or for samples of other ranks, such as the shuffling of a
-            # buffer, must be drawn alike on every rank: so each step is seeded, also those that are skipped.
-            seed_generators(seed_of(self._share.seed, "stream", epoch))
-            stream = iter(self._share.dataset)
-            for step in range(self._first_step, first_step):
-                for _ in self._next(stream, epoch, step):
-                    pass
+            stream = self._open(epoch, first_step)
         for step in count(first_step):
             with single_process_view():
                 found, samples = self._find(stream, epoch, step)
+                if not self._began and DatasetMarks(self._share.dataset).differ_from(self._marks):
+                    self._require_equal_passes(epoch)
+                    stream = self._open(epoch, step + 1)  # as the data set may have one place for all its passes
+            self._began = True
             yield found
             if samples < self._share.plan.global_batch:
                 return
+
+    def _open(self, epoch: int, first_step: int) -> Iterator[Sample]:
+        """The stream, from ``first_step`` on."""
+        tell_epoch(self._share.dataset, epoch)
+        self._marks = DatasetMarks(self._share.dataset)
+        # Also what the data set draws while it begins, or for samples of other ranks, such as the shuffling of a
+        # buffer, must be drawn alike on every rank: so each step is seeded, also those that are skipped.
+        seed_generators(seed_of(self._share.seed, "stream", epoch))
+        stream: Iterator[Sample] = iter(self._share.dataset)
+        for step in range(self._first_step, first_step):
+            for _ in self._next(stream, epoch, step):
+                pass
+        return stream
+
+    def _require_equal_passes(self, epoch: int) -> None:
+        """Check that the data set, of which reading has changed something, begins alike each time.
+
+        Raises:
+            DataError: if it does not.
+        """
+        dataset = self._share.dataset
+        beginnings = []
+        for _ in range(2):
+            stream = self._open(epoch, self._first_step)
+            beginnings.append([checksum(sample) for sample in islice(stream, _BEGINNING)])
+        if beginnings[0] != beginnings[1]:
+            kind = type(dataset).__name__
+            raise DataError(
+                f"{kind} gives other samples each time that it is iterated, as where __iter__ counts its epochs: ranks "
+                "iterate it more often than a single process, and a resumed run less often. Let it depend on the epoch "
+                f"that it is told: give it `def set_epoch(self, epoch): self.epoch = epoch`, which is called before "
+                "each epoch, and take the counting out of __iter__"
+            )
 
     def _next(self, stream: Iterator[Sample], epoch: int, step: int) -> Iterator[Sample]:
         """The samples of a step, seeded once: every rank reads all of them."""

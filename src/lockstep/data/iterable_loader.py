@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -15,7 +16,17 @@ from lockstep.batch import EpochSteps, MicroBatchPosition
 from lockstep.data.dealt_shards import ShardsFound, begin_pass, note_length
 from lockstep.data.iterable_dataset import Batches, Reader, Steps, StreamShare, StreamStep, sizes_of
 from lockstep.data.micro_batch_loader import MicroBatchLoader
-from lockstep.data.sampling import MicroBatch, Padding, TorchLoader, UserDataset, count_of_steps, padding_of
+from lockstep.data.sampling import (
+    NO_CHECKS,
+    CheckedSteps,
+    MicroBatch,
+    Padding,
+    TorchLoader,
+    UserDataset,
+    checked,
+    count_of_steps,
+    padding_of,
+)
 from lockstep.data.stream_agreement import Agree, agreed_steps
 from lockstep.data.stream_division import division_of
 from lockstep.data.workers import WorkerOptions, as_it_is, end_passes, open_loader
@@ -69,7 +80,13 @@ class IterableLoader(MicroBatchLoader):
 
     @override
     def epoch(
-        self, epoch: int, first_step: int = 0, *, padding: Padding, found: ShardsFound | None = None
+        self,
+        epoch: int,
+        first_step: int = 0,
+        *,
+        padding: Padding,
+        found: ShardsFound | None = None,
+        checks: CheckedSteps = NO_CHECKS,
     ) -> Iterator[MicroBatch]:
         self._close_pass()
         found = {} if found is None else found
@@ -89,7 +106,9 @@ class IterableLoader(MicroBatchLoader):
             for own, samples in steps:
                 is_full = samples == self.plan.global_batch
                 if step >= first_step and (is_full or (part.ends_epoch and not self._drop_last)):
-                    yield from self._step(part.reader, own, epoch, step, samples, padding)
+                    batches = self._step(part.reader, own, epoch, step, samples, padding)
+                    is_checked = step - first_step in checks
+                    yield from _checked(list(batches), replays=checks.replays) if is_checked else batches
                 step += is_full
             self._close_pass()
             if part.ends_epoch:
@@ -175,6 +194,18 @@ class IterableLoader(MicroBatchLoader):
         if self._pass is not None:
             end_passes(self._pass)
         self._pass = None
+
+
+def _checked(batches: list[MicroBatch], *, replays: bool) -> Iterator[MicroBatch]:
+    """The micro-batches of a step that is checked; one that is replayed is copied before the script gets it."""
+    data = {batch.position.index: batch.data for batch in batches}
+    positions = checked([batch.position for batch in batches], replays=replays)
+    try:
+        copies = [deepcopy(data[position.index]) for position in positions if position.is_replay]
+    except (TypeError, ValueError, RuntimeError):  # of what cannot be copied
+        positions = [position for position in positions if not position.is_replay]
+    for position in positions:
+        yield MicroBatch(position, copies.pop() if position.is_replay else data[position.index])
 
 
 def _length_if_known(dataset: UserDataset) -> int | None:

@@ -14,6 +14,8 @@ from torch.utils.data import Dataset, Sampler, Subset
 from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition
 from lockstep.data.orders import Order
 from lockstep.data.sampling import (
+    NO_CHECKS,
+    CheckedSteps,
     Data,
     Padding,
     Sample,
@@ -24,7 +26,8 @@ from lockstep.data.sampling import (
     evaluation_positions,
 )
 from lockstep.data.seen_samples import SeenBatch, checksum
-from lockstep.seeding import seed_generators, seed_of, seeded_generators
+from lockstep.errors import DataError
+from lockstep.seeding import drawn_states, seed_generators, seed_of, seeded_generators
 
 #: What travels to a loader process for each micro-batch: the seed of what it draws, and its samples. A process that
 #: lives longer than an epoch and reads ahead needs to know nothing else. Without a seed: of samples to be compared,
@@ -61,11 +64,15 @@ class MicroBatchSampler(Sampler[Picks]):
         """The steps of ``epoch``."""
         return self.order.steps(epoch, self.plan, drop_last=self.drop_last)
 
-    def of_epoch(self, epoch: int, first_step: int, *, padding: Padding) -> LoaderPass:
-        """This rank's micro-batches of ``epoch``, from ``first_step`` on."""
+    def of_epoch(
+        self, epoch: int, first_step: int, *, padding: Padding, checks: CheckedSteps = NO_CHECKS
+    ) -> LoaderPass:
+        """This rank's micro-batches of ``epoch``, from ``first_step`` on, and the replays that ``checks`` asks for."""
         steps = self.steps(epoch)
         return LoaderPass(
-            epoch, steps, partial(epoch_positions, steps, self.rank, first_step=first_step, padding=padding)
+            epoch,
+            steps,
+            partial(epoch_positions, steps, self.rank, first_step=first_step, padding=padding, checks=checks),
         )
 
     def of_evaluation(self, *, padding: Padding) -> LoaderPass:
@@ -147,9 +154,32 @@ class SeededDataset(Dataset[Any]):
             return self.take(indices)
         if seed is None:
             with seeded_generators(_LOOK_SEED):
-                return SeenBatch(checksum(sample) for sample in self._samples(indices))
+                return SeenBatch(map(checksum, self._samples(indices) if self.at_once else self._looked_at(indices)))
         seed_generators(seed)
         return self._samples(indices)
+
+    def _looked_at(self, indices: list[int]) -> list[Sample]:
+        """The samples at ``indices``, where a second look at them draws random numbers as the first one did.
+
+        Raises:
+            DataError: if the data set keeps what it has drawn.
+        """
+        samples, drawn = [], [drawn_states()]
+        for index in indices:
+            samples.append(self.dataset[index])
+            drawn.append(drawn_states())
+        drew = [index for index, before, after in zip(indices, drawn, drawn[1:], strict=False) if before != after]
+        if len(drew) > 1:  # one may have drawn what the data set needs once, for all samples
+            for index in indices:
+                self.dataset[index]
+            if drawn_states() == drawn[-1]:
+                raise DataError(
+                    f"the data set keeps what it has drawn: sample {drew[-1]} drew random numbers when it was read "
+                    "first, and none when it was read again, as from a cache of augmented samples. Each rank and each "
+                    "loader process would keep draws of its own, and no checkpoint has them: put into the cache what "
+                    "is loaded, and draw after it was taken from there"
+                )
+        return samples
 
     def _samples(self, indices: list[int]) -> Data:
         if self.at_once:

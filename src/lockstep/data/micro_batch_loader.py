@@ -7,7 +7,7 @@ from typing import Protocol
 
 from lockstep.batch import BatchPlan, EpochSteps
 from lockstep.data.dealt_shards import ShardsFound
-from lockstep.data.sampling import MicroBatch, Padding, TorchLoader
+from lockstep.data.sampling import NO_CHECKS, CheckedSteps, MicroBatch, Padding, TorchLoader
 from lockstep.data.seen_samples import SeenSamples
 
 
@@ -44,7 +44,13 @@ class MicroBatchLoader(Protocol):
         """
 
     def epoch(
-        self, epoch: int, first_step: int = 0, *, padding: Padding, found: ShardsFound | None = None
+        self,
+        epoch: int,
+        first_step: int = 0,
+        *,
+        padding: Padding,
+        found: ShardsFound | None = None,
+        checks: CheckedSteps = NO_CHECKS,
     ) -> Iterator[MicroBatch]:
         """This rank's micro-batches of ``epoch`` from step ``first_step`` on, in the order it computes them.
 
@@ -56,6 +62,8 @@ class MicroBatchLoader(Protocol):
 
         With ``padding``, it first gets those that it is to compute in a step. One pass at a time: a new one ends those
         before it.
+
+        Replays, which ``checks`` asks for, are read from the data set once more; those of a stream are copies.
 
         The global generators of this process may be moved in any way: code that draws from them seeds them first.
 

@@ -28,7 +28,7 @@ from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition
 from lockstep.data.permutation import ComputedPermutation
 from lockstep.data.sampling import UserSampler
 from lockstep.errors import DataError, UsageError
-from lockstep.formatting import plural
+from lockstep.formatting import count, plural
 from lockstep.seeding import seed_of, seeded_generators
 
 OrderFunction = Callable[[int, torch.Generator], Iterable[Any]]
@@ -37,6 +37,8 @@ Length = Callable[[], int]
 """How many samples the data set holds now: the script may change it between two epochs."""
 
 _GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+#: More are refused: as Python's numbers they would take some 40 GB on each rank.
+_MOST_INDICES: Final = 1_000_000_000
 _WHOLE: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _WAY_OUT: Final = (
     "order=function gives indices from the epoch and a generator that is seeded for it: "
@@ -286,6 +288,12 @@ def _indices_of(name: str, given: Any, length: int) -> Tensor:
     """``given`` as int64 within the data set; counted from the end where negative, as a list does."""
     items = given.tolist() if isinstance(given, np.ndarray) else given
     if not (isinstance(items, Tensor) and items.dim() == 1 and items.dtype in _WHOLE):
+        if (named := operator.length_hint(items)) > _MOST_INDICES:
+            raise DataError(
+                f"{name} names {count(named)} indices, and all indices of an epoch are read when it begins: give "
+                "fewer, such as num_samples=100_000 of a RandomSampler, or order=, a function of (epoch, generator) "
+                "that returns the indices of one epoch; run.steps(...) says how long the training is"
+            )
         # Outside of what is caught: an error of the user's own code is not ours to explain.
         items = list(items) if hasattr(items, "__iter__") else [items]
         try:

@@ -11,12 +11,13 @@ The batches of a batch sampler are steps of any size, each divided as the short 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition
+from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition, StepCheck
 from lockstep.errors import DataError
 from lockstep.formatting import plural
 
@@ -44,7 +45,42 @@ class MicroBatch(NamedTuple):
     data: Data
 
 
-def epoch_positions(steps: EpochSteps, rank: int, *, first_step: int, padding: Padding) -> Iterator[MicroBatchPosition]:
+@dataclass(frozen=True, slots=True)
+class CheckedSteps:
+    """Which steps of a pass are checked, see `StepCheck`; a step is counted from the pass's first one here."""
+
+    first: int = 0  #: so many at the pass's beginning
+    every: int = 0  #: and then one in so many; 0: none
+    replays: bool = True  #: whether a micro-batch of each is replayed
+
+    def __contains__(self, step: int) -> bool:
+        return step < self.first or (self.every > 0 and step > 0 and step % self.every == 0)
+
+
+NO_CHECKS: CheckedSteps = CheckedSteps()
+
+
+def checked(positions: Sequence[MicroBatchPosition], *, replays: bool) -> list[MicroBatchPosition]:
+    """A rank's ``positions`` of one step that is checked; with ``replays``, its first micro-batch once more.
+
+    The replay comes just before the last one: all bodies but one lie between the two, and no update does. A single one
+    is replayed twice before it. A rank that computes padding alone replays that: forward passes may be collective.
+    """
+    marked = [replace(position, check=StepCheck.STEP) for position in positions]
+    if not replays or not positions:
+        return marked
+    original = next((number for number, position in enumerate(positions) if not position.is_padding), 0)
+    replay = replace(positions[original], last=False, check=StepCheck.REPLAY)
+    if len(positions) == 1:
+        return [replay, replay, *marked]
+    if not positions[original].is_padding:
+        marked[original] = replace(positions[original], check=StepCheck.REPLAYED)
+    return [*marked[:-1], replay, marked[-1]]
+
+
+def epoch_positions(
+    steps: EpochSteps, rank: int, *, first_step: int, padding: Padding, checks: CheckedSteps = NO_CHECKS
+) -> Iterator[MicroBatchPosition]:
     """This rank's micro-batches of one epoch from ``first_step`` on, in the order it computes them.
 
     Raises:
@@ -61,7 +97,8 @@ def epoch_positions(steps: EpochSteps, rank: int, *, first_step: int, padding: P
     for step in range(first_step, len(steps)):
         if (samples := steps.step_samples(step)) != size:  # of most steps it is the same
             size, positions = samples, list(_step_positions(steps.plan, rank, samples, padding))
-        for position in positions:
+        is_checked = step - first_step in checks
+        for position in checked(positions, replays=checks.replays) if is_checked else positions:
             yield position.of_step(step)
 
 

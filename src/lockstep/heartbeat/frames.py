@@ -123,9 +123,9 @@ def _call(above: list[tuple[str, str, str]]) -> tuple[str, bool]:
     return f"{module}.{name}", False
 
 
-def in_debugger(innermost: FrameType) -> bool:
+def in_debugger(innermost: FrameType | None) -> bool:
     """Whether a stack is that of a debugger which has stopped the program, or of another prompt."""
-    frame: FrameType | None = innermost
+    frame = innermost
     while frame is not None:
         if frame.f_code.co_filename.endswith(_PROMPTS) or "/prompt_toolkit/" in frame.f_code.co_filename:
             return True
@@ -137,6 +137,9 @@ def collectives_begun() -> int:
     """How many collectives this process has begun over groups of all ranks; 0 while it has no group.
 
     It imports nothing: a script that does not use torch does not load it for this.
+
+    Raises:
+        RuntimeError: if a backend keeps no such number, as those that are registered by a package may not.
     """
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     default = getattr(world, "default_pg", None)

@@ -5,7 +5,8 @@
     sender thread   reads it twice a second, and sends a heartbeat            works while the main thread waits in C;
                                                                              not while that holds Python's lock
 
-So it means something, too, when no heartbeat comes.
+So it means something, too, when no heartbeat comes. What a heartbeat tells is observed in Python, in torch and in the
+kernel, and any of them may fail: then the observation before stands, and the heartbeat is sent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 from lockstep.heartbeat.frames import NOWHERE, collectives_begun, find_user_frame, in_debugger
 from lockstep.heartbeat_message import Heartbeat
@@ -26,6 +27,8 @@ from lockstep.memory_use import MemoryUse, host_memory
 
 BEAT_EVERY_S: Final = 0.5
 _SEND_S = 0.4
+
+T = TypeVar("T")
 
 
 class ProgressMarker:
@@ -91,6 +94,7 @@ class HeartbeatSender:
         self._listener: str | tuple[str, int] = "" if line is None else line.getpeername()
         self._process: Final = os.getpid()
         self._beside: Final = beside
+        self._collectives, self._cpu_s, self._memory = 0, 0.0, MemoryUse()  # as they were observed last
 
     def start(self) -> None:
         """Send a heartbeat now and every half second, from a daemon thread. No thread is started if nobody listens."""
@@ -129,30 +133,44 @@ class HeartbeatSender:
         self._file = _file(line)
 
     def now(self) -> Heartbeat:
-        """The heartbeat for where the main thread is now."""
+        """The heartbeat for where the main thread is now. Never raises: what cannot be observed is left as it was."""
         frame = sys._current_frames().get(self._main)
-        place, call, meets = find_user_frame(frame) if frame is not None else (NOWHERE, "", False)
+        place, call, meets = NOWHERE, "", False
+        if frame is not None:
+            place, call, meets = _observed(lambda: find_user_frame(frame), (place, call, meets))
+        # For some backends torch counts no collectives, and it raises where it is asked.
+        self._collectives = _observed(collectives_begun, self._collectives)
+        self._cpu_s = _observed(lambda: _cpu_s(self._main), self._cpu_s)
         said = self._marker
+        self._memory = _observed(said.memory, self._memory)
         return Heartbeat(
             rank=self._rank,
             process=os.getpid(),
             step=said.step,
             phase_changes=said.phase_changes,
-            phase="input" if frame is not None and in_debugger(frame) else said.phase,
+            phase="input" if in_debugger(frame) else said.phase,
             place=place,
             call=call,
             meets=meets or (said.phase == "reduction" and call != ""),
-            collectives=collectives_begun(),
-            cpu_s=_cpu_s(self._main),
+            collectives=self._collectives,
+            cpu_s=self._cpu_s,
             at=time.time(),
-            memory=said.memory(),
+            memory=self._memory,
         )
 
     def _go_on(self) -> None:
         while True:
             time.sleep(BEAT_EVERY_S)
-            self._beside()
+            _observed(self._beside, None)
             self.beat()
+
+
+def _observed(observation: Callable[[], T], before: T) -> T:
+    """What ``observation`` returns; ``before`` if it raises, since the sender's thread must not end by it."""
+    try:
+        return observation()
+    except Exception:  # noqa: BLE001 - private parts of torch, and measures of memory, may raise anything
+        return before
 
 
 def _file(line: socket.socket) -> tuple[int, int] | None:

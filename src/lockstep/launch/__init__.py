@@ -10,12 +10,13 @@ for the store where the launchers meet.
 """
 
 from lockstep.launch.agent import AfterFailure, Stops
-from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
+from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process, without_ignored_hangup
 from lockstep.launch.diagnosis.error_record import Failure, first_failure
 from lockstep.launch.diagnosis.root_cause import RankExit, failure_line, how_it_ended
 from lockstep.launch.host import Machine
 from lockstep.launch.launcher import launch, start, watch
 from lockstep.launch.program import asks_for_help, check_program, show_help
+from lockstep.launch.program_sources import unread_options
 from lockstep.launch.request import (
     Executable,
     Function,
@@ -65,7 +66,9 @@ __all__ = [
     "ranks_of",
     "show_help",
     "start",
+    "unread_options",
     "versions",
     "watch",
+    "without_ignored_hangup",
     "without_options",
 ]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from lockstep.errors import LaunchError
 from lockstep.formatting import relative_path
-from lockstep.launch.child_process import STOP_SIGNALS, handled_stop_signals
+from lockstep.launch.child_process import STOP_SIGNALS, without_ignored_hangup
 from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.root_cause import (
     RankExit,
@@ -44,14 +44,13 @@ from lockstep.launch.run_directory import MARK, note_generation
 from lockstep.launch.workers.rank_exits import without_repeated_tracebacks
 from lockstep.launch.workers.worker_group import WorkerGroup
 from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE
+from lockstep.report import StatusFile
 
 _TICK_S = 0.1
 #: How long the coordinator stays after the job is over, so that the others read the last plan.
 _FAREWELL_S = 5.0
 #: Before a node counts as lost that does not hear the coordinator: for its ranks, to leave what they hold.
 _LEAVE_S = 3.0
-
-
 #: See `Agent`.
 AfterFailure = Callable[[Sequence[RankExit], int], bool]
 
@@ -88,9 +87,8 @@ class Stops:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {
-            signum: signal.signal(signum, lambda signum, _: self.ask(signum)) for signum in handled_stop_signals()
-        }
+        handled = without_ignored_hangup(STOP_SIGNALS)
+        before = {signum: signal.signal(signum, lambda signum, _: self.ask(signum)) for signum in handled}
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
         try:
             yield
@@ -164,6 +162,7 @@ class Agent:
         finally:
             self._leave()
         if self.moved is None:
+            code = self._code_if_saved(code)
             self._say_farewell(code)
         return code
 
@@ -413,6 +412,14 @@ class Agent:
                 break
             time.sleep(_TICK_S)
         self._store.close()
+
+    def _code_if_saved(self, code: int) -> int:
+        """``code``; or 75, if ranks were interrupted after a stop was asked for, and their last step is saved."""
+        if self.released or self._stops.first is None or code - 128 not in STOP_SIGNALS:
+            return code
+        status = self._files.ask(lambda: StatusFile.read(self._job.status), None, of=self._job.status)
+        is_saved = status is not None and status.last_saved_step == status.step >= self._workers.step
+        return EXIT_STOPPED if is_saved else code
 
     def _say_farewell(self, code: int) -> None:
         self._screen.close()

@@ -10,7 +10,7 @@ import site
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 #: Signals that ask the whole run to stop. Schedulers send most of them as a warning before the end of a job, some of
@@ -29,10 +29,10 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
 
-def handled_stop_signals() -> list[signal.Signals]:
-    """`STOP_SIGNALS` without SIGHUP where this process ignores it, as under ``nohup``: who began it so wants that."""
+def without_ignored_hangup(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """``signals`` without SIGHUP if this process ignores it, as under ``nohup``: it is to outlive its terminal."""
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [signum for signum in STOP_SIGNALS if not (nohup and signum == signal.SIGHUP)]
+    return [signum for signum in signals if not (nohup and signum == signal.SIGHUP)]
 
 
 def die_with_parent(parent: int) -> None:

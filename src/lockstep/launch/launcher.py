@@ -14,7 +14,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -104,9 +104,10 @@ def start(request: Request) -> int:
 
 
 def launch(
-    main: Callable[[], T],
+    main: Callable[..., T],
     ranks: int | str | None = None,
     *,
+    args: Sequence[Any] = (),
     run_dir: str | Path | None = None,
     resume: bool = False,
     fresh: bool = False,
@@ -116,14 +117,15 @@ def launch(
     hang_after_s: float | None = None,
     on_hang: OnHang | None = None,
 ) -> list[T]:
-    """Run ``main()`` on ``ranks`` ranks, such as from a notebook; returns what it returned, in the order of the ranks.
+    """Run ``main(*args)`` on ``ranks`` ranks, such as from a notebook; returns what it returned, in the ranks' order.
 
     The ranks are copies of this process, so ``main`` may be any function and use any variable; what it changes
     changes in the copies only. What it returns must be picklable.
 
     Args:
-        main: called without arguments on each rank.
+        main: called on each rank.
         ranks: a number, ``"gpu"`` or ``"cpu"``; None: one for each GPU, else one.
+        args: what ``main`` is called with, the same on each rank.
         run_dir: where the run writes its files; None: a new directory under ``runs``.
         resume: go on from the newest complete checkpoint in ``run_dir``.
         fresh: move an earlier run in ``run_dir`` aside.
@@ -149,7 +151,7 @@ def launch(
         if name == "strategy":
             split(str(value))
     request = Request(
-        Function(main),
+        Function(main, tuple(args)),
         nproc_per_node=ranks,
         run_dir=None if run_dir is None else str(run_dir),
         resume=resume,

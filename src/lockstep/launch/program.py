@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lockstep.errors import SettingError
 from lockstep.formatting import did_you_mean
-from lockstep.launch.request import Executable, Function, Module, Program, Script
+from lockstep.launch.request import Executable, Module, Program, Script
 
 _FIRST_LINE_BYTES = 200
 
@@ -30,9 +30,17 @@ def check_program(program: Program) -> None:
         if not path.exists():
             names = [str(near) for near in path.parent.glob("*.py")] if path.parent.is_dir() else []
             raise SettingError(f"no such file: {program.name}; {did_you_mean(program.name, names, 'check the path')}")
+        if path.suffix == ".ipynb":
+            raise SettingError(
+                f"{program.name} is a notebook: call lockstep.launch(main, ranks=2) in one of its cells, or make a "
+                f"script of it: jupyter nbconvert --to script {program.name}"
+            )
     elif isinstance(program, Executable):
         if shutil.which(program.name) is None:
             raise SettingError(f"--no-python {program.name}: no such program, or it may not be executed")
+    elif isinstance(program, Module) and program.name.endswith(".py") and Path(program.name).is_file():
+        module = ".".join(Path(program.name).with_suffix("").parts)
+        raise SettingError(f"-m {program.name}: -m takes the name of a module: -m {module}; or leave -m out")
     elif isinstance(program, Module):
         top, _, _ = program.name.partition(".")
         if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
@@ -114,14 +122,3 @@ def local_rank_option(program: Program) -> str:
     file = source_file(program)
     text = file.read_text(encoding="utf-8", errors="replace") if file is not None else ""
     return "--local_rank" if "--local_rank" in text and "--local-rank" not in text else "--local-rank"
-
-
-def mentions_lockstep(program: Program) -> bool:
-    """Whether the ranks of ``program`` probably use `Run`: its own source mentions Lockstep, or it is a function."""
-    if isinstance(program, Function):
-        return True
-    try:
-        file = source_file(program)
-        return file is not None and b"lockstep" in file.read_bytes()
-    except OSError:
-        return False  # it is gone meanwhile, which its ranks will tell

@@ -8,14 +8,19 @@ What is imported by a name that the program computes is not found, and neither i
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from lockstep.launch.program import source_file
-from lockstep.launch.request import Module, Program, Script
+from lockstep.launch.request import Function, Module, Program, Script
 
 #: More files are not compared: a program that has them is installed rather than written beside its script.
 _MOST_FILES = 500
+#: In more files nobody looks for the one that imports Lockstep: that takes longer than it is worth.
+_MOST_SEARCHED = 40
+#: What makes options that stand in no source: of the fields of installed classes, or of configuration files.
+_PARSES_BY_ITSELF = re.compile(rb"CLI\b|HfArgumentParser|jsonargparse|hydra|absl|\bgin\b|tyro|simple_parsing|omegaconf")
 
 
 def source_hashes(program: Program) -> Mapping[str, str]:
@@ -26,25 +31,47 @@ def source_hashes(program: Program) -> Mapping[str, str]:
     # Late: it loads a library of some megabytes, which launchers of one machine do without.
     import hashlib
 
+    return {name: hashlib.sha256(content).hexdigest()[:16] for name, content in _own_files(program, _MOST_FILES)}
+
+
+def mentions_lockstep(program: Program) -> bool:
+    """Whether the ranks of ``program`` probably use `Run`: a file of its own mentions Lockstep, or it is a function."""
+    if isinstance(program, Function):
+        return True
+    return any(b"lockstep" in content for _, content in _own_files(program, _MOST_SEARCHED))
+
+
+def unread_options(program: Program, known: Collection[str]) -> list[str]:
+    """Those of the ``known`` options among the program's arguments that its source does not mention.
+
+    Nothing is known of a program whose options are made by a library from something else, or that has no source here.
+    """
+    given = [] if isinstance(program, Function) else [each.partition("=")[0] for each in program.args]
+    options = [each for each in dict.fromkeys(given) if each.startswith("--") and each in known]
+    text = b"\n".join(content for _, content in _own_files(program, _MOST_SEARCHED)) if options else b""
+    if not text or _PARSES_BY_ITSELF.search(text):
+        return []
+    return [each for each in options if not re.search(each[2:].replace("-", "[-_]").encode(), text)]
+
+
+def _own_files(program: Program, most: int) -> Iterator[tuple[str, bytes]]:
+    """Path from the program's directory, and content, of its source and of what that imports, the nearest first."""
     file = source_file(program)
     if file is None or not isinstance(program, Script | Module):
-        return {}
+        return
     root = file.resolve().parent if isinstance(program, Script) else Path.cwd()
-    hashes: dict[str, str] = {}
-    waiting = [file.resolve()]
-    while waiting and len(hashes) < _MOST_FILES:
-        path = waiting.pop()
-        name = str(path.relative_to(root)) if path.is_relative_to(root) else path.name
-        if name in hashes:
+    waiting, seen = [file.resolve()], set[Path]()
+    while waiting and len(seen) < most:
+        path = waiting.pop(0)
+        if path in seen:
             continue
+        seen.add(path)
         try:
             content = path.read_bytes()
-            found = list(_imported(ast.parse(content), path, root))
+            yield str(path.relative_to(root)) if path.is_relative_to(root) else path.name, content
+            waiting += _imported(ast.parse(content), path, root)
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue
-        hashes[name] = hashlib.sha256(content).hexdigest()[:16]
-        waiting += found
-    return hashes
 
 
 def _imported(tree: ast.Module, path: Path, root: Path) -> Iterator[Path]:

@@ -75,9 +75,10 @@ class Executable:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function without arguments; its ranks are copies of the process that made it."""
+    """A function and its arguments; its ranks are copies of the process that made it."""
 
-    call: Callable[[], Any]
+    call: Callable[..., Any]
+    args: tuple[Any, ...] = ()
 
     @property
     def name(self) -> str:
@@ -221,6 +222,9 @@ def _endpoint(nnodes: str, endpoint: str | None, master_addr: str | None, master
             f"--nnodes {nnodes}: say where the machines meet, the same on each: --rdzv-endpoint HOST:PORT, with HOST "
             "one of them"
         )
+    before, colon, after = endpoint.rpartition(":")
+    if colon and ":" not in before and not after.isdigit():
+        raise SettingError(f"--rdzv-endpoint {endpoint}: {after!r} is no port; give HOST:PORT, with a number from 1")
     host, _, port = endpoint.rpartition(":") if re.search(r":\d+$", endpoint) else (endpoint, "", str(DEFAULT_PORT))
     if not host or not 0 < int(port) < 65536:
         option = "--master-addr and --master-port" if master_addr else f"--rdzv-endpoint {endpoint}"

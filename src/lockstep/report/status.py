@@ -51,7 +51,7 @@ class Status:
             words["speed"] = f"{count(self.samples_per_s)} samples/s"
         if self.loss is not None:
             words["loss"] = f"loss {self.loss:.4g}"
-        if self.eta_s is not None and not self.ended:
+        if self.eta_s is not None and not self.ended and self.step != self.steps_total:
             words["eta"] = f"{duration(self.eta_s)} left"
         if self.job_left_s is not None and not self.ended:
             words["job"] = f"job leaves {duration(self.job_left_s)}"

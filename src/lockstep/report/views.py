@@ -116,6 +116,8 @@ class LinesView:
         now_s = self._now()
         interval_s, since_s = line_interval_s(now_s - self._began_s), now_s - self._written_s
         new = _mark(status) != _mark(self._written)
+        if self._written is not None and status.step == self._written.step == status.steps_total:
+            new &= status.ended  # all is done, and the last line is about to come
         # The end is written at once, and once.
         due = new if status.ended else since_s >= (interval_s / 10 if new else interval_s)
         if due:

@@ -23,6 +23,7 @@ kept                 what the script has named in keep
 carried_state        what the script carries from step to step
 snapshot             what a checkpoint holds
 run_checkpoints      resume, save, stop with a checkpoint
+resume_proof         the first step after a resume is the one that followed the checkpoint
 resume_point         whether this rank still holds the state of the last finished step
 emergency            what ranks leave when another one dies; emergency_files: where; emergency_choice: which is used
 measures_journal     what one rank alone has measured, for that case
@@ -39,7 +40,7 @@ progress_reporter    where the run is, for the user and for the launcher
 
 measurement          what a benchmark's run measures before it ends; step_recorder: where a step's time goes
 
-loop_checks          what the loop's body must not do
+loop_checks          what the loop's body must not do; left_out_samples: micro-batches that have lost some
 outside_forward      methods of a model that do not train, named
 oom_advice           what to change where a GPU's memory is full
 evaluation_buffers   buffers in an evaluation are put back

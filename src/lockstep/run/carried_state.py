@@ -68,7 +68,9 @@ class CarriedState(MutableMapping[str, Any]):
         if self._used and position.of != self._of:
             self._move(position.of)
         self._of = position.of
-        if position.is_padding:
+        if position.is_replay:
+            self._current = _copied(self._by_index.get(position.index, {}))
+        elif position.is_padding:
             self._current = {}
         else:
             held = self._by_index.get(position.index)
@@ -79,6 +81,11 @@ class CarriedState(MutableMapping[str, Any]):
     def is_used(self) -> bool:
         """Whether the script carries anything."""
         return self._used
+
+    @property
+    def current(self) -> Mapping[str, Any]:
+        """What the current micro-batch carries to the next step so far; empty outside of the body."""
+        return {} if self._current is None or not self._used else self._current
 
     def step_is_done(self) -> None:
         """What the bodies of the step have written is carried on."""

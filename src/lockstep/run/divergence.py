@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from lockstep.checkpoint import SavedTree
@@ -35,11 +36,13 @@ class DivergenceCheck:
         self._group: Final = group
         self._equal_at = 0  # the last step after which ranks were equal
 
-    def compare(self, state: SavedTree, step: int) -> None:
+    def compare(self, state: SavedTree, step: int, *, in_step: bool = False) -> None:
         """Check that all tensors of ``state`` are the same on all ranks after ``step`` steps. Collective.
 
-        So must be the plain values of what the script keeps, under ``kept_values``. One pass over the tensors, and
-        about 1 ms; tensors that a rank holds a part of are left out. Waits for the GPU.
+        With ``in_step``, before the update of the one that follows.
+
+        So must be the plain values of what the script keeps, under ``kept_values``, and of kept schedulers. One pass
+        over the tensors, and about 1 ms; tensors that a rank holds a part of are left out. Waits for the GPU.
 
         Raises:
             MismatchError: naming the tensors and ranks that differ.
@@ -49,14 +52,15 @@ class DivergenceCheck:
             return
         tensors = dict(tensors_in(state))
         own = dict(zip(tensors, checksums(list(tensors.values())), strict=True))
-        own |= {name: zlib.crc32(repr(value).encode()) for name, value in _plain_in(state.get("kept_values", {}))}
+        plain = dict(state.get("kept_values", {})) | schedulers_in(state.get("kept", {}))
+        own |= {name: zlib.crc32(repr(value).encode()) for name, value in plain_in(plain)}
         found = zlib.crc32(repr(sorted(own.items())).encode())  # objects may tell of their parts in any order
         if len(set(self._group.gather_objects(found, "a checksum of all state"))) == 1:
             self._equal_at = step
             return
-        self._name_differences(own, step)
+        self._name_differences(own, step, in_step)
 
-    def _name_differences(self, own: dict[str, int], step: int) -> None:
+    def _name_differences(self, own: dict[str, int], step: int, in_step: bool) -> None:
         by_rank = self._group.gather_objects(own, "checksums of all state")
         differ = {}
         for name in dict.fromkeys(name for sums in by_rank for name in sums):
@@ -64,7 +68,8 @@ class DivergenceCheck:
             common = max(values, key=values.count)
             if any(value != common for value in values):
                 differ[name] = [rank for rank, value in enumerate(values) if value != common]
-        if alone := next((name for name in differ if any(name not in sums for sums in by_rank)), None):
+        alone = next((name for name in differ if any(name not in sums for sums in by_rank)), None)
+        if alone and not in_step:
             having = [rank for rank, sums in enumerate(by_rank) if alone in sums]
             raise MismatchError(
                 f"after step {step} only {format_ranks(having)} {'has' if len(having) == 1 else 'have'} {alone}: a "
@@ -74,8 +79,9 @@ class DivergenceCheck:
         first, ranks = next(iter(differ.items()))
         others = len(differ) - 1
         more = f", and {others} more tensor{'s differ' if others > 1 else ' differs'}" if others else ""
+        when = f"before the update of step {step + 1}" if in_step else f"after step {step}"
         raise MismatchError(
-            f"ranks hold different values after step {step}: {first} on {format_ranks(ranks)}{more}; they were equal "
+            f"ranks hold different values {when}: {first} on {format_ranks(ranks)}{more}; they were equal "
             f"after step {self._equal_at}. Something changes them differently on each rank, such as random numbers, "
             "the clock, run.rank, loading a file on one rank, or an optimizer of your own (under zero one that writes "
             "parameters outside of its step); nothing of it was saved"
@@ -135,16 +141,21 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
             yield from tensors_in(inner, f"{path}.{number}" if path else str(number))
 
 
-def _plain_in(value: Any, path: str = "run.kept") -> Iterator[tuple[str, object]]:
+def schedulers_in(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of schedulers among what is kept: what they decide counts for all ranks."""
+    return {name: state for name, state in kept.items() if isinstance(state, Mapping) and "last_epoch" in state}
+
+
+def plain_in(value: Any, path: str = "run.kept") -> Iterator[tuple[str, object]]:
     """The plain values within mappings and sequences, each with the way to it."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _plain_in(inner, f"{path}.{key}")
+            yield from plain_in(inner, f"{path}.{key}")
     elif isinstance(value, list | tuple):
         yield f"{path} (its length)", len(value)
         for number, inner in enumerate(value):
-            yield from _plain_in(inner, f"{path}.{number}")
-    elif value is None or isinstance(value, bool | int | float | str | bytes):
+            yield from plain_in(inner, f"{path}.{number}")
+    elif value is None or isinstance(value, bool | int | float | str | bytes | np.generic):
         yield path, value
 
 

@@ -39,7 +39,7 @@ from lockstep.run.left_behind import LeftBehind
 from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums
 from lockstep.run.metrics import MetricMeans, PassMetrics
 from lockstep.run.mirror import Mirror, open_mirror
-from lockstep.run.resume_point import ResumePoint
+from lockstep.run.resume_point import ResumePoint, described
 from lockstep.settings import Settings
 from lockstep.strategies import StatePart, Strategy, state_part
 from lockstep.world import World
@@ -264,19 +264,28 @@ class EmergencyMemory(Emergency):
     # ---- when a rank is lost -------------------------------------------------------------------------------------
 
     def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
-        """See `Emergency.leave`. It never raises, since the error that ended the run has to reach the user."""
+        """See `Emergency.leave`. It never raises, since the error that ended the run has to reach the user.
+
+        Where no state is left, the reason is: the next generation says it.
+        """
         if not self.notes and (self._mirror is None or not self._mirror.is_used):
             return
+        why_not = ""
         try:
             if self._copied is not None:
                 self._copied.take_in()
             if isinstance(error, MismatchError):
                 self._files.suspect(str(error))
-            elif is_peer_failure(error) and self.part is not None and (flat := point.take()) is not None:
-                with self._files.turn():
-                    self._leave(flat, about() | {"part": self.part.number, "parts": self.part.of})
-        except Exception:  # noqa: BLE001 - the script's own objects tell their state here, and may raise anything
-            pass  # the next generation resumes from the newest checkpoint
+            elif is_peer_failure(error) and self.part is not None:
+                if (flat := point.take()) is None:
+                    why_not = point.why_not
+                else:
+                    with self._files.turn():
+                        self._leave(flat, about() | {"part": self.part.number, "parts": self.part.of})
+        except Exception as raised:  # noqa: BLE001 - the script's own objects tell their state here: it may be anything
+            why_not = described(raised)
+        if why_not:
+            self._files.note_why_not(self._group.rank, why_not)
 
     def _leave(self, flat: FlatTree, about: StateTree) -> None:
         if about["parts"] > 1:
@@ -301,7 +310,11 @@ class EmergencyMemory(Emergency):
     def find(self) -> LeftBehind | None:
         """The newest complete state that ranks of any node have left; None if there is none. Collective."""
         own = self._files.left() if self._world.local_rank == 0 else Left()
-        choice = choose(self._group.gather_objects(own, "what survivors have left"), self._log_every)
+        nodes = self._group.gather_objects(own, "what survivors have left")
+        choice = choose(nodes, self._log_every)
+        for generation, why_not in (one for node in nodes for one in node.why_not):
+            if choice is None or choice.state.generation != generation:
+                self._say(why_not)
         return None if choice is None else LeftBehind(self._group, choice)
 
 

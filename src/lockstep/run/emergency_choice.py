@@ -56,6 +56,7 @@ class Left:
     journals: Journals = field(default_factory=dict)
     suspect: tuple[str, ...] = ()  #: generations whose ranks held different bits
     copied: Journals = field(default_factory=dict)  #: of ranks on another node, as far as they have come here
+    why_not: tuple[tuple[str, str], ...] = ()  #: by generation, why one of its ranks has left no state
 
 
 @dataclass(frozen=True, slots=True)

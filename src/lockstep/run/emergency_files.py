@@ -6,6 +6,7 @@
     MEMORY/run-0-generation-3-1f2e/mirror-0002            the part of rank 2 after the last two steps, see `mirror`
     MEMORY/run-0-generation-3-1f2e/left-0002              the part of rank 2 when another one died, as under hsdp
     MEMORY/run-0-generation-3-1f2e/suspect                its ranks held different bits: none of its states is used
+    MEMORY/run-0-generation-3-1f2e/why-not-0001           why rank 1 has left no state when another one died
 
 If the memory has too little room, a state is written to the run directory, under ``emergency``.
 """
@@ -35,6 +36,7 @@ _POLL_S = 0.01
 _STATE = "state-"
 _MEASURES = "measures-"
 _LEFT = "left"
+_WHY_NOT = "why-not-"
 #: The part of the free memory that a state may take.
 _SHARE = 0.8
 
@@ -108,6 +110,12 @@ class EmergencyFiles:
         """No state of this generation is to be used."""
         (self.own / "suspect").write_text(why)
 
+    def note_why_not(self, rank: int, why_not: str) -> None:
+        """``rank`` leaves no state, for a reason that the user is to know. Nothing is noted where there is no room."""
+        with contextlib.suppress(OSError):
+            text = f"rank {rank} left no state when another one died: {why_not}"
+            (self.own / f"{_WHY_NOT}{rank:04d}").write_text(text)
+
     def own_states(self) -> list[LeftState]:
         """The states that ranks of this generation have left so far."""
         return self._states(self._name)
@@ -116,16 +124,17 @@ class EmergencyFiles:
         """What earlier generations have left on this node."""
         states: list[LeftState] = []
         journals, copied = dict[tuple[str, int], Journal](), dict[tuple[str, int], Journal]()
-        suspect = []
+        suspect, why_not = [], []
         for directory in self._before():
             states += self._states(directory.name)
             if (directory / "suspect").exists():
                 suspect.append(directory.name)
+            why_not += [(directory.name, path.read_text()) for path in sorted(directory.glob(f"{_WHY_NOT}*"))]
             for found, name in ((journals, _MEASURES), (copied, COPIED)):
                 for path in directory.glob(f"{name}*"):
                     found[directory.name, int(path.name.rpartition("-")[2])] = read_journal(path)
         unique = {state.path: state for state in states}  # a generation may have written to both places
-        return Left(tuple(unique.values()), journals, tuple(suspect), copied)
+        return Left(tuple(unique.values()), journals, tuple(suspect), copied, tuple(why_not))
 
     def remove_before(self) -> None:
         """Remove the files of earlier generations."""

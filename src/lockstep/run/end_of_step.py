@@ -21,6 +21,7 @@ from lockstep.run.loaders import Loaders
 from lockstep.run.measurement import Measurement
 from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
 from lockstep.run.resume_point import ResumePoint
+from lockstep.run.resume_proof import ResumeProof
 from lockstep.run.run_log import LoggedRow, RunLog
 from lockstep.run.save_stop import Decision
 from lockstep.run.setup import RunContext
@@ -29,6 +30,8 @@ from lockstep.strategies import HasServerRanks
 
 #: Steps of this process after which every rank has ended one: if one is lost then, the others have a state to leave.
 _SAFE_STEPS: Final = 2
+#: Turns of the outer loop after which ranks compare what they have logged; later only now and then.
+_COMPARED_TURNS: Final = 2
 
 
 class EndOfStep:
@@ -43,11 +46,13 @@ class EndOfStep:
         warnings: NonFiniteWarnings,
         log: RunLog,
         point: ResumePoint,
+        proof: ResumeProof,
         measurement: Measurement | None = None,
     ) -> None:
         self._context: Final = context
         self._settings: Final = context.settings
         self.point: Final = point
+        self.proof: Final = proof
         self._snapshot: Final = snapshot
         self._position: Final = context.position
         self._identity: Final = context.identity
@@ -60,6 +65,7 @@ class EndOfStep:
         self._save_stop: Final = context.save_stop
         self._open_step = 0  # a step that is done, and whose body has not ended; 0: none
         self._checked = False  # of the open step: whether its loop was left, and all but the decisions was done
+        self._turns = 0  # of the outer loop, in this process
         self._rows_of_turn: list[LoggedRow] = []  # what the turn of the outer loop had logged that ended last
         self._save_again = False  # what a checkpoint of the last step would hold has changed since it was saved
         self.error: LockstepError | None = None  #: met where a loop was left by `break`, to be raised at the end
@@ -77,6 +83,7 @@ class EndOfStep:
         self.steps += 1
         self._position.evaluations = self._position.evaluations_done = 0
         self._context.metrics.step_is_done()
+        self.proof.step_is_done()
         # In what is left of the body ranks stand at different micro-batches, and are to draw alike.
         self._position.seed_script("body")
         self._context.marker.set_step(self._open_step)
@@ -102,6 +109,7 @@ class EndOfStep:
         if not checked:
             self._finite.step_ended()
         self._context.metrics.step_is_done()  # what the rest of the body has measured
+        self.proof.body_is_over()
         self._context.emergency.note_late(step)
         self._log.forget_rows()
         self.point.reach()
@@ -129,7 +137,11 @@ class EndOfStep:
         before = [row for row in self._log.rows if row[0] == self._position.progress.step] if self._open_step else []
         self.finish()
         self._rows_of_turn = [*before, *self._log.rows]
+        if self._turns < _COMPARED_TURNS or self._is_check_due:
+            self._log.compare_given()
+        self._turns += 1
         self.point.begin_turn()
+        self._say_missing_best(None)
 
     def begin_next(self, *, begins_pass: bool = False) -> None:
         """What follows belongs to the next step, where steps are recorded or measured.
@@ -171,6 +183,7 @@ class EndOfStep:
             self._save_again = True
             if not self.waits:
                 self.save()
+        self._say_missing_best(self._position.progress.step)
 
     def note_end(self) -> None:
         """Early stopping has ended the training: the last save says so, whatever was saved of the last step."""
@@ -179,6 +192,7 @@ class EndOfStep:
     def finish_last(self) -> None:
         """The training is over: the last step ends, and is saved or at least compared between ranks. Collective."""
         self.finish()
+        self._log.compare_given()
         checkpointer, step = self._context.checkpointer, self._position.progress.step
         # What the script has done since, such as with the best weights, is to be in the last checkpoint.
         if checkpointer.saved_step == step and self._snapshot.changed_since_taken():
@@ -187,6 +201,12 @@ class EndOfStep:
         if not self._context.directory:
             self._snapshot.compare_ranks()
         self.say_warnings()
+        self._say_missing_best(None, at_end=True)
+
+    def _say_missing_best(self, step: int | None, *, at_end: bool = False) -> None:
+        position = self._position
+        if self._context.directory and (said := position.best.missing(position.metrics, step, at_end=at_end)):
+            self._context.reporter.say(said)
 
     def carry_out(self, decision: Decision) -> None:
         """Save and stop, as all ranks have decided. Collective.
@@ -210,13 +230,11 @@ class EndOfStep:
         self._finite.settle()
         self.say_warnings()
         again, self._save_again = self._save_again, False
-        self._context.checkpointer.save(
-            self._snapshot.take,
-            self._position.progress.step,
-            self._whole_identity(),
-            again=again,
-            protect=self._position.best.step,
-        )
+        step = self._position.progress.step
+        if self._context.checkpointer.save(
+            self._snapshot.take, step, self._whole_identity(), again=again, protect=self._position.best.step
+        ):
+            self.proof.saved(step)
         self._save_stop.saved()
         self._context.marker.set_phase(phase)
 
@@ -287,3 +305,4 @@ class EndOfStep:
         error, self.error = self.error, None
         if error is not None:
             raise error
+        self._context.leaves.agree()

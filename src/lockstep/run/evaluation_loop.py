@@ -18,6 +18,7 @@ from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot
 from lockstep.run.start import TrainingStart
 from lockstep.run.train_step import TrainStep
+from lockstep.run.training_modes import modes_of, restore
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.strategies import ComputesLoss, HasServerRanks, evaluating
 
@@ -61,7 +62,11 @@ class EvaluationLoop:
         waits = self._end_of_step.waits
         with self._evaluation_mode(in_body=in_body):
             self._end_of_step.show("evaluating")
-            yield from self._micro_batches(loader, may_leave_early=not waits)
+            try:
+                yield from self._micro_batches(loader, may_leave_early=not waits)
+            except GeneratorExit:
+                self._context.leaves.leave("left the loop over run.evaluate(...)", self._position.progress.step)
+                raise
         if self._context.directory and not waits:
             self._end_of_step.carry_out(self._save_stop.after_evaluation())
         self._position.set_metrics(self._metrics.evaluate.reduce(self._context.group), keep_after=-1)
@@ -94,18 +99,22 @@ class EvaluationLoop:
     def _evaluation_mode(self, *, in_body: bool) -> Iterator[None]:
         """Modules are in evaluation mode within, and afterwards all is as it was before."""
         kept = [value for value in self._state.kept.values() if isinstance(value, nn.Module)]  # such as an average
-        modes = [(module, module.training) for model in (*self._state.models, *kept) for module in model.modules()]
-        for model in (*self._state.models, *kept):
-            model.eval()
+        modes = modes_of((*self._state.models, *kept))
+        for root, _ in modes:
+            root.eval()
         phase = self._context.marker.set_phase("evaluate")
         self._context.precision.forget_casts()  # the script may have exchanged weights in the body
         try:
-            with self._metrics.evaluating(), self._context.carried.out_of_reach():
+            with (
+                self._metrics.evaluating(),
+                self._context.carried.out_of_reach(),
+                self._state.beside.evaluating(self._context.group.size),
+            ):
                 yield
         finally:
             self._context.marker.set_phase(phase if in_body else "script")
-            for module, training in modes:
-                module.training = training
+            for root, of_modules in modes:
+                restore(root, of_modules)
             self._position.seed_script("body" if in_body else "outside")
             if in_body:
                 self._train_step.checks.note_buffers()

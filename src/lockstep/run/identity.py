@@ -18,6 +18,7 @@ from lockstep.data import SeenSamples
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import plural
 from lockstep.heartbeat import is_users
+from lockstep.seeding import drawn_states
 from lockstep.settings import Settings
 
 #: Settings of which the bits depend.
@@ -82,6 +83,19 @@ class RunIdentity:
             "device": "cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
             "torch": torch.__version__,
         }
+
+
+def compare_draws(group: Group, say: Callable[[str], None]) -> None:
+    """Say so if the script has drawn other random numbers on some ranks, before the run seeds them all. Collective."""
+    first, *others = group.gather_objects(drawn_states(), "comparison of random numbers")
+    for rank, states in enumerate(others, start=1):
+        if found := [name for name in {**first, **states} if states.get(name) != first.get(name)]:
+            say(
+                f"before Run(...), rank {rank} drew other random numbers than rank 0 ({', '.join(found)}): models "
+                "begin with rank 0's values, but whatever else was made of them is another one on each rank. Make it "
+                "after Run(...), which seeds all ranks alike"
+            )
+            return
 
 
 def code_of_user(modules: Mapping[str, ModuleType] | None = None) -> dict[str, str]:
@@ -235,22 +249,15 @@ def _describe_contents(before: Mapping[str, Sequence[Any]], now: Mapping[str, Se
     return texts
 
 
-def _describe_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
-    texts = []
-    for (was, were), (kind, groups) in zip(before, now, strict=False):
+def _check_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
+    # Their options are compared where they are loaded.
+    for (was, _), (kind, _) in zip(before, now, strict=False):
         if was != kind:
             raise CheckpointError(
                 f"the checkpoint's optimizer is {was}, and this script's {kind}, which has another state: use "
                 f"{was}, or start over with --fresh"
             )
-        for old, new in zip(were, groups, strict=False):
-            odd = [name for name in new if old.get(name, new[name]) != new[name]]
-            texts += [
-                f"{kind}: {name}={old[name]} of the checkpoint's run holds, not the {new[name]} of this script; to "
-                f"change it, set optimizer.param_groups[...][{name!r}] where run.step(loss) has returned True"
-                for name in odd
-            ]
-    return texts
+    return []
 
 
 #: What is texts of each part of an identity that differs, where it is not just its value.
@@ -259,7 +266,7 @@ _DESCRIBE: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
     "arguments": _describe_arguments,
     "lengths": _describe_lengths,
     "contents": _describe_contents,
-    "optimizers": _describe_optimizers,
+    "optimizers": _check_optimizers,
 }
 #: Whether they fit is decided where the position is known.
 _CHECKED_ELSEWHERE: Final = ("sizes", "samples", "orders")

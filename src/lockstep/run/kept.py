@@ -11,11 +11,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 
 from lockstep.errors import UsageError
 
-_LEAVES = (type(None), bool, int, float, str, bytes, torch.Tensor)
+_LEAVES = (type(None), bool, int, float, str, bytes, torch.Tensor, np.number, np.bool_)
 _DICTS = (dict, OrderedDict, Counter)
 
 
@@ -69,7 +70,7 @@ class PlainValue:
                 raise TypeError(f"a {type(state).__name__} was saved")
         if isinstance(state, torch.Tensor) and isinstance(self.value, torch.Tensor) and state.shape != self.value.shape:
             raise RuntimeError(f"it has shape {tuple(self.value.shape)}, and {tuple(state.shape)} was saved")
-        self.value = _restored(self.value, state)
+        self.value = restored(self.value, state)
 
 
 class Kept:
@@ -150,16 +151,16 @@ def _copied(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _restored(here: Any, saved: Any) -> Any:
+def restored(here: Any, saved: Any) -> Any:
     """``saved``, in what the script holds already wherever that can change in place."""
     if isinstance(here, dict) and isinstance(saved, dict):
-        new = {key: _restored(here.get(key), value) for key, value in saved.items()}
+        new = {key: restored(here.get(key), value) for key, value in saved.items()}
         here.clear()
         here.update(new)
         return here
     if isinstance(here, list) and isinstance(saved, list):
         known = [*here, *([None] * len(saved))]
-        here[:] = [_restored(known[index], value) for index, value in enumerate(saved)]
+        here[:] = [restored(known[index], value) for index, value in enumerate(saved)]
         return here
     if isinstance(here, torch.Tensor) and isinstance(saved, torch.Tensor) and _alike(here, saved):
         with torch.no_grad():

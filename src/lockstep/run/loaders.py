@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from lockstep.batch import BatchPlan, EpochSteps
 from lockstep.checkpoint import StateTree
 from lockstep.data import (
@@ -25,6 +27,7 @@ from lockstep.errors import DataError, MismatchError, UsageError
 from lockstep.formatting import format_ranks, plural
 from lockstep.run.identity import SeenContents
 from lockstep.run.loader_arguments import LoaderArguments
+from lockstep.run.replay import CheckSchedule
 from lockstep.run.setup import RunContext, cpus_of_this_rank
 from lockstep.run.to_device import on_device
 from lockstep.strategies import forward_is_collective
@@ -38,7 +41,7 @@ class _OpenPass:
 
     batches: Iterator[MicroBatch]
     order: int
-    step: int  #: the next one
+    step: int | None  #: the next one; None: it is within one
 
 
 class Loaders:
@@ -53,6 +56,23 @@ class Loaders:
         self._begun: Final[dict[int, int]] = {}  # the order that each is in
         self._orders: Final[dict[str, tuple[int, str]]] = {}
         self._contents: Final[dict[str, SeenContents]] = {}
+        self._chosen: Final[set[BatchPlan]] = set()  # those whose micro-batch nobody has given
+        settings, strategy = context.settings, context.strategy
+        may_round_anew = settings.reduction == "fast" and context.device.type == "cuda"
+        self._checks: Final = CheckSchedule(
+            settings.check_every,
+            replays=settings.replay and strategy.repeats_bits and not may_round_anew and context.measure is None,
+        )
+
+    def say_chosen(self, plan: BatchPlan) -> None:
+        """Tell the user of a micro-batch that was chosen for ``plan``, where a layer of a model normalises over it."""
+        context, modules = self._context, (m for model in self._context.state.models for m in model.modules())
+        divides = plan in self._chosen and plan.micro_batches > 1 and not context.settings.sync_batchnorm
+        if divides and any(isinstance(module, _BatchNorm) and module.training for module in modules):
+            context.reporter.say(
+                f"BatchNorm normalises over the {plan.micro_batch} samples of a micro-batch; to choose how many, give "
+                f"micro_batch=... beside global_batch={plan.global_batch}"
+            )
 
     def open(self, arguments: LoaderArguments) -> TorchLoader:
         """Make this rank's loader, with the settings over the arguments, and register it under its place among loaders.
@@ -75,6 +95,8 @@ class Loaders:
         plan = BatchPlan.of(
             global_batch or 0, arguments.micro_batch, replicas, varies=varies, in_turn=context.share.in_turn
         )
+        if arguments.micro_batch is None:
+            self._chosen.add(plan)
         on_gpu = context.device.type == "cuda"
         loader = open_micro_batch_loader(
             dataset,
@@ -164,17 +186,19 @@ class Loaders:
         What the pass finds of shards is kept in ``found``. Steps that follow each other are read in one go, also where
         something else comes between them.
         """
-        held = self._passes.pop(id(loader), None)
+        held = self._passes.get(id(loader))
         if held is None or held.step != step or held.order != order:
-            batches = loader.epoch(order, step, padding=self._padding("train"), found=found)
-            held = _OpenPass(self._on_device(loader, batches), order, step)
+            checks = self._checks.begin_pass(self._context.position.progress.step, loader.plan)
+            batches = loader.epoch(order, step, padding=self._padding("train"), found=found, checks=checks)
+            held = self._passes[id(loader)] = _OpenPass(self._on_device(loader, batches), order, step)
+        held.step = None  # if the script leaves it in the middle of the step, it cannot go on
         for batch in held.batches:
             if batch.position.last:
                 held.step = step + 1
-                self._passes[id(loader)] = held
                 yield batch
                 return
             yield batch
+        self._passes.pop(id(loader), None)
 
     def evaluation(self, loader: MicroBatchLoader) -> Iterator[MicroBatch]:
         """This rank's micro-batches of an evaluation, on its device; none on a rank that serves others. Collective.
@@ -195,7 +219,7 @@ class Loaders:
         return loader.length is not None and self._padding("evaluate") != "even"
 
     def training_length(self, loader: MicroBatchLoader, order: int, first_step: int) -> int | None:
-        """How many micro-batches `train` has here from ``first_step`` on; None for a stream without length."""
+        """How many micro-batches `train` has here from ``first_step`` on, without replays; None: nobody knows."""
         if self._context.share.replica is None:
             return 0
         return loader.micro_batches(order, first_step, padding=self._padding("train"))

@@ -8,20 +8,31 @@ step: where `Run.step` returns True. The same goes for parameters that it change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lockstep.collectives import local_part
 from lockstep.errors import UsageError
 from lockstep.run.divergence import checksums, tensors_in
 from lockstep.run.kept import Stateful, exposed
 from lockstep.run.state import State
-from lockstep.strategies import parameters_of
+from lockstep.strategies import Strategy, parameters_of
 
+WITHOUT_DDP: Final = (
+    "DistributedDataParallel around a model of this run: run.model(...) does what it does, and both would sum the "
+    "gradients; leave DistributedDataParallel out, and .module where the script asks for it"
+)
 _ONCE = "write `if run.step(loss): ...`, which is true once a step on any number of ranks"
+_FORWARD = (
+    ". If a forward pass in training mode did it, as BatchNorm does: call {name}.eval() before the loop; or give it to "
+    "run.model({name}) in place of run.keep(...), which keeps its buffers alike on all ranks"
+)
 
 
 class LoopChecks:
@@ -29,12 +40,10 @@ class LoopChecks:
 
     Args:
         state: what the run holds.
-        whole: whether this rank holds all parameters, which are then compared, too; asked in the loop.
     """
 
-    def __init__(self, state: State, *, whole: Callable[[], bool]) -> None:
+    def __init__(self, state: State) -> None:
         self._state: Final = state
-        self._whole: Final = whole
         self._options: list[Any] = []  # of all optimizers at the step's first backward pass
         # What the body began with, if it is compared at the body's end: marks of kept objects, checksums of parameters.
         self._kept_marks: dict[str, Any] | None = None
@@ -42,11 +51,15 @@ class LoopChecks:
         self._at_point: tuple[list[Any], dict[str, Any]] | None = None  # options, and marks of the kept objects
         self._buffer_versions: list[int] = []
         self.run_steps = True  #: whether an optimizer may step now: outside of the loop, and where the run does it
-        self._hook: Final = register_optimizer_step_pre_hook(self._before_step)
+        self._hooks: Final = (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_module_module_registration_hook(self._refuse_second_ddp),
+        )
 
     def close(self) -> None:
         """Optimizers may step at any time again."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def note_options(self) -> None:
         """A step's first backward pass: options of optimizers are from now on what they are."""
@@ -74,7 +87,11 @@ class LoopChecks:
     def begin_body(self, *, compare: bool) -> None:
         """A micro-batch is handed out; with ``compare``, what the body must not change is compared at its end."""
         self._kept_marks = {name: _mark(value) for name, value in self._state.kept.items()} if compare else None
-        self._checksums_before = self._checksums() if compare and self._whole() else None
+        self._checksums_before = self._checksums() if compare else None
+        if compare:
+            self._state.require_kept(sys._getframe())
+            if self._state.attributes is not None:
+                self._state.attributes.begin_body()
 
     def note_point(self) -> None:
         """A step has ended, and the run can be gone on from here: what changes until the next update is looked for."""
@@ -93,9 +110,20 @@ class LoopChecks:
         """The loop is left: the script may change anything now."""
         self._at_point = None
 
-    def allow_changes(self) -> None:
-        """What is to come of the body may change kept objects and parameters: `Run.step` will return True."""
+    def end_step(self, strategy: Strategy) -> None:
+        """Optimizers have stepped, and what is to come of the body may change kept objects and parameters.
+
+        Raises:
+            UsageError: if bodies are compared in this step, and an optimizer has state that cannot be saved.
+        """
+        if self._kept_marks is not None and self._state.attributes is not None:
+            self._state.attributes.require_storable(strategy)
         self._kept_marks = self._checksums_before = None
+
+    def body_steps(self) -> None:
+        """The body has come to its step."""
+        if self._state.attributes is not None:
+            self._state.attributes.end_of_body()
 
     def require_parameters_unchanged(self, index: int, of: int) -> None:
         """Check that no parameter has changed since `begin_body`.
@@ -111,8 +139,9 @@ class LoopChecks:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             raise UsageError(
                 f"{self._state.name_of(odd[0])}{more} changed in the loop's body on micro-batch {index} of {of} of a "
-                f"step, so the result would depend on the number of ranks: {_ONCE}. What the forward pass itself "
-                "moves, such as a codebook, must be a buffer (register_buffer)"
+                f"step, so the result would depend on the number of ranks: {_ONCE}. A weight that forward() limits or "
+                "derives is a parametrization (torch.nn.utils.parametrize) before run.model(...), and what forward() "
+                "moves by itself, such as a codebook, must be a buffer (register_buffer)"
             )
 
     def end_body(self, index: int, of: int) -> None:
@@ -125,9 +154,12 @@ class LoopChecks:
         before, self._kept_marks = self._kept_marks, None
         for name, mark in (before or {}).items():
             if _mark(self._state.kept[name]) != mark:
+                kept = exposed(self._state.kept[name])
+                moves = isinstance(kept, nn.Module) and kept.training and any(True for _ in kept.buffers())
                 raise UsageError(
-                    f"keep({name}={type(exposed(self._state.kept[name])).__name__}) was changed in the loop's body on "
+                    f"keep({name}={type(kept).__name__}) was changed in the loop's body on "
                     f"micro-batch {index} of {of} of a step, so the result would depend on the number of ranks: {_ONCE}"
+                    + (_FORWARD.format(name=name) if moves else "")
                 )
 
     def note_buffers(self) -> None:
@@ -151,11 +183,21 @@ class LoopChecks:
                 )
 
     def _checksums(self) -> dict[nn.Parameter, int]:
-        parameters = [p for model in self._state.models for p in model.parameters()]
-        return dict(zip(parameters, checksums(parameters), strict=True))
+        """Of what this rank holds of each parameter. A model that is divided may show what it has gathered instead."""
+        parameters: list[nn.Parameter] = []
+        for model, own in zip(self._state.models, self._state.parameters, strict=True):
+            is_divided = any(hasattr(p, "to_local") for p in own)
+            parameters += [p for p in (own if is_divided else model.parameters()) if not p.is_meta]
+        return dict(zip(parameters, checksums([local_part(p.detach()) for p in parameters]), strict=True))
 
     def _options_now(self) -> list[list[dict[str, Any]]]:
         return [[_plain(group) for group in optimizer.param_groups] for optimizer in self._state.optimizers]
+
+    def _refuse_second_ddp(self, outer: nn.Module, _name: str, inner: nn.Module | None) -> None:
+        if type(outer) is nn.parallel.DistributedDataParallel and not self._state.known_parameters.isdisjoint(
+            () if inner is None else inner.parameters()
+        ):
+            raise UsageError(WITHOUT_DDP)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self.run_steps:

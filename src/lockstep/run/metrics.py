@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 import torch
 
 from lockstep.batch import MicroBatchPosition
+from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
+from lockstep.run.reachable import find, script_roots
 
 # How many values wait on the device before they are fetched; each fetch waits for the device once.
 _FETCH = 512
@@ -29,9 +32,10 @@ Added = tuple[str, Number, Number, Number]
 
 
 class _Mean:
-    """One running mean."""
+    """One running mean; with ``finite_only``, of the values that are finite."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, finite_only: bool = False) -> None:
+        self._finite_only: Final = finite_only
         self.units = 0  # the sum of the finite values, in units of 2**-1074
         self.odd = 0.0  # the sum of the others: nan or an infinity, if there were any
         self.count = 0
@@ -57,6 +61,8 @@ class _Mean:
         self._waiting = []
 
     def add_number(self, value: float, weight: int, count: int) -> None:
+        if self._finite_only and not math.isfinite(value):
+            return
         self.count += count
         if math.isfinite(value):
             numerator, denominator = value.as_integer_ratio()
@@ -66,9 +72,10 @@ class _Mean:
 
 
 class MetricMeans:
-    """What was measured since the last `reduce`, by name."""
+    """What was measured since the last `reduce`, by name; with ``finite_only``, of values that are finite."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, finite_only: bool = False) -> None:
+        self._finite_only: Final = finite_only
         self._means: dict[str, _Mean] = {}
 
     def add(self, name: str, value: Number, weight: Number, count: Number) -> None:
@@ -101,18 +108,18 @@ class MetricMeans:
             mean.fetch()
         return {name: [m.units, m.odd, m.count] for name, m in self._means.items()}
 
-    def load(self, state: Mapping[str, list[int | float]], group: Group) -> None:
-        """Go on from `state`, whatever the number of ranks was: the leader holds it all."""
+    def load(self, state: Mapping[str, list[int | float]], *, here: bool) -> None:
+        """Go on from `state`, whatever the number of ranks was: it is all ``here``, or on another rank."""
         self._means = {}
         for name, (units, odd, count) in state.items():
-            if group.leads:
+            if here:
                 mean = self._of(name)
                 mean.units, mean.odd, mean.count = int(units), float(odd), int(count)
 
     def _of(self, name: str) -> _Mean:
         mean = self._means.get(name)
         if mean is None:
-            mean = self._means[name] = _Mean()
+            mean = self._means[name] = _Mean(finite_only=self._finite_only)
         return mean
 
 
@@ -122,21 +129,37 @@ class PassMetrics:
     Args:
         counts: whether this rank's micro-batches are counted here, and not on another rank of the same replica.
         recent: whether `recent` is wanted, too.
+        alike: whether the gradient of a step is the same on all ranks.
         notes: whether values are to be written down as they come, see `take_added`.
     """
 
-    def __init__(self, *, counts: bool, recent: bool = False, notes: bool = False) -> None:
+    def __init__(self, *, counts: bool, recent: bool = False, notes: bool = False, alike: bool = True) -> None:
         self._counts: Final = counts
         self._wants_recent: Final = recent
+        self._alike: Final = alike
         self._added: Final[list[Added] | None] = [] if notes else None  # in the step under way, and not taken yet
         self.has_called = False  #: whether something was measured since `take_added`, be it of no samples
         self.train = MetricMeans()  #: of the steps of this pass
         self.recent = MetricMeans()  #: of the steps since it was reduced last, in whatever pass
         self._of_step: Final[list[Added]] = []  # of the step under way, which may be discarded
+        # Norms of the steps' gradients, in the same way: apart, for where all ranks have the same none of them is lost.
+        self.norms = MetricMeans(finite_only=True)
+        self.recent_norms = MetricMeans(finite_only=True)
+        self._are_logged = False  # whether the recent ones are: then the next step's are the first
+        self._norms_of_step: Final[list[tuple[str, Number]]] = []
         self.evaluate = MetricMeans()
         self.inside: Literal["train", "evaluate"] | None = None  #: which pass the script is in
         self.position: MicroBatchPosition | None = None  #: of the micro-batch that the script has
         self.samples = 0  #: in it; 0 for one that counts for nothing on this rank
+        self.asked_counts = False  #: whether the script has asked if a micro-batch counts, to leave out what does not
+        self._bodies: Final[list[tuple[MicroBatchPosition, bool]]] = []  # of the step, and whether they count here
+        # The script's lists as they were before an evaluation in this body; None: there was none.
+        self._lists: list[tuple[object, int]] | None = None
+        self._names_of_losses = {"loss"}
+        #: Losses of the step under way, by the index of the micro-batch, while somebody wants them; None: nobody.
+        self.losses: dict[int, list[Number]] | None = None
+        #: told of each value that is measured in the micro-batch, if what that gives is compared
+        self.compares: Callable[[str, object], None] | None = None
 
     def refuse_nested(self, method: str) -> None:
         """Check that the script is in no pass; it calls ``method``.
@@ -161,19 +184,27 @@ class PassMetrics:
                 "`for` loop, which finishes it"
             )
 
+    @property
+    def in_replay(self) -> bool:
+        """Whether the script has a micro-batch that is computed once more: what it logs and says has been said."""
+        return self.inside == "train" and self.position is not None and self.position.is_replay
+
     def enter(self, method: Literal["train", "evaluate"]) -> None:
         """A pass begins."""
         self.inside = method
 
     def leave(self) -> None:
         """The pass is over."""
-        self.inside = self.position = None
+        self.inside = self.position = self._lists = None
         self.samples = 0
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """A context for an evaluation, also one inside of the body of `Run.train`, which has its means again after."""
         before = self.inside, self.position, self.samples
+        if self.inside == "train" and self._lists is None:
+            lists = find(script_roots(sys._getframe()), list).values()
+            self._lists = [(each, len(each)) for each in lists if isinstance(each, list)]
         self.evaluate = MetricMeans()
         self.inside = "evaluate"
         try:
@@ -184,12 +215,63 @@ class PassMetrics:
     def hand_out(self, position: MicroBatchPosition) -> None:
         """The micro-batch at ``position`` is the one to measure now."""
         self.position = position
-        self.samples = 0 if position.is_padding or not self._counts else position.samples
+        self.samples = 0 if position.is_padding or position.is_replay or not self._counts else position.samples
+        if self.inside == "train":
+            self._lists = None
+            if self._bodies and self._bodies[-1][0].last:
+                self._bodies.clear()
+            self._bodies.append((position, self.samples > 0))
 
-    def add_loss(self, value: Number, items: Number) -> None:
-        """``value`` is the loss of a micro-batch, the mean over ``items``, both `as_it_is`."""
+    def bodies(self, value: object) -> Sequence[tuple[MicroBatchPosition, bool]]:
+        """All micro-batches of the step that the script has had, and whether they count here, in its last body.
+
+        Empty elsewhere, and for a ``value`` that an evaluation in this body may have given.
+        """
+        is_last = self.inside == "train" and self.position is not None and self.position.last
+        is_of_step = self._lists is None or any(
+            value is each and isinstance(value, list) and len(value) == length for each, length in self._lists
+        )
+        return self._bodies if is_last and is_of_step else ()
+
+    def add_loss(self, name: str, index: int, value: Number, items: Number) -> None:
+        """``value`` is a loss of the step's micro-batch ``index``, the mean over ``items``, both `as_it_is`."""
+        self._names_of_losses.add(name)
         if self._counts:
-            self._note(("loss", value, items, items))
+            self._note((name, value, items, items))
+            if self.losses is not None:
+                self.losses.setdefault(index, []).append(value)
+
+    def add_norm(self, name: str, norm: torch.Tensor) -> None:
+        """The gradient of the step has ``norm``, the same on all ranks that step together. Does not wait for it."""
+        self._norms_of_step.append((name, as_it_is(norm)))
+
+    def begin_pass(self) -> None:
+        """A pass begins: what one that was left by ``break`` has measured is not this one's."""
+        self.train, self.norms = MetricMeans(), MetricMeans(finite_only=True)
+
+    def reduce_pass(self, group: Group) -> dict[str, float]:
+        """The means of the pass, over all ranks, which are empty from here on. Collective."""
+        norms, self.norms = self.norms, MetricMeans(finite_only=True)
+        return self.train.reduce(group) | self._means_of(norms, group)
+
+    def reduce_recent(self, group: Group) -> dict[str, float]:
+        """The means of the recent steps, in the same way, which are logged now. Collective."""
+        self._are_logged = True
+        return self.recent.reduce(group) | self._means_of(self.recent_norms, group)
+
+    def _means_of(self, norms: MetricMeans, group: Group) -> dict[str, float]:
+        state = norms.own() if self._alike else norms.state(group)
+        return {name: _mean(*parts) for name, parts in state.items()}
+
+    def norms_state(self) -> StateTree:
+        """What this rank has of norms, for a checkpoint."""
+        return {"pass": self.norms.own(), "recent": self.recent_norms.own(), "are_logged": self._are_logged}
+
+    def load_norms(self, state: SavedTree) -> None:
+        """Go on from `norms_state`; {}: there were none."""
+        self.norms.load(state.get("pass", {}), here=True)
+        self.recent_norms.load(state.get("recent", {}), here=True)
+        self._are_logged = state.get("are_logged", False)
 
     def step_is_done(self) -> None:
         """What was measured since the last call belongs to a step that was made."""
@@ -198,11 +280,21 @@ class PassMetrics:
             if self._wants_recent:
                 self.recent.add(*added)
         self._of_step.clear()
+        if self._norms_of_step and self._are_logged:
+            self.recent_norms, self._are_logged = MetricMeans(finite_only=True), False
+        for name, norm in self._norms_of_step:
+            self.norms.add(name, norm, 1, 1)
+            if self._wants_recent:
+                self.recent_norms.add(name, norm, 1, 1)
+        self._norms_of_step.clear()
 
     def forget_step(self) -> None:
         """What was measured since the last `step_is_done` belongs to a step that is discarded."""
         self._of_step.clear()
+        self._norms_of_step.clear()
         self.take_added()
+        if self.losses is not None:
+            self.losses.clear()
 
     def take_added(self) -> list[Added]:
         """What was measured in the step under way since this was last called, where it is written down."""
@@ -221,18 +313,24 @@ class PassMetrics:
         """
         if self.inside is None:
             raise UsageError("run.measure(...) outside of run.train(...) and run.evaluate(...): there are no samples")
-        if self.inside == "train" and "loss" in values:
+        if self.inside == "train" and (taken := self._names_of_losses & values.keys()):
+            name = min(taken)
             raise UsageError(
-                "run.measure(loss=...) in run.train(...): run.step(loss) measures its loss under that name; give "
-                "yours another, such as run.measure(my_loss=...)"
+                f"run.measure({name}=...) in run.train(...): run.step(loss) measures its loss under that name; give "
+                f"yours another, such as run.measure(my_{name}=...)"
             )
         self.has_called |= self.inside == "train"
         if count is not None and not values:
             raise UsageError("run.measure(count=...) says how many items a value is the mean of; name the value, too")
-        if not self.samples:
+        compares = self.compares if self.inside == "train" else None
+        if not self.samples and compares is None:
             return
         for name, value in values.items():
             added = measured(name, value, self.samples, count)
+            if compares is not None:
+                compares(f"run.measure({name}=...)", added[1])
+            if not self.samples:
+                continue
             if self.inside == "train":
                 self._note(added)
             else:

@@ -22,6 +22,8 @@ OnNan = Literal["stop", "warn", "ignore"]
 _Asked = tuple[torch.Tensor, list[tuple[str, str]], torch.cuda.Event]  # flags on their way, with what each means
 _LEAST_SCALE = 1.0  # of fp16's losses: sixteen skipped steps below the first one
 
+_OF_NOTHING: Final = "give the sum, for a mean over nothing is none: run.step(loss_sum, count=n, loss_is='sum')"
+
 
 class NonFiniteChecks:
     """Of one rank.
@@ -44,8 +46,8 @@ class NonFiniteChecks:
         self._flags: list[tuple[torch.Tensor, str, str]] = []  # of this step, on the GPU: what is not finite
         self._asked: _Asked | None = None  # of the step before
 
-    def loss(self, loss: torch.Tensor, step: int, index: int, of: int) -> None:
-        """The loss of micro-batch ``index``, of ``of``, is known, in the step after ``step`` steps.
+    def loss(self, loss: torch.Tensor, step: int, index: int, of: int, items: int | torch.Tensor) -> None:
+        """The loss of micro-batch ``index``, of ``of``, over ``items``, is known, in the step after ``step`` steps.
 
         Raises:
             NonFiniteError: if it is not finite and the run is to stop.
@@ -56,6 +58,10 @@ class NonFiniteChecks:
         if math.isfinite(value):
             return
         where = f"at step {step + 1} on rank {self._rank}, micro-batch {index} of {of}"
+        if isinstance(items, torch.Tensor) and not items.is_cpu:
+            where += f". If its count is 0: {_OF_NOTHING}"
+        elif not items:
+            where += f", whose count is 0: {_OF_NOTHING}"
         if loss.is_cpu:
             self._found("loss", f"the loss is {value:g} {where}")
         else:

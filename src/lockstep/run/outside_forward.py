@@ -15,10 +15,12 @@ def method_of(error: BaseException, models: Sequence[nn.Module]) -> str:
     """Such as ``VAE.decode``: the outermost method of one of ``models`` in the traceback; "" if it was called whole."""
     trace = error.__traceback__
     while trace is not None:
+        name = trace.tb_frame.f_code.co_name
+        if name in _CALLS and isinstance(trace.tb_frame.f_locals.get("self"), nn.Module):
+            return ""  # what comes is within a forward pass, such as a hook
         model = _model_of(trace.tb_frame, models)
         if model is not None:
-            name = trace.tb_frame.f_code.co_name
-            return "" if name in _CALLS else trace.tb_frame.f_code.co_qualname.replace("<locals>.", "")
+            return trace.tb_frame.f_code.co_qualname.replace("<locals>.", "")
         trace = trace.tb_next
     return ""
 

@@ -40,13 +40,28 @@ class ParameterSets:
             if len(known) != 1:
                 raise UsageError(
                     f"the run has {len(known)} optimizers; "
-                    + ("say run.step(loss, optimizer=...)" if known else "call run.optimizer(optimizer) first")
+                    + (
+                        "say run.step(loss, optimizer=...): the one that this loss trains, or a list [first, second]"
+                        if known
+                        else "call run.optimizer(optimizer) first"
+                    )
                 )
             return (known[0],)
         named = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
         if not all(any(o is k for k in known) for o in named):
             raise UsageError("step(optimizer=...): give what run.optimizer(...) returned")
         return named
+
+    def describe(self, target: ParameterSet) -> str:
+        """The optimizers of ``target``, in words that are the same on all ranks."""
+        for key, known in self._by_optimizers.items():
+            if known is target:
+                return " and ".join(
+                    f"optimizer {number} ({type(optimizer).__name__})"
+                    for number, optimizer in enumerate(self._state.optimizers)
+                    if id(optimizer) in key
+                )
+        raise AssertionError("no set of this run")
 
     def new_pass(self) -> None:
         """Before the first micro-batch: modules may have been replaced or added since the last one."""
@@ -57,6 +72,16 @@ class ParameterSets:
     def known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> ParameterSet | None:
         """The set of ``optimizers`` as it was when it was asked for last; None: it was not yet."""
         return self._by_optimizers.get(tuple(map(id, optimizers)))
+
+    def name_of_loss(self, target: ParameterSet) -> str:
+        """Under which name a loss for ``target`` is measured: with the numbers of its optimizers if others have none.
+
+        They are numbered from 0 in the order of `Run.optimizer`: ``loss_0``, ``loss_1``.
+        """
+        if target.everything:
+            return "loss"
+        key = next(key for key, known in self._by_optimizers.items() if known is target)
+        return "_".join(["loss", *(str(n) for n, known in enumerate(self._state.optimizers) if id(known) in key)])
 
     def current(
         self, optimizers: tuple[torch.optim.Optimizer, ...], in_step: Collection[ParameterSet], step: int
@@ -79,7 +104,9 @@ class ParameterSets:
         self._to_check.discard(key)
         found = self._make(optimizers)
         before = self._state.learning if target is None else frozenset(target.parameters)
-        if before.intersection(found.candidates) != set(found.parameters):
+        inside = {p for parameters in self._state.parameters for p in parameters}
+        # Those that no model has any more, as where weights were tied, are not to be waited for.
+        if not before <= inside or before.intersection(found.candidates) != set(found.parameters):
             if target in in_step:
                 raise UsageError(
                     "the trainable parameters have changed between two micro-batches of a step, so ranks would differ: "

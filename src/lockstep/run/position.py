@@ -65,6 +65,6 @@ class RunPosition:
         """Whether what has just been measured is the best value so far, which is then noted."""
         return self.best.note(self.metrics, self.measured_at, self.progress.step)
 
-    def seed_script(self, where: Literal["body", "outside"] = "outside") -> None:
+    def seed_script(self, where: Literal["gradients", "update", "body", "outside"] = "outside") -> None:
         """Random numbers that the script draws from here on are the same on all ranks."""
         seed_generators(seed_of(self._seed, where, self.progress.step, self.evaluations))

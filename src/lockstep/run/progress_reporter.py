@@ -34,11 +34,12 @@ class RunLength:
     steps_per_epoch: int | None = None
     samples_per_epoch: int | None = None
 
-    def steps_total(self) -> int | None:
-        """Steps of the whole run."""
+    def steps_total(self, progress: Progress) -> int | None:
+        """Steps of the whole run, if each epoch from that of ``progress`` on is as long as this one."""
         if self.epochs is None or self.steps_per_epoch is None:
             return self.steps
-        return self.epochs * self.steps_per_epoch
+        before = progress.step - progress.epoch_step
+        return max(progress.step, before + (self.epochs - progress.epoch) * self.steps_per_epoch)
 
     def samples_left(self, progress: Progress) -> int | None:
         """Samples that are still to train on."""
@@ -84,6 +85,13 @@ class ProgressReporter:
         else:
             self._view.line(text)
 
+    def print(self, text: str) -> None:
+        """One line of the user's own, from the leader: shown also where progress is not."""
+        if self._world.leads and isinstance(self._view, SilentView):
+            print(text, flush=True)  # noqa: T201 - in the place of a view
+        else:
+            self.say(text)
+
     def step(self, progress: Progress, length: RunLength, loss: Number | None, saved_step: SavedStep) -> bool:
         """A step is done. Costs about a microsecond, and four times a second what `show` does: whether it was time."""
         self._pace.observe(progress.samples)
@@ -105,7 +113,7 @@ class ProgressReporter:
         left = length.samples_left(progress)
         self._status = Status(
             step=progress.step,
-            steps_total=length.steps_total(),
+            steps_total=length.steps_total(progress),
             epoch=progress.epoch,
             epochs=length.epochs,
             samples_per_s=self._pace.samples_per_s,

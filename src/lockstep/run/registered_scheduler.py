@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
+from types import FrameType
 from typing import Any, Final
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.errors import UsageError
+from lockstep.run.reachable import find, look, script_roots
 
 
 class RegisteredScheduler:
@@ -45,6 +50,51 @@ class RegisteredScheduler:
         return [
             getattr(one, "last_epoch", None) for one in (self.scheduler, *getattr(self.scheduler, "_schedulers", ()))
         ]
+
+
+class UnregisteredSchedulers:
+    """Schedulers of a run's optimizers that the script steps, and has given neither to `Run.scheduler` nor to `keep`.
+
+    They are known by the script's variables: ``scheduler``, ``self.warmup``.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[LRScheduler, object]] = {}  # with what its state was when it was found
+        self._waiting: StateTree = {}  # saved states of those that the script has not made yet
+
+    def look(
+        self,
+        frame: FrameType,
+        optimizers: Collection[torch.optim.Optimizer],
+        known: Collection[object],
+    ) -> None:
+        """Look for those that the script has in ``frame`` and outward of it, but for the ``known`` ones."""
+        found = find(script_roots(frame), LRScheduler)
+        outer = [*found.values(), *known]
+        skip = {id(one) for each in outer for one in getattr(each, "_schedulers", ())} | {id(one) for one in known}
+        skip |= {id(scheduler) for scheduler, _ in self._found.values()}
+        for name, scheduler in found.items():
+            of_run = any(getattr(scheduler, "optimizer", None) is optimizer for optimizer in optimizers)
+            if isinstance(scheduler, LRScheduler) and of_run and id(scheduler) not in skip:
+                self._found[name] = scheduler, _marks(scheduler)
+                if name in self._waiting:
+                    scheduler.load_state_dict(self._waiting.pop(name))
+
+    def state(self) -> StateTree:
+        """The states of those that have changed since they were found."""
+        return {name: one.state_dict() for name, (one, first) in self._found.items() if _marks(one) != first}
+
+    def load(self, state: SavedTree) -> None:
+        """Put `state` back, also into those that the script makes later."""
+        for name, saved in state.items():
+            if name in self._found:
+                self._found[name][0].load_state_dict(saved)
+            else:
+                self._waiting[name] = saved
+
+
+def _marks(scheduler: LRScheduler) -> object:
+    return look({"": scheduler.state_dict()})
 
 
 def check_scheduler(scheduler: Any) -> None:

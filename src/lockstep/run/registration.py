@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from lockstep.errors import UsageError
 from lockstep.formatting import plural
 from lockstep.run.closures import check_closures, needs_closure, refuse_beside
 from lockstep.run.early_stopping import EarlyStopping
+from lockstep.run.loop_checks import WITHOUT_DDP
 from lockstep.run.registered_scheduler import RegisteredScheduler, check_scheduler
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
@@ -183,7 +185,7 @@ class Registration:
         """
         self._start.refuse_late("keep")
         for name, value in objects.items():
-            self._state.keep(name, value)
+            self._state.keep(name, value, sys._getframe())
 
 
 def check_model(model: nn.Module, state: State) -> None:
@@ -198,6 +200,8 @@ def check_model(model: nn.Module, state: State) -> None:
             f"run.model({type(model).__name__}) a second time: one call for each model, and what it returned is called "
             "from then on"
         )
+    for path, module in model.named_modules():
+        _check_module(path, module)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise UsageError(
@@ -221,6 +225,20 @@ def check_model(model: nn.Module, state: State) -> None:
                 f"{name} of {type(model).__name__} belongs to another model of this run, too, where it is "
                 f"{state.name_of(parameter)}: give run.model(...) one module that holds both, such as nn.ModuleDict"
             )
+
+
+def _check_module(path: str, module: nn.Module) -> None:
+    """Refuse a module that does itself what a run does, or whose forward pass changes a parameter."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise UsageError(WITHOUT_DDP)
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        weight = f"model.{path}.weight" if path else "model.weight"
+        raise UsageError(
+            f"{path or type(module).__name__} has max_norm={module.max_norm}: its forward pass scales the rows that a "
+            "micro-batch looks up, and ranks look up different ones. Leave max_norm out, and where run.step(loss) has "
+            "returned True, write `with torch.no_grad(): "
+            f"{weight}.renorm_({module.norm_type:g}, 0, {module.max_norm:g})`, which scales all that are too long"
+        )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:

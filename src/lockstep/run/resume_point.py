@@ -51,7 +51,8 @@ class ResumePoint:
         self._held = False
         self.is_turn = False  #: whether it is where a turn of the outer loop begins
         self._noted: _Noted | None = None  # where the script has been able to change something since
-        self._unsafe = ""  # what the loop's body changes before its step
+        self.why_not = ""  #: why `take` gives no state, where that lies with the script and not with the moment
+        self._unsafe = False  # by what the loop's body changes before its step
 
     def lose(self) -> None:
         """The state begins to change: from here on it is neither that of the last step nor of the next."""
@@ -60,6 +61,8 @@ class ResumePoint:
     def reach(self) -> None:
         """The body of a step is over: the run can be gone on from here."""
         self._held, self._noted, self.is_turn = True, None, False
+        if not self._unsafe:
+            self.why_not = ""
         if self._tree is not None:
             self._marked = self._marks_now()
 
@@ -77,7 +80,8 @@ class ResumePoint:
 
     def refuse(self, what: str) -> None:
         """The loop's body changes ``what`` before its step, so that no later moment is that at the body's end."""
-        self._unsafe = what
+        self._unsafe = True
+        self.why_not = f"{what} is changed in the loop's body before run.step(loss), and would be once more"
 
     def take(self) -> FlatTree | None:
         """The state, if this rank still holds it; to be asked when the step in work is discarded.
@@ -87,9 +91,10 @@ class ResumePoint:
         """
         if not self._held or self._tree is None or self._unsafe:
             return None
-        if self._noted is not None:
-            return self._noted.flat if self._noted.holds() else None
-        return FlatTree.of(self._tree()) if self._unchanged else None
+        if self._unchanged if self._noted is None else self._noted.holds():
+            return FlatTree.of(self._tree()) if self._noted is None else self._noted.flat
+        self.why_not = self.why_not or "the script has changed what a checkpoint holds since the last step ended"
+        return None
 
     @property
     def _unchanged(self) -> bool:
@@ -98,7 +103,8 @@ class ResumePoint:
     def _marks_now(self, *, afresh: bool = False) -> object:
         try:
             return self._marks(afresh=afresh)
-        except Exception:  # noqa: BLE001 - as in `_of_now`
+        except Exception as error:  # noqa: BLE001 - as in `_of_now`
+            self.why_not = described(error)
             return object()  # equals nothing
 
     def _of_now(self) -> _Noted | None:
@@ -106,8 +112,14 @@ class ResumePoint:
             return None
         try:
             return _Noted(FlatTree.of(self._tree()))
-        except Exception:  # noqa: BLE001 - a script's own objects may raise anything, and nobody has asked for a save
+        except Exception as error:  # noqa: BLE001 - a script's own objects may raise anything; nobody has asked for a save
+            self.why_not = described(error)
             return None
+
+
+def described(error: Exception) -> str:
+    """Why a state could not be had, in one line."""
+    return f"{type(error).__name__} while the state was collected: {' '.join(str(error).split())}"
 
 
 class _Noted:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 import torch
 from torch import nn
@@ -34,18 +34,22 @@ from lockstep.run.carried_state import CarriedState
 from lockstep.run.early_stopping import EarlyStopping
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.evaluation_loop import EvaluationLoop
+from lockstep.run.identity import compare_draws
 from lockstep.run.kept import Kept
 from lockstep.run.loader_arguments import LoaderArguments
 from lockstep.run.loaders import Loaders
 from lockstep.run.measurement import Measurement
 from lockstep.run.micro_batches import MicroBatches
+from lockstep.run.missing_names import no_attribute, refusing_unknown_arguments
 from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
 from lockstep.run.parameter_sets import Optimizers
 from lockstep.run.passes import call_site
 from lockstep.run.point_marks import PointMarks
 from lockstep.run.rank_operations import RankOperations
+from lockstep.run.rank_reads import RankReads
 from lockstep.run.registration import GivenModel, Registration
 from lockstep.run.resume_point import ResumePoint
+from lockstep.run.resume_proof import ResumeProof
 from lockstep.run.run_log import RunLog
 from lockstep.run.setup import set_up
 from lockstep.run.shutdown import Shutdown
@@ -58,7 +62,7 @@ from lockstep.run.whole_models import WholeModels
 from lockstep.script_end import close_at_script_end
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.settings import ResolvedSettings, Settings, changed
-from lockstep.strategies import TensorPlan
+from lockstep.strategies import HasServerRanks, TensorPlan
 from lockstep.world import World
 
 T = TypeVar("T")
@@ -93,6 +97,9 @@ class Run:
             One Chrome trace per rank is written to ``profile`` in the run's directory or that of its checkpoints, else
             in the working directory. None: nothing is recorded, at no cost.
         keep: number of the newest checkpoints that are kept.
+        resume_options: where a resumed script gives an optimizer other options than the run began with, such as ``lr``:
+            ``checkpoint`` leaves those of the checkpoint, ``script`` takes the script's, also as the base of torch's
+            schedulers, which go on where they were.
         emergency: under ``lockstep run`` with ``--max-restarts``: when a rank or a host is lost, the other ranks save
             the state of the last finished step in the memory of their hosts, and the restarted ranks continue from it.
             False: they continue from the newest checkpoint.
@@ -106,7 +113,8 @@ class Run:
             is saved, and kept in addition to the newest ones until there is a better one. For loss, error and
             perplexity (lower is better), and for accuracy, acc, f1, auc, iou and bleu (higher is better), the name is
             enough.
-        clip_norm: maximum global norm of a step's gradient.
+        clip_norm: maximum global norm of a step's gradient; the norm before is measured as ``grad_norm``. ``inf``
+            clips nothing.
         sync_batchnorm: BatchNorm over all micro-batches that the ranks compute at the same time; the result depends on
             the number of ranks.
         compile: `torch.compile` each model.
@@ -119,6 +127,11 @@ class Run:
         on_nan: what happens when a loss or a gradient is not finite: ``stop`` ends the run with `NonFiniteError` before
             the parameters are updated with it; ``warn`` prints a warning and keeps the checkpoint from before;
             ``ignore`` does nothing.
+        replay: in the first two steps of a pass, and every ``check_every`` steps, the loop's body gets the rank's first
+            micro-batch once more, before its last one, which counts for nothing: samples, losses, gradients, measured
+            values and buffers must have the same bits, else the run ends with an error that names what the body
+            changes. Costs at most 0.5 % of a long run. False: a body may have effects, such as stepping an
+            environment, and nothing finds one whose results depend on the number of ranks.
         check_every: ranks compare what they hold after every so many steps, in addition to the comparisons at saves and
             at the first step of each pass.
         peer_timeout_s: how many seconds a collective waits for the other ranks.
@@ -142,6 +155,7 @@ class Run:
         track: str | LogsValues | None = None,
         profile: str | None = None,
         keep: int = _DEFAULTS.keep,
+        resume_options: Literal["checkpoint", "script"] = _DEFAULTS.resume_options,
         emergency: bool = _DEFAULTS.emergency,
         mirror: bool = _DEFAULTS.mirror,
         best: str | None = None,
@@ -154,6 +168,7 @@ class Run:
         micro_batch: int | None = None,
         bucket_mb: float | None = None,
         on_nan: Literal["stop", "warn", "ignore"] = _DEFAULTS.on_nan,
+        replay: bool = _DEFAULTS.replay,
         check_every: int = _DEFAULTS.check_every,
         peer_timeout_s: float = _DEFAULTS.peer_timeout_s,
         rehearse: bool = False,
@@ -169,27 +184,30 @@ class Run:
         self.settings: Final = context.resolved
         self.device: Final = context.device
         checkpointer, group = context.checkpointer, context.group
-        warnings = NonFiniteWarnings(group, self.say, checkpointer.protect_newest)
+        warnings = NonFiniteWarnings(group, context.reporter.say, checkpointer.protect_newest)
         finite = NonFiniteChecks(context.settings.on_nan, group.rank, warnings.add, checkpointer.committed_step)
         snapshot = RunSnapshot(context)
         part = context.emergency.part if context.emergency.notes else None
         leaves = None if part is None else partial(snapshot.take_shared, part)
         point = ResumePoint(leaves, PointMarks(context.state))
+        proof = ResumeProof(context)
         self._train_step: Final = TrainStep(context, finite, point)
         self._loaders: Final = Loaders(context)
         self._log: Final = RunLog(context, tracker)
-        self._start: Final = TrainingStart(context, snapshot, self._log)
+        self._start: Final = TrainingStart(context, snapshot, self._log, proof)
         self._registration: Final = Registration(context, self._start)
         self._reports: Final = TrialReports(context, self._start, self._log)
         measurement = None if context.measure is None else Measurement(context, context.measure)
         end_of_step = EndOfStep(
-            context, snapshot, self._loaders, finite, warnings, self._log, point, measurement=measurement
+            context, snapshot, self._loaders, finite, warnings, self._log, point, proof, measurement=measurement
         )
         self._training: Final = TrainingLoop(context, self._loaders, self._start, self._train_step, end_of_step)
         self._evaluation: Final = EvaluationLoop(
             context, self._loaders, self._start, self._train_step, end_of_step, snapshot
         )
-        self._ranks: Final = RankOperations(group, context.world)
+        serving = context.settings.strategy if isinstance(context.strategy, HasServerRanks) else None
+        self._ranks: Final = RankOperations(group, context.world, context.metrics, context.leaves.agree, serving)
+        self._rank_reads: Final = RankReads(self.say)
         self._whole: Final = WholeModels(context, self._train_step)
         self._shutdown: Final = Shutdown(
             context,
@@ -201,20 +219,31 @@ class Run:
             self._training.end_open_pass,
             measurement,
         )
+        compare_draws(group, self.say)
         seed_generators(seed_of(context.settings.seed, "init"))
         close_at_script_end(self._shutdown.close)
         context.marker.set_phase("script")
+
+    if not TYPE_CHECKING:  # which knows the names by itself, and would take any for known
+        __init__ = refusing_unknown_arguments(__init__)
+
+        def __getattr__(self, name: str) -> object:
+            raise no_attribute(self, name)
 
     # ---- who and where -----------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
         """This rank's number, from 0."""
+        if not self._start.done:
+            self._rank_reads.look(sys._getframe(1), "rank")
         return self._context.group.rank
 
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
+        if not self._start.done:
+            self._rank_reads.look(sys._getframe(1), "world_size")
         return self._context.group.size
 
     @property
@@ -239,6 +268,7 @@ class Run:
         False for padding, which only lets this rank take part in collectives, and if another rank of the same replica
         counts it. `measure` and `step` do this for you.
         """
+        self._context.metrics.asked_counts = True
         return self._context.metrics.samples > 0
 
     @property
@@ -268,9 +298,13 @@ class Run:
         """Which rank of which world this is, and which launcher said so."""
         return self._context.world
 
-    def say(self, text: str) -> None:
-        """Print ``text`` on the leader, as one line that does not disturb the progress view; nothing on other ranks."""
-        self._context.reporter.say(text)
+    def say(self, *values: object) -> None:
+        """Print ``values`` on the leader, as `print` does, without disturbing the progress; nothing on other ranks.
+
+        Whatever view is shown, also none.
+        """
+        if not self._context.metrics.in_replay:
+            self._context.reporter.print(" ".join(map(str, values)))
 
     # ---- what is trained ----------------------------------------------------------------------------------------
 
@@ -620,9 +654,10 @@ class Run:
     def log(self, **values: object) -> dict[str, object]:
         """Write ``values`` and `metrics` to the run's record, and tell the user; the leader does, others return.
 
-        No collective: what it writes has been reduced. Also under ``if run.leads``. Step and epoch are written by
-        themselves. Epochs are counted from 1, as on the screen: the number that `epochs` gave need not be named, and
-        if it is, as in ``run.log(epoch=epoch)``, the same epoch is written.
+        No collective: what it writes has been reduced. Also under ``if run.leads``. What several ranks log after a pass
+        is compared later, except under names of times and the like. Step and epoch are written by themselves. Epochs
+        are counted from 1, as on the screen: the number that `epochs` gave need not be named, and if it is, as in
+        ``run.log(epoch=epoch)``, the same epoch is written.
 
         Returns:
             What was written, on every rank.
@@ -632,7 +667,8 @@ class Run:
         if everything.get("epoch") == epoch - 1:
             everything["epoch"] = epoch
         # What stands in a turn before the pass that goes on runs again after a resume.
-        if not self._start.resumes_within_turn:
+        if not (self._start.resumes_within_turn or self._context.metrics.in_replay):
+            self._log.note_given(values, self.progress.step)
             self._log.write(everything, self.progress.step, epoch)
         return everything
 
@@ -696,7 +732,12 @@ class Run:
         return self._ranks.mean(value)
 
     def gather(self, value: T) -> list[T]:
-        """Each rank's ``value``, by rank; anything that can be pickled. Collective."""
+        """Each rank's ``value``, by rank; anything that can be pickled. Collective.
+
+        Where `step` has returned True, a list with a tensor of each micro-batch of the step comes in the order of the
+        micro-batches, one list after another, and without those of micro-batches that do not count: as from ranks with
+        neighbouring micro-batches each, under every strategy.
+        """
         return self._ranks.gather(value)
 
     def broadcast(self, value: T) -> T:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 from typing_extensions import override
 
@@ -28,6 +28,12 @@ class RunCheckpointer(Protocol):
 
     saved_step: int | None  #: step of the last save that was begun or resumed from
     resumed_from: LeftBehind | None  #: what survivors have left, if that was taken
+    resumed: Identity | None  #: of the run that goes on, as it was saved; None: it begins
+
+    @property
+    def differs(self) -> bool:
+        """Whether something was reported that differs from the run that was resumed."""
+        ...
 
     def resume(
         self, *, asked: bool, fresh: bool, back_to: str | None = None, left: LeftBehind | None = None
@@ -45,12 +51,23 @@ class RunCheckpointer(Protocol):
 
     def save(
         self, tree: Callable[[], StateTree], step: int, identity: Identity, *, again: bool, protect: int | None
-    ) -> None:
+    ) -> bool:
         """Begin to save ``tree()`` as the state after ``step``, unless that is done and not to be done ``again``.
 
         From its commit on, the checkpoint of step ``protect`` is kept beside those that are kept anyway, and the one
         that was protected so before is not.
+
+        Returns:
+            Whether a save was begun.
         """
+        ...
+
+    def note_next_step(self, step: int, content: Mapping[str, Any]) -> None:
+        """Write beside the checkpoint of ``step`` what is known of the next one; see `Checkpoints.note_next_step`."""
+        ...
+
+    def next_step(self) -> tuple[Path, dict[str, Any] | None]:
+        """Where that is, and what it says, for the checkpoint that was resumed; None without any. Collective."""
         ...
 
     def committed_step(self) -> int | None:
@@ -66,6 +83,10 @@ class RunCheckpointer(Protocol):
 
         ``leave_together`` is called when the save has ended; it returns once all ranks have called it.
         """
+        ...
+
+    def leave_stopped(self, step: int, reason: str) -> NoReturn:
+        """Leave the process with code 75: ``step``, the last one, is saved. The leader says so. Not collective."""
         ...
 
     def close(self) -> None:
@@ -94,6 +115,12 @@ class NoCheckpointer(RunCheckpointer):
 
     saved_step: int | None = None
     resumed_from: LeftBehind | None = None
+    resumed: Identity | None = None
+
+    @property
+    def differs(self) -> bool:
+        """False."""
+        return False
 
     def resume(
         self, *, asked: bool, fresh: bool, back_to: str | None = None, left: LeftBehind | None = None
@@ -106,8 +133,16 @@ class NoCheckpointer(RunCheckpointer):
 
     def save(
         self, tree: Callable[[], StateTree], step: int, identity: Identity, *, again: bool, protect: int | None
-    ) -> None:
+    ) -> bool:
         """Nothing is saved."""
+        return False
+
+    def note_next_step(self, step: int, content: Mapping[str, Any]) -> None:
+        """Nothing is written."""
+
+    def next_step(self) -> tuple[Path, dict[str, Any] | None]:
+        """None."""
+        return Path(), None
 
     def committed_step(self) -> int | None:
         """None."""
@@ -118,6 +153,10 @@ class NoCheckpointer(RunCheckpointer):
 
     def stop(self, step: int, reason: str, leave_together: Callable[[], None]) -> None:
         """Never asked: signals do what they do without Lockstep."""
+
+    def leave_stopped(self, step: int, reason: str) -> NoReturn:
+        """Never asked: no step is saved."""
+        raise AssertionError("no step is saved")
 
     def close(self) -> None:
         """Nothing is open."""
@@ -145,11 +184,12 @@ class DirectoryCheckpointer(RunCheckpointer):
         self._say: Final = say
         self._end: Final = end  # gets to know how long a save takes
         self._began_s: float | None = None  # the save whose end was not seen yet
-        self._resumed: Identity | None = None
+        self.resumed: Identity | None = None
         self._said: set[str] = set()  # of what differs from it
         self._ended: Outcome | None = None  # how the last save ended
         self.saved_step: int | None = None
         self.resumed_from: LeftBehind | None = None
+        self._resumed_at: Saved | None = None  # the checkpoint, if it was one
 
     def resume(
         self, *, asked: bool, fresh: bool, back_to: str | None = None, left: LeftBehind | None = None
@@ -171,7 +211,7 @@ class DirectoryCheckpointer(RunCheckpointer):
             and (survived := left.load()) is not None
             and not self._lacks_best(survived)
         ):
-            self._resumed, self.resumed_from = left.about, left
+            self.resumed, self.resumed_from = left.about, left
             self._say(f"goes on from step {left.step} ({left.origin})")
             return survived
         if saved is None:
@@ -186,7 +226,7 @@ class DirectoryCheckpointer(RunCheckpointer):
                 f"To start over: lockstep run --fresh ..., {FRESH}=1 python {script}, or another directory"
             )
         tree: StateTree = self._checkpoints.load(saved)
-        self._resumed, self.saved_step = saved.about, saved.step
+        self.resumed, self._resumed_at, self.saved_step = saved.about, saved, saved.step
         self._say(f"resumed at step {saved.step} from {saved.path}")
         return tree
 
@@ -207,8 +247,9 @@ class DirectoryCheckpointer(RunCheckpointer):
         there = self._checkpoints.steps()
         if step not in there:
             what = "it has no best one: give Run(best='max accuracy'), or" if wanted == "best" and not best else "give"
+            option = f"--resume-from {wanted}" if RUN_DIR in os.environ else f"{RESUME_FROM}={wanted}"
             raise SettingError(
-                f"{RESUME_FROM}={wanted}: {self._checkpoints.root} has checkpoints of steps "
+                f"{option}: {self._checkpoints.root} has checkpoints of steps "
                 f"{', '.join(map(str, there))}; {what} one of these"
             )
         if (aside := self._checkpoints.archive(after=step)) is not None:
@@ -222,7 +263,7 @@ class DirectoryCheckpointer(RunCheckpointer):
             CheckpointError: if the steps would hold other samples than those of the run that saved, or an optimizer is
                 of another class.
         """
-        before = self._resumed or identity
+        before = self.resumed or identity
         for name, (global_batch, micro_batch) in identity.get("sizes", {}).items():
             was_global, was_micro = before["sizes"].get(name, (global_batch, micro_batch))
             # What is opened within the outer loop, and so named by +, may have other sizes in its next turn.
@@ -258,14 +299,29 @@ class DirectoryCheckpointer(RunCheckpointer):
                 self._say(text)
             self._said.add(text)
 
+    @property
+    def differs(self) -> bool:
+        """See `RunCheckpointer.differs`."""
+        return bool(self._said)
+
     @override
     def save(
         self, tree: Callable[[], StateTree], step: int, identity: Identity, *, again: bool, protect: int | None
-    ) -> None:
-        if again or self.saved_step != step:
+    ) -> bool:
+        begins = again or self.saved_step != step
+        if begins:
             self._began_s = time.monotonic()
             self._checkpoints.save(tree(), step, identity, protect=protect)
             self.saved_step = step
+        return begins
+
+    @override
+    def note_next_step(self, step: int, content: Mapping[str, Any]) -> None:
+        self._checkpoints.note_next_step(step, content)
+
+    @override
+    def next_step(self) -> tuple[Path, dict[str, Any] | None]:
+        return (Path(), None) if self._resumed_at is None else self._checkpoints.next_step(self._resumed_at)
 
     @override
     def committed_step(self) -> int | None:
@@ -289,6 +345,10 @@ class DirectoryCheckpointer(RunCheckpointer):
         leave_together()
         if self._checkpoints.last_committed_step != step:
             raise CheckpointError(f"stopped by {reason} at step {step}, and its checkpoint was not saved")
+        self.leave_stopped(step, reason)
+
+    @override
+    def leave_stopped(self, step: int, reason: str) -> NoReturn:
         # The launcher gives the command, where there is one, or goes on by itself.
         again = "" if RUN_DIR in os.environ else "; run it again with --resume to go on"
         self._say(f"stopped by {reason} at step {step}, which is saved{again}")

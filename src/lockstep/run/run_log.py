@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
 import torch
 
+from lockstep.errors import MismatchError
 from lockstep.report import LogsValues, MetricsFile, TrackerContext, TrackerThread, open_trackers, record_row
 from lockstep.run.setup import RunContext
 
@@ -20,6 +22,14 @@ Ending = Literal["ended", "stopped", "failed"]
 #: For how many seconds a run waits for its trackers. To import one of them takes a busy machine half a minute; who
 #: stops a run waits for about as long in all.
 _TRACKERS_S: Final[Mapping[Ending, float]] = {"ended": 60.0, "stopped": 15.0, "failed": 2.0}
+_MOST_GIVEN: Final = 1000  # values that wait to be compared
+#: Names of what each rank measures of itself, such as time and memory.
+_OF_RANK: Final = re.compile(
+    r"(^|_)(time|wall|clock|s|ms|secs?|seconds?|minutes?|hours?|elapsed|took|duration|eta|speed|throughput|fps|its?|tps|"
+    r"mem|memory|[kmg]i?b|bytes|vram|ram|rss|cpu|gpu|cuda|util|utili[sz]ation|power|watts?|pid|host|rank|local|date|"
+    r"timestamp)(_|$)",
+    re.IGNORECASE,
+)
 
 
 class RunLog:
@@ -38,6 +48,7 @@ class RunLog:
         self._every: Final = None if every is None else int(every.every)
         self._file: MetricsFile | None = None
         self._trackers: list[TrackerThread] = []
+        self._given: dict[tuple[str, int], list[float]] = {}  # what the script has logged, by name and step
         self.rows: list[LoggedRow] = []  #: what was logged since `forget_rows`, on every rank
 
     def open(self, step: int) -> None:
@@ -78,12 +89,47 @@ class RunLog:
         texts = (f"{name} {_on_screen(value)}" for name, value in ({"epoch": epoch} | values).items())
         self._context.reporter.say(f"step {step}: " + ", ".join(texts))
 
+    def note_given(self, values: Mapping[str, object], step: int) -> None:
+        """The script has given ``values`` itself: they are to be the same on all ranks that log them.
+
+        Not within a pass, where ranks stand at other micro-batches.
+        """
+        if self._context.metrics.inside is not None or self._context.group.size == 1 or len(self._given) > _MOST_GIVEN:
+            return
+        for name, value in values.items():
+            number = value.item() if isinstance(value, torch.Tensor | np.generic) and not value.ndim else value
+            if isinstance(number, int | float) and not _OF_RANK.search(name):
+                self._given.setdefault((name, step), []).append(number)
+
+    def compare_given(self) -> None:
+        """Check that what the script has logged since the last call is the same on all ranks. Collective.
+
+        What only some have logged is theirs.
+
+        Raises:
+            MismatchError: naming the first value that is not.
+        """
+        given, self._given = self._given, {}
+        if self._context.share.replica is None:
+            given = {}  # it serves others, and has no micro-batches
+        first, *others = self._context.group.gather_objects(given, "what run.log(...) was given")
+        for rank, theirs in enumerate(others, 1):
+            for (name, step), values in first.items():
+                pairs = zip(values, theirs.get((name, step), ()), strict=False)
+                if odd := next(((one, other) for one, other in pairs if repr(one) != repr(other)), None):
+                    raise MismatchError(
+                        f"run.log({name}=...) after step {step}: it is {odd[0]:.6g} on rank 0 and {odd[1]:.6g} on rank "
+                        f"{rank}, and the first would be shown as that of all ranks. Use run.measure({name}=...) in "
+                        "the loop over micro-batches, or run.sum(...) of what each rank has added up; what is one "
+                        "rank's own on purpose is logged under `if run.leads:`"
+                    )
+
     def write_recent(self) -> None:
         """A step has ended: after every so many, what they measured is written. Collective then."""
         position, context = self._context.position, self._context
         if self._every is not None and position.progress.step % self._every == 0:
-            means = {f"{name}_step": mean for name, mean in context.metrics.recent.reduce(context.group).items()}
-            self.write({**means}, position.progress.step, position.epoch_number)
+            means = {f"{name}_step": mean for name, mean in context.metrics.reduce_recent(context.group).items()}
+            self.write(means | _learning_rates(context.state.optimizers), position.progress.step, position.epoch_number)
 
     def forget_rows(self) -> None:
         """A step has ended: a run that goes on from there logs again what comes from here on."""
@@ -100,6 +146,13 @@ class RunLog:
             while (left_s := until - time.monotonic()) > 0 and not tracker.has_ended(min(left_s, 1.0)):
                 self._context.marker.set_phase("exit")  # to wait for it is no hang
             tracker.close(_TRACKERS_S[ending])
+
+
+def _learning_rates(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, object]:
+    """The learning rate of each optimizer's first group, which the next step takes; ``lr`` where there is one alone."""
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers if "lr" in optimizer.param_groups[0]]
+    names = ["lr"] if len(optimizers) == 1 else [f"lr_{number}" for number in range(len(rates))]
+    return dict(zip(names, rates, strict=False))
 
 
 def _on_screen(value: object) -> str:

@@ -23,6 +23,7 @@ from lockstep.report import refuse_unknown_trackers
 from lockstep.run.carried_state import CarriedState
 from lockstep.run.emergency import Emergency, NoEmergency, open_emergency, writes_emergency
 from lockstep.run.identity import RunIdentity
+from lockstep.run.leave_agreement import LeaveAgreement
 from lockstep.run.metrics import PassMetrics
 from lockstep.run.oom_advice import free_bytes, gpu_memory
 from lockstep.run.position import RunPosition
@@ -78,6 +79,7 @@ class RunContext:
     checkpointer: RunCheckpointer
     stop_requests: StopRequests
     save_stop: SaveStopController
+    leaves: LeaveAgreement
     identity: RunIdentity
     state: State
     position: RunPosition
@@ -143,7 +145,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     # What a dead rank's survivors leave may be of another trial: a trial goes on from its own checkpoint.
     has_emergency = measure is None and current_trial() is None
     notes = has_emergency and writes_emergency(env, settings, group, strategy)
-    metrics = PassMetrics(counts=share.counts, recent=settings.log_every is not None, notes=notes)
+    metrics = PassMetrics(counts=share.counts, recent=settings.log_every is not None, notes=notes, alike=share.in_step)
     # A script's second run is asked to stop where its first one is.
     of_script = job.run_dir is not None and current_trial() is None and measure is None
     stop_requests = StopRequests(Path((job.run_dir if of_script else directory) or ".", STOP_FILE), deadline)
@@ -168,6 +170,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         save_stop=SaveStopController(
             group, settings.save_every, stop_requests.reason, deadline, peer_timeout_s=settings.peer_timeout_s
         ),
+        leaves=LeaveAgreement(group),
         identity=RunIdentity(settings, threads, device),
         state=State(),
         position=RunPosition(settings.seed, settings.best),

@@ -74,12 +74,17 @@ class Shutdown:
                 self._train_step.close()
                 context.marker.set_phase("exit")
             if ends_well:
+                if self._start.done:
+                    context.leaves.agree()
+                    context.leaves.leave("ended the run", self._position.progress.step, error)
+                    context.leaves.agree()
                 self._finish()
             else:
                 context.checkpointer.abandon()
                 self._report(error)
         finally:
             self._save_stop.close()
+            context.leaves.close()
             context.stop_requests.unlisten()
             self._loaders.close()
             if self._measurement is not None:
@@ -117,6 +122,9 @@ class Shutdown:
                 self._position.ended = True
                 self._end_of_step.note_end()
             self._end_of_step.finish_last()
+            length = self._position.length
+            if step and not self._end_of_step.steps and (length.epochs is not None or length.steps is not None):
+                self._context.reporter.say(f"it was complete already, at step {step}: nothing was trained")
         checkpointer.close()
         missing = self._start.done and not checkpointer.has(step)
         self._end_of_step.show("unsaved" if missing else "done")
@@ -126,9 +134,17 @@ class Shutdown:
             checkpointer.leave_without(step)
 
     def _report(self, error: BaseException | None) -> None:
-        """Tell the user why the run ends, unless the user interrupted it."""
+        """Tell the user why the run ends, unless the user interrupted it.
+
+        Raises:
+            SystemExit: with code 75, for an interrupt of a run that was asked to stop, and whose last step is saved.
+        """
+        context = self._context
         if isinstance(error, KeyboardInterrupt):
             step, saved = self._position.progress.step, self._context.checkpointer.committed_step()
+            if saved == step and (reason := self._context.stop_requests.reason()):
+                self._end_of_step.show("stopped")  # the launcher learns of it, too
+                self._context.checkpointer.leave_stopped(step, reason)
             self._context.reporter.say(
                 f"interrupted at step {step}; " + ("nothing is saved" if saved is None else f"saved: step {saved}")
             )
@@ -139,6 +155,8 @@ class Shutdown:
             method = method_of(error, self._state.models)
             if note := explain(self._context.strategy, error, method) or explain_missing(error, self._position.metrics):
                 error.add_note(note)
+            if parted := context.leaves.explain(error):
+                error.add_note(parted)
             add_advice(error)
             write_torchelastic_error(error, os.environ)
 

@@ -53,7 +53,7 @@ class RunSnapshot:
             "carry": self._carried.state(),
             "is_left": self._position.is_left,
         }
-        self._divergence.compare(tree, self._position.progress.step)
+        self._compare(tree)
         self._marks_of_taken = tree_marks(objects)
         return tree
 
@@ -95,6 +95,7 @@ class RunSnapshot:
             "ended": position.ended,
             "reports": position.reports,
             "best": position.best.as_dict(),
+            "norms": self._metrics.norms_state(),
         }
 
     def compare_ranks(self) -> None:
@@ -104,7 +105,7 @@ class RunSnapshot:
             MismatchError: if they do not.
         """
         if self._context.share.in_step and self._context.group.size > 1:
-            self._divergence.compare(self._objects(), self._position.progress.step)
+            self._compare(self._objects())
 
     def compare_models(self) -> None:
         """Check that ranks are about to evaluate the same models and kept modules, where each holds them whole.
@@ -135,8 +136,10 @@ class RunSnapshot:
             {name: value for name, value in tree.items() if name not in ("models", "optimizers", "strategy")}
         )
         context.precision.load_state_dict(tree["scaler"])
-        self._metrics.train.load(tree["measures"], context.group)
-        self._metrics.recent.load(tree["recent"] if context.settings.log_every else {}, context.group)
+        recent, leads = bool(context.settings.log_every), context.group.leads
+        self._metrics.train.load(tree["measures"], here=leads)
+        self._metrics.recent.load(tree["recent"] if recent else {}, here=leads)
+        self._metrics.load_norms(tree.get("norms", {}))  # what was saved before norms were measured has none
         self._carried.load(tree["carry"])
         self._position.metrics = dict(tree["metrics"])
         self._position.measured_at = dict(tree["measured_at"])
@@ -162,14 +165,24 @@ class RunSnapshot:
         """Put back how many evaluations came since the last step, but for those that a resumed script repeats."""
         self._position.evaluations = self._position.evaluations_done = tree["evaluations"]
 
+    def _compare(self, tree: StateTree) -> None:
+        # A module's attributes may tell of this rank's samples, such as the last ones that it has seen.
+        shared = {name: value for name, value in tree.items() if name != "attributes"}
+        self._divergence.compare(shared, self._position.progress.step)
+
     def _objects(self) -> StateTree:
         """The state of models, optimizers, schedulers and of what is kept. Collective."""
         context = self._context
+        if self._state.attributes is not None:
+            self._state.attributes.require_storable(context.strategy)
         tree = self._state.tree(context.strategy.state_layout)
+        of_leader = ["attributes", "unregistered_schedulers"]
         if isinstance(context.strategy, HasServerRanks) or not context.share.in_step:
             # On ranks that serve, the script's own objects have not moved; on ranks that step by themselves, each has
             # moved otherwise. A checkpoint holds the leader's, not a mixture.
-            kept = {name: tree[name] for name in ("kept", "kept_values", "kept_transient", "transient")}
+            of_leader += ["kept", "kept_values", "kept_transient", "transient"]
+        if context.group.size > 1:
+            kept = {name: tree[name] for name in of_leader}
             outline = context.group.broadcast_object(as_absent_shards(kept), "what is kept")
             tree |= as_owned_shards(kept) if context.group.leads else outline
         if isinstance(context.strategy, ComputesLoss):

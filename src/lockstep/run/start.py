@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Final
 
-from lockstep.checkpoint import Checkpoints, StateTree
+from lockstep.checkpoint import Checkpoints, SavedTree, StateTree
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.launch_contract import FRESH, RESUME, RESUME_FROM
 from lockstep.run.identity import compare_ranks
 from lockstep.run.left_behind import LeftBehind
+from lockstep.run.resume_proof import ResumeProof
 from lockstep.run.run_log import RunLog
+from lockstep.run.script_options import ScriptOptions
 from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot
+from lockstep.strategies import HasServerRanks
 from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial, directory_of_run
 
 
@@ -26,6 +30,7 @@ class TrainingStart:
         context: RunContext,
         snapshot: RunSnapshot,
         log: RunLog,
+        proof: ResumeProof,
     ) -> None:
         self._context: Final = context
         self._state: Final = context.state
@@ -33,8 +38,10 @@ class TrainingStart:
         self._position: Final = context.position
         self._identity: Final = context.identity
         self._log: Final = log
+        self._proof: Final = proof
         self._save_stop: Final = context.save_stop
         self._tree_within_turn: StateTree | None = None  # of a checkpoint, until its pass goes on
+        self._options: ScriptOptions | None = None
         self.done = False
 
     @property
@@ -58,12 +65,18 @@ class TrainingStart:
         if not self._state.models:
             raise UsageError("no model yet: call `model = run.model(model)` before the loop")
         self.done = True
+        self._state.require_same_dtypes()
+        self._state.note_attributes(self._context.device)
+        self._state.look_for_schedulers(sys._getframe())
         self._identity.note_script(self._state.optimizers)
+        self._options = ScriptOptions(self._state)
         compare_ranks(self._context.group, self._identity.script)
         left = self._resume()
         self._log.open(self._position.progress.step)
         if left is not None:
             self._log_what_may_be_missing(left)
+        if not isinstance(self._context.strategy, HasServerRanks):  # servers leave by themselves
+            self._context.leaves.open()
         if self._context.directory:
             # Not before: while there is nothing to save, signals do what they do without Lockstep.
             if threading.current_thread() is threading.main_thread():
@@ -79,7 +92,7 @@ class TrainingStart:
         tree, self._tree_within_turn = self._tree_within_turn, None
         if tree is None:
             return False
-        self._snapshot.restore(tree)
+        self._restore(tree)
         self._snapshot.restore_evaluations(tree)
         return self._position.is_left
 
@@ -100,8 +113,11 @@ class TrainingStart:
         """The leader may have died before it wrote what the others had taken for logged. Collective."""
         if not left.turn:
             self._log.write_recent()
-            if self._tree_within_turn is not None and not self._context.metrics.recent.own():
-                self._tree_within_turn["recent"] = {}
+            if self._tree_within_turn is not None:
+                metrics = self._context.metrics
+                if not metrics.recent.own():
+                    self._tree_within_turn["recent"] = {}
+                self._tree_within_turn["norms"]["are_logged"] = metrics.norms_state()["are_logged"]
         for step, epoch, values in left.rows:
             self._log.write(dict(values), step, epoch)
 
@@ -126,14 +142,31 @@ class TrainingStart:
                 self._inherit(trial, trial.inherits)
             return None
         checkpointer.compare(self._identity.script, within_pass=())
-        if changed := self._snapshot.restore(tree):
+        self._proof.resumed()
+        changed, options = self._restore(tree)
+        for text in options:
+            self._context.reporter.say(text)
+        if changed:
             self._context.reporter.say(
                 f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} "
-                "learned, or did not, when the checkpoint was saved, and the script has it otherwise: the "
-                "checkpoint holds"
+                "learned or was in training mode, or not, when the checkpoint was saved, and the script has it "
+                "otherwise: the checkpoint holds"
             )
         self._tree_within_turn = tree if self._snapshot.restore_position(tree) else None
         return left if left is not None and checkpointer.resumed_from is left else None
+
+    def _restore(self, tree: SavedTree) -> tuple[list[str], list[str]]:
+        """Put back what a checkpoint holds, with the script's options of optimizers if these are to hold. Collective.
+
+        Returns:
+            See `RunSnapshot.restore`, and texts about options.
+        """
+        changed = self._snapshot.restore(tree)
+        assert self._options is not None, "the training has begun"
+        began = (self._context.checkpointer.resumed or self._identity.script)["optimizers"]
+        script_holds = self._context.settings.resume_options == "script"
+        self._identity.script["optimizers"], said = self._options.settle(began, script_holds=script_holds)
+        return changed, list(dict.fromkeys(said))
 
     def _inherit(self, trial: CurrentTrial, parent: Path) -> None:
         """Begin with the weights of the run of this place in another trial, whose directory is ``parent``."""

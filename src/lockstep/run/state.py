@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -11,10 +12,14 @@ from torch import nn
 from lockstep.checkpoint import SavedModel, SavedTree, StateTree
 from lockstep.collectives import in_memory
 from lockstep.errors import CheckpointError, UsageError
+from lockstep.run.attributes import RunAttributes
+from lockstep.run.beside_modules import BesideModules
 from lockstep.run.divergence import checksum
 from lockstep.run.early_stopping import EarlyStopping
 from lockstep.run.kept import PlainValue, Stateful, as_stateful, exposed
-from lockstep.run.registered_scheduler import RegisteredScheduler
+from lockstep.run.kept_variables import KeptVariables
+from lockstep.run.registered_scheduler import RegisteredScheduler, UnregisteredSchedulers
+from lockstep.run.training_modes import TrainingModes
 from lockstep.strategies import StateLayout, Strategy, sparse_parameters
 
 
@@ -32,8 +37,16 @@ class State:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.with_closure = False  #: whether the run's only optimizer computes losses through a closure
         self.schedulers: list[RegisteredScheduler] = []
+        self.unregistered: Final = UnregisteredSchedulers()
         self.kept: dict[str, Stateful] = {}
         self.early_stopping: dict[str, EarlyStopping] = {}  # by metric
+        self.attributes: RunAttributes | None = None  # once the training has begun
+        self._dtypes: list[dict[str, torch.dtype]] = []  # of each model's parameters and buffers, by name
+        self._names: list[set[str]] = []  # of each model's parameters when the training began
+        self.modes: list[TrainingModes] = []  # of each model
+        self.beside: Final = BesideModules(self.models, self.kept)
+        self._kept_variables: Final = KeptVariables(self.kept)
+        self._kept_modes: dict[str, TrainingModes] = {}  # of each kept module
         self._transient: list[TransientBuffers] = []  # of each model
         self._kept_transient: dict[str, TransientBuffers] = {}  # of each kept module
 
@@ -46,6 +59,39 @@ class State:
         self.sparse |= sparse_parameters(model).keys()
         self.buffers += model.named_buffers()
         self._transient.append(TransientBuffers(model))
+        self.modes.append(TrainingModes(model))
+        self._dtypes.append(_dtypes(model))
+
+    def require_same_dtypes(self) -> None:
+        """Check that models compute with the numbers that they had when they were registered.
+
+        Raises:
+            UsageError: if one was converted since.
+        """
+        for model, dtypes in zip(self.models, self._dtypes, strict=True):
+            for name, dtype in _dtypes(model).items():
+                if dtypes.get(name, dtype) != dtype:
+                    raise UsageError(
+                        f"{name} of {type(model).__name__} was {dtypes[name]} when run.model(...) was called, and is "
+                        f"{dtype} now: convert the model before, as in run.model(model.to({dtype}))"
+                    )
+
+    def require_same_names(self) -> None:
+        """Check that parameters are called what they were called when the training began.
+
+        Raises:
+            UsageError: if one is not, so that no resumed script could load it.
+        """
+        for model, names in zip(self.models, self._names, strict=False):
+            now = {name for name, _ in model.named_parameters()}
+            if odd := sorted(now ^ names):
+                raise UsageError(
+                    f"{', '.join(odd[:3])} of {type(model).__name__} came or went since the training began, as where "
+                    "weights are pruned or a part is added: a resumed script makes the model as it was at first, and "
+                    "could not load the checkpoint. Do it before run.epochs(...), with values that change nothing "
+                    "until then (a mask of ones, prune.identity); or train the parts one after another, each in a "
+                    "run of its own"
+                )
 
     def rescan(self) -> None:
         """Modules may have been replaced or added since: which parameters and buffers the models have now."""
@@ -62,8 +108,12 @@ class State:
                     return name
         return f"a parameter of shape {tuple(parameter.shape)}"
 
-    def keep(self, name: str, value: object) -> None:
-        """Save ``value`` under ``name``.
+    def numbered(self, name: str, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+        """``name`` for what is measured of the step of ``optimizers``: with the first one's number, if not of all."""
+        return name if len(optimizers) == len(self.optimizers) else f"{name}_{self.optimizers.index(optimizers[0])}"
+
+    def keep(self, name: str, value: object, frame: FrameType | None = None) -> None:
+        """Save ``value`` under ``name``; the script is in ``frame``, or outward of it.
 
         Raises:
             UsageError: if it cannot be saved, or the name is taken.
@@ -73,6 +123,29 @@ class State:
         self.kept[name] = as_stateful(name, value)
         if isinstance(value, nn.Module):
             self._kept_transient[name] = TransientBuffers(value)
+            self._kept_modes[name] = TrainingModes(value)
+        self._kept_variables.note(name, frame)
+
+    def require_kept(self, frame: FrameType) -> None:
+        """Check that what the script wants kept is what is saved.
+
+        Raises:
+            UsageError: if a value cannot be saved, or the script has another object now in its variable.
+        """
+        for kept in self.kept.values():
+            if isinstance(kept, PlainValue):
+                kept.state_dict()
+        self._kept_variables.require_bound(frame)
+
+    def look_for_schedulers(self, frame: FrameType) -> None:
+        """Find those that the script steps itself, where it has called the run in ``frame``."""
+        self.unregistered.look(frame, self.optimizers, [*(s.scheduler for s in self.schedulers), *self.kept.values()])
+
+    def note_attributes(self, device: torch.device) -> None:
+        """The training begins: attributes that differ from now on are state."""
+        kept = {name: value for name, value in self.kept.items() if isinstance(value, nn.Module)}
+        self._names = [{name for name, _ in model.named_parameters()} for model in self.models]
+        self.attributes = RunAttributes(self.models, kept, self.optimizers, device)
 
     def tree(self, layout: StateLayout) -> StateTree:
         """The state of every object, of models and optimizers as ``layout`` gives it. Collective where that is."""
@@ -81,11 +154,15 @@ class State:
             "about_models": [SavedModel.of(m).tree() for m in self.models],
             "learn": [{name: p.requires_grad for name, p in m.named_parameters()} for m in self.models],
             "transient": [buffers.state() for buffers in self._transient],
+            "modes": [modes.state() for modes in self.modes],
             "optimizers": [layout.optimizer_state(o) for o in self.optimizers],
             "schedulers": [s.scheduler.state_dict() for s in self.schedulers],
+            "unregistered_schedulers": self.unregistered.state(),
             "kept": {n: v.state_dict() for n, v in self.kept.items() if not isinstance(v, PlainValue)},
             "kept_values": {n: v.state_dict() for n, v in self.kept.items() if isinstance(v, PlainValue)},
             "kept_transient": {name: buffers.state() for name, buffers in self._kept_transient.items()},
+            "attributes": {} if self.attributes is None else self.attributes.state(),
+            "kept_modes": {name: modes.state() for name, modes in self._kept_modes.items()},
         }
 
     def load_models(self, tree: SavedTree, strategy: Strategy) -> None:
@@ -100,7 +177,8 @@ class State:
         """Put `tree` back. Collective.
 
         Returns:
-            The parameters that learn, or do not, as they did when it was saved and not as the script has just said.
+            The parameters that learn, or do not, and the modules that are in training mode, or not, as they were when
+            it was saved and not as the script has just said.
 
         Raises:
             CheckpointError: if the script made other objects than the one that saved, or one of them does not fit.
@@ -110,6 +188,7 @@ class State:
         # Of models and optimizers, a strategy reads what this rank needs; the rest is small.
         tree = in_memory({name: value for name, value in tree.items() if name not in ("models", "optimizers")})
         _load_all("schedulers", [s.scheduler for s in self.schedulers], tree["schedulers"], _load)
+        self.unregistered.load(tree.get("unregistered_schedulers", {}))
         kept = tree["kept"] | tree["kept_values"]
         if set(kept) != set(self.kept):
             raise CheckpointError(
@@ -118,6 +197,7 @@ class State:
             )
         for name, value in self.kept.items():
             _load_one(f"keep({name}=...)", value, kept[name], _load)
+        self._kept_variables.restored()
         for buffers, state in zip(self._transient, tree["transient"], strict=True):
             buffers.load(state)
         for name, state in tree["kept_transient"].items():
@@ -128,7 +208,17 @@ class State:
                 if parameter.requires_grad != learn.get(name, parameter.requires_grad):
                     parameter.requires_grad_(learn[name])
                     changed.append(name)
+        for modes, saved in zip(self.modes, tree.get("modes", ()), strict=False):  # older checkpoints have none
+            changed += modes.load(saved)
+        for name, saved in tree.get("kept_modes", {}).items():
+            changed += [f"keep({name}=...).{module}" for module in self._kept_modes[name].load(saved)]
+        if self.attributes is not None:
+            self.attributes.load(tree.get("attributes", {}))
         return changed
+
+
+def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def _load_all(kind: str, here: list[Any], saved: list[Any], load: Callable[[Any, Any], None]) -> None:

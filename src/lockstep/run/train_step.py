@@ -19,22 +19,24 @@ number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
 from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 
-from lockstep.batch import MicroBatchPosition
-from lockstep.errors import PeerLost, UsageError
-from lockstep.formatting import plural
+from lockstep.batch import MicroBatchPosition, StepCheck
+from lockstep.errors import UsageError
 from lockstep.run.closures import ClosureSteps, HeldMicroBatch
 from lockstep.run.loop_checks import LoopChecks
 from lockstep.run.metrics import as_it_is
 from lockstep.run.nonfinite import NonFiniteChecks
 from lockstep.run.parameter_sets import Optimizers, ParameterSets
+from lockstep.run.replay import Replays
 from lockstep.run.resume_point import ResumePoint
 from lockstep.run.setup import RunContext
+from lockstep.run.step_losses import StepLosses
+from lockstep.run.update_checks import UpdateChecks
 from lockstep.strategies import (
     ComputesLoss,
     HasServerRanks,
@@ -43,12 +45,14 @@ from lockstep.strategies import (
     before_optimizer_step,
     before_update,
     begin_micro_batch,
-    can_update_trainable,
     describe_loss,
     is_loss,
 )
 
-Count = int | torch.Tensor | None
+_AS_USUAL: Final = nullcontext()
+
+Items = int | torch.Tensor
+Count = Items | None
 Loss = torch.Tensor | Callable[..., torch.Tensor]
 LossKind = Literal["mean", "sum"]
 
@@ -56,11 +60,12 @@ LossKind = Literal["mean", "sum"]
 class CurrentMicroBatch:
     """The micro-batch that the loop's body has, and what the body has done with it so far."""
 
-    __slots__ = ("due", "ended", "failed", "finished", "position", "reached")
+    __slots__ = ("due", "ended", "failed", "finished", "position", "reached", "with_loss")
 
     def __init__(self, position: MicroBatchPosition) -> None:
         self.position: Final = position
         self.reached: set[ParameterSet] = set()  #: parameters with a backward pass of this micro-batch
+        self.with_loss: set[torch.optim.Optimizer] = set()  #: the optimizers whose parameters these are
         #: The optimizers that step after this micro-batch, if it is the step's last one, by their parameters.
         self.due: dict[ParameterSet, tuple[torch.optim.Optimizer, ...]] = {}
         self.finished = False  #: every optimizer had its loss
@@ -71,18 +76,6 @@ class CurrentMicroBatch:
     def complete(self) -> bool:
         """Whether this was the last micro-batch of a step, and the step is done."""
         return self.finished and self.position.last and not self.failed
-
-
-@dataclass(slots=True)
-class _StepLosses:
-    """The losses of the step so far."""
-
-    #: For each set of parameters that had a loss: whether the loss came with a count.
-    has_counts: dict[ParameterSet, bool] = field(default_factory=dict)
-    #: The sums of these counts.
-    counts: dict[ParameterSet, int | torch.Tensor] = field(default_factory=dict)
-    #: For each micro-batch whose loss a pipeline has not computed yet: its number of items.
-    items: dict[int, int | torch.Tensor] = field(default_factory=dict)
 
 
 class TrainStep:
@@ -97,14 +90,18 @@ class TrainStep:
         self._state: Final = state
         self._clip_norm: Final = context.settings.clip_norm
         self._finite: Final = finite
-        self.checks: Final = LoopChecks(state, whole=lambda: can_update_trainable(strategy))
+        self._carried: Final = context.carried
+        self.replays: Final = Replays(state)
+        self.checks: Final = LoopChecks(state)
+        self.updates: Final = UpdateChecks(context)
         self._marker: Final = context.marker
         self._metrics: Final = context.metrics
         self._position: Final = context.position
         self._emergency: Final = context.emergency
+        self._leaves: Final = context.leaves
         self._point: Final = point
         self._sets: Final = ParameterSets(group, strategy, state, context.settings.strategy)
-        self._losses = _StepLosses()
+        self._losses: Final = StepLosses(group, strategy, state, self._sets, self.checks)
         self._weights: Final[dict[tuple[float, torch.dtype, torch.device], torch.Tensor]] = {}
         # Like the weights of losses that are not known yet; rounded later, they are what the others are.
         self._widest: Final = torch.empty((), dtype=torch.float64, device=group.device)
@@ -112,15 +109,13 @@ class TrainStep:
         self.current: CurrentMicroBatch | None = None
         self._closures: Final = ClosureSteps(context)
 
-    def begin(self, position: MicroBatchPosition, step: int, *, compare: bool) -> CurrentMicroBatch:
-        """The micro-batch at ``position`` is handed to the user, after ``step`` steps.
-
-        With ``compare``, checks are made that cost more, too.
-        """
+    def begin(self, position: MicroBatchPosition, step: int) -> CurrentMicroBatch:
+        """The micro-batch at ``position`` is handed to the user, after ``step`` steps."""
         self.current = current = CurrentMicroBatch(position)
         self._step = step
         begin_micro_batch(self._strategy, current.position)
-        self.checks.begin_body(compare=compare)
+        self.checks.begin_body(compare=position.check is not StepCheck.NONE)
+        self.replays.begin(position)
         self.checks.run_steps = False
         return current
 
@@ -130,17 +125,16 @@ class TrainStep:
         """See `Run.backward`. The losses that have become known by it are measured."""
         current = self._in_loop("run.step(...) or run.backward(...)")
         position = current.position
+        items = position.samples if count is None else count
         if loss_is != "mean":
-            loss = _mean_of(loss, loss_is, position.samples if count is None else count)
-        target = self._sets.current(self._sets.named(optimizer), self._losses.has_counts, self._step)
+            loss = _mean_of(loss, loss_is, items)
+        optimizers = self._sets.named(optimizer)
+        target = self._sets.current(optimizers, self._losses.has_counts, self._step)
         if current.finished or any(not target.places.keys().isdisjoint(other.places) for other in current.reached):
             raise UsageError(
                 "a second run.step(loss) for the same parameters in one micro-batch: add the losses up and call it once"
             )
-        if target in self._losses.has_counts:
-            self._check_again(target, current, counts=count is not None)
-        else:
-            self._check_first(target, current, counts=count is not None)
+        self._losses.begin(target, position, self._step, counts=count is not None)
         task = self._task(loss, data, target) if callable(loss) else None
         pipeline = None if task is None else self._computes_loss
         if task is None and self._state.with_closure:
@@ -150,38 +144,46 @@ class TrainStep:
                 "F.cross_entropy(model(images), labels), in place of its value"
             )
         random_state = self._closures.random_state() if self._state.with_closure else []
-        value = None if pipeline is not None else self._value_of(loss, task, position)
+        counts = not position.is_padding and not position.is_replay
+        if self.replays.play is not None:
+            self.replays.play.note_loss(count)
+        value = None if pipeline is not None else self._value_of(loss, task, position, items)
         current.reached.add(target)
+        current.with_loss.update(optimizers)
+        if position.last and not position.is_replay:
+            self._leaves.enter(self._step + 1)
         self._marker.set_phase("reduction" if position.last and self._group.size > 1 else "backward")
-        if count is not None and not position.is_padding:
-            self._losses.counts[target] = self._losses.counts.get(target, 0) + count
+        if count is not None and counts:
+            self._losses.add_count(target, count)
         # The loss is a mean over the micro-batch's items, the gradient one over the step's: each weighs what it holds.
-        items = position.samples if count is None else count
         share = (items.double() if isinstance(items, torch.Tensor) else items) / position.step_samples
         weighs = count is not None or position.of > 1
         if value is not None:
-            if not position.is_padding:
-                self._measure(value, items)
+            if counts:
+                self._measure(value, items, position.index, target)
             if position.last:
                 self._emergency.note(self._step + 1)
             with self._precision.backward():
                 scaled = self._precision.scale(value)
                 weight = self._weight(share, scaled) if weighs else None
-                self._strategy.backward(scaled, weight, target, position)
-            if task is not None and self._state.with_closure:
+                compute = self._strategy.replay if position.is_replay else self._strategy.backward
+                with self.replays.watching(scaled):
+                    compute(scaled, weight, target, position)
+            if task is not None and self._state.with_closure and not position.is_replay:
                 self._closures.hold(HeldMicroBatch(position, task, random_state, items, weight, value.detach()))
         elif pipeline is not None and task is not None:
-            self._losses.items[position.index] = items
-            weight = self._weight(share, self._widest) if weighs else None
-            self._take_losses(pipeline.compute(task, weight, target, position), position)
+            self.replays.note_given((task.inputs, task.targets))
+            if not position.is_replay:
+                self._losses.items[position.index] = items
+                weight = self._weight(share, self._widest) if weighs else None
+                self._take_losses(pipeline.compute(task, weight, target, position), position.of, target)
         if position.last:
             self._losses.items.clear()
-            if self._losses.has_counts[target]:
-                self._divide_by_counts(target, position.step_samples)
+            self._losses.divide_by_counts(target, position.step_samples)
         if len(self._state.optimizers) > 1:
             self._marker.set_phase("forward")  # of the next loss
 
-    def _value_of(self, loss: Loss, task: LossCall | None, position: MicroBatchPosition) -> torch.Tensor:
+    def _value_of(self, loss: Loss, task: LossCall | None, position: MicroBatchPosition, items: Items) -> torch.Tensor:
         """The loss of this micro-batch: what the script has given, or what ``task`` computes.
 
         Raises:
@@ -196,21 +198,22 @@ class TrainStep:
                 f"step({describe_loss(loss)}): the loss must be a tensor of no dimension that depends on the model's "
                 "parameters; reduce it with .mean(), and do not detach it"
             )
-        if not self._precision.scales and not position.is_padding:
-            self._finite.loss(loss, self._step, position.index, position.of)
+        if not self._precision.scales and not position.is_padding and not position.is_replay:
+            self._finite.loss(loss, self._step, position.index, position.of, items)
         return loss
 
-    def _take_losses(self, losses: Sequence[tuple[int, torch.Tensor]], position: MicroBatchPosition) -> None:
+    def _take_losses(self, losses: Sequence[tuple[int, torch.Tensor]], of: int, target: ParameterSet) -> None:
         """Check and measure what a pipeline has computed: the losses of micro-batches of this step, by their index."""
         for index, value in () if self._precision.scales else losses:
-            self._finite.loss(value, self._step, index, position.of)
+            self._finite.loss(value, self._step, index, of, self._losses.items[index])
         for index, value in losses:
-            self._measure(value, self._losses.items[index])
+            self._measure(value, self._losses.items[index], index, target)
 
-    def _measure(self, loss: torch.Tensor, items: int | torch.Tensor) -> None:
-        """``loss`` has become known, the mean over ``items``."""
+    def _measure(self, loss: torch.Tensor, items: int | torch.Tensor, index: int, target: ParameterSet) -> None:
+        """``loss`` of a micro-batch has become known, the mean over ``items``."""
         self._position.loss = as_it_is(loss)
-        self._metrics.add_loss(self._position.loss, as_it_is(items) if isinstance(items, torch.Tensor) else items)
+        number = as_it_is(items) if isinstance(items, torch.Tensor) else items
+        self._metrics.add_loss(self._sets.name_of_loss(target), index, self._position.loss, number)
 
     def serve(self, current: CurrentMicroBatch) -> bool:
         """The whole step of the ranks that this one serves; whether there was one, see `HasServerRanks.serve`."""
@@ -249,11 +252,11 @@ class TrainStep:
         """The user is done with the micro-batch. Whether a step was done with it."""
         current.ended = True
         if not current.finished:
-            if not current.reached:
+            if not current.reached and not current.position.is_replay:
                 raise UsageError(
                     "a micro-batch went by without run.step(loss), which takes the place of loss.backward(), "
-                    "optimizer.step() and optimizer.zero_grad(); call it once for each, also where there is nothing to "
-                    "learn (a loss of zero times the model's output will do)"
+                    "optimizer.step() and optimizer.zero_grad(): call it once for each. Where there is nothing to "
+                    "learn, run.step(0 * model(x).sum()) with an x for which that is finite, as of torch.zeros_like(x)"
                 )
             if not current.due and current.position.last:
                 raise UsageError("a step ended without run.update(): call it where run.backward(loss) returned True")
@@ -261,16 +264,25 @@ class TrainStep:
         self.checks.require_buffers_unchanged()
         if not current.position.last:
             self.checks.end_body(current.position.index, current.position.of)
+        if self.replays.play is not None:
+            self.replays.end(current.position, self._step, self._carried.current)
         return current.complete
 
     def _finish(self, current: CurrentMicroBatch) -> None:
         """All losses of the micro-batch are there; after the last one of a step, so is the step."""
         current.finished = current.failed = True
+        self.checks.body_steps()
+        if self._computes_loss is None:  # else forward passes are yet to come
+            self.replays.note_buffers()
         self.checks.require_parameters_unchanged(current.position.index, current.position.of)
-        if current.position.last:
-            self._complete(current)
+        if current.position.is_replay:
+            self._strategy.end_replay()
         else:
-            self._strategy.end_micro_batch(current.position)
+            self._losses.end_micro_batch(current.reached, current.position, self._step)
+            if current.position.last:
+                self._complete(current)
+            else:
+                self._strategy.end_micro_batch(current.position)
         self.checks.note_buffers()
         current.failed = False
 
@@ -279,6 +291,11 @@ class TrainStep:
             _refuse_forgotten(current)
         self._marker.set_phase("update")
         self.checks.run_steps = True
+        for target, optimizers in current.due.items():
+            for optimizer in optimizers:
+                self.updates.require_apart(optimizer, target.sparse)
+        if current.position.check is not StepCheck.NONE:
+            self.updates.compare_ranks(self._step)
         for target in () if self._precision.scales else current.due:  # all of them, before one takes a step
             self._finite.gradients(target.parameters, self._state.name_of, self._step)
         if not self._state.with_closure:
@@ -288,6 +305,8 @@ class TrainStep:
         if (changed := self.checks.changed_since_point()) is not None:
             self._point.refuse(changed)
         self._point.lose()
+        if any(_may_draw(optimizer) for optimizers in current.due.values() for optimizer in optimizers):
+            self._position.seed_script("update")  # alike on all ranks
         for target, optimizers in current.due.items():
             self._step_optimizers(optimizers, target)
         self._strategy.end_micro_batch(current.position)
@@ -300,8 +319,8 @@ class TrainStep:
                 if id(scheduler.optimizer) in stepped:
                     scheduler.step()
         self.checks.run_steps = False
-        self.checks.allow_changes()
-        self._losses = _StepLosses()
+        self.checks.end_step(self._strategy)
+        self._losses.clear()
 
     def _prepare_gradients(self, optimizers: tuple[torch.optim.Optimizer, ...], target: ParameterSet) -> None:
         """What may ask other ranks, and changes nothing but gradients: one rank may be lost until here. Collective."""
@@ -310,6 +329,7 @@ class TrainStep:
             self._precision.unscale(optimizer, layout.any)
         if self._clip_norm is not None:
             norm = layout.norm(target.parameters)
+            self._metrics.add_norm(self._state.numbered("grad_norm", optimizers), norm)
             for parameters in target.alike:
                 nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
         before_optimizer_step(self._strategy, target)
@@ -318,7 +338,9 @@ class TrainStep:
         for optimizer in optimizers:
             if self._state.with_closure:
                 self._closures.step(optimizer, target, counted=self._losses.has_counts[target])
-            else:
+                continue
+            # Without any gradient, optimizers only count the step, or fail.
+            with suppress(Exception) if not self.updates.share.steps else _AS_USUAL:
                 self._precision.step(optimizer)
         for parameter in target.parameters:
             parameter.grad = None
@@ -333,8 +355,9 @@ class TrainStep:
         current, self.current = self.current, None
         self.checks.run_steps = True
         self.checks.forget_point()
+        self.replays.forget()
         if current is not None and not current.complete:
-            self._losses = _StepLosses()
+            self._losses.clear()
             self._closures.discard()
             self._strategy.discard_step()
             for model in self._state.models:
@@ -363,49 +386,6 @@ class TrainStep:
     def new_pass(self) -> None:
         """Before the first micro-batch: modules may have been replaced or added since the last one."""
         self._sets.new_pass()
-
-    def _check_first(self, target: ParameterSet, current: CurrentMicroBatch, *, counts: bool) -> None:
-        """Before the first backward pass of the step for ``target``."""
-        if self._losses.has_counts:
-            self.checks.require_same_options(self._step)
-        elif not current.position.last or len(self._state.optimizers) > 1:  # another loss of the step follows
-            self.checks.note_options()
-        names = [self._state.name_of(p) for p in target.parameters if p.grad is not None]
-        if names:
-            raise UsageError(
-                f"{plural(len(names), 'parameter')} had a gradient before the step's first run.step(loss), such as "
-                f"{', '.join(names[:3])}: run.step(loss) takes the place of loss.backward(). A gradient by the input, "
-                "as for adversarial samples, is torch.autograd.grad(loss, x); what was there before the training is "
-                "cleared by optimizer.zero_grad()"
-            )
-        self._losses.has_counts[target] = counts
-
-    def _check_again(self, target: ParameterSet, current: CurrentMicroBatch, *, counts: bool) -> None:
-        """Before the next one."""
-        self.checks.require_same_options(self._step)
-        if self._losses.has_counts[target] != counts and not current.position.is_padding:
-            raise UsageError(
-                "run.step(loss, count=...) for some micro-batches of a step and run.step(loss) for others, so there is "
-                "no one mean: give the count for each, a 0 where a micro-batch holds no item"
-            )
-
-    def _divide_by_counts(self, target: ParameterSet, step_samples: int) -> None:
-        """From the sum over the items per sample to the mean over all items of the step."""
-        counted = float(self._losses.counts.pop(target, 0))
-        if not counted.is_integer():
-            raise UsageError(
-                f"step(count=...): the counts of this rank's micro-batches add up to {counted:g}; give whole numbers "
-                "(weights that are fractions: scaled up and rounded)"
-            )
-        try:
-            self._strategy.normalize_by_count(target, step_samples, int(counted))
-        except PeerLost as error:
-            # A rank without counts does not take part in their sum: what was to be a mean would be a mixture there.
-            error.add_note(
-                "this rank gave run.step(loss, count=...) in this step; if the other ranks are alive, one of them gave "
-                "no count: give it for each micro-batch on all ranks, a 0 where a micro-batch holds no item"
-            )
-            raise
 
     def _task(self, loss: Callable[..., torch.Tensor], data: tuple[Any, ...], target: ParameterSet) -> LossCall:
         """What the user would compute: ``loss(model(inputs), targets)``."""
@@ -436,6 +416,12 @@ def _mean_of(loss: Loss, loss_is: LossKind, items: int | torch.Tensor) -> Loss:
         return loss / divisor
     whole = loss
     return lambda *data: whole(*data) / divisor
+
+
+def _may_draw(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step of ``optimizer`` may draw random numbers: torch's own do not, unless hooks do."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any(hooks) or not type(optimizer).__module__.startswith("torch.optim")
 
 
 def _refuse_forgotten(current: CurrentMicroBatch) -> None:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import CodeType
 from typing import Any, Final
 
-from lockstep.batch import MicroBatchPosition
+from lockstep.batch import MicroBatchPosition, StepCheck
 from lockstep.data import Data, MicroBatchLoader, TorchLoader
 from lockstep.errors import CheckpointError, LockstepError, UsageError
 from lockstep.run.end_of_step import EndOfStep
+from lockstep.run.left_out_samples import LeftOutSamples
 from lockstep.run.loaders import Loaders, refuse_uneven
-from lockstep.run.metrics import MetricMeans
 from lockstep.run.micro_batches import MicroBatches
 from lockstep.run.parameter_sets import Optimizers
 from lockstep.run.passes import OuterLoop
+from lockstep.run.reachable import changed, look, script_roots
+from lockstep.run.replay import SAMPLES, ReplayError
+from lockstep.run.script_sums import ScriptSums
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.step_data import StepData
-from lockstep.run.train_step import Count, Loss, LossKind, TrainStep
+from lockstep.run.train_step import Count, CurrentMicroBatch, Loss, LossKind, TrainStep
 from lockstep.seeding import seed_generators, seed_of
-from lockstep.strategies import HasServerRanks, finish_training
+from lockstep.strategies import HasServerRanks, finish_training, forward_is_collective
 
 
 class TrainingLoop:
@@ -46,7 +51,10 @@ class TrainingLoop:
         self._metrics: Final = context.metrics
         self._carried: Final = context.carried
         self._save_stop: Final = context.save_stop
+        self._script_sums: Final = ScriptSums()
+        self._said_sums = False
         self._data: Final = StepData(context, loaders, end_of_step)
+        self._left_out: Final = LeftOutSamples()
         self._generator: weakref.ref[Generator[Data]] | None = None  # of the pass that the script is in
 
     # ---- the outer loop ------------------------------------------------------------------------------------------
@@ -152,7 +160,24 @@ class TrainingLoop:
         # What is asked later is how long the pass was when it began.
         begins = {name: passes.next(name, progress.epoch) for name in self._loaders.names(data_loaders)}
         steps = max(0, passes.until - progress.step) if passes.loop == "steps" else None
-        return MicroBatches(generator, lambda: self._length(data_loaders, begins, steps))
+        return MicroBatches(
+            generator, lambda: self._length(data_loaders, begins, steps), lambda: self._refuse_count(data_loaders)
+        )
+
+    def _refuse_count(self, data_loaders: Sequence[TorchLoader]) -> None:
+        """The script takes the first n micro-batches of this rank by `itertools.islice`, of which a step has several.
+
+        Raises:
+            UsageError: if so.
+        """
+        of = max(self._loaders.find(each, "train").plan.micro_batches for each in data_loaders)
+        if of > 1:
+            raise UsageError(
+                "itertools.islice(run.train(...), n), or zip(range(n), run.train(...)), counts micro-batches of this "
+                f"rank: one rank has {of} in a step, and several have fewer, so the steps would depend on the number "
+                "of ranks. Count steps: `for _ in run.steps(n):` around the loop, or `if run.step(loss) and "
+                "run.progress.step == n: break` in it"
+            )
 
     def _pass(
         self, data_loaders: Sequence[TorchLoader], site: str, this: Sequence[weakref.ref[Generator[Data]]]
@@ -164,9 +189,10 @@ class TrainingLoop:
         if not data_loaders:
             raise UsageError("run.train(): give what run.loader(dataset, global_batch=...) returned")
         loaders = [self._loaders.find(each, "train") for each in data_loaders]
+        goes_on = self._start.resumes_within_turn
         if not self._open(loaders, site):
             return
-        self._begin_pass()
+        self._begin_pass(goes_on=goes_on)
         self._generator = this[0]
         try:
             if self._context.share.replica is None:
@@ -180,7 +206,7 @@ class TrainingLoop:
                     self._train_step.end_loop(whole=False)
                 except LockstepError as error:  # which Python would only print here
                     self._end_of_step.error = error
-            self._position.is_left = True
+            self._leave_before_end()
             raise
         finally:
             self._leave()
@@ -188,15 +214,21 @@ class TrainingLoop:
             self._passes.complete()
             # Nothing was measured where a checkpoint was taken between the last step and the end.
             self._position.evaluations_done = self._position.evaluations
-            if means := self._metrics.train.reduce(self._context.group):
+            if means := self._metrics.reduce_pass(self._context.group):
                 self._position.set_metrics(means, keep_after=self._passes.began_at(self._position.progress.step))
                 self._end_of_step.save_if_best()
             self._end_of_step.say_warnings()
         else:
-            self._position.is_left = True
+            self._leave_before_end()
+
+    def _leave_before_end(self) -> None:
+        self._position.is_left = True
+        self._context.leaves.leave("left the loop over run.train(...)", self._position.progress.step)
 
     def step(self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers) -> bool:
         """`backward` and `update`; returns whether the step is complete. Collective at the last micro-batch."""
+        if count is None:
+            self._left_out.refuse()
         self._train_step.backward(loss, data, count, loss_is, optimizer)
         return self.update(optimizer)
 
@@ -207,9 +239,17 @@ class TrainingLoop:
 
         Collective at the last micro-batch, where gradients are summed.
         """
+        self._train_step.updates.require_gradients()
+        if count is None:
+            self._left_out.refuse()
         self._train_step.backward(loss, data, count, loss_is, optimizer)
         current = self._train_step.current
-        return current is not None and current.position.last
+        if current is None or not current.position.last:
+            return False
+        if len(current.with_loss) == len(self._state.optimizers):
+            # The script may change gradients now; what it draws for that is to be alike on all ranks.
+            self._position.seed_script("gradients")
+        return True
 
     def update(self, optimizer: Optimizers) -> bool:
         """If the step is complete, step the optimizers and count its samples; returns whether it is."""
@@ -248,6 +288,7 @@ class TrainingLoop:
                 refuse_uneven(loader, self._context.group.size)
         if training_plan.plan != first.plan:
             self._context.reporter.say(str(first.plan))
+            self._loaders.say_chosen(first.plan)
         training_plan.plan = first.plan
         length.steps_per_epoch, length.samples_per_epoch = first.steps_per_epoch, first.length
         new = [name for name in names if name not in training_plan.sizes]
@@ -259,35 +300,38 @@ class TrainingLoop:
         if new:
             self._end_of_step.compare_data(within_pass=[name for name in names if self._passes.step(name)])
 
-    def _begin_pass(self) -> None:
+    def _begin_pass(self, *, goes_on: bool) -> None:
         if self._passes.began_at(self._position.progress.step) == self._position.progress.step:
-            # What a pass that was left by `break` measured is not this one's.
-            self._metrics.train = MetricMeans()
+            self._metrics.begin_pass()
         # A checkpoint or the script may have filled buffers since, such as with what was trained elsewhere.
         self._context.strategy.resync()
         self._train_step.new_pass()
-        for model in self._state.models:
-            if not model.training:
-                model.train()
+        self._state.look_for_schedulers(sys._getframe())  # that the script has made since
+        self._state.require_kept(sys._getframe())
+        if self._context.directory or isinstance(self._context.strategy, HasServerRanks):
+            self._state.require_same_names()
+        for modes in () if goes_on else self._state.modes:  # which are as they were saved within the pass
+            modes.begin_pass()
+        self._left_out.new_pass()
         self._metrics.enter("train")
         self._end_of_step.begin_next(begins_pass=True)
         self._context.marker.set_phase("data")
 
     def _micro_batches(self, loaders: Sequence[MicroBatchLoader]) -> Generator[Data]:
         context, train_step, end_of_step = self._context, self._train_step, self._end_of_step
-        settings = context.settings
         while (batches := self._data.next_step(loaders)) is not None:
             for position, data in batches:
-                self._metrics.hand_out(position)
-                step = self._position.progress.step
-                current = train_step.begin(position, step, compare=end_of_step.compares_next)
-                self._carried.micro_batch_begins(position)
-                seed_generators(seed_of(settings.seed, "step", step, position.index))
-                context.marker.set_phase("forward")
-                with context.precision.forward():
-                    yield data
-                self._metrics.require_ended("evaluate")
-                if train_step.end(current):
+                current = yield from self._body(position, data)
+                try:
+                    step_is_done = train_step.end(current)
+                except ReplayError as error:
+                    if error.of_samples or forward_is_collective(context.strategy):
+                        raise error.naming(()) from None
+                    # Once more, only to see what the body changes: nothing is looked at in a body that is right.
+                    before = look(script_roots(sys._getframe()))
+                    yield from self._body(replace(position, last=False, check=StepCheck.REPLAY), data)
+                    raise error.naming(changed(before, look(script_roots(sys._getframe())))) from None
+                if step_is_done:
                     end_of_step.count(position.step_samples)
                     self._carried.step_is_done()
                     end_of_step.finish()
@@ -295,12 +339,47 @@ class TrainingLoop:
                         train_step.checks.note_point()
                 context.marker.set_phase("data")
 
+    def _body(self, position: MicroBatchPosition, data: Data) -> Generator[Data, None, CurrentMicroBatch]:
+        """Hand out the micro-batch at ``position``; the script has computed its losses when it asks for the next."""
+        context = self._context
+        self._metrics.hand_out(position)
+        self._end_of_step.proof.samples(position, data)
+        self._left_out.note(position, data)
+        step = self._position.progress.step
+        current = self._train_step.begin(position, step)
+        replays = self._train_step.replays
+        self._metrics.compares = None if replays.play is None else replays.play.note
+        if replays.play is not None:
+            replays.play.note_all(SAMPLES, data)
+        self._carried.micro_batch_begins(position)
+        seed_generators(seed_of(context.settings.seed, "step", step, position.index))
+        context.marker.set_phase("forward")
+        if position.is_replay:
+            self._script_sums.begin_replay()
+            self._state.beside.begin_replay()
+        else:
+            self._state.beside.end_replays()
+            self._say_sums(self._script_sums.end_replays())
+        with context.precision.forward():
+            yield data
+        self._metrics.require_ended("evaluate")
+        return current
+
+    def _say_sums(self, names: Sequence[str]) -> None:
+        """The body adds up variables called ``names`` by itself: said once, where there are several ranks."""
+        if names and not self._said_sums and self._context.group.size > 1:
+            self._said_sums = True
+            self._context.reporter.say(
+                f"the loop's body adds up {', '.join(names[:4])}: each rank over its own micro-batches alone, and in "
+                "no checkpoint; run.measure(...) gives means over all ranks"
+            )
+
     def _serve(self, loaders: Sequence[MicroBatchLoader]) -> None:
         """The rest of the pass's steps, or those that the others make; for a rank without micro-batches of its own."""
         while (samples := self._data.samples_of_next_step(loaders)) is not None:
             step = self._passes.step(self._loaders.name(loaders[0]))
             position: MicroBatchPosition = loaders[0].plan.position(step, samples, 0, last=True, is_padding=True)
-            current = self._train_step.begin(position, self._position.progress.step, compare=False)
+            current = self._train_step.begin(position, self._position.progress.step)
             if not self._train_step.serve(current):
                 break
             self._train_step.end(current)
@@ -326,7 +405,7 @@ class TrainingLoop:
                     self._train_step.end(current)
                     self._carried.step_is_done()
         except LockstepError as error:
-            self._end_of_step.error = error
+            self._end_of_step.error = error.naming(()) if isinstance(error, ReplayError) else error
         finally:
             self._train_step.leave()
             self._metrics.forget_step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ class Row:
 
     name: str
     step: int
-    epoch: int | None = None  #: the epoch that the next step belongs to, from 0
+    epoch: int | None = None  #: the epoch of its last step, from 1, as `Run.log` writes it
     metrics: dict[str, Any] = field(default_factory=dict)
     size_bytes: int = 0
     age_s: float = 0.0
@@ -52,7 +52,7 @@ def _row(one: Committed, best: int | None, age_s: float) -> Row:
     return Row(
         one.path.name,
         one.step,
-        epoch=tree.get("progress", {}).get("epoch"),
+        epoch=_epoch(tree.get("progress", {})),
         metrics=dict(tree.get("metrics", {})),
         size_bytes=checkpoint.manifest.total_bytes,
         age_s=age_s,
@@ -60,6 +60,11 @@ def _row(one: Committed, best: int | None, age_s: float) -> Row:
         strategy=tree.get("strategy", ("",))[0],
         ranks=checkpoint.manifest.ranks or None,
     )
+
+
+def _epoch(progress: Mapping[str, int]) -> int | None:
+    epoch = progress.get("epoch")
+    return None if epoch is None else epoch + bool(progress.get("epoch_step"))
 
 
 def check(run: RunPath, step: int | None = None) -> list[tuple[Committed, str]]:

@@ -39,6 +39,7 @@ from lockstep.strategies.abilities import (
 )
 from lockstep.strategies.batchnorm import synchronize_batchnorm
 from lockstep.strategies.buffers import same
+from lockstep.strategies.divided_update import UpdateShare, update_share
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
     ParameterSet,
@@ -52,6 +53,7 @@ from lockstep.strategies.multi_gpu import spans_gpus
 from lockstep.strategies.protocol import ReplicaAssignment, StateLayout, Strategy, StrategyContext
 from lockstep.strategies.sparse_gradients import sparse_parameters
 from lockstep.strategies.stage_sequence import StageSequence
+from lockstep.strategies.state_layout import ReplicatedLayout
 from lockstep.strategy_words import split
 
 __all__ = [
@@ -61,12 +63,14 @@ __all__ = [
     "LossCall",
     "ParameterSet",
     "ReplicaAssignment",
+    "ReplicatedLayout",
     "StageSequence",
     "StateLayout",
     "StatePart",
     "Strategy",
     "StrategyContext",
     "TensorPlan",
+    "UpdateShare",
     "before_optimizer_step",
     "before_update",
     "begin_micro_batch",
@@ -98,6 +102,7 @@ __all__ = [
     "state_part",
     "strategy_state",
     "synchronize_batchnorm",
+    "update_share",
     "update_trainable",
 ]
 

@@ -265,6 +265,14 @@ def check_can_step(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None
     checks: ChecksOptimizers | None = first_with(ChecksOptimizers, strategy)
     if checks is not None:
         checks.check_optimizer(optimizer)
+    part = state_part(strategy)
+    lies_apart = isinstance(strategy, HasServerRanks) or (part is not None and part.of > 1 and not part.divides_models)
+    if lies_apart and callable(getattr(type(optimizer), "eval", None)):
+        kind = type(optimizer).__name__
+        raise UsageError(
+            f"{kind}.eval() computes the weights to be evaluated from the optimizer's state, and under this strategy "
+            "ranks hold the weights of parameters whose state lies on another rank: use ddp or fsdp"
+        )
 
 
 @runtime_checkable

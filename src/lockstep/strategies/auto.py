@@ -184,6 +184,16 @@ class Auto(Strategy, Delegates):
         """Let the chosen strategy end the micro-batch."""
         self._known().end_micro_batch(position)
 
+    def replay(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> None:
+        """Let the chosen strategy compute and drop gradients."""
+        self._known().replay(loss, weight, target, position)
+
+    def end_replay(self) -> None:
+        """Let the chosen strategy restore buffers."""
+        self._known().end_replay()
+
     def discard_step(self) -> None:
         """Let the chosen strategy drop the step."""
         self._known().discard_step()

@@ -122,9 +122,10 @@ class Buffers:
             self._accumulate(position)
         self._restore_base()
 
-    def restore(self) -> None:
-        """Restore the base; what was gathered in this step is forgotten."""
-        self._fold = self._counts = None
+    def restore(self, *, discards_step: bool = True) -> None:
+        """Restore the base. What was gathered in this step is forgotten, but for ``discards_step=False``."""
+        if discards_step:
+            self._fold = self._counts = None
         with contextlib.suppress(UsageError):  # the user has got this error, or will at the next step
             self._find_moving()
         self._restore_base()
@@ -349,7 +350,7 @@ class Buffers:
                     f"{self._named([i])} holds integers that depend on the data: the micro-batches of one step changed "
                     f"it by {least.min()} to {most.max()}, and after a step all ranks need one value. Count with "
                     "run.measure(...), in floating point (then it becomes the mean), or by the same amount in each "
-                    "forward pass"
+                    "forward pass; compute what follows from other buffers, such as a zero point, in forward() again"
                 )
             base.copy_(base.long() + most)
 

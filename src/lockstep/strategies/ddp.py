@@ -266,6 +266,11 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
             self.before_update(position)
         self._buffers_are_moved = False
 
+    def end_replay(self) -> None:
+        """Restore buffers."""
+        self._forward_contexts.close()
+        self._buffers.restore(discards_step=False)
+
     def before_update(self, position: MicroBatchPosition) -> None:
         """Move buffers by the mean over the step: nothing that follows in it needs another rank. Collective."""
         with translating_peer_errors("the reduction of buffers"):
@@ -368,5 +373,6 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
                 raise UsageError(
                     f"parameters got more gradient after theirs was sent, among them some of {', '.join(names[:5])}: "
                     "what checkpoint(..., use_reentrant=True) is given was called twice in one forward pass; say "
-                    "use_reentrant=False, or run.model(model, static_graph=True)"
+                    "use_reentrant=False, or run.model(model, static_graph=True). Or the script has put the model into "
+                    "a DistributedDataParallel before run.model(...): leave that out"
                 )

@@ -34,6 +34,10 @@ _BUFFERS_ARE_OURS: Final[dict[str, Any]] = {
 }
 
 
+class ReducedByRun(DistributedDataParallel):
+    """Torch's own, told apart from one that a script has put around a model."""
+
+
 class DdpReducer:
     """Divides the gradients of one model into buckets, and says when each of them is ready.
 
@@ -80,7 +84,7 @@ class DdpReducer:
             if self.find_unused_parameters
             else group.process_group
         )
-        self._ddp: DistributedDataParallel | None = None  # None where nothing learns
+        self._ddp: ReducedByRun | None = None  # None where nothing learns
         self._first_static_step = False  # whether the graph is static, and its first step is to come
 
     @property
@@ -102,7 +106,7 @@ class DdpReducer:
             return
         sparse = list(sparse_parameters(self.model).values())
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, sparse)
-        self._ddp = DistributedDataParallel(
+        self._ddp = ReducedByRun(
             self.model,
             device_ids=self._device_ids,
             **_BUFFERS_ARE_OURS,
@@ -130,7 +134,7 @@ class DdpReducer:
         if self._first_static_step:
             # Not before: in the first step DDP counts how often each gradient comes; with earlier micro-batches, it
             # would wait for too many later.
-            self._ddp._set_static_graph()
+            self._ddp._set_static_graph()  # type: ignore[no-untyped-call]
         if self.find_unused_parameters:
             accumulator.fill_missing(self.trained)
         # DDP's own forward pass would prepare for sums in each pass, and fail later where no backward pass follows, as

@@ -62,6 +62,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
             context.runs,
             exact=context.exact,
             prepare=lambda model: _call_instead(model, GpuDataParallel(model, devices)),
+            repeats_bits=False,
         )
     if not context.rehearse:
         raise SettingError(
@@ -73,6 +74,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
         context.runs,
         exact=context.exact,
         prepare=lambda model: _call_instead(model, CpuDataParallel(model, options.devices or 2)),
+        repeats_bits=False,
     )
 
 

@@ -190,8 +190,28 @@ def of_divided_parameters(strategy: str) -> str:
     return (
         f"parameters are divided among ranks under strategy {strategy}, and torch does not compute this with their "
         "rows: compute it before run.model(...), or in the forward() of the module that holds the parameter (in the "
-        "model's own with wrap=whole); write values with parameter.copy_(value), also where parameter.add_ is refused; "
-        "or use ddp or zero"
+        "model's own with wrap=whole); weight_decay= of the optimizer is a penalty on all of them; write values with "
+        "parameter.copy_(value), also where parameter.add_ is refused; make what an optimizer remembers with "
+        "torch.zeros_like(parameter); or use ddp or zero"
+    )
+
+
+def of_absent_parameters(strategy: str, error: Exception, method: str) -> str:
+    """What to say of ``error``, if torch speaks of a tensor that is on another rank; "" otherwise.
+
+    Args:
+        strategy: its name.
+        error: what ended the run.
+        method: of a model, in which it was raised without the model's forward pass; "" otherwise.
+    """
+    if "meta" not in str(error):
+        return ""
+    if method:
+        return outside_forward(strategy, method)
+    return (
+        f"under strategy {strategy} a parameter or buffer may be on another rank, and on the device meta here: what is "
+        "computed with it belongs into the forward() of the module that holds it, and no hook of another module may "
+        "write to it; weight_decay= of the optimizer is a penalty on all parameters; or use ddp or zero"
     )
 
 

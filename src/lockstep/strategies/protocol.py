@@ -6,6 +6,7 @@ A step, in the order of the calls; what is in brackets is optional::
     the last one           ... ``.grad`` is complete: normalize_by_count (if items are counted),
                            [before_optimizer_step], the optimizers' steps
     each micro-batch       end_micro_batch
+    one that is replayed   [begin_micro_batch]  the user's forward pass  replay  end_replay
 
 `Strategy` holds the verbs that every strategy needs.
 """
@@ -144,6 +145,27 @@ class Strategy(Protocol):
         Called after the backward passes of the micro-batch, and after the optimizers' steps if it is the last one.
         Collective for the last one.
         """
+        ...
+
+    #: Whether a micro-batch that is computed again from the same values must give the same bits.
+    repeats_bits: bool = True
+
+    def replay(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> None:
+        """Compute the gradients of a micro-batch that the step has computed already, or will, and drop them.
+
+        Nothing of the step changes. Collective, where forward passes are.
+        """
+        held = [parameter.grad for parameter in target.parameters]
+        for parameter in target.parameters:
+            parameter.grad = None
+        target.backward(loss, weight)
+        for parameter, gradient in zip(target.parameters, held, strict=True):
+            parameter.grad = gradient
+
+    def end_replay(self) -> None:
+        """Put buffers back to what the replayed micro-batch began with. Asks no other rank."""
         ...
 
     def discard_step(self) -> None:

@@ -49,15 +49,23 @@ class SingleProcess(Strategy, UpdatesTrainable, RepeatsStep, KnowsStatePart):
         runs: the micro-batches of each rank.
         exact: whether gradients are folded along the tree.
         prepare: what is done with a model before it is called.
+        repeats_bits: whether what is prepared gives the same bits each time.
     """
 
     assignment = ReplicaAssignment(0, 1)
     repeats_step = True
 
     def __init__(
-        self, group: Group, runs: Runs, *, exact: bool, prepare: Callable[[nn.Module], None] = lambda _model: None
+        self,
+        group: Group,
+        runs: Runs,
+        *,
+        exact: bool,
+        prepare: Callable[[nn.Module], None] = lambda _model: None,
+        repeats_bits: bool = True,
     ) -> None:
         self._prepare: Final = prepare
+        self.repeats_bits = repeats_bits
         self.state_layout = ReplicatedLayout()
         self.state_part = StatePart(0, 1, self.state_layout)
         self._group: Final = group
@@ -103,6 +111,10 @@ class SingleProcess(Strategy, UpdatesTrainable, RepeatsStep, KnowsStatePart):
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """Restore buffers; after the last micro-batch, move them by the mean over the step."""
         self._buffers.end_micro_batch(position)
+
+    def end_replay(self) -> None:
+        """Restore buffers."""
+        self._buffers.restore(discards_step=False)
 
     def discard_step(self) -> None:
         """Drop gradients, and restore buffers."""

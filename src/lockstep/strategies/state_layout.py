@@ -321,16 +321,24 @@ class States:
 
     def _changed(self, optimizer: torch.optim.Optimizer, groups: list[StateDict], *, changed: bool) -> bool:
         """Whether some rank has ``changed``; checks also that parameter groups are equal. Collective."""
-        plain = repr([{name: value for name, value in group.items() if name != "params"} for group in groups])
+        plain = {
+            f"{name} of group {number}": repr(value)
+            for number, group in enumerate(groups)
+            for name, value in group.items()
+            if name != "params"
+        }
         gathered = self._group.gather_objects((changed, plain), "the optimizer's parameter groups")
+        first = gathered[0][1]
         for rank, (_, other) in enumerate(gathered):
-            if other != gathered[0][1]:
-                raise UsageError(
-                    f"the parameter groups of {type(optimizer).__name__} differ between ranks: rank 0 has "
-                    f"{gathered[0][1]:.300}, "
-                    f"rank {rank} {other:.300}. If it learns them from all parameters together, use "
-                    "--strategy ddp; else set them alike on all ranks"
-                )
+            for name in first | other:
+                if first.get(name) != other.get(name):
+                    raise UsageError(
+                        f"the parameter groups of {type(optimizer).__name__} differ between ranks: {name} is "
+                        f"{first.get(name, 'missing'):.100} on rank 0 and {other.get(name, 'missing'):.100} on rank "
+                        f"{rank}. If the optimizer learns it from all parameters together, use --strategy ddp; else "
+                        "set it alike on all ranks. Ranks that serve others run no body of the loop: there it is set "
+                        "by run.scheduler(...), given LambdaLR or a subclass of torch.optim.lr_scheduler.LRScheduler"
+                    )
         return any(one for one, _ in gathered)
 
 

@@ -31,6 +31,7 @@ from lockstep.strategies.abilities import (
 )
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.delegation import Delegates
+from lockstep.strategies.divided_update import DividesUpdate, UpdateShare
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.sharded import fsdp_options, fully_sharded
@@ -60,7 +61,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return Zero(context.group, replicas, open_owner_broadcast(context.group))
 
 
-class Zero(Strategy, Delegates, PreparesOptimizerStep, UpdatesTrainable, KnowsStatePart):
+class Zero(Strategy, Delegates, DividesUpdate, PreparesOptimizerStep, UpdatesTrainable, KnowsStatePart):
     """The strategy ``zero``: the bits of ``ddp``, for optimizers that step each parameter by itself, as torch's do.
 
     The user's own optimizer steps: where a parameter has no gradient, optimizers leave it alone and make no state for
@@ -120,6 +121,10 @@ class Zero(Strategy, Delegates, PreparesOptimizerStep, UpdatesTrainable, KnowsSt
         """Divide by the number of items of the step. Collective."""
         self._replicas.normalize_by_count(target, samples, counted)
 
+    def update_share(self) -> UpdateShare:
+        """Some of the parameters; gradients are whole until optimizers step."""
+        return UpdateShare(has_gradients=True)
+
     def before_optimizer_step(self, target: ParameterSet) -> None:
         """Drop the gradients of the parameters that other ranks own: their optimizer leaves them alone here."""
         for parameter in target.parameters:
@@ -134,6 +139,16 @@ class Zero(Strategy, Delegates, PreparesOptimizerStep, UpdatesTrainable, KnowsSt
             self._owner_broadcast([p.detach() for p in parameters], [self._owner_of(p) for p in parameters])
             self._stepped.clear()
         self._replicas.end_micro_batch(position)
+
+    def replay(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> None:
+        """Drop the gradients, as ``ddp`` does."""
+        self._replicas.replay(loss, weight, target, position)
+
+    def end_replay(self) -> None:
+        """Restore buffers."""
+        self._replicas.end_replay()
 
     def discard_step(self) -> None:
         """Drop gradients, and restore buffers."""

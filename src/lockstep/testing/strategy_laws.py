@@ -73,6 +73,7 @@ class StrategyLaws:
         "respects_count",
         "clips_alike",
         "evaluates_exactly_once",
+        "replays_leave_no_trace",
     )
 
     def equals_the_reference(self) -> None:
@@ -151,6 +152,16 @@ class StrategyLaws:
             assert [m["met"] for m in met] == [once] * world, f"{self.strategy} on {world} ranks met {met}"
             assert len({repr(m) for m in met}) == 1, f"{self.strategy}: ranks have other measures: {met}"
 
+    def replays_leave_no_trace(self) -> None:
+        """A micro-batch of each step is computed twice: parameters and buffers are what they are without that."""
+        case, world = self._case(), self.worlds[-1]
+        without, always = (
+            self._trained(replace(case, **how), world) for how in ({"replay": False}, {"check_every": 1})
+        )
+        if self.repeats:
+            assert state_hash(always) == state_hash(without), f"{self.strategy}: replays change the bits"
+        self._near(always, case, "with a replay in each step")
+
     def _case(self, **changes: Any) -> _Case:
         case = _Case(self.strategy, dropout=self.dropout, batchnorm=self.batchnorm, rehearse=self.rehearse)
         return replace(case, **changes)
@@ -224,6 +235,8 @@ class _Case:
     counted: bool = False
     hands_over_function: bool = False  #: whether `Run.model` is given the function that makes the model
     clip_norm: float | None = None
+    replay: bool = True
+    check_every: int = 500
     epochs: int = _EPOCHS
     leave_after: int = 0  #: steps; 0: not before the end
     victim: int | None = None  #: the rank that is killed then; None: all leave by themselves
@@ -290,6 +303,8 @@ def _train(case: _Case) -> dict[str, float]:
         clip_norm=case.clip_norm,
         peer_timeout_s=20,
         rehearse=case.rehearse,
+        replay=case.replay,
+        check_every=case.check_every,
     ) as run:
         model = run.model((lambda: _model(case)) if case.hands_over_function else _model(case))
         run.optimizer(make(model.parameters(), lr=0.05))

@@ -19,7 +19,8 @@ class FollowedSearch:
 
     def record(self) -> SearchRecord | None:
         """The search as it is now; None before it has begun."""
-        self._plan = self._plan or SearchPlan.read(self._directory)
+        # Each time: a resumed search may be asked for another number of trials.
+        self._plan = SearchPlan.read(self._directory) or self._plan
         if self._plan is None:
             return None
         for entry in self._reader.read():

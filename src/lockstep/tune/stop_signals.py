@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Final
 
+from lockstep.launch import without_ignored_hangup
+
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
@@ -29,10 +31,7 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        # Under ``nohup`` a search outlives its terminal.
-        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        handled = [number for number in _STOP_SIGNALS if not (nohup and number == signal.SIGHUP)]
-        before = {number: signal.signal(number, self._note) for number in handled}
+        before = {number: signal.signal(number, self._note) for number in without_ignored_hangup(_STOP_SIGNALS)}
         try:
             yield
         finally:

@@ -15,6 +15,7 @@ from lockstep.errors import PeerLost, SettingError, TrialStopped
 from lockstep.launch_contract import EXIT_STOPPED, STOP_FILE
 from lockstep.run import Run
 from lockstep.script_end import closing
+from lockstep.seeding import seed_generators, seed_of
 from lockstep.settings import Settings
 from lockstep.trial_contract import CurrentTrial, evaluating
 from lockstep.tune.outcome import Outcome
@@ -147,6 +148,8 @@ class TrialRank:
 
     def _outcome(self, order: TrialOrder, trial: CurrentTrial) -> tuple[Outcome, BaseException | None]:
         try:
+            # Workers begin alike; their trials are not to draw alike, and a trial that is evaluated again is.
+            seed_generators(seed_of(self._settings.seed, "trial", order.number))
             with evaluating(trial), self._stops.interrupting():
                 value = self._objective.evaluate(self._space.params(order.point), self._settings.seed)
         except TrialStopped as stop:

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from lockstep.errors import LockstepError
 from lockstep.heartbeat import own_lines
+from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED
 from lockstep.peer_failure import is_peer_failure
 
 #: The kind of a failure that the launcher found and not the rank itself: it makes no progress.
@@ -67,16 +68,24 @@ class Failure:
         with that, whatever error this became. Lockstep's own errors say what they mean.
         """
         file, line = user_frame(error)
+        message, caught = _message(error), caught_before(error)
+        if caught is not None:
+            # That the script left is what it did about this error; where the program raised it is what is looked for.
+            own = error.code if isinstance(error, SystemExit) and isinstance(error.code, str) else ""
+            message = "\n".join(filter(None, [own, f"after {_kind(caught)}: {_message(caught)}"]))
+            if own_lines([frame.f_code.co_filename for frame, _ in traceback.walk_tb(caught.__traceback__)]):
+                file, line = user_frame(caught)
         return cls(
             rank=rank,
             host=host,
             kind=_kind(error),
-            message=_message(error),
+            message=message,
             file=file,
             line=line,
             source=linecache.getline(file, line).strip() if file else "",
             traceback="".join(traceback.format_exception(error)),
-            collateral=is_peer_failure(error) or (cut_off and not isinstance(error, LockstepError | SystemExit)),
+            collateral=is_peer_failure(caught or error)
+            or (cut_off and not isinstance(error, LockstepError | SystemExit)),
             raised_s=now_s,
             log_bytes=log_bytes,
             gpu=gpu,
@@ -156,6 +165,14 @@ def user_frame(error: BaseException) -> tuple[str, int]:
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = own_lines([file for file, _ in frames])
     return (own and frames[own[-1]]) or (frames or [("", 0)])[-1]
+
+
+def caught_before(error: BaseException) -> Exception | None:
+    """The error that the program was handling when it called ``sys.exit``, as launchers of functions do; else None."""
+    if not isinstance(error, SystemExit) or error.code in (None, EXIT_OK, EXIT_STOPPED, EXIT_NOT_SAVED):
+        return None
+    caught = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return caught if isinstance(caught, Exception) else None
 
 
 def strip_own_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -43,7 +43,7 @@ from lockstep.errors import SettingError
 from lockstep.formatting import plural
 from lockstep.launch.child_process import STOP_SIGNALS, kill_group, own_python, signal_when_parent_dies
 from lockstep.launch.host import threads_of_rank
-from lockstep.launch.program import mentions_lockstep
+from lockstep.launch.program_sources import mentions_lockstep
 from lockstep.launch.request import Function, Program, StartMethod
 from lockstep.launch.workers.fork_messages import RankSpec, message
 from lockstep.launch.workers.rank_process import become_rank, program_from, program_to_args, run_program
@@ -69,13 +69,14 @@ class ForkServer:
         # A scheduler may tell every process of a job to stop. This one stops when the launcher does.
         for signum in STOP_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
-        # Also those that whoever started the launcher has blocked, such as SIGCHLD, which tells of ranks that end.
+        # Also those that were blocked when the launcher started, such as SIGCHLD, which tells of ranks that end.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         # When the launcher is gone the connection closes, and a process that is stopped would not see that.
         signal_when_parent_dies(signal.SIGCONT)
         self._connection, self._program = connection, program
         with _ending_when_closed(connection):
-            self._method = _import_once(connection, program) if method == "fork" else method
+            self._uses_run = mentions_lockstep(program)
+            self._method = _import_once(connection, program, self._uses_run) if method == "fork" else method
         self._ranks: dict[int, int] = {}  # process id: rank
         self._store = 0  # process id; 0: none
         self._questions: socket.socket | None = None  # for the store
@@ -245,7 +246,7 @@ class ForkServer:
                 self._close_connections()
                 if listening is not None:
                     os.close(listening)
-                become_rank({**os.environ, **spec.env}, spec.log, own_pid, self._program)
+                become_rank({**os.environ, **spec.env}, spec.log, own_pid, self._program, uses_run=self._uses_run)
                 run_program(self._program)
         return child
 
@@ -311,13 +312,13 @@ def _import_for_runs(env: Mapping[str, str]) -> None:
         importlib.import_module(_STRATEGIES).import_strategy(strategy)
 
 
-def _import_once(connection: socket.socket, program: Program) -> StartMethod:
+def _import_once(connection: socket.socket, program: Program, uses_run: bool) -> StartMethod:
     """Import what all ranks of ``program`` need; returns how they can be started afterwards."""
     # To look for garbage meanwhile and afterwards takes a third of the time, and finds next to none.
     gc.disable()
     try:
         import_torch()
-        if mentions_lockstep(program):
+        if uses_run:
             _import_for_runs(os.environ)
     finally:
         # Objects that exist now are shared by all copies and will not become garbage.

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from lockstep.launch.program import local_rank_option
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan
 from lockstep.launch.rendezvous.signature import SECRET
+from lockstep.launch.request import Function
 from lockstep.launch.run_directory import Job
 from lockstep.launch.workers.rank_process import LOCAL_RANK_OPTION, RESULT
 from lockstep.launch_contract import (
@@ -48,6 +49,9 @@ def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[s
     # The others wait for a rank whose user thinks; the launcher ends them should that rank die.
     attached = job.request.attach is not None and "LOCKSTEP_PEER_TIMEOUT_S" not in env
     patience = {"peer_timeout_s": _ATTACHED_TIMEOUT_S} if attached else {}
+    # The order of a set of strings is then the same on all ranks, and every time. A copy of this process has its seed.
+    copied = isinstance(job.request.program, Function) or job.request.start_method == "copy"
+    hashes = {} if copied or env.get("PYTHONHASHSEED") else {"PYTHONHASHSEED": "0"}
     not_handed_on = (RESUME, RESUME_FROM, FRESH, EMERGENCY, SECRET)
     kept = {name: value for name, value in env.items() if name not in not_handed_on}
     return {
@@ -57,6 +61,7 @@ def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[s
         **local,
         **kept,
         **threads,
+        **hashes,
         RUN_ID: job.run_id,
         RUN_DIR: str(job.run_dir),
         STATUS: str(job.status),

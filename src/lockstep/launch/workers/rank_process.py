@@ -37,7 +37,8 @@ from lockstep.faults import FaultPlan
 from lockstep.formatting import size
 from lockstep.heartbeat import HeartbeatSender, LostPeers, open_channel, progress_marker, register_stacks
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
-from lockstep.launch.diagnosis.error_record import Failure, strip_own_frames, user_frame
+from lockstep.launch.diagnosis.error_record import Failure, caught_before, strip_own_frames, user_frame
+from lockstep.launch.program_sources import mentions_lockstep
 from lockstep.launch.request import Executable, Function, Module, Program, Script
 from lockstep.launch.workers.nested_ranks import refuse_nested_ranks
 from lockstep.launch_contract import (
@@ -72,8 +73,11 @@ _KINDS: Mapping[str, type[Script | Module | Executable]] = {
 _EXIT_HANDLERS_S = 5.0
 
 
-def become_rank(env: Mapping[str, str], log: str, parent: int, program: Program) -> None:
-    """Make this process the rank that ``env`` describes, tied to its parent's life and writing to its own log."""
+def become_rank(env: Mapping[str, str], log: str, parent: int, program: Program, *, uses_run: bool) -> None:
+    """Make this process the rank that ``env`` describes, tied to its parent's life and writing to its own log.
+
+    If ``uses_run``, random generators begin the same on all ranks and every time; else differently on each.
+    """
     die_with_parent(parent)
     for signum in (*STOP_SIGNALS, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
@@ -97,7 +101,7 @@ def become_rank(env: Mapping[str, str], log: str, parent: int, program: Program)
         _redirect_to(log)
     if isinstance(program, Executable):
         return  # which takes this process's place, and could not go on with anything that is begun here
-    _reseed()
+    _seed_start() if uses_run else _reseed()
     _keep_temporary_files(env)
     if STACKS in env:
         # A full disk must not keep the rank from working.
@@ -130,6 +134,8 @@ def run_program(program: Program) -> NoReturn:
     except SystemExit as ending:
         code = _exit_code(ending)
         failed = code not in (EXIT_OK, EXIT_NOT_SAVED, EXIT_STOPPED)
+        if (caught := caught_before(ending)) is not None:
+            add_advice(caught, attached=TERMINAL in env)
         if (failed or code == EXIT_NOT_SAVED) and os.getpid() == process:
             _write_record(ending, env)
     except KeyboardInterrupt as error:
@@ -170,8 +176,8 @@ def _entry_point(program: Program) -> Callable[[], Any]:
             return lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
         case Executable(name, args):
             return lambda: _execute(name, [*_local_rank(), *args])
-        case Function(call):
-            return lambda: _keep_result(call())
+        case Function(call, args):
+            return lambda: _keep_result(call(*args))
 
 
 def _local_rank() -> list[str]:
@@ -368,14 +374,25 @@ def _keep_temporary_files(env: Mapping[str, str]) -> None:
             multiprocessing.current_process()._config["tempdir"] = home  # type: ignore[attr-defined]
 
 
+def _seed_start() -> None:
+    """Let what the program draws before it opens a `Run` be the same on all ranks, and every time."""
+    # Late: it imports torch, which the fork server and every program with a `Run` have anyway.
+    from lockstep.seeding import seed_generators, seed_of
+
+    seed_generators(seed_of(0, "start"))
+
+
 def _reseed() -> None:
     """Let unseeded generators differ between ranks, as they would between processes.
 
-    Python's own generator does so by itself; torch's starts from the same number in each process anyway.
+    Scripts of plain torch count on that, such as one whose ranks each choose their samples. Python's own generator does
+    so by itself.
     """
-    numpy = sys.modules.get("numpy")
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         numpy.random.seed()
+    if torch is not None:
+        torch.default_generator.seed()
 
 
 def program_from(argv: list[str]) -> Program:
@@ -394,5 +411,5 @@ def main(argv: list[str]) -> NoReturn:
     """Be the rank that the environment describes: ``PARENT LOG script|module|executable NAME ARGS...``."""
     parent, log, *args = argv
     program = program_from(args)
-    become_rank(dict(os.environ), log, int(parent), program)
+    become_rank(dict(os.environ), log, int(parent), program, uses_run=mentions_lockstep(program))
     run_program(program)

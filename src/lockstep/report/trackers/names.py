@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from lockstep.errors import SettingError
+from lockstep.formatting import did_you_mean
 from lockstep.report.trackers.tracker import Tracker, TrackerContext
 
 
@@ -30,8 +31,8 @@ def refuse_unknown(track: str) -> list[str]:
     for name in names:
         if name not in TRACKERS:
             raise SettingError(
-                f"track={track!r}: {name} is no tracker; give {', '.join(TRACKERS)}, several with commas between them, "
-                "or in the script an object with log(values, step)"
+                f"track={track!r}: {name} is no tracker; {did_you_mean(name, TRACKERS)} (several: with commas; "
+                "in the script also an object with log(values, step))"
             )
     return names
 

@@ -217,6 +217,16 @@ class DiLoCo(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, Ha
         """After the rank's last micro-batch, ``.grad`` holds the mean over its own samples; None, if it had none."""
         self._local.backward(loss, weight, target, position)
 
+    def replay(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> None:
+        """Compute and drop gradients."""
+        self._local.replay(loss, weight, target, position)
+
+    def end_replay(self) -> None:
+        """Restore buffers."""
+        self._local.end_replay()
+
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """Turn ``.grad`` into the mean over this rank's own items."""
         self._local.normalize_by_count(target, samples, counted)

@@ -124,6 +124,16 @@ class LocalSgd(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, 
         """After the rank's last micro-batch, ``.grad`` holds the mean over its own samples; None, if it had none."""
         (self._warming_up or self._local).backward(loss, weight, target, position)
 
+    def replay(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> None:
+        """Compute and drop gradients."""
+        (self._warming_up or self._local).replay(loss, weight, target, position)
+
+    def end_replay(self) -> None:
+        """Restore buffers."""
+        (self._warming_up or self._local).end_replay()
+
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """Turn ``.grad`` into the mean over this rank's own items."""
         (self._warming_up or self._local).normalize_by_count(target, samples, counted)

@@ -56,7 +56,8 @@ class LocalSteps:
             return
         if not self._samples:
             self._expected = max(1, position.samples_in(self._runs(self._rank, position.of)))
-        self._samples += position.samples
+        if not position.is_replay:
+            self._samples += position.samples
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
@@ -68,12 +69,9 @@ class LocalSteps:
         if position.is_padding:
             _clear_gradients(target)
             return
-        # From the micro-batch's part of the whole step to its part of this rank's: in the loss, since to multiply the
-        # gradients would take one more pass over them.
         if weight is None:
             self._expected = position.step_samples
-        elif self._expected != position.step_samples:
-            weight = weight * (position.step_samples / self._expected)
+        weight = self._own_weight(weight, position)
         self._single_process.backward(loss, weight, target, self._local_position(position))
         if position.last and self._samples != self._expected:
             divide_by_counts(target, self._expected, self._samples)
@@ -94,6 +92,17 @@ class LocalSteps:
         if position.last:
             self._samples = 0
 
+    def replay(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> None:
+        """Compute and drop gradients."""
+        if not position.is_padding:
+            self._single_process.replay(loss, self._own_weight(weight, position), target, position)
+
+    def end_replay(self) -> None:
+        """Restore buffers."""
+        self._single_process.end_replay()
+
     def discard_step(self) -> None:
         """Drop gradients, and restore buffers."""
         self._samples = 0
@@ -102,6 +111,15 @@ class LocalSteps:
     def resync(self) -> None:
         """Start from the buffers that models hold."""
         self._single_process.resync()
+
+    def _own_weight(self, weight: torch.Tensor | None, position: MicroBatchPosition) -> torch.Tensor | None:
+        """From the micro-batch's part of the whole step to its part of this rank's.
+
+        In the loss, since to multiply the gradients would take one more pass over them.
+        """
+        if weight is None or self._expected == position.step_samples:
+            return weight
+        return weight * (position.step_samples / self._expected)
 
     def _local_position(self, position: MicroBatchPosition) -> MicroBatchPosition:
         """The same micro-batch in a step that is made of this rank's micro-batches alone."""

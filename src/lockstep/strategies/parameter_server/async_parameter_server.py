@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.batch import MicroBatchPosition
+from lockstep.batch import MicroBatchPosition, StepCheck
 from lockstep.errors import MismatchError
 from lockstep.formatting import format_ranks, plural
 from lockstep.strategies.abilities import (
@@ -21,6 +21,7 @@ from lockstep.strategies.abilities import (
     PreparesForward,
     PreparesOptimizerStep,
 )
+from lockstep.strategies.divided_update import DividesUpdate, UpdateShare
 from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts
 from lockstep.strategies.parameter_server.flat_buckets import (
     BucketGradients,
@@ -42,9 +43,17 @@ from lockstep.strategies.state_layout import ReplicatedLayout
 
 
 class AsyncParameterServer(
-    Strategy, HasServerRanks, PreparesForward, PreparesOptimizerStep, PreparesEvaluation, FinishesTraining
+    Strategy,
+    HasServerRanks,
+    DividesUpdate,
+    PreparesForward,
+    PreparesOptimizerStep,
+    PreparesEvaluation,
+    FinishesTraining,
 ):
     """The strategy ``parameter-server`` in its asynchronous mode."""
+
+    repeats_bits = False  # buffers go on from one micro-batch of a worker to its next one
 
     def __init__(self, context: StrategyContext, roles: ServerRoles, staleness: int | None) -> None:
         self._context: Final = ServerContext(context, roles)
@@ -92,6 +101,7 @@ class AsyncParameterServer(
         self._target = target
         if self._sums is None:
             self._context.check_copies()
+            self._context.looks = position.check is not StepCheck.NONE
             self._sums = BucketGradients(self._context.buckets(target), position.of, exact=False)
         target.backward(loss, weight)
         self._sums.accumulate(position)
@@ -121,6 +131,11 @@ class AsyncParameterServer(
         if self._sums is not None and counted:
             divide_by_counts(target, self._sums.samples, counted)
 
+    def update_share(self) -> UpdateShare:
+        """All, on a server; of several, each has some of the parameters. A worker has its own gradient until then."""
+        is_whole = len(self._context.roles.servers) == 1
+        return UpdateShare(steps=self._context.serves, has_gradients=True, is_whole=is_whole)
+
     def before_optimizer_step(self, target: ParameterSet) -> None:
         """Push a worker's gradients; a server makes the step."""
         self._optimizers.clear()
@@ -146,6 +161,9 @@ class AsyncParameterServer(
         if self._context.serves:
             self._apply_remaining_pushes()
         self._step += 1
+
+    def end_replay(self) -> None:
+        """Nothing is replayed here."""
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -54,6 +54,7 @@ from lockstep.strategies.abilities import (
 )
 from lockstep.strategies.absent_parameters import refuse_changes
 from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.divided_update import StepsSome
 from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
     divide_by_counts,
@@ -80,7 +81,7 @@ from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles, S
 from lockstep.strategies.parameter_server.served_tables import find_tables, own_rows, place_rest, restore_unserved
 from lockstep.strategies.parameter_server.server_context import WITHOUT_GRADIENTS
 from lockstep.strategies.parameter_server.table_construction import TablePart, construct
-from lockstep.strategies.partial_models import mark_absent, outside_forward, refuse_copies
+from lockstep.strategies.partial_models import mark_absent, of_absent_parameters, refuse_copies
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import OwnerLayout
@@ -126,6 +127,7 @@ class Hybrid(
     PreparesOptimizerStep,
     PreparesEvaluation,
     DividesConstruction,
+    StepsSome,
     ChecksOptimizers,
     ExplainsErrors,
 ):
@@ -152,8 +154,7 @@ class Hybrid(
         self._role_group: Final = group.subgroup(roles.servers if self._serves else roles.workers)
         self._all_reduce: Final = open_all_reduce(self._role_group, context.runs)
         self._buffers: Final = Buffers(self._all_reduce, self._role_group)
-        self._autograd_context: Final = contextlib.ExitStack()
-        self._context_id: int | None = None  # within a micro-batch
+        self._autograd: Final = _AutogradContext()
         self._buckets: dict[ParameterSet, list[FlatBucket]] = {}  # of the dense part
         self._sums: BucketGradients | None = None
         self._in_loop = False
@@ -201,9 +202,13 @@ class Hybrid(
             if not self._serves:
                 refuse_changes(table.module.weight, f"{name}.weight", lambda: self._in_loop)
             self._table_of[table.module.weight] = table
-        tensors = model.state_dict(keep_vars=True)
+        # Servers hold their rows of a table; all else all workers do.
+        holders = {
+            name: tuple(self._table_of[tensor].rows_of) if tensor in self._table_of else self._roles.workers
+            for name, tensor in model.state_dict(keep_vars=True).items()
+        }
         divided = {f"{name}.weight".lstrip("."): table.shard() for name, table in tables.items() if table.is_divided}
-        self._owner_layout.setup_model(model, lambda name: self._holders_of(tensors[name]), divided)
+        self._owner_layout.setup_model(model, lambda name: holders[name], divided)
         self._buffers.setup_model(model)
         if tables:
             refuse_copies(model, "hybrid")
@@ -231,32 +236,32 @@ class Hybrid(
 
     def explain(self, error: Exception, method: str) -> str:
         """Where torch speaks of a table whose rows are on servers."""
-        return outside_forward("hybrid", method) if method and "meta" in str(error) else ""
+        return of_absent_parameters("hybrid", error, method)
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """Open a context of distributed autograd, for what this rank computes until `end_micro_batch`."""
         if not self._serves:
             self._in_loop = True
             self._used.clear()
-            self._context_id = self._autograd_context.enter_context(dist_autograd.context())
+            self._autograd.enter()
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """Compute gradients through workers and servers; those of tables stay on their servers."""
-        assert self._context_id is not None
+        assert self._autograd.id is not None
         if self._sums is None:
             self._sums = BucketGradients(self._dense(target), position.of, exact=True)
         with translating_peer_errors(_BACKWARD):
-            backward(self._context_id, [loss if weight is None else loss * weight])
-        gradients = get_gradients(self._context_id)
+            backward(self._autograd.id, [loss if weight is None else loss * weight])
+        gradients = get_gradients(self._autograd.id)
         for bucket in self._dense(target):
             for parameter in bucket.tensors:
                 parameter.grad = gradients.get(parameter)
         self._sums.accumulate(position)
         if not position.is_padding:
             used = tuple(sorted(self._used))
-            take = GradientRequest(self._group.rank, self._context_id, position.index, position.of, used)
+            take = GradientRequest(self._group.rank, self._autograd.id, position.index, position.of, used)
             for server, answer in [(server, self._endpoint.read(server, take)) for server in self._roles.servers]:
                 self._endpoint.wait(server, answer, _BACKWARD)
         if position.last:
@@ -302,7 +307,7 @@ class Hybrid(
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """After the last micro-batch, wait until the servers have stepped; then bring buffers in step."""
-        self._leave_context()
+        self._autograd.leave()
         if position.last:
             self._round.answer(lambda: None)
             for _ in self._round.answers("the step of the servers"):
@@ -312,9 +317,22 @@ class Hybrid(
             with translating_peer_errors("the reduction of buffers"):
                 self._buffers.end_micro_batch(position)
 
+    def replay(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> None:
+        """Compute gradients through workers and servers, and leave them in a context that is closed after it."""
+        assert self._autograd.id is not None
+        with translating_peer_errors(_BACKWARD):
+            backward(self._autograd.id, [loss if weight is None else loss * weight])
+
+    def end_replay(self) -> None:
+        """Restore buffers."""
+        self._autograd.leave()
+        self._buffers.restore(discards_step=False)
+
     def discard_step(self) -> None:
         """Drop gradients that were not sent, and restore buffers."""
-        self._leave_context()
+        self._autograd.leave()
         self._sums, self._round.unsent = None, {}
         self._buffers.restore()
 
@@ -349,17 +367,9 @@ class Hybrid(
     def close(self) -> None:
         """End the threads and connections. Collective."""
         self._closed = True
-        self._leave_context()
+        self._autograd.leave()
         self._all_reduce.close()
         self._endpoint.close()
-
-    def _leave_context(self) -> None:
-        self._context_id = None
-        self._autograd_context.close()
-
-    def _holders_of(self, tensor: torch.Tensor) -> Sequence[int]:
-        """The ranks that hold ``tensor``: a table's servers, or all workers."""
-        return tuple(self._table_of[tensor].rows_of) if tensor in self._table_of else self._roles.workers
 
     def _dense(self, target: ParameterSet) -> list[FlatBucket]:
         """The buckets of the dense part, which workers sum among themselves."""
@@ -394,7 +404,7 @@ class Hybrid(
         """Look up rows on the server; called in place of the forward pass of a table."""
         if self._closed:
             raise UsageError("an embedding that servers held was looked up after the run was closed; do so within")
-        table, context = self._tables.tables[number], self._context_id if torch.is_grad_enabled() else None
+        table, context = self._tables.tables[number], self._autograd.id if torch.is_grad_enabled() else None
 
         def fetch(rows: torch.Tensor) -> torch.Tensor:
             asked = [
@@ -429,3 +439,20 @@ def _words(rows_of: Mapping[int, range]) -> str:
     if len(rows_of) == 1:
         return f"rank {next(iter(rows_of))}"
     return " and ".join(f"rank {server} (rows {rows.start} to {rows.stop - 1})" for server, rows in rows_of.items())
+
+
+class _AutogradContext:
+    """The context of distributed autograd in which a micro-batch is computed."""
+
+    def __init__(self) -> None:
+        self.id: int | None = None  #: within a micro-batch
+        self._opened: Final = contextlib.ExitStack()
+
+    def enter(self) -> None:
+        """Open it."""
+        self.id = self._opened.enter_context(dist_autograd.context())
+
+    def leave(self) -> None:
+        """Close it, and drop the gradients in it here and on servers."""
+        self.id = None
+        self._opened.close()

@@ -34,11 +34,12 @@ from typing import Final
 import torch
 from torch import nn
 
-from lockstep.batch import MicroBatchPosition
+from lockstep.batch import MicroBatchPosition, StepCheck
 from lockstep.collectives import fold, open_all_reduce, translating_peer_errors
 from lockstep.errors import MismatchError, SettingError
 from lockstep.strategies.abilities import FinishesTraining, HasServerRanks, PreparesOptimizerStep
 from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.divided_update import DividesUpdate, UpdateShare
 from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
 from lockstep.strategies.parameter_server.async_parameter_server import AsyncParameterServer
 from lockstep.strategies.parameter_server.flat_buckets import (
@@ -94,7 +95,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return AsyncParameterServer(context, roles, options.staleness)
 
 
-class SyncParameterServer(Strategy, HasServerRanks, PreparesOptimizerStep, FinishesTraining):
+class SyncParameterServer(Strategy, HasServerRanks, DividesUpdate, PreparesOptimizerStep, FinishesTraining):
     """The strategy ``parameter-server`` in its synchronous mode."""
 
     def __init__(self, context: StrategyContext, roles: ServerRoles) -> None:
@@ -125,6 +126,7 @@ class SyncParameterServer(Strategy, HasServerRanks, PreparesOptimizerStep, Finis
         self._target = target
         if self._sums is None:
             self._context.check_copies()
+            self._context.looks = position.check is not StepCheck.NONE
             self._sums = BucketGradients(self._context.buckets(target), position.of, exact=self._exact)
         target.backward(loss, weight)
         self._sums.accumulate(position)
@@ -167,6 +169,10 @@ class SyncParameterServer(Strategy, HasServerRanks, PreparesOptimizerStep, Finis
         for server, push in self._round.unsent.items():
             self._round.unsent[server] = replace(push, counted=total)
 
+    def update_share(self) -> UpdateShare:
+        """All, on a server; of several, each has some of the parameters."""
+        return UpdateShare(steps=self._context.serves, is_whole=len(self._context.roles.servers) == 1)
+
     def before_optimizer_step(self, target: ParameterSet) -> None:
         """Send the servers, which make the step, what was not sent yet."""
         self._round.send()
@@ -182,6 +188,10 @@ class SyncParameterServer(Strategy, HasServerRanks, PreparesOptimizerStep, Finis
         if not self._context.serves:
             with translating_peer_errors("the reduction of buffers"):
                 self._buffers.end_micro_batch(position)
+
+    def end_replay(self) -> None:
+        """Restore buffers."""
+        self._buffers.restore(discards_step=False)
 
     def finish_training(self) -> None:
         """Give servers, too, the parameters that others own. Collective."""

@@ -87,11 +87,6 @@ def own_rows(
 
 
 def _check(model: nn.Module, name: str, table: EmbeddingTable) -> None:
-    if table.max_norm is not None:
-        raise UsageError(
-            f"{name} has max_norm={table.max_norm}, so look-ups change it, and workers would do so at the same "
-            "time; leave max_norm out, or name the embeddings to serve: --strategy hybrid:served=..."
-        )
     sharing = [n for n, p in model.named_parameters(remove_duplicate=False) if p is table.weight]
     if len(sharing) > 1:
         raise UsageError(

@@ -30,8 +30,6 @@ from lockstep.strategies.protocol import ReplicaAssignment, StrategyContext
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.state_layout import OwnerLayout
 
-#: Changes of ``.data`` are not counted by torch, and what a script changes, it mostly changes from the first step on.
-_CHECKS_BY_VALUE: Final = 3
 WITHOUT_GRADIENTS: Final = "the loss scale is adapted where gradients are, and workers have none"
 
 
@@ -67,7 +65,7 @@ class ServerContext:
         self.role_group: Final = group.subgroup(roles.servers if self.serves else roles.workers)
         self._buckets: dict[ParameterSet, list[FlatBucket]] = {}
         self._pulled: tuple[int, int | None] | None = None  # what tells changes after an answer; None: before the loop
-        self._checks = 0  # how often changes were looked for
+        self.looks = False  #: whether copies are compared by value, too, from the next answer on
         if self.serves:
             self.endpoint.watch(roles.workers)
 
@@ -114,7 +112,7 @@ class ServerContext:
             (bucket for bucket in self.buckets(target) if bucket.owner == server), flats, strict=True
         ):
             bucket.fill(flat)
-        self._pulled = self._changes(looks=self._checks < _CHECKS_BY_VALUE)
+        self._pulled = self._changes(looks=self.looks)
         return version
 
     def check_copies(self, *, ends: bool = False) -> None:
@@ -123,14 +121,15 @@ class ServerContext:
         Raises:
             UsageError: if the script has changed a parameter.
         """
-        pulled, self._checks = self._pulled, self._checks + 1
+        pulled = self._pulled
         if ends:
             self._pulled = None
         if pulled is not None and pulled != self._changes(looks=pulled[1] is not None):
             raise UsageError(
                 "a parameter was changed in the loop of run.train(...), which servers do not run, and strategy "
                 "parameter-server takes their values for the next step: change parameters between passes, on all "
-                "ranks, in a hook of the optimizer (register_step_post_hook), or use ddp or zero"
+                "ranks, or, with one server, in a hook of the optimizer (register_step_post_hook); a weight that "
+                "forward() limits is a parametrization (torch.nn.utils.parametrize); or use ddp or zero"
             )
 
     def _changes(self, *, looks: bool) -> tuple[int, int | None]:

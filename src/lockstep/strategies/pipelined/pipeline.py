@@ -49,6 +49,7 @@ from lockstep.strategies.abilities import (
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.divided_construction import DividedConstruction
+from lockstep.strategies.divided_update import StepsSome
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
     ParameterSet,
@@ -56,7 +57,7 @@ from lockstep.strategies.gradient_accumulation import (
     total_count,
 )
 from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.partial_models import outside_forward
+from lockstep.strategies.partial_models import of_absent_parameters
 from lockstep.strategies.pipelined.division import divide, made_apart, neighbours, stage_ranks
 from lockstep.strategies.pipelined.pipeline_options import SCHEDULES, SPLITTING, Options
 from lockstep.strategies.pipelined.pipelined_model import USE_RUN_STEP, keep_own_tensors, prepare_in_place
@@ -102,7 +103,9 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return Pipeline(context, options, stages)
 
 
-class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, DividesConstruction, ExplainsErrors, MakesStages):
+class Pipeline(
+    Strategy, ComputesLoss, CommunicatesInForward, DividesConstruction, StepsSome, ExplainsErrors, MakesStages
+):
     """The strategy ``pipeline``."""
 
     forward_is_collective = True
@@ -127,6 +130,8 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, DividesConstructio
         self.state_layout = self._layout
         self._names: dict[nn.Parameter, str] = {}
         self._stages: list[Stage] = []
+        # Buffers that are in none of them, each with its name and what counts its changes.
+        self._unfollowed: list[tuple[str, torch.Tensor, int]] = []
         self._construction: Final = DividedConstruction(group, group)
         self._made: nn.Module | None = None  # a model that was made here, divided by rows or into stages
         self._find_unused = False
@@ -179,6 +184,8 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, DividesConstructio
                     splits_backward=splits,
                 )
             )
+        followed = {id(b) for stage in self._stages for b in stage.in_training.buffers()}
+        self._unfollowed = [(n, b, b._version) for n, b in model.named_buffers() if id(b) not in followed]
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         # The ranks of the same stages in each replica are as far apart as a replica has ranks.
         self._layout.setup_model(model, lambda name: range(rank_of.get(name, 0), self._context.group.size, ranks))
@@ -365,13 +372,23 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, DividesConstructio
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """After the last micro-batch, move the stages' buffers by the mean over the step. Collective then."""
         if position.last:
+            for name, buffer, version in self._unfollowed:
+                if buffer._version != version:
+                    raise UsageError(
+                        f"the buffer {name} was changed by a stage whose forward pass does not use it, as where a hook "
+                        "writes to a buffer of another module, which may lie on another rank: let the module that "
+                        "changes it hold it (register_buffer), or use ddp or zero"
+                    )
             with translating_peer_errors("the reduction of buffers"):
                 for stage in self._stages:
                     stage.running_buffers.end_micro_batch(position)
 
     def explain(self, error: Exception, method: str) -> str:
         """Where torch speaks of a tensor that is on another rank."""
-        return outside_forward("pipeline", method) if method and "meta" in str(error) else ""
+        return of_absent_parameters("pipeline", error, method)
+
+    def end_replay(self) -> None:
+        """No stage has computed anything: of a replay, what it would compute the loss of is compared."""
 
     def discard_step(self) -> None:
         """Forget queued micro-batches, and restore buffers."""
@@ -381,6 +398,7 @@ class Pipeline(Strategy, ComputesLoss, CommunicatesInForward, DividesConstructio
 
     def resync(self) -> None:
         """Start from the buffers that models hold."""
+        self._unfollowed = [(name, buffer, buffer._version) for name, buffer, _ in self._unfollowed]
         for stage in self._stages:
             stage.running_buffers.resync()
 

@@ -99,18 +99,21 @@ class DividedOperations:
         self._mesh: Final = mesh
         if not _groups:
             _of_torch.update(_dispatcher()._custom_op_handlers)
-            _dispatcher()._custom_op_handlers = _of_torch | dict.fromkeys(_OPERATIONS, _call)
+            _handlers.update((op, handler) for op, handler in _of_torch.items() if op not in _OPERATIONS)
+            _dispatcher()._custom_op_handlers = _handlers
         _groups[mesh] = group
 
     def handle_scaled_sums(self) -> None:
         """From now on, sums with ``alpha=`` of types of two bytes are computed with whole tensors, too, on CPUs."""
-        _dispatcher()._custom_op_handlers.update(dict.fromkeys(_overloads(_SCALED_SUMS), _call))
+        _handlers.update(dict.fromkeys(_overloads(_SCALED_SUMS), _call))
 
     def close(self) -> None:
         """Leave them to torch again."""
         _groups.pop(self._mesh, None)
         if not _groups:
             _dispatcher()._custom_op_handlers = dict(_of_torch)
+            for op in {*_of_torch, *_overloads(_SCALED_SUMS)} - _OPERATIONS.keys():
+                _handlers.pop(op, None)
             _of_torch.clear()
 
 
@@ -376,6 +379,7 @@ def _gathered(tensor: DTensor) -> torch.Tensor:
     return placed.copy_(once).expand_as(whole)
 
 
-# Made when this module is loaded, which the launcher does once for all ranks: to look at each of torch's operations
-# takes a process 8 MB that it shares with others until then.
+# Made when this module is loaded, which the launcher does once for all ranks: to look at each of torch's operations, or
+# to put each into another table, takes a process 8 MB that it shares with others until then.
 _OPERATIONS: Final = _operations()
+_handlers: Final[dict[Any, Any]] = dict.fromkeys(_OPERATIONS, _call)

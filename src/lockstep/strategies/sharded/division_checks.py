@@ -52,19 +52,24 @@ def check_divisible(model: nn.Module, strategy: str, ignored: Container[nn.Param
         if not parameter.dim():
             raise UsageError(
                 f"the parameter {name} has no dimension, and {strategy} divides rows; make it of shape (1,), as with "
-                "nn.Parameter(torch.ones(1)), or name its module in ignored_modules=..."
+                f"nn.Parameter(torch.ones(1)){_or_ignored(strategy)}, or use ddp"
             )
         if not parameter.numel() and parameter.requires_grad:
             raise UsageError(
                 f"the parameter {name} of shape {tuple(parameter.shape)} has no elements, and torch's fully_shard "
-                "divides no gradient of none; freeze it, name its module in ignored_modules=..., or use ddp"
+                f"divides no gradient of none; freeze it{_or_ignored(strategy)}, or use ddp"
             )
         if not parameter.is_contiguous():
             raise UsageError(
                 f"the parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and "
-                f"{strategy} divides contiguous rows; leave out .to(memory_format=...), name its module in "
-                "ignored_modules=..., or use ddp"
+                f"{strategy} divides contiguous rows; leave out .to(memory_format=...){_or_ignored(strategy)}, or use "
+                "ddp"
             )
+
+
+def _or_ignored(strategy: str) -> str:
+    """The option that leaves a parameter whole, which ``zero:stage=2`` has not."""
+    return "" if strategy.startswith("zero") else ", name its module in ignored_modules=..."
 
 
 def check_stateless(model: nn.Module, mixed: str) -> None:

@@ -111,6 +111,12 @@ class Gradients(Protocol):
         """
         ...
 
+    def replay(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> None:
+        """Compute the gradients of a micro-batch that counts for nothing, and drop them. Collective, as blocks are."""
+        ...
+
     def discard_step(self) -> None:
         """Drop the gradients of the step."""
         ...
@@ -254,6 +260,20 @@ class FsdpBackward(Gradients):
                     parameter.grad = None
                 elif isinstance(parameter.grad, DTensor):
                     parameter.grad.__class__ = DividedParameter
+
+    def replay(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> None:
+        """Let no unit sum the gradients of its block. Collective, as blocks are gathered."""
+        for fsdp_model in self._models:
+            for unit in fsdp_model.units:
+                unit.expect(None)
+        held = {p: p.grad for fsdp_model in self._models for p in fsdp_model.parameters}
+        for parameter in held:
+            parameter.grad = None
+        loss.backward(weight)
+        for parameter, gradient in held.items():
+            parameter.grad = gradient
 
     def discard_step(self) -> None:
         """Drop what the units have summed."""

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from lockstep.batch import MicroBatchPosition
+from lockstep.batch import MicroBatchPosition, StepCheck
 from lockstep.collectives import (
     ShardGroups,
     open_all_reduce,
@@ -96,6 +96,7 @@ from lockstep.strategies.tensor_parallel.tensor_parallel import TensorParallel
 _OF_DTENSORS: Final = (
     *("mixed torch.Tensor and DTensor", "sharding strategy", "Sharding propagation failed"),
     *("in-place operations that require placement changes", "not supported with DTensor"),
+    "appears to not have been used in the graph",  # by a parameter: what was gathered is another tensor
 )
 
 
@@ -296,7 +297,7 @@ class FullySharded(
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """A forward pass comes that a backward pass will follow."""
-        self._blocks.begin_micro_batch()
+        self._blocks.begin_micro_batch(compares=position.check is not StepCheck.NONE)
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
@@ -324,6 +325,18 @@ class FullySharded(
             self.before_update(position)
         self._buffers_are_moved = False
         self._blocks.end_micro_batch(is_last=position.last)
+
+    def replay(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> None:
+        """Gather blocks for one more backward pass, whose gradients stay on this rank and are dropped. Collective."""
+        self._blocks.begin_backward(is_last=False)
+        self._gradients.replay(loss, weight, target, position)
+
+    def end_replay(self) -> None:
+        """Restore buffers."""
+        self._buffers.restore(discards_step=False)
+        self._blocks.end_micro_batch(is_last=False)
 
     def before_update(self, position: MicroBatchPosition) -> None:
         """Move buffers by the mean over the step: nothing that follows in it needs another rank. Collective."""

@@ -4,20 +4,41 @@ what a script does                                         why it is refused
 net.head.weight = net.words.weight                         fully_shard would set its own parameter again
 torch.func.functional_call(net, others, (x,))              the same
 loss = ...; net.head.weight.add_(0.1); run.step(loss)      what was gathered is dropped after the step
+self.weight.data.clamp_(min=0), in forward()               the same; torch does not count what goes through ``.data``
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Final, cast
+from dataclasses import dataclass, field
+from typing import Final, NoReturn, cast
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from lockstep.collectives import local_part
 from lockstep.errors import UsageError
 from lockstep.strategies.partial_models import replaced_parameters
 
 _PLACEMENTS: Final = (Shard(0),)
+
+
+@dataclass(slots=True)
+class _Marks:
+    """Of what a block held before a forward pass, and after it."""
+
+    before: list[torch.Tensor]
+    after: list[torch.Tensor] = field(default_factory=list)
+
+
+def _mark(tensor: torch.Tensor | None) -> torch.Tensor:
+    """The sum of the bits of ``tensor``, which no write of a forward pass leaves as it is but by chance."""
+    if tensor is None:
+        return torch.zeros((), dtype=torch.int64)
+    flat = local_part(tensor.detach()).contiguous().view(-1).view(torch.uint8)
+    whole = flat.numel() // 4 * 4
+    return flat[:whole].view(torch.int32).sum(dtype=torch.int64) + flat[whole:].sum(dtype=torch.int64)
 
 
 class HeldParameters:
@@ -44,6 +65,10 @@ class HeldParameters:
         block.register_forward_pre_hook(self.check_held, prepend=True)
         # Last of all hooks there are now, so it finds what `fully_shard` has gathered.
         self._first_forward: Final = block.register_forward_pre_hook(self._note_gathered)
+        self.compares_marks = False  #: whether what is gathered is looked at around each forward pass
+        self._marks: list[_Marks] = []
+        block.register_forward_pre_hook(self._note_marks)
+        block.register_forward_hook(self._add_marks, prepend=True)  # before `fully_shard` frees what was gathered
 
     def check_held(self, *_: object) -> None:
         """Check that modules hold what was divided, or what was gathered of it.
@@ -74,11 +99,42 @@ class HeldParameters:
         for _, _, name, parameter in self._places:
             gathered, version = self._gathered.get(parameter, (None, 0))
             if gathered is not None and gathered._version != version:
-                raise UsageError(
-                    f"the parameter {name} of shape {tuple(parameter.shape)} was changed between the model's forward "
-                    f"pass and its backward pass, while strategy {self._strategy} had gathered it, and what is "
-                    "gathered is dropped: change parameters where run.step(loss) has returned True"
-                )
+                self._refuse_write(name, parameter)
+
+    def compare_marks(self) -> None:
+        """Check that no forward pass has written to what was gathered, as far as that was looked at.
+
+        Raises:
+            UsageError: if one has.
+        """
+        seen, self._marks = [marks for marks in self._marks if len(marks.after)], []
+        if not seen:
+            return
+        changed = torch.stack([torch.stack(marks.before) != torch.stack(marks.after) for marks in seen]).any(0)
+        for (_, _, name, parameter), is_changed in zip(self._places, changed.tolist(), strict=True):
+            if is_changed:
+                self._refuse_write(name, parameter)
+
+    def _refuse_write(self, name: str, parameter: nn.Parameter) -> NoReturn:
+        raise UsageError(
+            f"the parameter {name} of shape {tuple(parameter.shape)} was changed in the model's forward pass, or "
+            f"between it and the backward pass, while strategy {self._strategy} had gathered it, and what is "
+            "gathered is dropped: change parameters where run.step(loss) has returned True. A weight that forward() "
+            "limits or derives is a parametrization (torch.nn.utils.parametrize) before run.model(...), and what "
+            "forward() moves by itself, such as a codebook, a buffer (register_buffer)"
+        )
+
+    def _note_marks(self, *_: object) -> None:
+        if self.compares_marks:
+            self._marks.append(_Marks(self._marks_now()))
+
+    def _add_marks(self, *_: object) -> None:
+        if self.compares_marks and self._marks and not self._marks[-1].after:
+            self._marks[-1].after = self._marks_now()
+
+    def _marks_now(self) -> list[torch.Tensor]:
+        """Of each parameter as its module has it: a number that differs if values have been written; on its device."""
+        return [_mark(module._parameters[attribute]) for module, attribute, *_ in self._places]
 
     def _note_gathered(self, *_arguments: object) -> None:
         for module, attribute, _, parameter in self._places:

@@ -59,9 +59,11 @@ class ShardedBlocks:
         else:
             model.register_forward_hook(partial(self._reshard_after_looking, blocks))
 
-    def begin_micro_batch(self) -> None:
-        """A forward pass comes that a backward pass will follow."""
+    def begin_micro_batch(self, *, compares: bool) -> None:
+        """A forward pass comes that a backward pass will follow; it ``compares`` what is gathered around itself."""
         self._computes_step = True
+        for held in self._held:
+            held.compares_marks = compares
 
     def begin_backward(self, *, is_last: bool) -> None:
         """A backward pass comes; ``is_last`` of the step on this rank."""
@@ -77,6 +79,8 @@ class ShardedBlocks:
             UsageError: if what was gathered was changed, see `HeldParameters.check_values`.
         """
         self._computes_step = False
+        for held in self._held:
+            held.compare_marks()
         if is_last:
             # What a forward pass has gathered since the backward pass is as it was before the optimizers' steps.
             self.reshard()

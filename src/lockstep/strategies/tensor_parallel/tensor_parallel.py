@@ -47,6 +47,7 @@ from lockstep.strategies.abilities import (
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.delegation import Delegates
 from lockstep.strategies.divided_construction import DividedConstruction
+from lockstep.strategies.divided_update import StepsSome
 from lockstep.strategies.gradient_accumulation import ParameterSet, steps_across_elements
 from lockstep.strategies.module_states import sync_module_states, verify_module_states
 from lockstep.strategies.partial_models import mark_partial, refuse_copies
@@ -71,6 +72,7 @@ class TensorParallel(
     Delegates,
     DividesConstruction,
     DividesLayers,
+    StepsSome,
     PreparesForward,
     PreparesUpdate,
     ChecksOptimizers,
@@ -246,6 +248,17 @@ class TensorParallel(
             'its outputs, for one that is named as rowwise. Name both; "colwise_gather_output" gives them whole. Write '
             "view(..., -1, head_size), for a rank has some of the heads"
         )
+
+    def replay(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> None:
+        """Let the other strategy compute and drop gradients. Collective."""
+        self._inner.replay(loss, weight, target, position)
+
+    def end_replay(self) -> None:
+        """Let the other strategy restore buffers."""
+        self._forget_regions()
+        self._inner.end_replay()
 
     def discard_step(self) -> None:
         """Let the other strategy drop the step."""

@@ -228,8 +228,8 @@ def _check_layer(name: str, style: str, module: nn.Module, *, read_around: bool)
             f"tensor_plan: {name} as {style}, and it is a {type(module).__name__}: that is for nn.{kind.__name__}, "
             "with its own forward pass and a weight that is a parameter"
         )
-    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+    if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
         raise UsageError(
-            f"tensor_plan: {name} has max_norm or scale_grad_by_freq, for which a rank would need the rows of others; "
-            "leave them out, or leave the layer out of the plan"
+            f"tensor_plan: {name} has scale_grad_by_freq, for which a rank would need the rows of others; leave it "
+            "out, or leave the layer out of the plan"
         )

@@ -1,0 +1,77 @@
+"""What is known of the step that came after a checkpoint: a small file in its directory, written after the commit.
+
+It is not part of what was committed: no manifest names it, it is in no checksum but its own, and it goes where the
+directory goes. A checkpoint without it, or with half of it, is as good as any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from lockstep.checkpoint.commit import Committed
+from lockstep.checkpoint.filesystem import FileSystem
+
+NEXT_STEP: Final = "next-step.json"
+
+
+class NextStepFile:
+    """The leader's writer of this file, for one checkpoint at a time: the one that was begun last.
+
+    The step may be over before the checkpoint is committed, or after that: what comes second writes the file. From any
+    thread.
+
+    Args:
+        disk: the file system.
+    """
+
+    def __init__(self, disk: FileSystem) -> None:
+        self._disk: Final = disk
+        self._lock: Final = threading.Lock()
+        self._committed: Committed | None = None
+        self._waiting: tuple[int, Mapping[str, Any]] | None = None
+
+    def committed(self, checkpoint: Committed) -> None:
+        """``checkpoint`` has become visible."""
+        with self._lock:
+            self._committed = checkpoint
+            self._write()
+
+    def put(self, step: int, content: Mapping[str, Any]) -> None:
+        """``content``, plain values, is known of the step after ``step``. Raises nothing: it is no part of the save."""
+        with self._lock:
+            self._waiting = step, content
+            self._write()
+
+    def _write(self) -> None:
+        if self._waiting is None or self._committed is None or self._waiting[0] != self._committed.step:
+            return
+        text = json.dumps(self._waiting[1], separators=(",", ":"))
+        self._waiting = None
+        path = self._committed.path / NEXT_STEP
+        with contextlib.suppress(OSError):
+            if NEXT_STEP in self._disk.names(path.parent):
+                self._disk.unlink(path)
+            file = self._disk.create(path)
+            try:  # not flushed, for the step waits: what a power cut takes of it is not missed
+                self._disk.write(file, memoryview(f"{zlib.crc32(text.encode()):08x} {text}".encode()))
+            finally:
+                self._disk.close(file)
+
+
+def read_next_step(path: Path, disk: FileSystem) -> dict[str, Any] | None:
+    """What the checkpoint in ``path`` says of the step after it; None if that is not there, or not in full."""
+    try:
+        if disk.size(path / NEXT_STEP) < 0:
+            return None
+        with disk.reader(path / NEXT_STEP) as file:
+            found, _, text = file.read().decode().partition(" ")
+        content = json.loads(text) if found == f"{zlib.crc32(text.encode()):08x}" else None
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

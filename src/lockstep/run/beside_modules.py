@@ -1,0 +1,84 @@
+"""Models of the script beside those of the run, whose buffers the loop's body moves, as BatchNorm of a teacher does.
+
+a body in the loop of run.train     each rank moves them by its own micro-batches; a replay of one moves nothing
+run.evaluate, on several ranks      to compute with them is refused: ranks hold different ones
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from lockstep.errors import UsageError
+from lockstep.run.kept import Stateful
+from lockstep.run.reachable import find, script_roots
+
+
+class BesideModules:
+    """Of one run.
+
+    Args:
+        models: of the run.
+        kept: of the script.
+    """
+
+    def __init__(self, models: Collection[nn.Module], kept: Mapping[str, Stateful]) -> None:
+        self._models: Final = models
+        self._kept: Final = kept
+        self._before: list[tuple[str, nn.Module, torch.Tensor, torch.Tensor]] = []  # buffers, and what they held
+        self._moved: Final[dict[nn.Module, str]] = {}  # with the name of a buffer
+
+    def begin_replay(self) -> None:
+        """A replay is about to be handed out: what buffers hold of modules within reach of the script."""
+        self._before = self._before or [
+            (f"{path}.{name}.{buffer_name}".replace("..", "."), module, buffer, buffer.clone())
+            for path, name, module in self._within_reach()
+            for buffer_name, buffer in module.named_buffers(recurse=False)
+        ]
+
+    def end_replays(self) -> None:
+        """Something else is about to be handed out: what replays have moved is put back, if there were some."""
+        before, self._before = self._before, []
+        for name, module, buffer, value in before:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+                self._moved[module] = name
+
+    @contextlib.contextmanager
+    def evaluating(self, ranks: int) -> Iterator[None]:
+        """A context for an evaluation on so many ``ranks``.
+
+        Raises:
+            UsageError: if a module is called there whose buffers differ between ranks.
+        """
+        hook = register_module_forward_pre_hook(self._refuse) if self._moved and ranks > 1 else None
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def _within_reach(self) -> Iterator[tuple[str, str, nn.Module]]:
+        kept = (value for value in self._kept.values() if isinstance(value, nn.Module))
+        known = {module for root in (*self._models, *kept) for module in root.modules()}
+        for path, root in find(script_roots(sys._getframe()), nn.Module).items():
+            # One without parameters is no model: a loss, or a metric that is brought together by itself.
+            if isinstance(root, nn.Module) and root not in known and any(True for _ in root.parameters()):
+                yield from ((path, name, module) for name, module in root.named_modules() if module not in known)
+
+    def _refuse(self, module: nn.Module, _inputs: Any) -> None:
+        name = self._moved.get(module)
+        if name is not None and not module.training:
+            model = name.partition(".")[0]
+            raise UsageError(
+                f"{model} is computed in run.evaluate(...), and forward passes in the loop of run.train(...) have "
+                f"moved {name}: on each rank by its own micro-batches, so that ranks hold different values. Give it to "
+                f"run.model({model}), which keeps buffers alike on all ranks and in checkpoints; or call "
+                f"{model}.eval() before the loop, if these are not to move"
+            )

@@ -1,0 +1,177 @@
+"""Ranks leave a loop, and the run, after the same step: where one of them does not, it is told at once, with its line.
+
+    rank 1, main thread    leaves the loop of run.train after step 7, and calls the run again
+                           says so in the store, and gathers from all ranks where they stand
+    rank 0, main thread    waits for rank 1 in the reduction of step 8
+    rank 0, a thread       sees that its rank is past what rank 1 has left, and takes part in its place
+    rank 1, main thread    UsageError, with the lines of both; its end is what wakes rank 0
+
+Where all ranks leave alike, that is one exchange over the CPU. A step costs one assignment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lockstep.collectives import Group, KeyValueStore
+from lockstep.errors import LockstepError, MismatchError, UsageError
+from lockstep.formatting import format_ranks
+from lockstep.heartbeat import find_user_frame, is_users
+from lockstep.heartbeat_message import SourceLine
+
+_WENT_ON: Final = "went on"
+_POLL_S: Final = 0.1
+_READ_S: Final = 60.0  # for a value that is set already
+_CLOSE_S: Final = 2.0  # to wait for a thread whose peers do not answer
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """What a rank did after ``step`` steps, in words, and the user's line."""
+
+    did: str
+    step: int
+    place: str
+
+
+class LeaveAgreement:
+    """Of one rank; with one rank alone, nothing happens.
+
+    Args:
+        group: all ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group: Final = group
+        # Agreements before, and the step whose reduction the main thread has entered: read together by the thread.
+        self._at = 0, 0
+        self._left: Leave | None = None
+        self._store: KeyValueStore | None = None
+        self._main = 0
+        self._closing: Final = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._joins = False  # whether the thread takes part in the place of the main thread
+        self._parted = ""  # as the thread has learned
+
+    def open(self) -> None:
+        """The training begins, in this thread."""
+        if self._group.size > 1:
+            self._main = threading.get_ident()
+            self._thread = threading.Thread(target=self._watch, name="lockstep leave agreement", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """The run is over; may be called twice."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
+    def enter(self, step: int) -> None:
+        """This rank begins the last backward pass of ``step``, which no rank leaves undone."""
+        self._at = self._at[0], step
+
+    def leave(self, did: str, step: int, error: BaseException | None = None) -> None:
+        """This rank ``did``, in words, leave a loop or the run after ``step`` steps, by ``error`` or where it is now.
+
+        The ranks agree on it at the run's next call, where that may fail: the rank may also be on its way out with an
+        error of its own, and then it must not wait for others.
+        """
+        if self._thread is not None:
+            self._left = Leave(did, step, _user_line(error))
+
+    def agree(self) -> None:
+        """If this rank has left something, check that all ranks have left it after the same step. Collective then.
+
+        Takes about 1 ms.
+
+        Raises:
+            UsageError: with the lines of the ranks, if they have parted ways.
+            PeerLost: if one of them is gone.
+        """
+        leave, self._left = self._left, None
+        if leave is None or self._closing.is_set():
+            return
+        if self._store is None:
+            self._store = self._group.store("leaves")
+        number, step = self._at
+        self._store.set(str(number), f"{leave.step} rank {self._group.rank} {_told(leave)}")
+        try:
+            parted = _parted(self._gather(leave))
+        except MismatchError:  # of the call in which the others are
+            parted = f"ranks have parted ways: rank {self._group.rank} {_told(leave)}, and not all ranks did"
+        if parted:
+            raise UsageError(
+                f"{parted}. All ranks must leave a loop, and the run, after the same step, and what a rank sees by "
+                "itself, such as its own loss or its clock, differs from rank to rank: decide by run.progress, "
+                "run.metrics or run.early_stopping(...); by a clock, once a step and by all clocks: `if run.step(loss) "
+                "and any(run.gather(time.time() > end)): break`"
+            )
+        self._at = number + 1, step
+
+    def explain(self, error: BaseException) -> str:
+        """What to say of ``error``: that a rank, this one or another, left where not all did; "" of others."""
+        if self._joins and self._thread is not None:
+            self._thread.join(_CLOSE_S)
+        told = self._parted
+        if isinstance(error, MismatchError) and self._thread is not None:
+            with contextlib.suppress(LockstepError, RuntimeError):  # the store may be gone by now
+                store, number = self._group.store("leaves"), str(self._at[0])
+                told = store.get(number, _READ_S).partition(" ")[2] if store.is_set(number) else told
+        return told
+
+    def _gather(self, leave: Leave) -> list[Leave]:
+        return self._group.gather_objects(leave, "the end of a loop or of the run")
+
+    def _watch(self) -> None:
+        try:
+            store, before = self._group.store("leaves"), self._at
+            while not self._closing.wait(_POLL_S):
+                at, before = before, self._at
+                if at != before or not store.is_set(str(at[0])):  # a rank that waits does not move
+                    continue
+                left_after = int(store.get(str(at[0]), _READ_S).partition(" ")[0])
+                if self._at == at and at[1] > left_after:
+                    self._joins = True
+                    frame = sys._current_frames().get(self._main)
+                    place = "" if frame is None else _place(find_user_frame(frame)[0])
+                    self._parted = _parted(self._gather(Leave(_WENT_ON, at[1] - 1, place)))
+                    return
+        except (LockstepError, RuntimeError):
+            # The store or a rank is gone: the main thread meets that itself.
+            pass
+
+
+def _user_line(error: BaseException | None) -> str:
+    """The user's line that has raised ``error``, or is running now, as FILE:LINE."""
+    lines, trace = [], None if error is None else error.__traceback__
+    while trace is not None:
+        if is_users(trace.tb_frame.f_code.co_filename):
+            lines.append(f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    return lines[-1] if lines else _place(find_user_frame(sys._getframe())[0])
+
+
+def _place(line: SourceLine) -> str:
+    return f"{Path(line.file).name}:{line.line}" if line.file else ""
+
+
+def _told(leave: Leave) -> str:
+    return f"{leave.did} after step {leave.step}{f' ({leave.place})' if leave.place else ''}"
+
+
+def _parted(leaves: list[Leave]) -> str:
+    """Who has done what; "" if all did the same after the same step."""
+    if len({(leave.did, leave.step) for leave in leaves}) == 1:
+        return ""
+    ranks: dict[Leave, list[int]] = {}
+    for rank, leave in enumerate(leaves):
+        ranks.setdefault(leave, []).append(rank)
+    said = []
+    for leave, those in sorted(ranks.items(), key=lambda one: (one[0].did == _WENT_ON, one[0].step, one[1])):
+        said.append(f"{format_ranks(those)} {_told(leave)}")
+    return "ranks have parted ways: " + ", and ".join(said)

@@ -1,0 +1,58 @@
+"""Names that `Run` does not have: answered with the nearest one, or with what takes the place of another tool's."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from lockstep.errors import SettingError
+from lockstep.formatting import did_you_mean
+
+_RANKS: Final = "ranks are started from outside: lockstep run --nproc-per-node 4 train.py, or lockstep.launch(main, 4)"
+_BATCH: Final = "run.loader(dataset, global_batch=...) takes it, or global_batch= here, for all loaders"
+#: Of other tools, and what to write.
+_ARGUMENTS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("num_gpus", "gpus", "devices", "num_processes", "ranks", "world_size", "num_nodes"), _RANKS),
+    **dict.fromkeys(("batch_size", "train_batch_size"), _BATCH),
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), "for epoch in run.epochs(10) takes it"),
+    **dict.fromkeys(("max_steps", "steps"), "for step in run.steps(1000) takes it"),
+    **dict.fromkeys(("logger", "log_with"), "it is track='tensorboard', 'wandb' or 'mlflow' here"),
+    **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "gradient_clipping"), "it is clip_norm here"),
+    **dict.fromkeys(("resume", "resume_from"), "lockstep run --resume takes it, or LOCKSTEP_RESUME=1"),
+}
+_ATTRIBUTES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("ranks", "size", "num_processes", "num_ranks"), "run.world_size"),
+    **dict.fromkeys(("is_main_process", "is_leader", "is_global_zero", "leader"), "run.leads"),
+    **dict.fromkeys(("global_step", "step_count"), "run.progress.step"),
+    "epoch": "run.epochs(n), or run.progress.epoch",
+    "local_rank": "run.world.local_rank",
+    "print": "run.say(...)",
+    "wait_for_everyone": "run.barrier()",
+    "all_gather": "run.gather(...)",
+    "all_reduce": "run.sum(...) or run.mean(...)",
+}
+
+
+def refusing_unknown_arguments(init: Callable[..., None]) -> Callable[..., None]:
+    """``init``, which answers an argument that it does not take with the nearest name."""
+    known = [*inspect.signature(init).parameters][1:]
+
+    @functools.wraps(init)
+    def checked(self: object, *args: object, **given: object) -> None:
+        for name in given:
+            if name not in known:
+                instead = _ARGUMENTS.get(name) or did_you_mean(name, known, f"it takes {', '.join(known)}")
+                raise SettingError(f"Run({name}=...): there is no such argument; {instead}")
+        init(self, *args, **given)
+
+    return checked
+
+
+def no_attribute(run: object, name: str) -> AttributeError:
+    """The error for ``run.NAME``, with the nearest name that it has."""
+    public = [known for known in dir(type(run)) if not known.startswith("_")]
+    meant = _ATTRIBUTES.get(name)
+    advice = f"; did you mean {meant}?" if meant else f"; {did_you_mean(name, public, '')}".removesuffix("; ")
+    return AttributeError(f"{type(run).__name__!r} object has no attribute {name!r}{advice}")

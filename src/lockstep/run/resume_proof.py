@@ -1,0 +1,333 @@
+"""The proof of a resume: its first step has the bits of the step that came after the checkpoint, or the run ends.
+
+    a checkpoint is saved      the next step is recorded, which is made anyway:
+      each micro-batch           a checksum of its samples, and its losses, on the rank that has it
+      the update                 options of optimizers; sums of the bits of each parameter and buffer, which ranks
+                                 bring together
+      the end of the body        options again, and tensors of what is kept
+                               the leader writes that beside the checkpoint
+    a run resumes from it      its first step is recorded alike, and compared
+
+So whatever the script needs and no checkpoint holds is found, once it matters in that step: a teacher, a schedule, a
+counter. Everything is by a micro-batch's index and a tensor's name, so that worlds and strategies may differ.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from lockstep import __version__
+from lockstep.batch import MicroBatchPosition
+from lockstep.checkpoint import StateTree
+from lockstep.collectives import TensorShard
+from lockstep.data import Data, checksum
+from lockstep.errors import CheckpointError
+from lockstep.run.divergence import plain_in, schedulers_in, tensors_in
+from lockstep.run.identity import optimizers_of
+from lockstep.run.setup import RunContext
+from lockstep.strategies import HasServerRanks, split
+
+#: Strategies of which each gives the bits of one rank, without options but those that leave bits alone.
+_ALIKE: Final = frozenset(("none", "ddp", "zero", "fsdp", "hsdp", "parameter-server", "hybrid", "pipeline"))
+_HARMLESS: Final = frozenset(("stage", "shard", "servers", "wrap", "reshard", "prefetch", "offload"))
+#: Relative difference of losses that other kernels may give, where a step need not have the same bits when repeated.
+_NEAR: Final = 1e-3
+
+
+class _Difference(NamedTuple):
+    """What a step has otherwise than it should."""
+
+    text: str
+    lost: str  #: what may be in no checkpoint
+    size: float = math.inf  #: of a loss, relative to it; of other values that are computed, 0
+
+
+_OF_SAMPLES: Final = "what the data set, its sampler or order= depends on, such as labels or a count of epochs"
+_OF_LOSS: Final = (
+    "what the loss is computed from: a model beside run.model(...), such as a teacher or an average of the weights; a "
+    "schedule, a temperature or a counter of the script; or another object in place of that which run.keep(...) was "
+    "given (write into that: copy_(...), list[:] = ...)"
+)
+_OF_UPDATE: Final = (
+    "what the update is computed from: a counter or a list in an attribute of the optimizer (what is in its state is "
+    "saved), or what the script does with gradients and weights"
+)
+_OF_BODY: Final = (
+    "what the script sets that from, such as a scheduler, what a scheduler is given (a loss that the script adds up "
+    "itself), or a decay that depends on a counter"
+)
+
+
+class ResumeProof:
+    """Records the step after each save, and compares the first step after a resume.
+
+    In all other steps nothing is done; in these, ranks meet once more, and the GPU is waited for.
+
+    Args:
+        context: of the run.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context: Final = context
+        self._checkpointer: Final = context.checkpointer
+        self._samples: dict[str, int] = {}  # checksums by the index of the micro-batch
+        self._expected: StateTree | None = None  # of the first step after a resume
+        self._file = Path()  # that says so
+        self._saved: int | None = None  # the step whose checkpoint waits for the next one
+        self._recorded: StateTree | None = None  # that next step, whose body is not over
+        self._noted = False  # a difference was said, so that no second one needs to be
+
+    def saved(self, step: int) -> None:
+        """The state after ``step`` is being saved: the next step is recorded. All ranks call it."""
+        if self._context.settings.replay:
+            self._saved = step
+            self._listen()
+
+    def resumed(self) -> None:
+        """The run goes on from a checkpoint: its first step will be compared, if the one before was recorded.
+
+        Collective.
+        """
+        if self._context.settings.replay:
+            self._file, self._expected = self._checkpointer.next_step()
+        if self._expected is not None:
+            self._listen()
+
+    def samples(self, position: MicroBatchPosition, data: Data) -> None:
+        """The micro-batch at ``position`` holds ``data``. In other steps than those that are recorded, nothing."""
+        counts = not (position.is_padding or position.is_replay)
+        if counts and self._context.metrics.losses is not None:
+            self._samples[str(position.index)] = checksum(data)
+
+    def step_is_done(self) -> None:
+        """The optimizers have stepped: the step is recorded or compared, if it is to be. Collective then.
+
+        Raises:
+            CheckpointError: on all ranks, if the step is not the one that followed the checkpoint.
+        """
+        losses, self._context.metrics.losses = self._context.metrics.losses, None
+        if losses is None:
+            return
+        own: dict[str, dict[str, Any]] = {
+            "samples": self._samples,
+            "losses": {str(index): [float(value).hex() for value in each] for index, each in losses.items()},
+            "options": self._options() if self._context.group.leads else {},
+            "state": self._sums() if self._bits else {},
+        }
+        self._samples = {}
+        parts = self._context.group.gather_objects(own, "the step after a checkpoint")
+        found = {
+            "conditions": self._conditions(),
+            "samples": _together(part["samples"] for part in parts),
+            "losses": _together(part["losses"] for part in parts),
+            "options": parts[0]["options"],
+            "state": _added(part["state"] for part in parts),
+        }
+        if self._expected is not None:
+            self._refuse(_first_difference(self._expected, found))
+        self._recorded = found if self._saved is not None else None
+        if self._saved is not None:
+            self._checkpointer.note_next_step(self._saved, found)
+
+    def body_is_over(self) -> None:
+        """So is the body in which the step was made. Collective if that was recorded or compared.
+
+        Raises:
+            CheckpointError: on all ranks, if the script has then set other options, or other kept tensors.
+        """
+        expected, self._expected = self._expected, None
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None or (expected is not None and "after" in expected):
+            after = self._after() if self._context.group.leads and self._bits else {}
+            if expected is not None and "after" in expected:
+                comparable = expected["conditions"] == self._conditions()
+                name = _other(expected["after"], after) if comparable else None
+                difference = None
+                if name is not None:
+                    was, is_now = (
+                        f"{each[name]}" if isinstance(each[name], str) else "" for each in (expected["after"], after)
+                    )
+                    values = f"was {was} at the end of the body, and is {is_now} now" if was else "has other values"
+                    difference = _Difference(f"{name} {values}", _OF_BODY, 0.0)
+                self._refuse(self._context.group.broadcast_object(difference, "the first step after a resume"))
+            if recorded is not None and self._saved is not None:
+                self._checkpointer.note_next_step(self._saved, recorded | {"after": after})
+        self._saved = None
+
+    def _listen(self) -> None:
+        self._samples = {}
+        self._context.metrics.losses = {}
+
+    def _refuse(self, difference: _Difference | None) -> None:
+        """End the run where there is a ``difference``, the same on all ranks. Collective then."""
+        if difference is None or self._noted:
+            return
+        self._noted = True
+        context, text = self._context, difference.text
+        first = "the first step after the resume is not the one that followed the checkpoint"
+        if context.group.broadcast_object(self._checkpointer.differs, "what has changed since the checkpoint"):
+            context.reporter.say(f"{first}: {text}. What has changed since is said above")
+        elif difference.size < _NEAR and not self._repeats:
+            context.reporter.say(
+                f"{first}, bit for bit: {text}. Kernels that add in any order may be the reason, or something that is "
+                f"in no checkpoint: {difference.lost}"
+            )
+        else:
+            raise CheckpointError(
+                f"{first}: {text}. Something is in no checkpoint: {difference.lost}. Keep it with run.keep(...), a "
+                "scheduler with run.scheduler(...), and start over with --fresh. If it was changed on purpose, remove "
+                f"{self._file} and resume again; if the script is so by design, as where it steps an environment, "
+                "Run(replay=False) leaves this check out"
+            )
+
+    @property
+    def _bits(self) -> str:
+        """In which worlds a step has the bits that it has here; "": nowhere, and not here either."""
+        context = self._context
+        settings = context.settings
+        name, options = split(settings.strategy)
+        if settings.reduction != "exact" or not context.share.in_step or "compress" in options:
+            return ""
+        if name in _ALIKE and options.keys() <= _HARMLESS and not settings.sync_batchnorm:
+            return "any"
+        return f"{settings.strategy} on {context.group.size}"
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether a step has the same bits whenever it is made, as far as one can know of its kernels."""
+        return self._context.device.type == "cpu" and not self._context.settings.compile
+
+    def _conditions(self) -> list[str]:
+        """What the bits depend on beside the run's identity, which is compared anyway."""
+        return [__version__, self._bits, _cpu()]
+
+    def _sums(self) -> dict[str, int]:
+        """What this rank holds of the sums of bits, by names of parameters and buffers. Collective where they lie."""
+        context = self._context
+        if isinstance(context.strategy, HasServerRanks):
+            return {}
+        held: dict[str, tuple[torch.Tensor, int]] = {}
+        models = context.state.models
+        for number, model in enumerate(models):
+            for name, value in context.strategy.state_layout.model_state(model).items():
+                key = name if len(models) == 1 else f"{name} of model {number}"
+                if isinstance(value, TensorShard) and value.tensor is not None:
+                    held[key] = value.tensor, value.start[0] if value.start else 0
+                elif isinstance(value, torch.Tensor) and context.group.leads:
+                    held[key] = value, 0
+        return bit_sums(held)
+
+    def _options(self) -> dict[str, str]:
+        """Options of optimizers, and plain values of kept schedulers, by what to call them."""
+        state, found = self._context.state, dict[str, str]()
+        for kind, groups in optimizers_of(state.optimizers):
+            for number, options in enumerate(groups):
+                found |= {f"{name} of {kind}'s group {number}": text for name, text in options.items()}
+        kept = {name: value.state_dict() for name, value in state.kept.items()}
+        return found | {name: repr(value) for name, value in plain_in(schedulers_in(kept))}
+
+    def _after(self) -> dict[str, str | int]:
+        """The same, and sums of kept tensors."""
+        kept = {name: value.state_dict() for name, value in self._context.state.kept.items()}
+        tensors = {f"run.kept.{name}": (each, 0) for name, each in tensors_in(kept) if not hasattr(each, "to_local")}
+        return self._options() | bit_sums(tensors)
+
+
+def bit_sums(held: Mapping[str, tuple[torch.Tensor, int]]) -> dict[str, int]:
+    """For each tensor a sum over its bits as numbers, weighed by their rows; waits for the GPU.
+
+    Other bits give other sums, as do rows in another order; sums of parts of a tensor add up to that of the whole.
+
+    Args:
+        held: a tensor, or a part of one with the number of its first row. What is not dense is left out.
+    """
+    sums = {
+        name: _bit_sum(tensor.detach(), first)
+        for name, (tensor, first) in held.items()
+        if tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+    }
+    waiting = {name: value for name, value in sums.items() if isinstance(value, torch.Tensor)}
+    if waiting:
+        numbers = torch.stack([value.cpu() for value in waiting.values()]).tolist()
+        sums |= dict(zip(waiting, numbers, strict=True))
+    return {name: int(value) & _MASK for name, value in sums.items()}
+
+
+_MASK: Final = (1 << 64) - 1
+_WHOLE: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bit_sum(tensor: torch.Tensor, first: int) -> int | torch.Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    bits = tensor.view(_WHOLE[tensor.element_size()])
+    bits = bits if bits.dim() else bits.view(1)
+    if bits.device.type == "cpu":  # NumPy adds eight times as fast
+        array = bits.numpy()
+        rows = np.add.reduce(array, axis=tuple(range(1, array.ndim)), dtype=np.int64)
+        return int((rows * (2 * np.arange(first, first + len(rows), dtype=np.int64) + 1)).sum())
+    sums = bits.flatten(1).sum(1, dtype=torch.int64) if bits.dim() > 1 else bits.long()
+    return (sums * (2 * torch.arange(first, first + len(sums), device=sums.device) + 1)).sum()
+
+
+def _together(parts: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
+    found = {index: value for part in parts for index, value in part.items()}
+    return {index: found[index] for index in sorted(found, key=int)}
+
+
+def _added(parts: Iterator[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = (total.get(name, 0) + value) & _MASK
+    return total
+
+
+def _other(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first name of both whose values differ."""
+    return next((name for name, value in before.items() if now.get(name, value) != value), None)
+
+
+def _first_difference(before: StateTree, now: StateTree) -> _Difference | None:
+    """What differs first, in the order in which a step is made."""
+    if len(before["samples"]) != len(now["samples"]):
+        counts = f"had {len(before['samples'])} micro-batches, and has {len(now['samples'])} now"
+        return _Difference(f"it {counts}", _OF_SAMPLES)
+    if (index := _other(before["samples"], now["samples"])) is not None:
+        return _Difference(f"micro-batch {index} holds other samples", _OF_SAMPLES)
+    if before["conditions"] != now["conditions"] or not now["conditions"][1]:
+        return None
+    if (index := _other(before["losses"], now["losses"])) is not None:
+        old, new = ([float.fromhex(loss) for loss in each["losses"][index]] for each in (before, now))
+        if len(old) != len(new):
+            return _Difference(f"micro-batch {index} had {len(old)} losses, and has {len(new)} now", _OF_LOSS)
+        was, is_now = next((one, other) for one, other in zip(old, new, strict=True) if one != other)
+        size = abs(is_now - was) / max(abs(was), abs(is_now))
+        text = f"the loss of micro-batch {index} was {was:.9g}, and is {is_now:.9g} now, of the same samples"
+        return _Difference(text, _OF_LOSS, size if math.isfinite(size) else math.inf)
+    if (name := _other(before["options"], now["options"])) is not None:
+        values = f"was {before['options'][name]}, and is {now['options'][name]} now"
+        return _Difference(f"{name} {values}, in the update", _OF_BODY, 0)
+    if (name := _other(before["state"], now["state"])) is not None:
+        return _Difference(f"{name} has other values after the update, with the same samples and losses", _OF_UPDATE, 0)
+    return None
+
+
+@cache
+def _cpu() -> str:
+    """Of which kind the CPU is, whose instructions the bits depend on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.processor()} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,216 @@
+"""The first step after a resume is the one that followed the checkpoint, or the run ends and says what differs."""
+
+import copy
+import itertools
+import os
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.checkpoint import NEXT_STEP, list_checkpoints, verify
+from lockstep.collectives import TensorShard
+from lockstep.errors import CheckpointError
+from lockstep.launch_contract import RESUME
+from lockstep.run import Run
+from lockstep.run.resume_proof import bit_sums
+from lockstep.testing import state_hash
+from waiting import wait_until
+from worlds import error_of, on_world
+
+X = torch.randn(38, 3, generator=torch.Generator().manual_seed(5))
+SIZES = {"global_batch": 8, "micro_batch": 2}  # 5 steps an epoch, the last one of 3 micro-batches
+KILLED = 7  # in its body; checkpoints are of steps 2, 4 and 6
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+
+
+class Lost(Exception):
+    """Ends a script in the middle."""
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 2))
+
+
+def trained(directory, how="good", strategy="ddp", until=None, resume=False, save_every="2 steps", **settings):
+    """A script that loses ``how`` at a resume; the hash of its model, on the leader."""
+    os.environ[RESUME] = str(int(resume))
+    with Run(seed=1, strategy=strategy, checkpoint=directory, save_every=save_every, **settings) as run:
+        model = run.model(net())
+        teacher, queue, temperature, hard = copy.deepcopy(net()).eval(), torch.ones(4, 2), 1.0, torch.arange(38.0)
+        average, decays = nn.Linear(2, 2), itertools.count(1)
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        scales = [1.0]
+        if how == "hook":
+            model[0].weight.register_hook(lambda gradient: gradient * scales[0])
+        run.keep(queue=queue, average=average)
+        order = (lambda epoch, generator: hard.argsort(descending=True)) if how == "order" else None
+        batches = run.loader((X,), order=order, **SIZES)
+        for _ in run.epochs(3):
+            for (x,) in run.train(batches):
+                y = model(x)
+                loss = (y / (temperature if how == "temperature" else 1.0)).square().mean() + (y @ queue.T).exp().mean()
+                if how == "teacher":
+                    loss = loss + (y - teacher(x).detach()).square().mean()
+                if run.step(loss):
+                    with torch.no_grad():
+                        queue.mul_(0.9)
+                        teacher[0].weight.mul_(0.9)
+                        average.weight.mul_(1 / next(decays) if how == "decay" else 0.9)
+                    if how == "queue":
+                        queue = queue + 1
+                    if how == "rate":
+                        optimizer.param_groups[0]["lr"] = 0.1 * 0.7 ** next(decays)
+                    scales[0] *= 0.9
+                    if run.progress.step == until:
+                        saved = run._context.checkpointer
+                        wait_until(lambda saved=saved: saved.committed_step() == saved.saved_step)
+                        raise Lost
+            temperature *= 0.8
+            hard = hard.flip(0)
+        state = run.state_dict(model)
+        return state_hash(state) if run.leads else None
+
+
+def killed(directory, how="good", strategy="ddp", until=KILLED, **settings):
+    try:
+        trained(directory, how, strategy, until=until, **settings)
+    except Lost:
+        return True
+    return False
+
+
+def refused(directory, how, strategy="ddp", **settings):
+    return error_of(CheckpointError, trained, directory, how, strategy, resume=True, **settings)
+
+
+# ---- laws ------------------------------------------------------------------------------------------------------------
+
+
+def test_on_any_world_and_under_any_strategy_a_resume_proves_itself(tmp_path):
+    whole = trained(str(tmp_path / "whole"))
+    origin = tmp_path / "killed"
+    assert on_world(2, [(killed, str(origin / how), how, "zero") for how in ("good", "teacher")]) == [[True] * 2] * 2
+    assert (origin / "good" / "step-00000006" / NEXT_STEP).is_file()
+
+    for world, strategies in ((1, ["none"]), (2, ["fsdp", "zero:stage=2"]), (3, ["ddp"])):
+        calls = []
+        for strategy, how in itertools.product(strategies, HOWS):
+            place = tmp_path / f"{how}-{strategy}-{world}"
+            shutil.copytree(origin / how, place)
+            calls.append((resumed, trained if how == "good" else refused, str(place), how, strategy))
+        for (*_, how, strategy), results in zip(calls, on_world(world, calls), strict=True):
+            if how == "good":
+                assert results[0] == whole, (strategy, results)
+            else:
+                assert all("the loss of micro-batch 0 was" in result for result in results), results
+
+
+HOWS = ("good", "teacher")
+
+
+def resumed(function, directory, how, strategy):
+    return function(directory, how, strategy, **({"resume": True} if function is trained else {}))
+
+
+def test_sums_of_bits_depend_on_no_division_and_on_every_bit():
+    whole = torch.randn(7, 3, 2).transpose(1, 2)
+    (expected,) = bit_sums({"a": (whole, 0)}).values()
+    parts = [bit_sums({"a": (whole[first:end], first)})["a"] for first, end in ((0, 2), (2, 2), (2, 7))]
+    assert sum(parts) % 2**64 == expected
+    columns = [bit_sums({"a": (part, 0)})["a"] for part in whole.split(1, dim=1)]
+    assert sum(columns) % 2**64 == expected
+    assert bit_sums({"a": (whole.flip(0), 0)})["a"] != expected
+    for dtype in (torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.bool, torch.uint8):
+        tensor = torch.arange(6).reshape(3, 2).to(dtype)
+        other = tensor.clone()
+        other[2, 1] = 0
+        assert bit_sums({"a": (tensor, 0)}) != bit_sums({"a": (other, 0)}), dtype
+    assert bit_sums({"a": (torch.tensor(1.0), 0), "meta": (torch.empty(2, device="meta"), 0)}).keys() == {"a"}
+    assert TensorShard.whole(torch.tensor(1.0)).start == ()
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "differs"),
+    [
+        ("teacher", "the loss of micro-batch 0 was "),
+        ("temperature", "the loss of micro-batch 0 was "),
+        ("queue", "the loss of micro-batch 0 was "),
+        ("hook", "0.weight has other values after the update, with the same samples and losses"),
+        ("order", "micro-batch 0 holds other samples"),
+    ],
+)
+def test_what_is_in_no_checkpoint_is_found_in_the_first_step(tmp_path, how, differs):
+    every = "1 epoch" if how == "order" else "2 steps"  # within an epoch, another order is refused anyway
+    assert killed(str(tmp_path), how, save_every=every)
+    told = refused(str(tmp_path), how)
+    assert f"not the one that followed the checkpoint: {differs}" in told
+    # The way out that it names.
+    (file,) = [word for word in told.split() if word.endswith(NEXT_STEP)]
+    os.unlink(file)
+    assert trained(str(tmp_path), how, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "differs"),
+    [
+        ("rate", "lr of SGD's group 0 was 0.008"),
+        ("decay", "run.kept.average.weight has other values"),
+    ],
+)
+def test_so_is_what_only_the_end_of_the_body_shows(tmp_path, how, differs):
+    assert killed(str(tmp_path), how, until=8)
+    assert differs in refused(str(tmp_path), how)
+
+
+def test_half_a_file_and_none_are_no_reason_to_refuse(tmp_path):
+    assert killed(str(tmp_path / "teacher"), "teacher")
+    for number, content in enumerate([None, b"", b"1234abcd {", b'00000000 {"samples": {}}']):
+        place = tmp_path / str(number)
+        shutil.copytree(tmp_path / "teacher", place)
+        file = place / "step-00000006" / NEXT_STEP
+        file.unlink() if content is None else file.write_bytes(content)
+        verify(file.parent)
+        assert trained(str(place), "teacher", resume=True)
+
+
+def test_what_was_changed_on_purpose_is_a_note(tmp_path, capsys):
+    assert killed(str(tmp_path))
+    assert trained(str(tmp_path), resume=True, clip_norm=0.01)
+    said = capsys.readouterr()
+    assert "is not the one that followed the checkpoint: 0.weight has other values" in said.out + said.err
+
+
+def test_replay_false_leaves_it_out(tmp_path):
+    assert killed(str(tmp_path), "teacher")
+    assert trained(str(tmp_path), "teacher", resume=True, replay=False)
+    assert killed(str(tmp_path / "none"), "teacher", replay=False)
+    assert trained(str(tmp_path / "none"), "teacher", resume=True)
+
+
+def test_a_good_script_is_resumed_after_each_step_and_keeps_no_more_than_it_should(tmp_path):
+    whole = trained(str(tmp_path / "whole"), save_every="1 steps", keep=2)
+    for step in (5, 6):
+        place = tmp_path / str(step)
+        assert killed(str(place), until=step, save_every="1 steps", keep=2)
+        there = list_checkpoints(place)
+        assert [one.step for one in there] == [step - 1, step - 2]
+        assert all((one.path / NEXT_STEP).is_file() for one in there)
+        assert trained(str(place), resume=True, save_every="1 steps", keep=2) == whole
+        assert not [path for path in place.iterdir() if path.name.startswith((".removing", ".saving"))]
+
+
+def test_steps_that_have_no_bits_of_their_own_are_not_compared(tmp_path):
+    strategies = ("local-sgd:period=2", "ddp:compress=fp16")
+    places = [(str(tmp_path / strategy[:4]), "good", strategy) for strategy in strategies]
+    assert on_world(2, [(killed, *place) for place in places]) == [[True] * 2] * 2
+    found = on_world(3, [(resumed, trained, *place) for place in places])
+    assert "Traceback" not in str(found)
