@@ -50,6 +50,10 @@ class BesideModules:
                 buffer.copy_(value)
                 self._moved[module] = name
 
+    def forget(self) -> None:
+        """The loop is left, in a replay perhaps: what its body has moved stays, as it was moved once."""
+        self._before = []
+
     @contextlib.contextmanager
     def evaluating(self, ranks: int) -> Iterator[None]:
         """A context for an evaluation on so many ``ranks``.

@@ -63,8 +63,12 @@ class ScriptSums:
             value.copy_(was)
         for each, length in self._lists:
             del each[length:]
-        self._before, self._sums, self._lists = [], [], []
+        self.forget()
         return names
+
+    def forget(self) -> None:
+        """The loop is left, in a replay perhaps: what its body has done stays, as it was done once."""
+        self._before, self._sums, self._lists = [], [], []
 
 
 def _is_sum(value: object) -> bool:

@@ -412,6 +412,8 @@ class TrainingLoop:
             if current is not None and not current.complete:
                 self._context.emergency.discard()
             self._carried.forget_step()
+            self._script_sums.forget()
+            self._state.beside.forget()
             self._end_of_step.point.note()
             self._position.seed_script()
 
