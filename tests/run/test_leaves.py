@@ -3,11 +3,13 @@
 import inspect
 import itertools
 import sys
+import threading
 
 import torch
 from torch.nn import functional as F
 
 import lockstep
+from lockstep.collectives import Group
 from worlds import on_world
 
 X, Y = torch.randn(64, 6, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3
@@ -145,3 +147,24 @@ def test_a_pass_that_ends_after_a_number_of_micro_batches_is_refused():
 def line_of(function, text):
     lines, first = inspect.getsourcelines(function)
     return first + next(i for i, line in enumerate(lines) if line.strip().startswith(text))
+
+
+def connecting_threads():
+    """Which threads have connected to the store in a training."""
+    own, names = Group.store, []
+
+    def store(self, name):
+        names.append(threading.current_thread().name)
+        return own(self, name)
+
+    Group.store = store
+    try:
+        trained(lambda run, model, batches: None)
+    finally:
+        Group.store = own
+    return set(names)
+
+
+def test_only_the_main_thread_connects_for_a_loader_process_may_be_forked_meanwhile():
+    # Such a process inherits locks of the C library that the connecting thread held, and hangs: 3 in 1,000 forks.
+    assert on_world(2, [(connecting_threads,)])[0] == [{"MainThread"}] * 2

@@ -62,7 +62,12 @@ class LeaveAgreement:
         """The training begins, in this thread."""
         if self._group.size > 1:
             self._main = threading.get_ident()
-            self._thread = threading.Thread(target=self._watch, name="lockstep leave agreement", daemon=True)
+            # Connected here and not by the thread: a loader process that is forked while another thread connects
+            # inherits locks of the C library that nobody opens again.
+            store = self._group.store("leaves")
+            self._thread = threading.Thread(
+                target=self._watch, args=(store,), name="lockstep leave agreement", daemon=True
+            )
             self._thread.start()
 
     def close(self) -> None:
@@ -127,9 +132,9 @@ class LeaveAgreement:
     def _gather(self, leave: Leave) -> list[Leave]:
         return self._group.gather_objects(leave, "the end of a loop or of the run")
 
-    def _watch(self) -> None:
+    def _watch(self, store: KeyValueStore) -> None:
         try:
-            store, before = self._group.store("leaves"), self._at
+            before = self._at
             while not self._closing.wait(_POLL_S):
                 at, before = before, self._at
                 if at != before or not store.is_set(str(at[0])):  # a rank that waits does not move
