@@ -251,7 +251,6 @@ REFUSED = {
         UsageError,
         "such as a codebook",
     ),
-    "looks": ({"make": Looks}, ("pipeline",), UsageError, "the buffer seen was changed by a stage"),
     "slower": (
         {"body": slower},
         ("parameter-server",),
@@ -260,6 +259,10 @@ REFUSED = {
     ),
     "squares": ({"body": squares}, ("fsdp",), RuntimeError, "weight_decay= of the optimizer"),
 }
+
+
+#: Said on a rank while another one waits for it: in a world that ends then.
+REFUSED_AT_LAST = {"looks": ({"make": Looks}, ("pipeline",), UsageError, "the buffer seen was changed by a stage")}
 
 
 def refused(strategy, of_one, kind):
@@ -280,6 +283,12 @@ def test_on_two_ranks_gradients_are_those_of_one_rank_or_the_script_is_refused()
         assert any(words in text for text in by_ranks), (name, strategy, by_ranks)
 
 
+@pytest.mark.parametrize("name", REFUSED_AT_LAST)
+def test_what_a_rank_refuses_while_others_wait_for_it(name):
+    _, (strategy,), _, words = REFUSED_AT_LAST[name]
+    assert any(words in text for text in on_world(2, [(_refused_one, strategy, name)])[0])
+
+
 def test_what_servers_do_not_see_is_refused():
     worker, _ = run_each(partial(train, "parameter-server", called, make=limited), 2)
     assert "parametrization (torch.nn.utils.parametrize)" in str(worker.error)
@@ -290,7 +299,7 @@ def _train_one(strategy, name):
 
 
 def _refused_one(strategy, name):
-    of_one, _, kind, _ = REFUSED[name]
+    of_one, _, kind, _ = (REFUSED | REFUSED_AT_LAST)[name]
     return refused(strategy, of_one, kind)
 
 
