@@ -32,12 +32,15 @@ class StepCheck(IntEnum):
     """What is tried of a micro-batch: whether the loop's body is a function of it, as the promise needs.
 
     a rank's micro-batches of a checked step     0 1 2 0' 3        of one alone: 0' 0' 0        0' is a replay of 0
+    of each second one, on one rank              0 0' 1 2 3                      0' 0' 0
+    of each second one, on several ranks         0 1 2 4' 3                         4' 0        4 is the next rank's
     """
 
     NONE = 0
     STEP = 1  #: its step is checked: what the body must not change is compared
     REPLAYED = 2  #: likewise, and it is computed once more in this step
     REPLAY = 3  #: it is computed once more, only to be compared, and counts for nothing
+    OTHER_RANKS = 4  #: likewise, and it is another rank's
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,12 @@ class MicroBatchPosition:
     @property
     def is_replay(self) -> bool:
         """Whether it is computed once more, only to be compared: it counts for nothing."""
-        return self.check is StepCheck.REPLAY
+        return self.check >= StepCheck.REPLAY
+
+    @property
+    def is_other_ranks(self) -> bool:
+        """Whether it is a replay of what another rank computes in this step."""
+        return self.check is StepCheck.OTHER_RANKS
 
     def samples_in(self, run: range) -> int:
         """How many samples the micro-batches ``run`` of the same step hold, if none but the step's last one is short.

@@ -28,35 +28,49 @@ SIZES = {"global_batch": 8, "micro_batch": 2}
 PLANS = st.tuples(st.integers(1, 40), st.integers(1, 8), st.integers(1, 5), st.sampled_from(["none", "one", "even"]))
 
 
-@given(PLANS, st.integers(0, 3), st.integers(0, 4), st.booleans())
-def test_replays_are_added_and_nothing_else_is_another(sizes, first, every, replays):
+@given(PLANS, st.integers(0, 3), st.integers(0, 4), st.booleans(), st.booleans())
+def test_replays_are_added_and_nothing_else_is_another(sizes, first, every, replays, of_others):
     samples, micro_batch, ranks, padding = sizes
     plan = BatchPlan(12, micro_batch, ranks)
-    steps = plan.epoch(samples)
+    steps, checks = plan.epoch(samples), CheckedSteps(first, every, replays, of_others)
+    firsts, by_others = {}, {}
     for rank in range(ranks):
         plain = list(epoch_positions(steps, rank, first_step=0, padding=padding))
-        checks = CheckedSteps(first, every, replays)
         found = list(epoch_positions(steps, rank, first_step=0, padding=padding, checks=checks))
-        again = [position for position in found if position.is_replay]
         assert [(p.step, p.index, p.last, p.is_padding) for p in found if not p.is_replay] == [
             (p.step, p.index, p.last, p.is_padding) for p in plain
         ]
-        sizes = {step: sum(p.step == step for p in plain) for step in sorted({p.step for p in plain})}
-        assert [position.step for position in again] == [
-            step for step, own in sizes.items() if replays and step in checks for _ in range(2 if own == 1 else 1)
-        ]
-        for position in again:
-            own = [p for p in found if p.step == position.step and not p.is_replay]
+        for step in sorted({p.step for p in plain}):
+            of_step = [p for p in found if p.step == step]
+            own, again = [p for p in of_step if not p.is_replay], [p for p in of_step if p.is_replay]
             original = next((p for p in own if not p.is_padding), own[0])
-            assert (position.index, position.is_padding, position.last) == (original.index, original.is_padding, False)
-            is_compared = len(own) > 1 and not original.is_padding
+            if not original.is_padding:
+                firsts[step, original.index] = rank
+            others = [p for p in again if p.is_other_ranks]
+            by_others |= {(step, p.index): rank for p in others}
+            if not (replays and step in checks):
+                assert not again
+                continue
+            assert len(again) == (2 if len(own) == 1 and not others else 1)
+            is_compared = (len(own) > 1 or bool(others)) and not original.is_padding
             assert original.check is (StepCheck.REPLAYED if is_compared else StepCheck.STEP)
-            assert found[found.index(own[-1]) - 1] == position, "just before the last one"
+            is_next = ranks == 1 and checks.is_second(step) and len(own) > 1
+            assert of_step[1 if is_next else -2] == again[-1]
+            for position in again:
+                assert not position.last
+                if not others:
+                    assert (position.index, position.is_padding) == (original.index, original.is_padding)
+    # Each that another rank replays is the first one of a rank, and it is not the rank's own.
+    assert all(firsts[place] != rank for place, rank in by_others.items())
+    if of_others and replays:
+        with_two = {step for step, _ in firsts if sum(each == step for each, _ in firsts) > 1}
+        checked_so = {step for step in with_two if step in checks and checks.is_second(step)}
+        assert {step for step, _ in by_others} == checked_so
 
 
 @given(st.integers(1, 600), st.integers(1, 8), st.integers(1, 300))
 def test_replays_cost_half_a_percent_beyond_the_first_passes(length, micro_batches, passes):
-    plan, schedule = BatchPlan(micro_batches, 1, 1), CheckSchedule(500, replays=True)
+    plan, schedule = BatchPlan(micro_batches, 1, 1), CheckSchedule(500, replays=True, of_others=False)
     assert plan.micro_batches == micro_batches
     replays, steps = 0, 7
     for _ in range(passes):
@@ -433,3 +447,119 @@ def guarded(replay, micro_batch):
 @pytest.mark.parametrize("micro_batch", [2, 8])
 def test_variables_of_the_script_are_bound_to_what_they_were(micro_batch):
     assert guarded(True, micro_batch) == guarded(False, micro_batch) == ([0, 1, 2], "some")
+
+
+# ---- of another rank's micro-batch -----------------------------------------------------------------------------------
+
+
+def scaled(run, own, loss):
+    """By a mean of this rank's last losses, which it moves once a step."""
+    scale = own.get("mean", 1.0)
+    if run.step(loss * scale):
+        own["mean"] = 0.5 * scale + 0.5 * loss.item()
+
+
+def centred(run, own, loss):
+    """By what it computed first, each time."""
+    run.step(loss - loss.detach() + own.setdefault("first", loss.detach()))
+
+
+def by_rank(run, own, loss):
+    run.step(loss * (1 + run.rank))
+
+
+def by_place(run, own, loss):
+    """A function of the micro-batch, and of what all ranks share."""
+    own["seen"] = own.get("seen", 0) + 1
+    own["mean"] = loss.item()
+    run.step(loss * (1 + run.micro_batch.index) * (1 + run.progress.step))
+
+
+def apart(body, strategy, micro_batch=2, samples=24):
+    """What is said, or what came of it."""
+    with Run(seed=2, strategy=strategy) as run:
+        net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
+        model = run.model(net, find_unused_parameters=strategy == "ddp")
+        run.optimizer(torch.optim.SGD(net.parameters(), 0.1))
+        batches, own = run.loader((X[:samples],), global_batch=8, micro_batch=micro_batch), {}
+        try:
+            for _ in run.epochs(2):
+                for (x,) in run.train(batches):
+                    body(run, own, model(x).square().mean())
+        except UsageError as error:
+            return str(error)
+        whole = run.state_dict(model)  # on rank 0
+        return run.metrics, whole and state_hash(whole)
+
+
+@pytest.mark.parametrize("micro_batch", [2, 4])
+def test_what_each_rank_has_for_itself_is_found_by_the_ranks_that_compute_for_each_other(micro_batch):
+    calls = [
+        (apart, body, strategy, micro_batch)
+        for body in (scaled, centred, by_rank, by_place)
+        for strategy in ("ddp", "zero", "fsdp")
+    ]
+    for world in (2, 3):
+        found = dict(zip(calls, on_world(world, calls if micro_batch == 2 or world == 2 else []), strict=False))
+        for (_, body, strategy, _), by_ranks in found.items():
+            if body is by_place:
+                assert [result[0] for result in by_ranks] == [by_ranks[0][0]] * world
+                assert by_ranks[0] == apart(body, "none", micro_batch)
+                continue
+            assert len(set(by_ranks)) == 1, (body, strategy, by_ranks)
+            assert "of step 2 was computed by rank" in by_ranks[0], (body, strategy)
+            if body is scaled:
+                assert "What these ranks have apart: own['mean']." in by_ranks[0]
+
+
+def test_in_a_short_step_ranks_without_a_micro_batch_compare_with_the_others():
+    # Of the last step, the second one of each pass, the ranks have 0, 1 and 1 micro-batches; then one rank has one.
+    for samples in (12, 10):
+        for strategy in ("ddp", "fsdp"):
+            found = on_world(3, [(apart, by_place, strategy, 2, samples)])[0]
+            assert found[0] == apart(by_place, "none", 2, samples)
+
+
+def carried(strategy):
+    """What is carried is another rank's, too: there is no such replay then."""
+    with Run(seed=2, strategy=strategy) as run:
+        net = nn.Linear(2, 1)
+        model = run.model(net)
+        run.optimizer(torch.optim.SGD(net.parameters(), 0.1))
+        batches = run.loader((X,), shuffle=False, **SIZES)
+        for _ in run.epochs(3):
+            for (x,) in run.train(batches):
+                loss = model(x).square().mean() * run.carry.get("scale", 1.0)
+                run.carry["scale"] = 1 + float(loss.detach())
+                run.step(loss)
+        return state_hash(net)
+
+
+def test_with_something_carried_ranks_do_not_compute_for_each_other():
+    assert on_world(2, [(carried, "ddp")])[0] == [carried("none")] * 2
+
+
+class Turns:
+    """Counts to three, and over again: as many calls as there are bodies from a micro-batch to its replay."""
+
+    calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return 1.0 + self.calls % 3
+
+
+def test_an_effect_that_returns_after_as_many_bodies_is_found():
+    with Run() as run:
+        net, turns = nn.Linear(2, 1), Turns()
+        model = run.model(net)
+        run.optimizer(torch.optim.SGD(net.parameters(), 0.1))
+        batches = run.loader((X,), **SIZES)
+
+        def train():
+            for (x,) in run.train(batches):
+                run.step(model(x).square().mean() * turns())
+
+        for _ in run.epochs(1):
+            with pytest.raises(UsageError, match=r"of step 2 was computed twice.*turns\.calls"):
+                train()

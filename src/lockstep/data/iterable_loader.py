@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -107,8 +107,7 @@ class IterableLoader(MicroBatchLoader):
                 is_full = samples == self.plan.global_batch
                 if step >= first_step and (is_full or (part.ends_epoch and not self._drop_last)):
                     batches = self._step(part.reader, own, epoch, step, samples, padding)
-                    is_checked = step - first_step in checks
-                    yield from _checked(list(batches), replays=checks.replays) if is_checked else batches
+                    yield from _checked(batches, checks, step - first_step, alone=self.plan.world_size == 1)
                 step += is_full
             self._close_pass()
             if part.ends_epoch:
@@ -196,10 +195,15 @@ class IterableLoader(MicroBatchLoader):
         self._pass = None
 
 
-def _checked(batches: list[MicroBatch], *, replays: bool) -> Iterator[MicroBatch]:
-    """The micro-batches of a step that is checked; one that is replayed is copied before the script gets it."""
+def _checked(batches: Iterable[MicroBatch], checks: CheckedSteps, step: int, *, alone: bool) -> Iterator[MicroBatch]:
+    """The micro-batches of a step, which may be checked; one that is replayed is copied before the script gets it."""
+    if step not in checks:
+        yield from batches
+        return
+    batches = list(batches)
     data = {batch.position.index: batch.data for batch in batches}
-    positions = checked([batch.position for batch in batches], replays=replays)
+    comes_next = alone and checks.is_second(step)
+    positions = checked([batch.position for batch in batches], replays=checks.replays, comes_next=comes_next)
     try:
         copies = [deepcopy(data[position.index]) for position in positions if position.is_replay]
     except (TypeError, ValueError, RuntimeError):  # of what cannot be copied

@@ -52,30 +52,55 @@ class CheckedSteps:
     first: int = 0  #: so many at the pass's beginning
     every: int = 0  #: and then one in so many; 0: none
     replays: bool = True  #: whether a micro-batch of each is replayed
+    of_others: bool = False  #: whether each second one replays another rank's micro-batch
 
     def __contains__(self, step: int) -> bool:
         return step < self.first or (self.every > 0 and step > 0 and step % self.every == 0)
+
+    def is_second(self, step: int) -> bool:
+        """Whether the checked ``step`` is one of each second, which replay in another way."""
+        return (step if step < self.first else self.first + step // self.every) % 2 == 1
 
 
 NO_CHECKS: CheckedSteps = CheckedSteps()
 
 
-def checked(positions: Sequence[MicroBatchPosition], *, replays: bool) -> list[MicroBatchPosition]:
+def checked(
+    positions: Sequence[MicroBatchPosition],
+    *,
+    replays: bool,
+    comes_next: bool = False,
+    of_other: MicroBatchPosition | None = None,
+) -> list[MicroBatchPosition]:
     """A rank's ``positions`` of one step that is checked; with ``replays``, its first micro-batch once more.
 
-    The replay comes just before the last one: all bodies but one lie between the two, and no update does. A single one
+    The replay comes just before the last one: all bodies but one lie between the two, and no update does. With
+    ``comes_next`` it comes next to the first, which finds what is as before after so many bodies. A single micro-batch
     is replayed twice before it. A rank that computes padding alone replays that: forward passes may be collective.
+
+    With ``of_other``, the first micro-batch of another rank, that one is replayed before the last one, once.
     """
     marked = [replace(position, check=StepCheck.STEP) for position in positions]
     if not replays or not positions:
         return marked
     original = next((number for number, position in enumerate(positions) if not position.is_padding), 0)
     replay = replace(positions[original], last=False, check=StepCheck.REPLAY)
-    if len(positions) == 1:
+    if len(positions) == 1 and of_other is None:
         return [replay, replay, *marked]
     if not positions[original].is_padding:
         marked[original] = replace(positions[original], check=StepCheck.REPLAYED)
-    return [*marked[:-1], replay, marked[-1]]
+    if comes_next:
+        return [*marked[: original + 1], replay, *marked[original + 1 :]]
+    return [*marked[:-1], replay if of_other is None else of_other, marked[-1]]
+
+
+def _of_next_rank(plan: BatchPlan, rank: int, samples: int) -> MicroBatchPosition | None:
+    """A replay of the first micro-batch of the next rank that has one; None on all ranks, if only one has some."""
+    runs = [plan.run(each, plan.micro_batches_of(samples)) for each in range(plan.world_size)]
+    following = [run for run in (*runs[rank + 1 :], *runs[:rank]) if run]
+    if sum(map(bool, runs)) < 2:
+        return None
+    return replace(plan.position(0, samples, following[0][0], last=False), check=StepCheck.OTHER_RANKS)
 
 
 def epoch_positions(
@@ -97,8 +122,12 @@ def epoch_positions(
     for step in range(first_step, len(steps)):
         if (samples := steps.step_samples(step)) != size:  # of most steps it is the same
             size, positions = samples, list(_step_positions(steps.plan, rank, samples, padding))
-        is_checked = step - first_step in checks
-        for position in checked(positions, replays=checks.replays) if is_checked else positions:
+        this = positions
+        if step - first_step in checks:
+            second, alone = checks.is_second(step - first_step), steps.plan.world_size == 1
+            other = _of_next_rank(steps.plan, rank, size) if second and checks.of_others else None
+            this = checked(positions, replays=checks.replays, comes_next=second and alone, of_other=other)
+        for position in this:
             yield position.of_step(step)
 
 

@@ -108,11 +108,15 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The `checksum` of each; waits once for each device."""
-    sums = [checksum(tensor) for tensor in tensors]
-    found = dict.fromkeys(range(len(sums)), 0)
-    for device in {one.device for one in sums}:
-        indices = [i for i, one in enumerate(sums) if one.device == device]
-        found.update(zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True))
+    return [int(number) for number in numbers([checksum(tensor) for tensor in tensors])]
+
+
+def numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """What ``tensors`` of no dimension hold; waits once for each device and type."""
+    found = dict.fromkeys(range(len(tensors)), 0.0)
+    for kind in {(one.device, one.dtype) for one in tensors}:
+        indices = [i for i, one in enumerate(tensors) if (one.device, one.dtype) == kind]
+        found.update(zip(indices, torch.stack([tensors[i] for i in indices]).tolist(), strict=True))
     return list(found.values())
 
 

@@ -62,6 +62,8 @@ class Loaders:
         self._checks: Final = CheckSchedule(
             settings.check_every,
             replays=settings.replay and strategy.repeats_bits and not may_round_anew and context.measure is None,
+            # BatchNorm over all ranks adds up in their order.
+            of_others=context.group.size > 1 and strategy.repeats_other_ranks and not settings.sync_batchnorm,
         )
 
     def say_chosen(self, plan: BatchPlan) -> None:

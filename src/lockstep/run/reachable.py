@@ -73,6 +73,9 @@ _MODULE_PARTS: Final = ("_parameters", "_buffers", "_modules")
 _ITERATORS: Final[tuple[type, ...]] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
+TENSOR_RANK: Final = 2  #: the `Mark.rank` of one
+
+
 class Mark(NamedTuple):
     """What was seen of one value; equal for equal values."""
 
@@ -244,9 +247,9 @@ _SEEN: Final[tuple[tuple[Any, int, Callable[[Any], object]], ...]] = (
     (np.random.Generator, 0, lambda value: _checksum(value.bit_generator.state)),
     (np.random.RandomState, 0, lambda value: _checksum(value.get_state(legacy=False))),
     (random.Random, 0, lambda value: _checksum(value.getstate())),
-    (torch.Tensor, 2, _seen_of_tensor),
-    (np.ndarray, 2, _seen_of_array),
-    (bytearray, 2, zlib.crc32),
+    (torch.Tensor, TENSOR_RANK, _seen_of_tensor),
+    (np.ndarray, TENSOR_RANK, _seen_of_array),
+    (bytearray, TENSOR_RANK, zlib.crc32),
     ((set, frozenset), 3, _seen_of_set),
     ((dict, list, tuple, deque), 3, len),
 )

@@ -7,23 +7,32 @@ with samples that are read again. So losses, gradients, measured values and buff
 differs depends on something that no checkpoint holds and that other numbers of ranks change differently: a generator or
 a counter of the script's own, an attribute that a forward pass changes, a cache of a data set. A replay counts for
 nothing.
+
+On several ranks, each second checked step replays the first micro-batch of the next rank. The ranks compare at the
+step's end. What differs then is something that each rank has for itself, such as a number that it set from its losses:
+
+rank 0     0 1 2 4' 3        4' on rank 0 must be 4 on rank 1
+rank 1     4 5 6 0' 7        0' on rank 1 must be 0 on rank 0
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from lockstep.batch import BatchPlan, MicroBatchPosition, StepCheck
-from lockstep.collectives import local_part
+from lockstep.collectives import Group, local_part
 from lockstep.data import CheckedSteps
 from lockstep.errors import UsageError
-from lockstep.run.divergence import checksum
+from lockstep.run.divergence import checksum, numbers
+from lockstep.run.reachable import TENSOR_RANK, Mark, changed, look, script_roots
 from lockstep.run.state import State
 
 #: Passes of a process whose first steps are checked in any case; in later ones, a replay is made once in so many
@@ -32,7 +41,7 @@ _FREE_PASSES: Final = 2
 _FIRST_STEPS: Final = 2
 _ONE_IN: Final = 200
 
-_NOTHING: Final = "nothing"
+_NOTHING: Final = "nothing", "nothing"
 
 
 class CheckSchedule:
@@ -43,11 +52,13 @@ class CheckSchedule:
     Args:
         every: one step of a pass in so many.
         replays: whether a micro-batch of each is replayed.
+        of_others: whether those of each second one are of other ranks.
     """
 
-    def __init__(self, every: int, *, replays: bool) -> None:
+    def __init__(self, every: int, *, replays: bool, of_others: bool) -> None:
         self._every: Final = every
         self._replays: Final = replays
+        self._of_others: Final = of_others
         self._began: int | None = None  # steps of the run before the first pass of this process
         self._passes = 0
         self._granted = 0  # replays
@@ -61,24 +72,26 @@ class CheckSchedule:
         first = _FIRST_STEPS if is_free else 0
         self._passes += 1
         self._granted += first * (2 if most == 1 else 1)
-        return CheckedSteps(first, self._every, self._replays)
+        return CheckedSteps(first, self._every, self._replays, self._of_others)
 
 
 class ReplayError(UsageError):
     """A micro-batch gave other values when it was computed once more."""
 
-    def __init__(self, difference: str, place: str, *, of_samples: bool) -> None:
+    def __init__(self, difference: str, place: str, ranks: tuple[int, int] | None = None) -> None:
         self._difference: Final = difference
         self._place: Final = place
-        self.of_samples: Final = of_samples  #: whether the data set gave other samples
+        self._ranks: Final = ranks  # that have computed it; None: this one, twice
+        self.of_samples: Final = difference.startswith(SAMPLES)  #: whether the data set gave other samples
         super().__init__(self._text(()))
 
-    def naming(self, changed: Sequence[str]) -> UsageError:
-        """The same error, with the names of what the body ``changed``."""
-        return UsageError(self._text(changed))
+    def naming(self, names: Sequence[str]) -> UsageError:
+        """The same error, with the ``names`` of what the body has changed, or of what the two ranks have apart."""
+        return UsageError(self._text(names))
 
-    def _text(self, changed: Sequence[str]) -> str:
-        head = f"{self._place} was computed twice, with the same parameters, buffers and random numbers"
+    def _text(self, names: Sequence[str]) -> str:
+        by = "twice" if self._ranks is None else f"by rank {self._ranks[0]} and by rank {self._ranks[1]}"
+        head = f"{self._place} was computed {by}, with the same parameters, buffers and random numbers"
         if self.of_samples:
             return (
                 f"{head}, and its samples differed: the data set, its transforms or the collate function give other "
@@ -87,17 +100,32 @@ class ReplayError(UsageError):
                 "the generators of torch, NumPy or Python, which Lockstep seeds for each micro-batch, and leave stored "
                 "samples as they are"
             )
-        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-        culprits = f" The body changed {', '.join(changed[:5])}{more}." if changed else ""
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        listed = f"{', '.join(names[:5])}{more}"
+        purpose = (
+            "If the body has such an effect on purpose, as where it steps an environment, Run(replay=False) leaves "
+            "this check out, and nothing then finds a body that depends on the number of ranks"
+        )
+        if self._ranks is not None:
+            apart = f" What these ranks have apart: {listed}." if listed else ""
+            return (
+                f"{head}, and {self._difference}: the loop's body depends on something that each rank has for itself, "
+                f"such as a number set from its own losses or its own samples.{apart} Take what all ranks share: the "
+                "means in run.metrics, or run.gather(...) where run.step(loss) returns True; or hold it for each "
+                f"sample, in the data set. {purpose}"
+            )
+        culprits = f" The body changed {listed}." if listed else ""
         return (
             f"{head}, and {self._difference}: the loop's body depends on something that it changes itself, which "
             f"other numbers of ranks and a resume would change differently.{culprits} Count by run.progress.step, "
             "draw from the generators of torch, NumPy or Python, hold what a forward pass changes in a buffer of the "
             "model, carry it from step to step in run.carry, or change it where run.step(loss) returns True and give "
-            "it to run.keep(...). If the body has such an effect on purpose, as where it steps an environment, "
-            "Run(replay=False) leaves this check out, and nothing then finds a body that depends on the number of "
-            "ranks"
+            f"it to run.keep(...). {purpose}"
         )
+
+
+Notes = Mapping[str, tuple[object, object]]
+"""Of each value by its name: a mark, equal for equal bits; and the value, if it is a number."""
 
 
 class Play:
@@ -137,32 +165,49 @@ class Play:
         """Which of the body's losses came last, where there are several."""
         return f" {self._losses}" if self._losses > 1 else ""
 
-    def first_difference(self, replay: Play) -> str:
-        """What of ``replay`` differs first from this play, in words; "" if nothing does. Waits for the GPU."""
-        for name in dict.fromkeys((*self._notes, *replay._notes)):
-            (mark, value), (other_mark, other) = (p._notes.get(name, (_NOTHING, _NOTHING)) for p in (self, replay))
-            if _plain(mark) != _plain(other_mark):
-                values = f" ({_plain(value)}, then {_plain(other)})" if value is not None else ""
-                return f"{name} differed{values}"
-        return ""
+    def notes(self) -> Notes:
+        """What is remembered, in plain values. Waits once for each device."""
+        flat = [each for pair in self._notes.values() for each in pair if isinstance(each, torch.Tensor)]
+        plain = dict(zip(map(id, flat), numbers(flat), strict=True))
+        return {
+            name: (plain.get(id(mark), mark), plain.get(id(value), value))
+            for name, (mark, value) in self._notes.items()
+        }
+
+
+def _first_difference(first: Notes, second: Notes) -> str:
+    """What differs first, in words; "" if nothing does."""
+    for name in dict.fromkeys((*first, *second)):
+        (mark, value), (other_mark, other) = first.get(name, _NOTHING), second.get(name, _NOTHING)
+        if mark != other_mark:
+            return f"{name} differed{f' ({value}, then {other})' if value is not None else ''}"
+    return ""
 
 
 class Replays:
     """Compares the two plays of micro-batches.
 
     Args:
+        group: all ranks.
         state: what the run holds.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, group: Group, state: State) -> None:
+        self._group: Final = group
         self._state: Final = state
         self.play: Play | None = None  #: of the micro-batch that the script has, if it is compared
-        self._first: tuple[tuple[int, int], Play] | None = None  # the play that came first, and of what
+        self._first: _Played | None = None  # what came first, of this rank's own
+        self._other: _Played | None = None  # of another rank's
 
     def begin(self, position: MicroBatchPosition) -> None:
         """The micro-batch at ``position`` is handed out."""
         is_compared = position.check >= StepCheck.REPLAYED and not position.is_padding
         self.play = Play() if is_compared else None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `end` has something to do."""
+        return self.play is not None or self._other is not None
 
     def note_given(self, parts: object) -> None:
         """The body gives what a loss is computed of later: remember its parts."""
@@ -180,7 +225,7 @@ class Replays:
         names = {id(p): name for model in self._state.models for name, p in model.named_parameters()}
         handles = []
         for number, node in enumerate(_leaves(loss)):
-            name = f"the gradient of {names.get(id(node.variable), f'parameter {number}')}{play.which}"
+            name = f"{_GRADIENT}{names.get(id(node.variable), f'parameter {number}')}{play.which}"
 
             def note(gradients: Sequence[torch.Tensor | None], name: str = name) -> None:
                 for gradient in gradients:
@@ -202,7 +247,9 @@ class Replays:
                     self.play.note(f"the buffer {name}", buffer)
 
     def end(self, position: MicroBatchPosition, step: int, carried: Mapping[str, Any]) -> None:
-        """The body is over; the second play of a step is compared with the first one. Waits for the GPU.
+        """The body is over; the second play of a step is compared with the first one. Waits for the GPU then.
+
+        Collective at the end of a step in which ranks have replayed each other's.
 
         Args:
             position: of the micro-batch.
@@ -210,26 +257,93 @@ class Replays:
             carried: what it carries to the next step.
 
         Raises:
-            ReplayError: if they differ.
+            ReplayError: if they differ; of ranks, on all of them, with the names of what the two have apart.
         """
         play, self.play = self.play, None
-        if play is None:
+        if play is not None:
+            play.note_all("what run.carry holds,", dict(carried))
+            played = _Played(step, position.index, play)
+            if position.is_other_ranks:
+                self._other = played
+            elif self._first is None or not self._first.is_same(played):
+                self._first = played
+            else:
+                first, self._first = self._first, None
+                if difference := _first_difference(first.play.notes(), play.notes()):
+                    raise ReplayError(difference, _place(position.index, position.of, step))
+        if position.last and self._other is not None:
+            own, other = self._first, self._other
+            self.forget()
+            self._compare_ranks(own, other, position.of)
+
+    def _compare_ranks(self, own: _Played | None, other: _Played, of: int) -> None:
+        told = self._group.gather_objects(
+            (None if own is None else own.digest(), other.digest()), "micro-batches that two ranks have computed"
+        )
+        by_index = {first.place: (rank, first) for rank, (first, _) in enumerate(told) if first is not None}
+        for reader, (_, second) in enumerate(told):
+            owner, first = by_index.get(second.place, (reader, second))
+            if first.differs(second):
+                break
+        else:
             return
-        play.note_all("what run.carry holds,", dict(carried))
-        first, key = self._first, (step, position.index)
-        if first is None or first[0] != key:
-            self._first = key, play
-            return
-        self._first = None
-        if difference := first[1].first_difference(play):
-            place = f"micro-batch {position.index} of {position.of} of step {step + 1}"
-            raise ReplayError(difference, place, of_samples=difference.startswith(SAMPLES))
+        mine = {owner: own, reader: other}.get(self._group.rank)
+        held: tuple[Notes, Mapping[str, Mark]] = ({}, {})
+        if mine is not None:
+            held = mine.play.notes(), look(script_roots(sys._getframe()))
+        by_rank = self._group.gather_objects(held, "what two ranks have computed")
+        (first_notes, first_marks), (second_notes, second_marks) = by_rank[owner], by_rank[reader]
+        difference = _first_difference(first_notes, second_notes)
+        error = ReplayError(difference, _place(second.place, of, other.step), (owner, reader))
+        apart = changed({name: mark for name, mark in first_marks.items() if name in second_marks}, second_marks)
+        # Tensors of the micro-batch are so in any script.
+        plain = [name for name in apart if second_marks[name].rank < TENSOR_RANK]
+        raise error.naming(plain or apart)
 
     def forget(self) -> None:
         """The step is over, or discarded."""
-        self.play = self._first = None
+        self.play = self._first = self._other = None
 
 
+class _Digest(NamedTuple):
+    """What is compared first, for all that was remembered of a micro-batch."""
+
+    place: int  #: of the micro-batch in its step
+    values: str
+    gradients: str  #: "" where none was computed
+
+    def differs(self, other: _Digest) -> bool:
+        has_gradients = bool(self.gradients and other.gradients)
+        return self.values != other.values or (has_gradients and self.gradients != other.gradients)
+
+
+class _Played(NamedTuple):
+    """The play of a micro-batch of a step."""
+
+    step: int
+    place: int  #: of the micro-batch in it
+    play: Play
+
+    def is_same(self, other: _Played) -> bool:
+        return (self.step, self.place) == (other.step, other.place)
+
+    def digest(self) -> _Digest:
+        notes = self.play.notes()
+        marks = [(name, mark) for name, (mark, _) in notes.items()]
+        gradients = [pair for pair in marks if pair[0].startswith(_GRADIENT)]
+        values = [pair for pair in marks if not pair[0].startswith(_GRADIENT)]
+        return _Digest(self.place, _hash(values), _hash(gradients) if gradients else "")
+
+
+def _hash(marks: Sequence[tuple[str, object]]) -> str:
+    return hashlib.blake2b(repr(marks).encode(), digest_size=16).hexdigest()
+
+
+def _place(index: int, of: int, step: int) -> str:
+    return f"micro-batch {index} of {of} of step {step + 1}"
+
+
+_GRADIENT: Final = "the gradient of "
 SAMPLES: Final = "the samples,"  #: the name under which a micro-batch's data is noted
 
 
@@ -245,7 +359,3 @@ def _leaves(loss: torch.Tensor) -> Iterator[Any]:
         if hasattr(node, "variable"):
             yield node
         waiting.extend(following for following, _ in node.next_functions)
-
-
-def _plain(value: object) -> object:
-    return value.item() if isinstance(value, torch.Tensor) else value

@@ -102,7 +102,7 @@ def _together(batches: Sequence[Iterator[MicroBatch]]) -> Iterator[tuple[MicroBa
     for first in batches[0]:
         each = [first, *(next(others) for others in batches[1:])]
         # Passes over them may have begun apart, and replay other steps: what one of them replays alone is left out.
-        while len({one.position.is_replay for one in each}) > 1:
+        while len({one.position.is_replay and (one.position.index, one.position.check) for one in each}) > 1:
             pairs = zip(each, batches, strict=True)
             each = [next(more) if one.position.is_replay else one for one, more in pairs]
         position = each[0].position

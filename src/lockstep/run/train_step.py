@@ -91,7 +91,7 @@ class TrainStep:
         self._clip_norm: Final = context.settings.clip_norm
         self._finite: Final = finite
         self._carried: Final = context.carried
-        self.replays: Final = Replays(state)
+        self.replays: Final = Replays(group, state)
         self.checks: Final = LoopChecks(state)
         self.updates: Final = UpdateChecks(context)
         self._marker: Final = context.marker
@@ -264,7 +264,7 @@ class TrainStep:
         self.checks.require_buffers_unchanged()
         if not current.position.last:
             self.checks.end_body(current.position.index, current.position.of)
-        if self.replays.play is not None:
+        if self.replays.is_due:
             self.replays.end(current.position, self._step, self._carried.current)
         return current.complete
 

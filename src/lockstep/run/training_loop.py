@@ -320,7 +320,10 @@ class TrainingLoop:
     def _micro_batches(self, loaders: Sequence[MicroBatchLoader]) -> Generator[Data]:
         context, train_step, end_of_step = self._context, self._train_step, self._end_of_step
         while (batches := self._data.next_step(loaders)) is not None:
+            carries = self._carried.is_used  # which no other rank has
             for position, data in batches:
+                if carries and position.is_other_ranks:
+                    continue
                 current = yield from self._body(position, data)
                 try:
                     step_is_done = train_step.end(current)

@@ -119,6 +119,8 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
         compression: how the ranks' gradients are summed where that is not exact; None: as they are.
     """
 
+    repeats_other_ranks = True
+
     def __init__(
         self,
         group: Group,
@@ -265,6 +267,14 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
         if not self._buffers_are_moved:
             self.before_update(position)
         self._buffers_are_moved = False
+
+    def replay(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> None:
+        """Drop the gradients; compute none of another rank's, where DDP notes which parameters this one has used."""
+        tracks = any(model.find_unused_parameters for model in self._models_of(target).values())
+        if not (tracks and position.is_other_ranks):
+            super().replay(loss, weight, target, position)
 
     def end_replay(self) -> None:
         """Restore buffers."""

@@ -149,6 +149,8 @@ class Strategy(Protocol):
 
     #: Whether a micro-batch that is computed again from the same values must give the same bits.
     repeats_bits: bool = True
+    #: Whether each rank gets the same bits of a micro-batch, whichever it is.
+    repeats_other_ranks: bool = False
 
     def replay(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition

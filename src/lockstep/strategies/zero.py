@@ -69,6 +69,8 @@ class Zero(Strategy, Delegates, DividesUpdate, PreparesOptimizerStep, UpdatesTra
     optimizer that makes its states when it is made, such as Adagrad, keeps those of other ranks' parameters, too.
     """
 
+    repeats_other_ranks = True
+
     def __init__(self, group: Group, replicas: Ddp, owner_broadcast: OwnerBroadcast) -> None:
         self.assignment = ReplicaAssignment(group.rank, group.size)
         self.state_layout = ShardedOptimizerLayout(group, self._owner_of)

@@ -136,6 +136,8 @@ class FullySharded(
         name: of the two, as the user said it.
     """
 
+    repeats_other_ranks = True
+
     def __init__(self, context: StrategyContext, options: Options, ranks: int, name: str) -> None:
         if options.mixed == "fp16" and context.dtype is not torch.float16:
             raise SettingError(
