@@ -468,6 +468,17 @@ def by_rank(run, own, loss):
     run.step(loss * (1 + run.rank))
 
 
+def scaled_by_all(run, own, loss):
+    """As `scaled`, by the losses of all micro-batches of the step."""
+    scale, losses = own.get("mean", 1.0), own.setdefault("losses", [])
+    if run.counts:
+        losses.append(loss.detach())
+    if run.step(loss * scale):
+        of_step = torch.stack([each for part in run.gather(losses) for each in part]).mean()
+        own["mean"] = 0.5 * scale + 0.5 * float(of_step)
+        losses.clear()
+
+
 def by_place(run, own, loss):
     """A function of the micro-batch, and of what all ranks share."""
     own["seen"] = own.get("seen", 0) + 1
@@ -496,13 +507,13 @@ def apart(body, strategy, micro_batch=2, samples=24):
 def test_what_each_rank_has_for_itself_is_found_by_the_ranks_that_compute_for_each_other(micro_batch):
     calls = [
         (apart, body, strategy, micro_batch)
-        for body in (scaled, centred, by_rank, by_place)
+        for body in (scaled, centred, by_rank, by_place, scaled_by_all)
         for strategy in ("ddp", "zero", "fsdp")
     ]
     for world in (2, 3):
         found = dict(zip(calls, on_world(world, calls if micro_batch == 2 or world == 2 else []), strict=False))
         for (_, body, strategy, _), by_ranks in found.items():
-            if body is by_place:
+            if body in (by_place, scaled_by_all):
                 assert [result[0] for result in by_ranks] == [by_ranks[0][0]] * world
                 assert by_ranks[0] == apart(body, "none", micro_batch)
                 continue

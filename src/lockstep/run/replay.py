@@ -110,9 +110,10 @@ class ReplayError(UsageError):
             apart = f" What these ranks have apart: {listed}." if listed else ""
             return (
                 f"{head}, and {self._difference}: the loop's body depends on something that each rank has for itself, "
-                f"such as a number set from its own losses or its own samples.{apart} Take what all ranks share: the "
-                "means in run.metrics, or run.gather(...) where run.step(loss) returns True; or hold it for each "
-                f"sample, in the data set. {purpose}"
+                f"such as a number set from its own losses or its own samples.{apart} Set such a number where "
+                "run.step(loss) returns True, from the losses of all micro-batches of the step: append them to a list "
+                "and give that to run.gather(...); or hold it for each sample, in the data set. "
+                f"{purpose}"
             )
         culprits = f" The body changed {listed}." if listed else ""
         return (

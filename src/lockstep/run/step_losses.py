@@ -25,7 +25,7 @@ from lockstep.strategies import HasServerRanks, ParameterSet, Strategy
 _ALL_OR_NONE: Final = (
     "An optimizer has a loss in all micro-batches of a step, on all ranks, or in none, as ranks have different numbers "
     "of them: decide by run.progress.step, as in `if run.progress.step % 5 == 0: run.step(loss, optimizer=...)`. What "
-    "depends on a loss is decided once a step, where run.step(loss) returns True, from what run.mean(...) gives of it"
+    "depends on losses is decided where run.step(loss) returns True, from a list that run.gather(...) gives"
 )
 
 
