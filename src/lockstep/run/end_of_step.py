@@ -109,13 +109,14 @@ class EndOfStep:
         if not checked:
             self._finite.step_ended()
         self._context.metrics.step_is_done()  # what the rest of the body has measured
-        self.proof.body_is_over()
         self._context.emergency.note_late(step)
         self._log.forget_rows()
         self.point.reach()
         if self._mirrors:
             buffers = (buffer for _, buffer in self._context.state.buffers)
             self._context.emergency.mirror(self._snapshot.take_own, self.about_left, buffers)
+        # Now that the step is safe: a rank may be gone.
+        self.proof.body_is_over()
         if self.steps == _SAFE_STEPS:
             self._context.emergency.forget_before()
         self._log.write_recent()  # before it is saved: a resumed run has logged it

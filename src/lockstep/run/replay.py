@@ -205,11 +205,6 @@ class Replays:
         is_compared = position.check >= StepCheck.REPLAYED and not position.is_padding
         self.play = Play() if is_compared else None
 
-    @property
-    def is_due(self) -> bool:
-        """Whether `end` has something to do."""
-        return self.play is not None or self._other is not None
-
     def note_given(self, parts: object) -> None:
         """The body gives what a loss is computed of later: remember its parts."""
         if self.play is not None:
@@ -250,20 +245,18 @@ class Replays:
     def end(self, position: MicroBatchPosition, step: int, carried: Mapping[str, Any]) -> None:
         """The body is over; the second play of a step is compared with the first one. Waits for the GPU then.
 
-        Collective at the end of a step in which ranks have replayed each other's.
-
         Args:
             position: of the micro-batch.
             step: steps done before its own.
             carried: what it carries to the next step.
 
         Raises:
-            ReplayError: if they differ; of ranks, on all of them, with the names of what the two have apart.
+            ReplayError: if they differ.
         """
         play, self.play = self.play, None
         if play is not None:
             play.note_all("what run.carry holds,", dict(carried))
-            played = _Played(step, position.index, play)
+            played = _Played(step, position.index, position.of, play)
             if position.is_other_ranks:
                 self._other = played
             elif self._first is None or not self._first.is_same(played):
@@ -272,12 +265,17 @@ class Replays:
                 first, self._first = self._first, None
                 if difference := _first_difference(first.play.notes(), play.notes()):
                     raise ReplayError(difference, _place(position.index, position.of, step))
-        if position.last and self._other is not None:
-            own, other = self._first, self._other
-            self.forget()
-            self._compare_ranks(own, other, position.of)
 
-    def _compare_ranks(self, own: _Played | None, other: _Played, of: int) -> None:
+    def compare_ranks(self) -> None:
+        """The step is over. If ranks have replayed each other's micro-batches in it, compare them: collective then.
+
+        Raises:
+            UsageError: if two of them differ, on all ranks, with the names of what the two ranks have apart.
+        """
+        own, other = self._first, self._other
+        if other is None:
+            return
+        self.forget()
         told = self._group.gather_objects(
             (None if own is None else own.digest(), other.digest()), "micro-batches that two ranks have computed"
         )
@@ -295,7 +293,7 @@ class Replays:
         by_rank = self._group.gather_objects(held, "what two ranks have computed")
         (first_notes, first_marks), (second_notes, second_marks) = by_rank[owner], by_rank[reader]
         difference = _first_difference(first_notes, second_notes)
-        error = ReplayError(difference, _place(second.place, of, other.step), (owner, reader))
+        error = ReplayError(difference, _place(second.place, other.of, other.step), (owner, reader))
         apart = changed({name: mark for name, mark in first_marks.items() if name in second_marks}, second_marks)
         # Tensors of the micro-batch are so in any script.
         plain = [name for name in apart if second_marks[name].rank < TENSOR_RANK]
@@ -323,6 +321,7 @@ class _Played(NamedTuple):
 
     step: int
     place: int  #: of the micro-batch in it
+    of: int  #: micro-batches of the step
     play: Play
 
     def is_same(self, other: _Played) -> bool:

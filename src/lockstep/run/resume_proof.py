@@ -4,7 +4,7 @@
       each micro-batch           a checksum of its samples, and its losses, on the rank that has it
       the update                 options of optimizers; sums of the bits of each parameter and buffer, which ranks
                                  bring together
-      the end of the body        options again, and tensors of what is kept
+      the end of the body        options and sums again, and tensors of what is kept
                                the leader writes that beside the checkpoint
     a run resumes from it      its first step is recorded alike, and compared
 
@@ -62,7 +62,7 @@ _OF_UPDATE: Final = (
 )
 _OF_BODY: Final = (
     "what the script sets that from, such as a scheduler, what a scheduler is given (a loss that the script adds up "
-    "itself), or a decay that depends on a counter"
+    "itself), a decay that depends on a counter, or weights of its own that it writes into the model"
 )
 
 
@@ -82,7 +82,7 @@ class ResumeProof:
         self._expected: StateTree | None = None  # of the first step after a resume
         self._file = Path()  # that says so
         self._saved: int | None = None  # the step whose checkpoint waits for the next one
-        self._recorded: StateTree | None = None  # that next step, whose body is not over
+        self._own: dict[str, dict[str, Any]] | None = None  # of that next step, or of the first one after a resume
         self._noted = False  # a difference was said, so that no second one needs to be
 
     def saved(self, step: int) -> None:
@@ -108,21 +108,30 @@ class ResumeProof:
             self._samples[str(position.index)] = checksum(data)
 
     def step_is_done(self) -> None:
-        """The optimizers have stepped: the step is recorded or compared, if it is to be. Collective then.
+        """The optimizers have stepped: what the step was made of is noted, if it is to be recorded or compared."""
+        losses, self._context.metrics.losses = self._context.metrics.losses, None
+        if losses is not None:
+            self._own = {
+                "samples": self._samples,
+                "losses": {str(index): [float(value).hex() for value in each] for index, each in losses.items()},
+                "options": self._options() if self._context.group.leads else {},
+                "state": self._sums() if self._bits else {},
+            }
+            self._samples = {}
+
+    def body_is_over(self) -> None:
+        """So is the body in which the step was made: it is recorded or compared, if it is to be. Collective then.
 
         Raises:
             CheckpointError: on all ranks, if the step is not the one that followed the checkpoint.
         """
-        losses, self._context.metrics.losses = self._context.metrics.losses, None
-        if losses is None:
+        own, self._own = self._own, None
+        saved, self._saved = self._saved, None
+        expected, self._expected = self._expected, None
+        if own is None:
             return
-        own: dict[str, dict[str, Any]] = {
-            "samples": self._samples,
-            "losses": {str(index): [float(value).hex() for value in each] for index, each in losses.items()},
-            "options": self._options() if self._context.group.leads else {},
-            "state": self._sums() if self._bits else {},
-        }
-        self._samples = {}
+        own["options after"] = self._after() if self._bits and self._context.group.leads else {}
+        own["state after"] = self._sums() if self._bits else {}
         parts = self._context.group.gather_objects(own, "the step after a checkpoint")
         found = {
             "conditions": self._conditions(),
@@ -130,37 +139,12 @@ class ResumeProof:
             "losses": _together(part["losses"] for part in parts),
             "options": parts[0]["options"],
             "state": _added(part["state"] for part in parts),
+            "after": parts[0]["options after"] | _added(part["state after"] for part in parts),
         }
-        if self._expected is not None:
-            self._refuse(_first_difference(self._expected, found))
-        self._recorded = found if self._saved is not None else None
-        if self._saved is not None:
-            self._checkpointer.note_next_step(self._saved, found)
-
-    def body_is_over(self) -> None:
-        """So is the body in which the step was made. Collective if that was recorded or compared.
-
-        Raises:
-            CheckpointError: on all ranks, if the script has then set other options, or other kept tensors.
-        """
-        expected, self._expected = self._expected, None
-        recorded, self._recorded = self._recorded, None
-        if recorded is not None or (expected is not None and "after" in expected):
-            after = self._after() if self._context.group.leads and self._bits else {}
-            if expected is not None and "after" in expected:
-                comparable = expected["conditions"] == self._conditions()
-                name = _other(expected["after"], after) if comparable else None
-                difference = None
-                if name is not None:
-                    was, is_now = (
-                        f"{each[name]}" if isinstance(each[name], str) else "" for each in (expected["after"], after)
-                    )
-                    values = f"was {was} at the end of the body, and is {is_now} now" if was else "has other values"
-                    difference = _Difference(f"{name} {values}", _OF_BODY, 0.0)
-                self._refuse(self._context.group.broadcast_object(difference, "the first step after a resume"))
-            if recorded is not None and self._saved is not None:
-                self._checkpointer.note_next_step(self._saved, recorded | {"after": after})
-        self._saved = None
+        if expected is not None:
+            self._refuse(_first_difference(expected, found))
+        if saved is not None:
+            self._checkpointer.note_next_step(saved, found)
 
     def _listen(self) -> None:
         self._samples = {}
@@ -319,6 +303,11 @@ def _first_difference(before: StateTree, now: StateTree) -> _Difference | None:
         return _Difference(f"{name} {values}, in the update", _OF_BODY, 0)
     if (name := _other(before["state"], now["state"])) is not None:
         return _Difference(f"{name} has other values after the update, with the same samples and losses", _OF_UPDATE, 0)
+    if (name := _other(before["after"], now["after"])) is not None:
+        was, is_now = before["after"][name], now["after"][name]
+        is_text = isinstance(was, str)
+        values = f"was {was} at the end of the body, and is {is_now} now" if is_text else "has other values at its end"
+        return _Difference(f"{name} {values}", _OF_BODY, 0)
     return None
 
 

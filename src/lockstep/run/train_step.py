@@ -264,7 +264,7 @@ class TrainStep:
         self.checks.require_buffers_unchanged()
         if not current.position.last:
             self.checks.end_body(current.position.index, current.position.of)
-        if self.replays.is_due:
+        if self.replays.play is not None:
             self.replays.end(current.position, self._step, self._carried.current)
         return current.complete
 

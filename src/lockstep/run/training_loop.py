@@ -338,6 +338,8 @@ class TrainingLoop:
                     end_of_step.count(position.step_samples)
                     self._carried.step_is_done()
                     end_of_step.finish()
+                    # Now that the step is safe: a rank may be gone.
+                    train_step.replays.compare_ranks()
                     if context.emergency.notes and end_of_step.compares_next:
                         train_step.checks.note_point()
                 context.marker.set_phase("data")
