@@ -18,7 +18,7 @@ RUN_DIR ?= runs/digits
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 RANKS ?= $(if $(filter-out 0,$(GPUS)),gpu,2)
 
-.PHONY: train test test-clusters campaign mutants lint clean
+.PHONY: train test test-clusters test-gpu campaign mutants lint clean
 .DEFAULT_GOAL := test
 
 train: .venv/.ready
@@ -30,6 +30,10 @@ train: .venv/.ready
 test: lint
 	@echo "pytest"
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 5
+
+# On a machine with GPUs, which all tests share.
+test-gpu: .venv/.ready
+	@$(BIN)/python -m pytest -q -rs -n 8 --dist worksteal tests/gpu
 
 test-clusters: .venv/.ready
 	@$(BIN)/python -m pytest -q -rs -o faulthandler_timeout=1500 tests/clusters

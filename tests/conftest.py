@@ -19,6 +19,10 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 # Where no name server answers, looking up this host's own name would otherwise wait many seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# Tests are written for ranks on the CPU, of which there are more than GPUs; `make test-gpu` names those for GPUs.
+is_controller = "PYTEST_XDIST_WORKER" not in os.environ
+if is_controller and os.path.exists("/dev/nvidiactl") and not any("tests/gpu" in word for word in sys.argv):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # A shell starts what it puts in the background with Ctrl-C ignored, and all that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

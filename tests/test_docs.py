@@ -10,7 +10,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+import torch
 
+from gpu_operations import PAGE as GPU_PAGE
+from gpu_operations import page_with, tables
 from lockstep import launch_contract
 from lockstep.report import MetricsFile
 from lockstep.settings import Settings
@@ -193,3 +196,10 @@ def test_commands_that_work_on_a_script_do_what_they_say(block, tmp_path):
         rows = MetricsFile.read(tmp_path / "runs" / name / "metrics.jsonl")
         assert [row["step"] for row in rows] == [16, 32, 48, 64, 80]
         assert rows[-1]["accuracy"] > 0.9
+
+
+def test_the_operations_of_gpus_are_those_of_this_torch():
+    page = GPU_PAGE.read_text()
+    if f"torch {torch.__version__.partition('+')[0]} refuses" in page:
+        assert page_with(tables()) == page
+    assert page.count("| `torch.") > 40

@@ -77,6 +77,7 @@ GIVEN = {
     "micro_batch": (8, "8"),
     "bucket_mb": (8.0, "8"),
     "on_nan": ("warn", "warn"),
+    "nondeterministic": ("warn", "warn"),
     "replay": (False, "false"),
     "check_every": (100, "100"),
     "peer_timeout_s": (30.0, "30"),

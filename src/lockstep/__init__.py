@@ -4,6 +4,12 @@ The front door: each name stands in the room that makes it, and a room is loaded
 that ``import lockstep`` costs nothing and needs no torch.
 """
 
+import os
+
+# Else `torch.cuda.is_available()` starts CUDA in this process, and its copies, such as the ranks of a notebook, see no
+# GPU.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 __version__ = "0.1.0"
 
 __all__ = [

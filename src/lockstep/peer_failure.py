@@ -19,7 +19,10 @@ from lockstep.errors import PeerLost
 
 # What torch raises when the other end is gone. Only these types: the same words in, say, a ConnectionResetError of the
 # user's own download are a cause.
-_TORCH_ERRORS = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
+# AcceleratorError is what CUDA says, also where NCCL was aborted because a rank is gone.
+_TORCH_ERRORS = frozenset(
+    {"RuntimeError", "AcceleratorError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+)
 _PEER_GONE = re.compile(
     r"connection (closed|reset|refused)|socket (timeout|closed)|broken pipe|timed out waiting \d+ms|"
     r"gloo/transport.*(timed out|no route to host|unreachable)|"

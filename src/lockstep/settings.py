@@ -278,6 +278,13 @@ class Settings:
         default="stop",
         metadata=_about("what a loss or gradient that is not finite leads to", one_of=("stop", "warn", "ignore")),
     )
+    nondeterministic: Literal["refuse", "warn"] = field(
+        default="refuse",
+        metadata=_about(
+            "what an operation without a deterministic GPU kernel in a backward pass leads to",
+            one_of=("refuse", "warn"),
+        ),
+    )
     replay: bool = field(
         default=True,
         metadata=_about("now and then a micro-batch is computed twice, which must give the same; False: never"),

@@ -301,7 +301,7 @@ def ranks_of(request: Request, machine: Machine, env: Mapping[str, str]) -> tupl
         raise SettingError(f"{spelt}: give a number of ranks, gpu, cpu or auto") from None
     if ranks < 1:
         raise SettingError(f"{spelt}: it must be at least 1")
-    if 0 < machine.gpus < ranks:
+    if 0 < machine.gpus < ranks and request.settings.get("rehearse", "false").lower() not in ("true", "1"):
         raise SettingError(
             f"{spelt}, but this process may use {machine.gpus} GPU{'s' * (machine.gpus > 1)}{_by(env)}; use "
             f"{request.spelt('--nproc-per-node', machine.gpus)}, or rehearse on the CPU with CUDA_VISIBLE_DEVICES= "

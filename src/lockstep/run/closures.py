@@ -129,7 +129,7 @@ class ClosureSteps:
             self._set_random_state(one.random_state)
             with precision.forward():
                 loss = one.task()
-            with precision.backward():
+            with precision.backward(), self._context.kernels.backward():
                 strategy.backward(precision.scale(loss), one.weight, target, one.position)
             losses.append((loss.detach(), one))
             if not one.position.last:

@@ -79,10 +79,48 @@ class RunIdentity:
             "lengths": list(lengths),
             "orders": {number: list(order) for number, order in orders.items()},
             **self._settings,
-            "threads": self._threads,
-            "device": "cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
+            **self._of_device(),
             "torch": torch.__version__,
         }
+
+    def _of_device(self) -> StateTree:
+        if self._device.type == "cpu":
+            return {"threads": self._threads, "device": "cpu"}
+        # How many CPU threads there are, which depends on the ranks of a node, changes no bit of a GPU.
+        return {"device": torch.cuda.get_device_name(self._device), "fp32_precision": fp32_precision()}
+
+
+def fp32_precision() -> list[str]:
+    """In which formats kernels of a GPU multiply fp32 numbers: of matrices, convolutions and recurrent layers."""
+    cudnn = torch.backends.cudnn
+    backends = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn  # type: ignore[attr-defined]
+    return [str(backend.fp32_precision) for backend in backends]
+
+
+def device_of_bits(device: torch.device) -> str:
+    """What of a GPU and its libraries the bits depend on, in words; "" for a CPU."""
+    if device.type == "cpu":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    libraries = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    formats = "/".join(fp32_precision())
+    return f"{properties.name} with {properties.multi_processor_count} multiprocessors, {libraries}, fp32 as {formats}"
+
+
+def compare_devices(group: Group, own: str) -> None:
+    """Check that all ranks compute on a device like this rank's ``own``, in the words of `device_of_bits`. Collective.
+
+    Raises:
+        MismatchError: naming two ranks that do not.
+    """
+    first, *others = group.gather_objects(own, "the devices")
+    for rank, theirs in enumerate(others, 1):
+        if theirs != first:
+            raise MismatchError(
+                f"rank 0 computes on {first or 'a CPU'}, rank {rank} on {theirs or 'a CPU'}: kernels give other "
+                "bits there, so the model would depend on which rank computes what. Start all ranks on equal devices, "
+                "or give up equal bits by Run(reduction='fast')"
+            )
 
 
 def compare_draws(group: Group, say: Callable[[str], None]) -> None:

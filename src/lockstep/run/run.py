@@ -127,6 +127,9 @@ class Run:
         on_nan: what happens when a loss or a gradient is not finite: ``stop`` ends the run with `NonFiniteError` before
             the parameters are updated with it; ``warn`` prints a warning and keeps the checkpoint from before;
             ``ignore`` does nothing.
+        nondeterministic: what happens on a GPU, with ``reduction="exact"``, when a backward pass calls an operation
+            that has no deterministic kernel: ``refuse`` ends the run with an error that names it; ``warn`` leaves it to
+            torch, which warns, and gives up equal bits.
         replay: in the first two steps of a pass, and every ``check_every`` steps, the loop's body gets the rank's first
             micro-batch once more, before its last one, which counts for nothing: samples, losses, gradients, measured
             values and buffers must have the same bits, else the run ends with an error that names what the body
@@ -168,6 +171,7 @@ class Run:
         micro_batch: int | None = None,
         bucket_mb: float | None = None,
         on_nan: Literal["stop", "warn", "ignore"] = _DEFAULTS.on_nan,
+        nondeterministic: Literal["refuse", "warn"] = _DEFAULTS.nondeterministic,
         replay: bool = _DEFAULTS.replay,
         check_every: int = _DEFAULTS.check_every,
         peer_timeout_s: float = _DEFAULTS.peer_timeout_s,

@@ -17,12 +17,14 @@ from lockstep.checkpoint import Checkpoints
 from lockstep.collectives import Group, open_group
 from lockstep.cpu_affinity import allotted_cpus
 from lockstep.errors import SettingError, UsageError
+from lockstep.formatting import plural
 from lockstep.heartbeat import ProgressMarker, progress_marker
 from lockstep.launch_contract import MEASURE, RESUME, STOP_FILE
 from lockstep.report import refuse_unknown_trackers
 from lockstep.run.carried_state import CarriedState
 from lockstep.run.emergency import Emergency, NoEmergency, open_emergency, writes_emergency
 from lockstep.run.identity import RunIdentity
+from lockstep.run.kernels import Kernels
 from lockstep.run.leave_agreement import LeaveAgreement
 from lockstep.run.metrics import PassMetrics
 from lockstep.run.oom_advice import free_bytes, gpu_memory
@@ -72,6 +74,7 @@ class RunContext:
     reporter: ProgressReporter
     group: Group
     precision: Precision
+    kernels: Kernels
     plan: TrainingPlan
     strategy: Strategy
     share: ReplicaAssignment
@@ -114,6 +117,9 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     job = World.from_env(env)
     world = _world_of_run(job, current_trial())
     device, threads = _prepare_device(settings, world, marker)
+    pins = device.type == "cuda" and settings.reduction == "exact"
+    kernels = Kernels(pins=pins, refuses=settings.nondeterministic == "refuse")
+    kernels.pin()
     deadline = JobDeadline.from_env(env)
     reporter = ProgressReporter(world, env, deadline, marker.memory, is_trial=current_trial() is not None)
     env.update(world.rank_variables())
@@ -161,6 +167,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         reporter=reporter,
         group=group,
         precision=precision,
+        kernels=kernels,
         plan=plan,
         strategy=strategy,
         share=share,
@@ -187,14 +194,12 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
 
 
 def _prepare_device(settings: Settings, world: World, marker: ProgressMarker) -> tuple[torch.device, int]:
-    """This rank's device and number of CPU threads; torch is set to both, and to kernels whose bits can be promised."""
+    """This rank's device and number of CPU threads; torch is set to both."""
     device = _choose_device(world, settings.rehearse)
     threads = _choose_threads(settings, device)
     torch.set_num_threads(threads)
     if device.type == "cuda":
         marker.memory = partial(gpu_memory, device)
-        if settings.reduction == "exact":
-            _pin_kernels()
     return device, threads
 
 
@@ -309,12 +314,13 @@ def _choose_device(world: World, rehearse: bool) -> torch.device:
             f"start at most {devices} ranks here, share them with --rehearse, or hide them with CUDA_VISIBLE_DEVICES="
         )
     device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.init()
+        torch.cuda.set_device(device)
+    except RuntimeError as error:
+        raise SettingError(
+            f"the driver shows {plural(devices, 'GPU')}, and torch can use none: {str(error).splitlines()[0]}. The "
+            "driver may be older than torch's CUDA, or this process a copy of one that had started CUDA. "
+            "CUDA_VISIBLE_DEVICES= before the command trains on the CPU"
+        ) from error
     return device
-
-
-def _pin_kernels() -> None:
-    """Kernels that give the same bits each time; torch warns where it knows of none."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(True, warn_only=True)

@@ -95,6 +95,7 @@ class Shutdown:
             waits = error is None or type(error) in (SystemExit, TrialStopped) or context.device.type == "cpu"
             if waits and context.profiler is not None:
                 context.profiler.close(failed=error is not None)
+            context.kernels.release()
             context.reporter.close()
             context.emergency.close()
             context.checkpointer.release()

@@ -11,7 +11,7 @@ from typing import Final
 from lockstep.checkpoint import Checkpoints, SavedTree, StateTree
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.launch_contract import FRESH, RESUME, RESUME_FROM
-from lockstep.run.identity import compare_ranks
+from lockstep.run.identity import compare_devices, compare_ranks, device_of_bits
 from lockstep.run.left_behind import LeftBehind
 from lockstep.run.resume_proof import ResumeProof
 from lockstep.run.run_log import RunLog
@@ -71,6 +71,8 @@ class TrainingStart:
         self._identity.note_script(self._state.optimizers)
         self._options = ScriptOptions(self._state)
         compare_ranks(self._context.group, self._identity.script)
+        if self._context.settings.reduction == "exact":
+            compare_devices(self._context.group, device_of_bits(self._context.device))
         left = self._resume()
         self._log.open(self._position.progress.step)
         if left is not None:

@@ -87,6 +87,7 @@ class TrainStep:
         self._strategy: Final = strategy
         self._computes_loss: Final = strategy if isinstance(strategy, ComputesLoss) else None
         self._precision: Final = context.precision
+        self._kernels: Final = context.kernels
         self._state: Final = state
         self._clip_norm: Final = context.settings.clip_norm
         self._finite: Final = finite
@@ -163,7 +164,7 @@ class TrainStep:
                 self._measure(value, items, position.index, target)
             if position.last:
                 self._emergency.note(self._step + 1)
-            with self._precision.backward():
+            with self._precision.backward(), self._kernels.backward():
                 scaled = self._precision.scale(value)
                 weight = self._weight(share, scaled) if weighs else None
                 compute = self._strategy.replay if position.is_replay else self._strategy.backward
@@ -176,7 +177,9 @@ class TrainStep:
             if not position.is_replay:
                 self._losses.items[position.index] = items
                 weight = self._weight(share, self._widest) if weighs else None
-                self._take_losses(pipeline.compute(task, weight, target, position), position.of, target)
+                with self._kernels.backward():
+                    losses = pipeline.compute(task, weight, target, position)
+                self._take_losses(losses, position.of, target)
         if position.last:
             self._losses.items.clear()
             self._losses.divide_by_counts(target, position.step_samples)

@@ -305,6 +305,8 @@ class TrainingLoop:
             self._metrics.begin_pass()
         # A checkpoint or the script may have filled buffers since, such as with what was trained elsewhere.
         self._context.strategy.resync()
+        if changed := self._context.kernels.pin():
+            self._context.reporter.say(f"{changed} was put back: kernels would give other bits each time")
         self._train_step.new_pass()
         self._state.look_for_schedulers(sys._getframe())  # that the script has made since
         self._state.require_kept(sys._getframe())

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import popen_fork
 from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LaunchError
@@ -44,6 +45,7 @@ _ANSWER_S = 2.0
 #: How long processes may take to be gone that were killed.
 _GONE_S = 10.0
 _CHUNK_BYTES = 1 << 16
+_CUDA_DEVICE = "/dev/nvidia-uvm"
 
 
 class ForkServerClient:
@@ -282,6 +284,22 @@ class _Copy(ForkProcess):
         return started
 
 
+def uses_cuda() -> bool:
+    """Whether this process has started CUDA, whose copies see no GPU; also by a mere look for GPUs."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return True
+    # Opened by each use of CUDA, and not by NVML, through which the driver is asked otherwise.
+    return any(_target(link) == _CUDA_DEVICE for link in Path("/proc/self/fd").glob("*"))
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # closed meanwhile
+        return ""
+
+
 def open_fork_server(program: Program, method: StartMethod, env: Mapping[str, str]) -> ForkServerClient:
     """Start the fork server for the ranks of ``program``; ``env`` is what they have in common.
 
@@ -292,8 +310,7 @@ def open_fork_server(program: Program, method: StartMethod, env: Mapping[str, st
     """
     ours, theirs = socket.socketpair()
     if method == "copy" or isinstance(program, Function):
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
+        if uses_cuda():
             ours.close()
             theirs.close()
             raise LaunchError(

@@ -1,0 +1,158 @@
+"""Kernels that give the same bits each time; tried on the CPU, of whose operations a few have none either."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.errors import MismatchError, UsageError
+from lockstep.launch.workers.fork_server_client import uses_cuda
+from lockstep.run.identity import compare_devices, device_of_bits
+from lockstep.run.kernels import Kernels
+from worlds import on_world
+
+
+class Puts(torch.autograd.Function):
+    """Its backward pass calls an operation without a deterministic kernel."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone().put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
+
+
+def flags():
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+
+
+@pytest.fixture
+def kernels():
+    made = Kernels(pins=True, refuses=True)
+    yield made
+    made.release()
+
+
+def test_flags_are_set_while_a_run_is_open_and_put_back(kernels, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    before = flags()
+    assert kernels.pin() == ""
+    assert flags() == (True, True, False, False), "memory is not filled, which would cost a tenth of a step"
+    kernels.release()
+    assert flags() == before
+    kernels.release()
+    assert flags() == before
+
+
+def test_what_the_script_sets_in_between_is_put_back_and_said(kernels):
+    kernels.pin()
+    assert kernels.pin() == ""
+    torch.backends.cudnn.benchmark = True
+    assert kernels.pin() == "torch.backends.cudnn.benchmark = True"
+    torch.backends.cudnn.benchmark = True
+    torch.use_deterministic_algorithms(False)
+    said = kernels.pin()
+    assert said == "torch.backends.cudnn.benchmark = True and torch.use_deterministic_algorithms(False)"
+    assert flags() == (True, True, False, False)
+
+
+def test_a_backward_pass_without_a_deterministic_kernel_is_refused_with_its_name(kernels):
+    kernels.pin()
+    x = torch.ones(3, requires_grad=True)
+    said = r"^put_, which the backward pass calls.*nondeterministic='warn'"
+    with pytest.raises(UsageError, match=said), kernels.backward():
+        Puts.apply(x).sum().backward()
+    assert flags() == (True, True, False, False)
+    with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
+        torch.ones(3).put_(torch.tensor([0]), torch.tensor([1.0]))  # elsewhere, torch warns
+    with pytest.raises(RuntimeError, match="another error"), kernels.backward():
+        raise RuntimeError("another error")
+
+
+def test_where_the_user_says_so_torch_warns(kernels):
+    lenient = Kernels(pins=True, refuses=False)
+    lenient.pin()
+    with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"), lenient.backward():
+        Puts.apply(torch.ones(3, requires_grad=True)).sum().backward()
+    lenient.release()
+
+
+def test_where_no_bits_are_promised_nothing_is_set():
+    before = flags()
+    kernels = Kernels(pins=False, refuses=True)
+    assert kernels.pin() == ""
+    with kernels.backward():
+        assert flags() == before
+
+
+def trained(strategy, closure):
+    """A training with kernels as on a GPU; what the backward pass finds set."""
+    found = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            found.append(torch.is_deterministic_algorithms_warn_only_enabled())
+            return gradient
+
+    with lockstep.Run(strategy=strategy) as run:
+        run._context.kernels.__init__(pins=True, refuses=True)
+        run._context.kernels.pin()
+        run._train_step._kernels = run._context.kernels
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        model = run.model(net)
+        run.optimizer(torch.optim.LBFGS(net.parameters()) if closure else torch.optim.SGD(net.parameters(), 0.1))
+        batches = run.loader((torch.ones(8, 2),), global_batch=4, micro_batch=2)
+        for _ in run.epochs(1):
+            for (x,) in run.train(batches):
+                if closure:
+                    run.step(lambda y, _: Looks.apply(y).sum(), x, x)
+                else:
+                    run.step(Looks.apply(model(x)).sum())
+    return set(found), flags()[:2]
+
+
+def test_every_backward_pass_is_strict():
+    assert trained("none", closure=False) == ({False}, (False, False))
+    assert trained("none", closure=True) == ({False}, (False, False))
+    assert on_world(2, [(trained, s, False) for s in ("ddp", "fsdp")]) == [[({False}, (False, False))] * 2] * 2
+
+
+def compared(names):
+    with lockstep.Run() as run:
+        try:
+            compare_devices(run._context.group, names[run.rank])
+        except MismatchError as error:
+            return str(error)
+        return ""
+
+
+def test_ranks_on_unequal_devices_are_refused():
+    assert device_of_bits(torch.device("cpu")) == ""
+    assert on_world(2, [(compared, ["H100", "H100"])])[0] == ["", ""]
+    for said in on_world(2, [(compared, ["H100", "A100"])])[0]:
+        assert said.startswith("rank 0 computes on H100, rank 1 on A100: kernels give other bits there")
+
+
+def test_a_look_for_gpus_starts_no_cuda_and_an_open_device_is_seen(tmp_path, monkeypatch):
+    assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    assert not uses_cuda()
+    device = tmp_path / "nvidia-uvm"
+    device.touch()
+    monkeypatch.setattr(sys.modules[uses_cuda.__module__], "_CUDA_DEVICE", str(device))
+    with device.open():
+        assert uses_cuda()
+    assert not uses_cuda()
