@@ -177,7 +177,7 @@ def launches_of_step(hidden, micro_batches, **settings):
 
     x = torch.ones(8 * 5, 4)
     counts = []
-    with Run(on_nan="ignore", **settings) as run:
+    with Run(on_nan="ignore", replay=False, **settings) as run:
         net = run.model(model())
         optimizer = run.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
         loader = run.loader(x, global_batch=8, micro_batch=8 // micro_batches, shuffle=False)
