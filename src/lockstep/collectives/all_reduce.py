@@ -13,7 +13,6 @@ import torch.distributed as dist
 from lockstep.collectives.all_to_all import all_to_all
 from lockstep.collectives.group import Group
 from lockstep.collectives.reduction_plan import ReductionPlan, ReductionPlans, Runs
-from lockstep.collectives.reduction_tree import fold
 from lockstep.collectives.shared_memory import SharedMemoryAllReduce
 from lockstep.collectives.wait_clock import wait_clock
 
@@ -173,7 +172,8 @@ class NcclAllReduce(AllReduce):
     def __init__(self, group: Group, runs: Runs) -> None:
         self._plans = ReductionPlans(group.rank, group.size, runs)
         self._device, self._process_group = group.device, group.process_group
-        self._stream = torch.cuda.Stream(device=group.device)
+        # Before what computes: its few blocks are soon done, and the next rank waits for them.
+        self._stream = torch.cuda.Stream(device=group.device, priority=-1)
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
         """Queue the exchange, the additions and the gathering on the stream."""
@@ -257,8 +257,10 @@ def _fold(plan: ReductionPlan, received: torch.Tensor) -> torch.Tensor:
     """This rank's chunk of the sum, in the memory of ``received``."""
     if not received.numel():
         return received
-    pieces = plan.from_left_to_right(received.view(len(plan.all_nodes), -1).unbind())
-    return fold(plan.micro_batches, plan.all_nodes, pieces, lambda left, right: left.add_(right))
+    pieces = received.view(len(plan.all_nodes), -1).unbind()
+    for left, right in plan.additions:
+        torch._foreach_add_([pieces[i] for i in left], [pieces[i] for i in right])
+    return pieces[plan.received_places[0]]
 
 
 def _gather(plan: ReductionPlan, chunk: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup | None) -> None:

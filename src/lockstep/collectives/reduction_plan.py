@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
-from lockstep.collectives.reduction_tree import Node, nodes_of
+from lockstep.collectives.reduction_tree import Node, nodes_of, parent_of
 
 T = TypeVar("T")
 
@@ -35,6 +35,10 @@ class ReductionPlan:
         places = {node: place for place, node in enumerate(self.all_nodes)}
         #: where each rank's nodes stand among all
         self.places: Final = [[places[node] for node in nodes] for nodes in self.nodes_by_rank]
+        #: where each of `all_nodes` stands in what is received, rank after rank
+        self.received_places: Final = self.from_left_to_right(range(len(self.all_nodes)))
+        #: level after level, what is added to what of it: the places of all left ones, and those of their right ones
+        self.additions: Final = _levels(micro_batches, dict(zip(self.all_nodes, self.received_places, strict=True)))
         # Two ranks with one node each are the two children of the root: addition commutes, so any all-reduce is exact.
         self.all_reduces: Final = size == 2 and all(len(nodes) == 1 for nodes in self.nodes_by_rank)
 
@@ -76,6 +80,26 @@ def turns_of(micro_batches: int, runs: Sequence[range], turns: int) -> list[list
         [[(run[turn - b], run[turn - b] + 1)] if turn >= b else [] for run, b in zip(runs, begin, strict=True)]
         for turn in range(turns)
     ]
+
+
+def _levels(micro_batches: int, places: dict[Node, int]) -> list[tuple[list[int], list[int]]]:
+    """Which of the sums at ``places`` are added at once, until the leftmost one holds the sum at the root."""
+    levels: list[tuple[list[int], list[int]]] = []
+    while len(places) > 1:
+        pairs: dict[Node, list[Node]] = {}
+        for node in sorted(places):
+            if (above := parent_of(micro_batches, node)) is not None:
+                pairs.setdefault(above, []).append(node)
+        lefts: list[int] = []
+        rights: list[int] = []
+        for above, children in pairs.items():
+            if len(children) == 2:
+                left, right = (places.pop(child) for child in children)
+                lefts.append(left)
+                rights.append(right)
+                places[above] = left
+        levels.append((lefts, rights))
+    return levels
 
 
 class ReductionPlans:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -244,6 +246,10 @@ def pinned(data: Data) -> Data:
         return data if data.is_cuda else data.pin_memory()
     if isinstance(data, dict):
         return {name: pinned(part) for name, part in data.items()}
+    if isinstance(data, UserDict):  # such as a tokenizer's
+        held = copy.copy(data)
+        held.data = {name: pinned(part) for name, part in data.items()}
+        return held
     if isinstance(data, list | tuple):
         return getattr(type(data), "_make", type(data))([pinned(part) for part in data])
     return data.pin_memory() if callable(getattr(data, "pin_memory", None)) else data

@@ -1,7 +1,7 @@
 """Losses and gradients that are not finite: reported at once, and by default the end of the run.
 
 On a CPU a loss is checked before its backward pass, and a step's gradient before the update, so the parameters are
-still good. The CPU does not wait for a GPU: it asks for flags, which are read one step later, or before a save.
+still good. The CPU does not wait for a GPU: it asks for values, which are read one step later, or before a save.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import nn
 
 from lockstep.collectives import Group
 from lockstep.errors import NonFiniteError
-from lockstep.strategies import has_gradient
+from lockstep.run.pinned_copy import PinnedCopy
+from lockstep.strategies import as_real, has_gradient
 
 OnNan = Literal["stop", "warn", "ignore"]
-_Asked = tuple[torch.Tensor, list[tuple[str, str]], torch.cuda.Event]  # flags on their way, with what each means
+_Asked = tuple[PinnedCopy, list[tuple[int, str, str]]]  # values on their way, how many each text is of
 _LEAST_SCALE = 1.0  # of fp16's losses: sixteen skipped steps below the first one
 
 _OF_NOTHING: Final = "give the sum, for a mean over nothing is none: run.step(loss_sum, count=n, loss_is='sum')"
@@ -33,17 +34,24 @@ class NonFiniteChecks:
         rank: this one.
         warn: says a line for this rank, and sees to it that checkpoints from before it are kept.
         last_good: gives the step of the checkpoint that was committed last.
+        read_later: gives what reads the values of a GPU later.
     """
 
     def __init__(
-        self, on_nan: OnNan, rank: int, warn: Callable[[str], None], last_good: Callable[[], int | None]
+        self,
+        on_nan: OnNan,
+        rank: int,
+        warn: Callable[[str], None],
+        last_good: Callable[[], int | None],
+        read_later: Callable[[torch.Tensor], PinnedCopy] = PinnedCopy,
     ) -> None:
         self._on_nan: Final = on_nan
         self._rank: Final = rank
         self._warn: Final = warn
         self._last_good: Final = last_good
+        self._read_later: Final = read_later
         self._said: set[str] = set()
-        self._flags: list[tuple[torch.Tensor, str, str]] = []  # of this step, on the GPU: what is not finite
+        self._values: list[tuple[torch.Tensor, str, str]] = []  # of this step, on the GPU: what is to be finite
         self._asked: _Asked | None = None  # of the step before
 
     def loss(self, loss: torch.Tensor, step: int, index: int, of: int, items: int | torch.Tensor) -> None:
@@ -65,7 +73,8 @@ class NonFiniteChecks:
         if loss.is_cpu:
             self._found("loss", f"the loss is {value:g} {where}")
         else:
-            self._flags.append((~loss.detach().isfinite(), "loss", f"the loss is not finite {where}"))
+            value_then = as_real(loss.detach()).reshape(-1).clone()
+            self._values.append((value_then, "loss", f"the loss is not finite {where}"))
 
     def gradients(self, parameters: Sequence[nn.Parameter], name_of: Callable[[nn.Parameter], str], step: int) -> None:
         """The gradient of the step after ``step`` steps is summed; this rank's part of it.
@@ -78,14 +87,13 @@ class NonFiniteChecks:
         # The sum of numbers one of which is not finite is not finite, and takes one pass over them. Where the sum is
         # too large for its type, the numbers themselves are asked.
         held = [values for p in parameters if (values := has_gradient(p)) is not None]
-        sums = [v.sum(dtype=torch.float32) if v.dtype is torch.float16 else v.sum() for v in held]
-        if not sums or (sums[0].is_cpu and cmath.isfinite(sum([each.item() for each in sums]))):
-            return
         where = f"at step {step + 1}, summed over all ranks, on rank {self._rank}"
-        if not sums[0].is_cpu:
-            device = sums[0].device  # a model may lie on several
-            total = torch.stack([each.abs().float().to(device) for each in sums]).sum()
-            self._flags.append((~total.isfinite(), "gradient", f"the gradient is not finite {where}"))
+        if held and not held[0].is_cpu:
+            for largest in _largest(held):
+                self._values.append((largest, "gradient", f"the gradient is not finite {where}"))
+            return
+        sums = [v.sum(dtype=torch.float32) if v.dtype is torch.float16 else v.sum() for v in held]
+        if cmath.isfinite(sum([each.item() for each in sums])):
             return
         odd = [name_of(p) for p in parameters if (v := has_gradient(p)) is not None and not v.isfinite().all()]
         if odd:
@@ -106,19 +114,19 @@ class NonFiniteChecks:
             )
 
     def step_ended(self) -> None:
-        """Read the flags of the step before, and ask the GPU for those of this one.
+        """Read the values of the step before, and ask the GPU for those of this one.
 
         Raises:
             NonFiniteError: if something was not finite and the run is to stop.
         """
         asked, self._asked = self._asked, None
-        if self._flags:
+        if self._values:
             self._ask()
         if asked is not None:
-            self._read_flags(asked)
+            self._read(asked)
 
     def settle(self) -> None:
-        """Read all flags of the steps so far; waits for the GPU. Before they are saved.
+        """Read all values of the steps so far; waits for the GPU. Before they are saved.
 
         Raises:
             NonFiniteError: if something was not finite and the run is to stop.
@@ -127,19 +135,17 @@ class NonFiniteChecks:
         self.step_ended()
 
     def _ask(self) -> None:
-        device = self._flags[0][0].device
-        flags = torch.stack([flag.to(device) for flag, _, _ in self._flags])
-        event = torch.cuda.Event()
-        on_cpu = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True).copy_(flags, non_blocking=True)
-        event.record()
-        self._asked = on_cpu, [(kind, text) for _, kind, text in self._flags], event
-        self._flags = []
+        device = self._values[0][0].device  # a model may lie on several
+        values = torch.cat([each.to(device) for each, _, _ in self._values])
+        self._asked = self._read_later(values), [(len(each), kind, text) for each, kind, text in self._values]
+        self._values = []
 
-    def _read_flags(self, asked: _Asked) -> None:
-        flags, meanings, event = asked
-        event.synchronize()
-        for flag, (kind, text) in zip(flags.tolist(), meanings, strict=True):
-            if flag:
+    def _read(self, asked: _Asked) -> None:
+        copy, meanings = asked
+        values, first = copy.read(), 0
+        for number, kind, text in meanings:
+            own, first = values[first : first + number], first + number
+            if not all(map(math.isfinite, own)):
                 self._found(kind, text)
 
     def _found(self, kind: str, text: str) -> None:
@@ -154,6 +160,15 @@ class NonFiniteChecks:
             f"{text}; {saved}. Look at the data and the learning rate, or continue anyway with "
             "Run(on_nan='warn') or 'ignore'"
         )
+
+
+def _largest(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The greatest absolute value of each, which is not finite where one of its elements is not; in few launches."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for each in gradients:
+        if each.numel():
+            alike.setdefault((each.device, each.dtype), []).append(as_real(each))
+    return [torch.stack(torch._foreach_norm(some, math.inf)) for some in alike.values()]
 
 
 class NonFiniteWarnings:

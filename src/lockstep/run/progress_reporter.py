@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from lockstep.launch_contract import STATUS
 from lockstep.memory_use import MemoryUse, host_memory
 from lockstep.progress import Progress
 from lockstep.report import SilentView, State, Status, StatusFile, Throughput, choose_view
 from lockstep.run.metrics import Number
+from lockstep.run.pinned_copy import PinnedCopy
 from lockstep.run.stop_requests import JobDeadline
 from lockstep.world import World
 
@@ -61,15 +64,17 @@ class ProgressReporter:
         memory: Callable[[], MemoryUse] = host_memory,
         now: Callable[[], float] = time.monotonic,
         *,
+        read_later: Callable[[torch.Tensor], PinnedCopy] = PinnedCopy,
         is_trial: bool = False,
     ) -> None:
         self._world: Final = world
         self._end: Final = end
         self._memory: Final = memory
         self._now: Final = now
+        self._read_later: Final = read_later
         self._pace: Final = Throughput(now=now)
         self._next_at = now()
-        self._loss: Number | None = None
+        self._loss: PinnedCopy | None = None
         self._status: Status | None = None
         path = env.get(STATUS)
         self._file = StatusFile(Path(path)) if world.leads and path else None
@@ -107,9 +112,14 @@ class ProgressReporter:
         if not self._world.leads:
             return
         self._next_at = self._now() + _SHOW_EVERY_S
-        # While a GPU computes, the loss of the time before: by now it is there, so reading it waits for nothing.
-        waits = not isinstance(loss, float | None) and state not in _ENDS
-        value, self._loss = (self._loss if waits else loss), loss
+        if isinstance(loss, torch.Tensor) and not loss.is_cpu:
+            copied, before = self._read_later(loss.detach().reshape(1)), self._loss
+            self._loss = copied
+            # The loss of the time before: its copy is there by now, so reading it waits for nothing.
+            shown = copied if state in _ENDS else before
+            value = None if shown is None else shown.read()[0]
+        else:
+            value = None if loss is None else float(loss)
         left = length.samples_left(progress)
         self._status = Status(
             step=progress.step,
@@ -117,7 +127,7 @@ class ProgressReporter:
             epoch=progress.epoch,
             epochs=length.epochs,
             samples_per_s=self._pace.samples_per_s,
-            loss=None if value is None else float(value),
+            loss=value,
             eta_s=None if left is None else self._pace.eta_s(left),
             last_saved_step=saved_step(),
             world_size=self._world.size,

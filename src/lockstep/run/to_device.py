@@ -6,7 +6,10 @@ computation             | batch 1           | batch 2           |
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -48,12 +51,18 @@ class _Copied(NamedTuple):
     done: torch.cuda.Event | None  # when they have arrived
 
 
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all passes: torch's streams come from a pool, so later ones would be shared with the exchange."""
+    return torch.cuda.Stream(device)
+
+
 class PrefetchStream:
     """Copies to a GPU, beside what it computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _copy_stream(device)
 
     def begin(self, batch: MicroBatch) -> _Copied:
         """A copy of ``batch`` that is on its way.
@@ -88,7 +97,11 @@ def to_device(data: Data, device: torch.device) -> Data:
         return data
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=True)
-    if hasattr(data, "to"):  # also mappings that are more than a dict, such as a tokenizer's
+    if isinstance(data, UserDict):  # such as a tokenizer's, whose own `to` would wait for each copy
+        moved = copy.copy(data)
+        moved.data = {key: to_device(value, device) for key, value in data.items()}
+        return moved
+    if hasattr(data, "to"):
         return data.to(device)
     if isinstance(data, Mapping):
         return {key: to_device(value, device) for key, value in data.items()}

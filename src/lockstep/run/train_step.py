@@ -50,6 +50,8 @@ from lockstep.strategies import (
 )
 
 _AS_USUAL: Final = nullcontext()
+#: Shares that are kept as tensors: that of full micro-batches, and a few for the ends of epochs.
+_WEIGHTS: Final = 16
 
 Items = int | torch.Tensor
 Count = Items | None
@@ -368,13 +370,16 @@ class TrainStep:
 
     def _weight(self, share: float | torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         """What the backward pass of ``loss`` begins with: cheaper than one more multiplication on the way."""
-        if isinstance(share, torch.Tensor):
+        if isinstance(share, torch.Tensor) and not share.is_cpu:
             return share.to(loss)
-        key = (share, loss.dtype, loss.device)
-        if key not in self._weights:
-            # Shares repeat: one for full micro-batches, and a few for the ends of epochs.
-            self._weights[key] = loss.new_tensor(share)
-        return self._weights[key]
+        key = (float(share), loss.dtype, loss.device)
+        weight = self._weights.get(key)
+        if weight is None:
+            # By a kernel of the device: a copy of the number would wait for what is queued there.
+            weight = torch.full((), key[0], dtype=loss.dtype, device=loss.device)
+            if len(self._weights) < _WEIGHTS:  # counts may vary without end
+                self._weights[key] = weight
+        return weight
 
     def _in_loop(self, what: str) -> CurrentMicroBatch:
         if self.current is None:

@@ -43,6 +43,7 @@ from lockstep.strategies.divided_update import UpdateShare, update_share
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
     ParameterSet,
+    as_real,
     describe_loss,
     has_gradient,
     is_loss,
@@ -71,6 +72,7 @@ __all__ = [
     "StrategyContext",
     "TensorPlan",
     "UpdateShare",
+    "as_real",
     "before_optimizer_step",
     "before_update",
     "begin_micro_batch",

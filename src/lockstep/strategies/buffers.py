@@ -173,7 +173,7 @@ class Buffers:
     def _begin(self) -> None:
         self._base = [b.detach().clone() for b in self._buffers]
         self._versions = [b._version for b in self._buffers]
-        self._has_nonfinite_base = not all(bool(b.isfinite().all()) for b in self._base if _has_mean(b))
+        self._has_nonfinite_base = not _all_finite([b for b in self._base if _has_mean(b)])
         self._fold = self._counts = None
 
     def _restore_registered(self) -> None:
@@ -276,13 +276,20 @@ class Buffers:
         if not self._moving:
             return
         with torch.no_grad():
-            torch._foreach_copy_([self._buffers[i] for i in self._moving], [self._base[i] for i in self._moving])
+            _copy([self._buffers[i] for i in self._moving], [self._base[i] for i in self._moving])
         for i in self._moving:
             self._versions[i] = self._buffers[i]._version
 
     def _accumulate(self, position: MicroBatchPosition) -> None:
         real = [i for i in self._moving if _has_mean(self._buffers[i])]
         whole = [i for i in self._moving if not _has_mean(self._buffers[i])]
+        if position.of == 1 and self._group.size == 1 and not position.is_padding:
+            # What this micro-batch has left is what the step leaves.
+            _copy([self._base[i] for i in self._moving], [self._buffers[i] for i in self._moving])
+            if self._has_nonfinite_base:
+                self._has_nonfinite_base = not _all_finite([self._base[i] for i in real])
+            self._fold = self._counts = None
+            return
         if whole and self._counts is None:
             self._counts = _Counts(self._group)
         if not position.is_padding:
@@ -292,7 +299,7 @@ class Buffers:
             moves = here if position.of == 1 else self._changes(here, [self._base[i] for i in real])
             self._fold.push((position.index, position.index + 1), self._flatten(moves))
             if self._counts is not None:
-                self._counts.add(torch.cat([_move(self._buffers[i], self._base[i]) for i in whole]))
+                self._counts.add(_moves([self._buffers[i] for i in whole], [self._base[i] for i in whole]))
         if position.last:
             if self._moving:
                 self._move_base(real, whole, position.of)
@@ -312,9 +319,9 @@ class Buffers:
         sums = self._fold.sums if self._fold is not None else []
         bases = [self._base[i] for i in real]
         like = self._flatten(bases)
-        if self._counts is not None:
+        if self._counts is not None and self._group.size > 1:
             # Behind the moves of one of this rank's nodes: what it has counted, in a row of its own.
-            row = self._counts.row(sum(self._buffers[i].numel() for i in whole)).to(like)
+            row = self._counts.row(sum(self._buffers[i].numel() for i in whole), like)
             rows = [row, *(torch.zeros_like(row) for _ in sums[1:])]
             sums = [torch.cat([moves, counts]) for moves, counts in zip(sums, rows, strict=False)]
             like = torch.cat([like, row])
@@ -328,31 +335,35 @@ class Buffers:
             self._add_counts(whole, *self._counts.agreed(out[rest:]))
 
     def _add_mean(self, bases: list[torch.Tensor], sums: torch.Tensor, of: int) -> None:
-        if of == 1:
-            torch._foreach_zero_(bases)
-        elif self._has_nonfinite_base:
+        if self._has_nonfinite_base:
             for base in bases:
                 base.masked_fill_(~base.isfinite(), 0)
         reals = [as_real(b) for b in bases]
         sizes = [b.numel() for b in reals]
         pieces = sums[: sum(sizes)].div_(of).split(sizes)
-        torch._foreach_add_(reals, [p.view_as(b).to(b.device) for p, b in zip(pieces, reals, strict=True)])
+        means = [p.view_as(b).to(b.device) for p, b in zip(pieces, reals, strict=True)]
+        if of == 1:
+            _copy(reals, means)
+        else:
+            torch._foreach_add_(reals, means)
         if self._has_nonfinite_base:
-            self._has_nonfinite_base = not all(bool(b.isfinite().all()) for b in bases)
+            self._has_nonfinite_base = not _all_finite(bases)
 
     def _add_counts(self, places: Sequence[int], low: torch.Tensor, high: torch.Tensor) -> None:
         sizes = [self._buffers[i].numel() for i in places]
-        for i, *flats in zip(places, low.split(sizes), high.split(sizes), strict=True):
-            base = self._base[i]
-            least, most = (flat.view(base.shape).to(base.device) for flat in flats)
-            if i not in self._norms and (self._by_value or base.device.type == "cpu") and bool((least != most).any()):
+        lows, highs = low.split(sizes), high.split(sizes)
+        for i, least, most in zip(places, lows, highs, strict=True):
+            on_cpu = self._base[i].device.type == "cpu"
+            if i not in self._norms and (self._by_value or on_cpu) and bool((least != most).any()):
                 raise UsageError(
                     f"{self._named([i])} holds integers that depend on the data: the micro-batches of one step changed "
                     f"it by {least.min()} to {most.max()}, and after a step all ranks need one value. Count with "
                     "run.measure(...), in floating point (then it becomes the mean), or by the same amount in each "
                     "forward pass; compute what follows from other buffers, such as a zero point, in forward() again"
                 )
-            base.copy_(base.long() + most)
+        bases = [self._base[i] for i in places]
+        moves = [most.view(base.shape).to(base.device) for base, most in zip(bases, highs, strict=True)]
+        _copy(bases, list(torch._foreach_add([base.long() for base in bases], moves)))
 
     def _named(self, places: Sequence[int] | set[int]) -> str:
         names = [f"{name} of {type(owner).__name__}" for owner, name in (self._owners[i] for i in sorted(places))]
@@ -387,7 +398,7 @@ class _Counts:
 
     def widen(self, known: Sequence[int], here: Sequence[int], like: Sequence[torch.Tensor]) -> None:
         """There are moves of ``here``, like those, and not only of ``known``; until now the others did not move."""
-        stayed = {i: _move(one, one) for i, one in zip(here, like, strict=True)}
+        stayed = {i: _moves([one], [one]) for i, one in zip(here, like, strict=True)}
         sizes = [stayed[i].numel() for i in known]
 
         def widened(flat: torch.Tensor | None) -> torch.Tensor:
@@ -396,11 +407,10 @@ class _Counts:
 
         self.low, self.high = widened(self.low), widened(self.high)
 
-    def row(self, numbers: int) -> torch.Tensor:
-        """This rank's row for ``numbers`` integers, and zeros for the other ranks' rows; one-dimensional."""
-        row = torch.zeros(self._size, 1 + 3 * 2 * numbers)
+    def row(self, numbers: int, like: torch.Tensor) -> torch.Tensor:
+        """This rank's row for ``numbers`` integers, and zeros for the other ranks' rows; as ``like`` is."""
+        row = like.new_zeros(self._size, 1 + 3 * 2 * numbers)
         if self.low is not None and self.high is not None:
-            row = row.to(self.low.device)
             ends = torch.cat([self.low, self.high])
             parts = (ends & _PART, ends >> _BITS & _PART, ends >> 2 * _BITS)
             row[self._rank] = torch.cat([ends.new_ones(1), *parts])
@@ -408,6 +418,10 @@ class _Counts:
 
     def agreed(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the greatest of each over all ranks, from the sum of their rows."""
+        if self._size == 1:
+            assert self.low is not None
+            assert self.high is not None
+            return self.low, self.high
         table = rows.view(self._size, -1)
         present = table[:, :1] > 0
         low, middle, high = table[:, 1:].long().view(self._size, 3, -1).unbind(1)
@@ -428,8 +442,28 @@ def _has_mean(buffer: torch.Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
 
 
-def _move(buffer: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    return (buffer.long() - base.long()).reshape(-1)
+def _moves(buffers: Sequence[torch.Tensor], bases: Sequence[torch.Tensor]) -> torch.Tensor:
+    """How far whole numbers have moved, in one dimension."""
+    moves = torch._foreach_sub([b.long() for b in buffers], [b.long() for b in bases])
+    return torch.cat([move.reshape(-1) for move in moves])
+
+
+def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Each of ``values`` into its counterpart; those of one type at once, for torch copies mixed ones one by one."""
+    alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for to, value in zip(into, values, strict=True):
+        for some, one in zip(alike.setdefault((to.dtype, value.dtype), ([], [])), (to, value), strict=True):
+            some.append(one)
+    for some, others in alike.values():
+        torch._foreach_copy_(some, others)
+
+
+def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all their values are; waits for a GPU, once."""
+    if not tensors:
+        return True
+    found = [t.isfinite().all() for t in tensors]
+    return bool(torch.stack([f.to(found[0].device) for f in found]).all())
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

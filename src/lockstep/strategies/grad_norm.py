@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 
+_AT_ONCE: Final = 1 << 25  #: elements of gradients that are copied into one table: 128 MiB in fp32
 _BY_ONE_THREAD: Final = 1 << 15  #: elements up to which torch adds by one thread, however many there are
 
 
@@ -36,6 +37,38 @@ def squared_row_norms(gradient: torch.Tensor) -> torch.Tensor:
     rows = gradient.reshape(*shape[:1] or (1,), math.prod(gradient.shape[1 if shape else 0 :]))
     squares = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     return _halved(squares.square_())
+
+
+def squared_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The `squared_row_norms` of each; on a GPU those with rows of one width at once, since launches cost the host."""
+    found: list[torch.Tensor] = [torch.empty(0)] * len(gradients)
+    together: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        if gradient.is_cpu or gradient.is_sparse or gradient.is_complex() or not gradient.numel():
+            found[place] = squared_row_norms(gradient)
+        else:
+            width = math.prod(gradient.shape[1:])
+            together.setdefault((gradient.device, gradient.dtype, width), []).append(place)
+    for (*_, width), places in together.items():
+        tables = [gradients[place].detach().reshape(-1, width) for place in places]
+        for some in _batches(range(len(places)), [table.numel() for table in tables]):
+            squares = squared_row_norms(torch.cat([tables[i] for i in some]))
+            for i, rows in zip(some, squares.split([len(tables[i]) for i in some]), strict=True):
+                found[places[i]] = rows
+    return found
+
+
+def _batches(items: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """``items`` in order, in lists of at most `_AT_ONCE` elements, or of one item."""
+    batches: list[list[int]] = []
+    room = 0
+    for item, size in zip(items, sizes, strict=True):
+        if not batches or size > room:
+            batches.append([])
+            room = _AT_ONCE
+        batches[-1].append(item)
+        room -= size
+    return batches
 
 
 def norm_of_rows(rows: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

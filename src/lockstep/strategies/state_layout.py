@@ -18,7 +18,7 @@ from torch import nn
 
 from lockstep.collectives import Group, StoredTensor, TensorShard, as_absent_shards, as_owned_shards, in_memory
 from lockstep.errors import UsageError
-from lockstep.strategies.grad_norm import norm_of_rows, squared_row_norms
+from lockstep.strategies.grad_norm import norm_of_rows, squared_norms, squared_row_norms
 from lockstep.strategies.gradient_accumulation import parameters_of
 from lockstep.strategies.protocol import StateDict, StateLayout
 from lockstep.strategies.row_shard import RowShard
@@ -30,7 +30,7 @@ class ReplicatedLayout(StateLayout):
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """The 2-norm of the gradients, all of which this rank holds."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        return norm_of_rows([squared_row_norms(g) for g in gradients], parameters[0].device)
+        return norm_of_rows(squared_norms(gradients), parameters[0].device)
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
         """``found`` itself: it is the same on all ranks."""

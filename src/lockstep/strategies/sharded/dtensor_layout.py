@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from lockstep.collectives import Group, ShardGroups, StoredTensor, TensorShard, local_part
-from lockstep.strategies.grad_norm import norm_of_rows, squared_row_norms
+from lockstep.strategies.grad_norm import norm_of_rows, squared_norms
 from lockstep.strategies.protocol import StateDict, StateLayout
 from lockstep.strategies.state_layout import load_states
 
@@ -38,7 +38,8 @@ class DTensorLayout(StateLayout):
         """The 2-norm of all gradients, from the squares of every rank's rows. Collective."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         divided = iter(self._row_squares_of([g for g in gradients if isinstance(g, DTensor)]))
-        squares = [next(divided) if isinstance(g, DTensor) else squared_row_norms(g) for g in gradients]
+        whole = iter(squared_norms([g for g in gradients if not isinstance(g, DTensor)]))
+        squares = [next(divided if isinstance(g, DTensor) else whole) for g in gradients]
         return norm_of_rows(squares, parameters[0].device if not gradients else local_part(gradients[0]).device)
 
     def _row_squares_of(self, gradients: Sequence[DTensor]) -> list[torch.Tensor]:
@@ -48,7 +49,7 @@ class DTensorLayout(StateLayout):
         ranks = self._shard_groups.within.size
         rows = [len(g) for g in gradients]
         most = [-(-r // ranks) for r in rows]  # rows of a tensor on one rank
-        own = [_row_squares(local_part(g)) for g in gradients]
+        own = squared_norms([local_part(g) for g in gradients])
         widest_type = max((m.dtype for m in own), key=lambda dtype: dtype.itemsize)
         padded = [nn.functional.pad(m.to(widest_type), (0, high - len(m))) for m, high in zip(own, most, strict=True)]
         table = self._shard_groups.gather(torch.cat(padded)).view(ranks, -1)
@@ -130,9 +131,3 @@ def _beside(value: Any, like: Any) -> Any:
     if not (isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.dim()):
         return value
     return DTensor.from_local(value.to(like.device), like.device_mesh, _WHOLE, run_check=False)
-
-
-def _row_squares(rows: torch.Tensor) -> torch.Tensor:
-    if rows.numel():
-        return squared_row_norms(rows)
-    return rows.new_zeros(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))

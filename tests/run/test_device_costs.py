@@ -1,0 +1,209 @@
+"""What a step costs beside the model: kernels of the device and waits of the host, counted without a GPU.
+
+With P parameters and L BatchNorms, what is launched depends on neither, but for one kernel more for each 64 tensors of
+a list (`Costs`); and nothing of it waits.
+"""
+
+import math
+from collections import UserDict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from device_costs import DEVICE, Costs
+from lockstep.batch import BatchPlan, MicroBatchPosition
+from lockstep.collectives.all_reduce import _fold, open_all_reduce
+from lockstep.collectives.reduction_plan import ReductionPlan
+from lockstep.errors import NonFiniteError
+from lockstep.run import Run
+from lockstep.run.nonfinite import NonFiniteChecks
+from lockstep.run.to_device import to_device
+from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.state_layout import ReplicatedLayout
+
+MANY = 200
+
+
+def lists(tensors):
+    """Launches of one operation on so many small tensors."""
+    return math.ceil(tensors / 64)
+
+
+def with_gradients(number, device=DEVICE):
+    parameters = [nn.Parameter(torch.ones(4, 3, device=device)) for _ in range(number)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return parameters
+
+
+def test_gradients_are_asked_for_at_once():
+    parameters = with_gradients(MANY)
+    checks = NonFiniteChecks("stop", 0, print, lambda: None, read_later=lambda values: values)
+    loss = torch.ones((), device=DEVICE)
+    with Costs() as costs:
+        checks.loss(loss, 0, 0, 1, 4)
+        checks.gradients(parameters, str, 0)
+        checks.step_ended()
+    # The loss is copied, for the script may write into it; the norms, twice a list; stack; all values in one tensor.
+    assert costs.launches == 1 + 2 * lists(MANY) + math.ceil(MANY / 128) + 1
+    assert costs.waits == 0
+
+
+class Arrived:
+    """What was asked for, read from the CPU."""
+
+    def __init__(self, values):
+        self.read = [math.nan, *[1.0] * (len(values) - 1)].copy if len(values) > 1 else [1.0].copy
+
+
+def test_the_values_that_are_read_are_those_of_the_text_that_is_said():
+    said = []
+    checks = NonFiniteChecks("warn", 0, said.append, lambda: None, read_later=Arrived)
+    for step in range(2):
+        checks.gradients(with_gradients(3), str, step)
+        checks.loss(torch.ones((), device=DEVICE), step, 0, 1, 4)
+        checks.step_ended()
+    assert len(said) == 1
+    assert "the gradient is not finite at step 1" in said[0]
+    checks = NonFiniteChecks("stop", 0, print, lambda: None, read_later=Arrived)
+    checks.loss(torch.ones((), device=DEVICE), 0, 0, 2, 4)
+    checks.loss(torch.ones((), device=DEVICE), 0, 1, 2, 4)
+    with pytest.raises(NonFiniteError, match=r"the loss is not finite at step 1 .* micro-batch 0 of 2"):
+        checks.settle()
+
+
+def launches_of_buffers(layers, micro_batches):
+    with DEVICE:
+        model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(layers)))
+    group = SimpleNamespace(rank=0, size=1, device=DEVICE, gather_objects=lambda own, _: [own])
+    buffers = Buffers(open_all_reduce(group, lambda *_: range(1)), group, DEVICE)
+    with Costs() as begin:
+        buffers.setup_model(model)
+    assert begin.waits == 1
+    for _ in range(2):  # in the first two steps, more is looked at
+        with Costs():
+            buffers.end_micro_batch(MicroBatchPosition(0, 1, last=True))
+    with Costs() as costs:
+        for index in range(micro_batches):
+            buffers.end_micro_batch(MicroBatchPosition(index, micro_batches, last=index == micro_batches - 1))
+    assert costs.waits == 0
+    return costs
+
+
+def test_running_statistics_of_a_step_of_one_micro_batch_are_two_copies():
+    for layers in (10, 53):
+        # Of floating-point and of whole numbers: to the base, and back.
+        assert launches_of_buffers(layers, 1).launches == 2 * (lists(2 * layers) + lists(layers))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_only_micro_batch_of_a_step_leaves_its_buffers_as_they_are(ranks):
+    model = nn.Module()
+    model.register_buffer("mean", torch.tensor([1.0, 2.0]))
+    model.register_buffer("seen", torch.tensor([7, 8], dtype=torch.int32))
+    group = SimpleNamespace(rank=0, size=ranks, device=torch.device("cpu"), gather_objects=lambda own, _: [own])
+    # Where there is another rank, it has no part in this step, and adds nothing.
+    alone = SimpleNamespace(size=1, device=group.device)
+    buffers = Buffers(open_all_reduce(alone, lambda *_: range(1)), group)
+    buffers.setup_model(model)
+    for _ in range(2):
+        left = torch.tensor([-0.0, 1 / 3]) + model.mean * 0
+        model.mean.copy_(left.copysign(torch.tensor([-1.0, 1.0])))
+        model.seen += 2
+        buffers.end_micro_batch(MicroBatchPosition(0, 1, last=True))
+        assert model.mean.view(torch.int32).tolist() == torch.tensor([-0.0, 1 / 3]).view(torch.int32).tolist()
+    assert model.seen.tolist() == [11, 12]
+
+
+def test_running_statistics_of_several_micro_batches_are_moved_at_once():
+    few, many = launches_of_buffers(10, 4), launches_of_buffers(53, 4)
+    assert few.launches <= 45
+    assert many.launches <= 45 + 4 * 3 + 4  # the lists of a hundred
+
+
+def test_the_norm_takes_launches_by_widths_and_not_by_parameters():
+    shapes = [(768, 768), (3072, 768), (768, 3072), (768,), (3072,)]
+    launches = []
+    for layers in (4, 12):
+        parameters = [nn.Parameter(torch.empty(s, device=DEVICE)) for _ in range(layers) for s in shapes]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        with Costs() as costs:
+            ReplicatedLayout().norm(parameters)
+        assert costs.waits == 0
+        launches.append(costs.launches)
+    rows = sum(math.ceil(math.log2(width)) for width in (768, 3072)) + 3 * 3
+    whole = math.ceil(math.log2(12 * (768 + 3072 + 768 + 768 + 3072)))
+    assert launches[1] <= 2 * rows + whole + 10
+    assert launches[1] - launches[0] <= rows + 5  # of larger gradients, one more table of 32 Mi elements
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 5, 8, 13, 64])
+@pytest.mark.parametrize("each", [1, 3])
+def test_sums_of_ranks_are_added_level_by_level(ranks, each):
+    micro_batches = ranks * each - (each > 1)
+    plan = ReductionPlan(0, ranks, BatchPlan(micro_batches, 1, ranks).run, micro_batches)
+    received = torch.empty(len(plan.all_nodes) * plan.chunk(1000), device=DEVICE)
+    with Costs() as costs:
+        _fold(plan, received)
+    assert costs.launches <= math.ceil(math.log2(micro_batches))
+    assert sum(len(left) for left, _ in plan.additions) == len(plan.all_nodes) - 1
+
+
+def test_a_mapping_of_a_tokenizer_is_copied_without_a_wait():
+    class Encoding(UserDict):
+        def to(self, device):
+            self.data = {name: value.to(device) for name, value in self.data.items()}
+            return self
+
+    batch = Encoding(ids=torch.ones(2, 3), mask=torch.ones(2, 3))
+    batch.encodings = ["kept"]
+    with Costs() as costs:
+        moved = to_device(batch, DEVICE)
+    assert (type(moved), moved.encodings) == (Encoding, ["kept"])
+    assert {value.device for value in moved.values()} == {DEVICE}
+    assert batch["ids"].is_cpu
+    assert (costs.launches, costs.waits) == (2, 0)
+
+
+def launches_of_step(hidden, micro_batches, **settings):
+    """The operations of a step under Lockstep, and of the same loop of torch; their difference."""
+
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), *(nn.Linear(4, 4) for _ in range(hidden)), nn.Linear(4, 1))
+
+    x = torch.ones(8 * 5, 4)
+    counts = []
+    with Run(on_nan="ignore", replay=False, **settings) as run:
+        net = run.model(model())
+        optimizer = run.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+        loader = run.loader(x, global_batch=8, micro_batch=8 // micro_batches, shuffle=False)
+        costs = None
+        for batch in run.train(loader):
+            if costs is None:
+                costs = Costs()
+                costs.__enter__()
+            if run.step(net(batch).square().mean()):
+                costs.__exit__(None, None, None)
+                counts.append(costs)
+                costs = None
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Costs() as plain:
+        for part in x[:8].chunk(micro_batches):
+            (net(part).square().mean() / micro_batches).backward()
+        if "clip_norm" in settings:
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return counts[-2].launches - plain.launches
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_whole_step_takes_no_more_operations_than_the_plain_loop(monkeypatch, micro_batches):
+    monkeypatch.setenv("TERM", "dumb")
+    for hidden in (3, 13):
+        assert launches_of_step(hidden, micro_batches, strategy="none") <= 0
