@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lockstep.batch import BatchPlan
 from lockstep.collectives import open_all_reduce, open_group, single_rank_group
@@ -23,6 +24,12 @@ def said(call, *args):
     return str(caught.value)
 
 
+def sum_where_tensors_are_made_elsewhere(group):
+    """In a script that has its tensors made on a GPU, for which "meta" stands."""
+    with torch.device("meta"):
+        return group.sum_int(1, "ones")
+
+
 def agree():
     group = meet()
     rank = group.rank
@@ -30,6 +37,7 @@ def agree():
         "gathered": group.gather_objects({"rank": rank}, "ranks"),
         "broadcast": group.broadcast_object(f"from {rank}", "a word"),
         "sum": group.sum_int(10**15 + rank, "numbers"),
+        "sum elsewhere": sum_where_tensors_are_made_elsewhere(group),
         "tensor": group.sum_tensor(torch.tensor([rank, 1.5]), "tensors").tolist(),
         "leads": group.leads,
     }
@@ -48,7 +56,7 @@ def test_ranks_agree_and_are_told_where_they_differ():
     for rank, got in enumerate(run_ranks(agree, 3)):
         assert got["gathered"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert got["broadcast"] == "from 0"
-        assert got["sum"] == 3 * 10**15 + 3
+        assert (got["sum"], got["sum elsewhere"]) == (3 * 10**15 + 3, 3)
         assert got["tensor"] == [3.0, 4.5]
         assert got["leads"] == (rank == 0)
         assert got["differs"].startswith("length differs between ranks: rank 2: 1797; ranks 0, 1: 1796. ")
@@ -188,3 +196,25 @@ def nobody_there():
 
 def test_ranks_that_do_not_meet_are_told_where():
     run_ranks(nobody_there, 1, env={"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+
+
+def without_a_split():
+    """Whether torch's world had a device while a group of some of its ranks was made, and has one afterwards."""
+    group, world, found = meet(), dist.group.WORLD, []
+    made, bound = dist.new_group, torch.device("cuda", 0)
+    dist.new_group = lambda *args, **options: found.append(world.bound_device_id) or made(*args, **options)
+    try:
+        world.bound_device_id = bound
+        if group.rank > 0:  # the others do not come, as a server among workers
+            part = group.subgroup([1, 2])
+            found.append(part.sum_int(1, "members"))
+        found.append(world.bound_device_id == bound)
+    finally:
+        dist.new_group, world.bound_device_id = made, None
+    group.barrier("end")
+    group.close()
+    return found
+
+
+def test_a_group_of_some_ranks_is_made_by_its_members_alone():
+    assert run_ranks(without_a_split, 3) == [[True], [None, None, 2, True], [None, None, 2, True]]

@@ -263,7 +263,11 @@ class _Slot:
 
 def _view(memory: mmap.mmap | memoryview, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     count = math.prod(shape)
-    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
+    flat = (
+        torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+        if count
+        else torch.empty(0, dtype=dtype, device="cpu")
+    )
     return flat.reshape(tuple(shape))
 
 
@@ -349,7 +353,7 @@ def merge_parts(parts: Sequence[Tree]) -> Tree:
 
 def _assembled(shards: Sequence[TensorShard]) -> torch.Tensor:
     shape = shards[0].shape
-    whole = torch.empty(shape, dtype=shards[0].dtype)
+    whole = torch.empty(shape, dtype=shards[0].dtype, device="cpu")
     boxes = {}
     for shard in shards:
         if shard.tensor is not None:

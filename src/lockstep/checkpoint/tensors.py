@@ -80,7 +80,7 @@ def flatten(tree: Tree) -> tuple[Any, tuple[TensorEntry, ...], tuple[torch.Tenso
         if not isinstance(part, TensorShard):
             return None
         found.append(TensorEntry(path, part.dtype, tuple(part.shape), _box_of(part, path), divided=part is value))
-        tensors.append(torch.empty(0, dtype=part.dtype) if part.tensor is None else part.tensor.detach())
+        tensors.append(torch.empty(0, dtype=part.dtype, device="cpu") if part.tensor is None else part.tensor.detach())
         return len(found) - 1
 
     return encode(tree, take), tuple(found), tuple(tensors)
@@ -116,7 +116,7 @@ class CpuStager:
     """
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._length = 0
 
     def copy(self, file: File, tensors: Sequence[torch.Tensor]) -> None:
@@ -127,7 +127,7 @@ class CpuStager:
         sources = [tensors[placed.tensor] for placed in file.tensors]
         cuda = [device for device in {source.device for source in sources} if device.type == "cuda"]
         if self._block.numel() < file.length or (cuda and not self._block.is_pinned()):
-            self._block = torch.empty(file.length, dtype=torch.uint8, pin_memory=bool(cuda))
+            self._block = torch.empty(file.length, dtype=torch.uint8, device="cpu", pin_memory=bool(cuda))
         self._length = file.length
         for placed, source in zip(file.tensors, sources, strict=True):
             place = self._block[placed.offset : placed.offset + placed.length]
@@ -144,7 +144,7 @@ class CpuStager:
         """What was copied is not needed any more, and nobody has `content`; its memory is given back."""
         self._length = 0
         if not self._block.is_pinned():
-            self._block = torch.empty(0, dtype=torch.uint8)
+            self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def stored_tree(checkpoint: CheckpointReader) -> Tree:
@@ -188,7 +188,7 @@ def _stored(record: TensorRecord, checkpoint: CheckpointReader) -> StoredTensor:
         raise DamagedCheckpoint(f"{checkpoint.path}: the manifest contradicts itself about {record.path}")
 
     def read(start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        box = torch.empty(shape, dtype=dtype)
+        box = torch.empty(shape, dtype=dtype, device="cpu")
         if box.numel():
             checkpoint.read(record, Box(start, shape), box.reshape(-1).view(torch.uint8).numpy().data)
         return box

@@ -83,7 +83,7 @@ def _stored(path: Path, offset: int, tensor: FileTensor) -> StoredTensor:
     dtype: torch.dtype = getattr(torch, tensor.dtype)
 
     def read(start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        box = torch.empty(shape, dtype=dtype)
+        box = torch.empty(shape, dtype=dtype, device="cpu")
         if not box.numel():
             return box
         content = box.reshape(-1).view(torch.uint8).numpy().data

@@ -155,7 +155,7 @@ class Group:
         """The sum of every rank's integer, in about 0.3 ms. Collective."""
         if self._control is None:
             return value
-        total = torch.tensor([value])
+        total = torch.tensor([value], device="cpu")
         with translating_peer_errors(what):
             dist.all_reduce(total, group=self._control)
         return int(total)
@@ -284,14 +284,15 @@ class Connections:
         made = self._made.setdefault(key, [])
         self._taken[key] += 1
         if len(made) < self._taken[key]:
-            made.append(
-                dist.new_group(
-                    list(members),
-                    timeout=timedelta(seconds=timeout_s),
-                    backend=backend,
-                    use_local_synchronization=True,
+            with _unbound():
+                made.append(
+                    dist.new_group(
+                        list(members),
+                        timeout=timedelta(seconds=timeout_s),
+                        backend=backend,
+                        use_local_synchronization=True,
+                    )
                 )
-            )
         return made[self._taken[key] - 1]
 
     def give_back(self) -> None:
@@ -305,6 +306,25 @@ class Connections:
         if self.world is not None:
             self.world, self.of = None, ()
             destroy_process_groups()
+
+
+@contextlib.contextmanager
+def _unbound() -> Iterator[None]:
+    """A context in which the world's process group has no device of its own.
+
+    From one that has, torch makes a group over NCCL by a split, which all ranks of the world must enter, also those
+    that are no members. Only the members come here.
+    """
+    world = dist.group.WORLD
+    bound = None if world is None else world.bound_device_id
+    if world is None or bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 _kept: list[Connections] = []
@@ -377,12 +397,18 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {world.rank} of {world.size} could not meet the others at {world.address}:{world.port} "
-            f"(as {world.launcher} says): {str(error).splitlines()[0]}"
+            f"(as {world.launcher} says): {_cause(str(error))}"
         ) from error
     group = Group(world, device, store, control, timeout_s, nodes=nodes, over_cpu=over_cpu, connections=kept)
     if kept is not None:
         kept.world, kept.of = group, wanted
     return group
+
+
+def _cause(said: str) -> str:
+    """The first line of an error of torch's, and what NCCL names as the cause, which is its last one."""
+    first, *others = said.strip().splitlines()
+    return f"{first} ({others[-1].strip()})" if others and "NCCL" in said else first
 
 
 def _lead_gloo_to_other_nodes(world: World, store: Store) -> None:

@@ -43,7 +43,7 @@ def gather_on_leader(group: Group, state: Mapping[str, Any]) -> Iterator[tuple[s
 def _assemble(group: Group, name: str, own: TensorShard, everywhere: list[dict[str, Any]]) -> torch.Tensor:
     if own.tensor is not None and tuple(own.tensor.shape) == tuple(own.shape):
         return own.tensor.detach().cpu()
-    whole = torch.empty(own.shape, dtype=own.dtype)
+    whole = torch.empty(own.shape, dtype=own.dtype, device="cpu")
     for rank, boxes in enumerate(everywhere):
         if boxes[name] is None:
             continue
@@ -53,7 +53,7 @@ def _assemble(group: Group, name: str, own: TensorShard, everywhere: list[dict[s
             assert own.tensor is not None
             place.copy_(own.tensor.detach())
         else:
-            box = torch.empty(shape, dtype=own.dtype)
+            box = torch.empty(shape, dtype=own.dtype, device="cpu")
             group.receive(box, rank, f"{name} of the parts of a model")
             place.copy_(box)
     return whole

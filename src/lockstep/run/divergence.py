@@ -103,7 +103,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
             f"parameter that it was made from. {_KEEP_WHOLE}"
         )
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    return torch.tensor(zlib.crc32(flat.numpy().data)) if flat.device.type == "cpu" else weighed(flat)
+    return torch.tensor(zlib.crc32(flat.numpy().data), device="cpu") if flat.device.type == "cpu" else weighed(flat)
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -84,7 +84,7 @@ def _sent_from(group: Group, source: int, tree: StateTree | None) -> StateTree:
     outline = None if flat is None else (flat.encoded, flat.entries, [tuple(t.shape) for t in flat.tensors])
     encoded, entries, shapes = group.gather_objects(outline, "the outline of a state")[source] or (None, (), [])
     tensors = (
-        tuple(torch.empty(shape, dtype=entry.dtype) for entry, shape in zip(entries, shapes, strict=True))
+        tuple(torch.empty(shape, dtype=entry.dtype, device="cpu") for entry, shape in zip(entries, shapes, strict=True))
         if flat is None
         else flat.tensors
     )

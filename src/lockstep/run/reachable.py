@@ -43,6 +43,7 @@ from lockstep.heartbeat import own_lines
 from lockstep.run.divergence import checksum
 
 _MOST_ITEMS: Final = 500  # of one list or dict
+_VISITS: Final = 5  # objects that are looked at for each mark
 _SMALL: Final = 1 << 20  # elements of a tensor or an array that are read
 _NUMBERS: Final = (bool, int, float, complex, str, bytes, type(None))
 _NO_STATE: Final = (ModuleType, type, CodeType, FrameType, BuiltinFunctionType)
@@ -102,7 +103,9 @@ def look(
     marks: dict[str, Mark] = {}
     seen = set(skip)
     waiting = deque((name, value, depth) for name, value in roots.items())
-    while waiting and len(marks) < limit:
+    for _ in range(_VISITS * limit):  # an object may make new ones whenever it is looked at
+        if not waiting or len(marks) >= limit:
+            break
         path, value, left = waiting.popleft()
         is_number = type(value) in _NUMBERS  # of which one object may be the value of many variables
         if not is_number and id(value) in seen:

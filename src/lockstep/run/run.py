@@ -125,7 +125,8 @@ class Run:
         micro_batch: samples per forward pass, in the same way.
         bucket_mb: MiB of gradients exchanged at once. None: chosen.
         on_nan: what happens when a loss or a gradient is not finite: ``stop`` ends the run with `NonFiniteError` before
-            the parameters are updated with it; ``warn`` prints a warning and keeps the checkpoint from before;
+            the parameters are updated with it, on GPUs one step later, for which they do not wait, and before a save;
+            ``warn`` prints a warning and keeps the checkpoint from before;
             ``ignore`` does nothing.
         nondeterministic: what happens on a GPU, with ``reduction="exact"``, when a backward pass calls an operation
             that has no deterministic kernel: ``refuse`` ends the run with an error that names it; ``warn`` leaves it to
