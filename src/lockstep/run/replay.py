@@ -329,13 +329,13 @@ class _Played(NamedTuple):
 
     def digest(self) -> _Digest:
         notes = self.play.notes()
-        marks = [(name, mark) for name, (mark, _) in notes.items()]
+        marks = sorted((name, repr(mark)) for name, (mark, _) in notes.items())
         gradients = [pair for pair in marks if pair[0].startswith(_GRADIENT)]
         values = [pair for pair in marks if not pair[0].startswith(_GRADIENT)]
         return _Digest(self.place, _hash(values), _hash(gradients) if gradients else "")
 
 
-def _hash(marks: Sequence[tuple[str, object]]) -> str:
+def _hash(marks: Sequence[tuple[str, str]]) -> str:
     return hashlib.blake2b(repr(marks).encode(), digest_size=16).hexdigest()
 
 
