@@ -550,6 +550,23 @@ def test_with_something_carried_ranks_do_not_compute_for_each_other():
     assert on_world(2, [(carried, "ddp")])[0] == [carried("none")] * 2
 
 
+def by_world(run, own, loss):
+    run.step(loss * run.world_size)
+
+
+def by_world_in_words(run, own, loss):
+    own["said"] = f"{run.world_size} ranks"
+    run.step(loss)
+
+
+def test_what_depends_on_the_number_of_ranks_is_found_on_one_rank_too():
+    said = "with another run.world_size, and the loss differed"
+    assert said in apart(by_world, "none")
+    assert all(said in each for each in on_world(2, [(apart, by_world, "ddp")])[0])
+    told = apart(by_world_in_words, "none")
+    assert on_world(2, [(apart, by_world_in_words, "ddp")])[0] == [told, (told[0], {})]
+
+
 class Turns:
     """Counts to three, and over again: as many calls as there are bodies from a micro-batch to its replay."""
 

@@ -78,9 +78,12 @@ class CheckSchedule:
 class ReplayError(UsageError):
     """A micro-batch gave other values when it was computed once more."""
 
-    def __init__(self, difference: str, place: str, ranks: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, difference: str, place: str, ranks: tuple[int, int] | None = None, *, reads_world_size: bool = False
+    ) -> None:
         self._difference: Final = difference
         self._place: Final = place
+        self._reads_world_size: Final = reads_world_size
         self._ranks: Final = ranks  # that have computed it; None: this one, twice
         self.of_samples: Final = difference.startswith(SAMPLES)  #: whether the data set gave other samples
         super().__init__(self._text(()))
@@ -99,6 +102,12 @@ class ReplayError(UsageError):
                 "stored data in place. So they would depend on the number of ranks and of loader processes. Draw from "
                 "the generators of torch, NumPy or Python, which Lockstep seeds for each micro-batch, and leave stored "
                 "samples as they are"
+            )
+        if self._reads_world_size:
+            return (
+                f"{head}, but with another run.world_size, and {self._difference}: the result would depend on the "
+                "number of ranks. Leave run.world_size out of what is computed: a loss is the mean over its micro-batch, "
+                "and Lockstep weighs it by that on any number of ranks"
             )
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         listed = f"{', '.join(names[:5])}{more}"
@@ -199,6 +208,7 @@ class Replays:
         self.play: Play | None = None  #: of the micro-batch that the script has, if it is compared
         self._first: _Played | None = None  # what came first, of this rank's own
         self._other: _Played | None = None  # of another rank's
+        self.reads_world_size = False  #: whether a replay has read how many ranks there are
 
     def begin(self, position: MicroBatchPosition) -> None:
         """The micro-batch at ``position`` is handed out."""
@@ -264,7 +274,8 @@ class Replays:
             else:
                 first, self._first = self._first, None
                 if difference := _first_difference(first.play.notes(), play.notes()):
-                    raise ReplayError(difference, _place(position.index, position.of, step))
+                    place = _place(position.index, position.of, step)
+                    raise ReplayError(difference, place, reads_world_size=self.reads_world_size)
 
     def compare_ranks(self) -> None:
         """The step is over. If ranks have replayed each other's micro-batches in it, compare them: collective then.
@@ -293,7 +304,8 @@ class Replays:
         by_rank = self._group.gather_objects(held, "what two ranks have computed")
         (first_notes, first_marks), (second_notes, second_marks) = by_rank[owner], by_rank[reader]
         difference = _first_difference(first_notes, second_notes)
-        error = ReplayError(difference, _place(second.place, other.of, other.step), (owner, reader))
+        place = _place(second.place, other.of, other.step)
+        error = ReplayError(difference, place, (owner, reader), reads_world_size=self.reads_world_size)
         apart = changed({name: mark for name, mark in first_marks.items() if name in second_marks}, second_marks)
         # Tensors of the micro-batch are so in any script.
         plain = [name for name in apart if second_marks[name].rank < TENSOR_RANK]

@@ -246,9 +246,12 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """How many ranks there are; in a replay of a micro-batch one more, so that what depends on it is found."""
         if not self._start.done:
             self._rank_reads.look(sys._getframe(1), "world_size")
+        if self._context.metrics.in_replay:
+            self._train_step.replays.reads_world_size = True
+            return self._context.group.size + 1
         return self._context.group.size
 
     @property
