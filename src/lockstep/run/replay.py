@@ -106,8 +106,8 @@ class ReplayError(UsageError):
         if self._reads_world_size:
             return (
                 f"{head}, but with another run.world_size, and {self._difference}: the result would depend on the "
-                "number of ranks. Leave run.world_size out of what is computed: a loss is the mean over its micro-batch, "
-                "and Lockstep weighs it by that on any number of ranks"
+                "number of ranks. Leave run.world_size out of what is computed: a loss is the mean over its "
+                "micro-batch, and Lockstep weighs it by that on any number of ranks"
             )
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         listed = f"{', '.join(names[:5])}{more}"
