@@ -98,12 +98,12 @@ class Habit:
         return self._result(int(ranks), {"LOCKSTEP_STRATEGY": strategy} if strategy else {})
 
     def _resumed(self, before: int, after: int) -> Any:
-        """A rank is killed, and another number of ranks goes on."""
+        """A rank is killed two steps after a checkpoint, when its proof is written, and other ranks go on."""
         with tempfile.TemporaryDirectory(prefix="lockstep-habit-") as directory:
-            every = self._settings.get("SAVE", "1 steps")
+            every = self._settings.get("SAVE", "3 steps")
             saves = {"LOCKSTEP_CHECKPOINT": directory, "LOCKSTEP_SAVE_EVERY": every}
             step = self._settings.get("KILL", 5)
-            saved = step - 1 if every == "1 steps" else 1
+            saved = step - 2 if every == "3 steps" else 1
             outcomes = run_each(_play, before, self.name, step, saved, env=_ENV | saves, timeout_s=_TIMEOUT_S)
             if not isinstance(outcomes[0].error, ChildProcessError):
                 result = ended(outcomes)

@@ -55,10 +55,12 @@ KILLED_AT_FIRST = """
     dist.destroy_process_group()
 """
 DIES_AT_FIRST = """
-    import os
+    import os, time
     env = os.environ
     generation = env["LOCKSTEP_GENERATION"]
     print("generation", generation, "resume", env.get("LOCKSTEP_RESUME"), "fresh", env.get("LOCKSTEP_FRESH"))
+    while generation == "0" and env["RANK"] != "0":
+        time.sleep(0.05)  # the leader prints, and has done so when it dies
     1 / int(generation)
 """
 WAITS = """

@@ -22,6 +22,20 @@ def quiet(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
 
 
+def test_a_script_that_asks_for_the_length_of_a_pass_is_told_once_that_it_is_no_number_of_steps(capfd):
+    said = []
+    with Run(replay=False) as run:
+        model = run.model(nn.Linear(1, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for micro_batch in (4, 2, 2):
+            passed = run.train(run.loader(torch.ones(8, 1), global_batch=4, micro_batch=micro_batch))
+            assert len(passed) == 8 // micro_batch
+            for x in passed:
+                run.step(model(x).mean())
+            said.append("A schedule counts steps: len(batches)" in capfd.readouterr().err)
+    assert said == [False, True, False]
+
+
 def test_by_hand_it_is_sgd_through_one_shuffled_epoch_after_another():
     """In float64, on the samples that the loop says it has handed out."""
     data = TensorDataset(torch.arange(21), torch.sin(torch.arange(42.0).double()).view(21, 2))

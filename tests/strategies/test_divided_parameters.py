@@ -314,6 +314,32 @@ def changed_between(net, x):
     return loss
 
 
+def by_hand(net, x):
+    gradients = torch.autograd.grad(squares(net, x), list(net.parameters()))
+    return sum((p * g).sum() for p, g in zip(net.parameters(), gradients, strict=True))
+
+
+class Limited(Net):
+    """With a weight that forward() limits."""
+
+    def forward(self, x):
+        self.last.weight.data.clamp_(max=9.0)
+        return super().forward(x)
+
+
+class BeyondLimits:
+    """After so many steps, the weight leaves its limits."""
+
+    def __init__(self, steps):
+        self.left = steps
+
+    def __call__(self, net, x):
+        self.left -= 1
+        if not self.left:
+            with torch.no_grad():
+                net.last.weight.copy_(torch.full_like(net.last.weight, 9.5))
+
+
 def halved(net):
     return torch.func.functional_call(
         net, {n: p.detach() * 0.5 for n, p in net.named_parameters()}, (torch.ones(2, 4),)
@@ -367,6 +393,11 @@ REFUSED = {
         {"loss": changed_between},
         "last.bias of shape (3,) was changed in the model's forward pass, or between it",
     ),
+    "autograd.grad": ({"loss": by_hand, "strategy": "zero:stage=2"}, "outside of run.step(...) and run.backward(...)"),
+    "limited late": (
+        {"make": Limited, "after": BeyondLimits(5), "steps": 8},  # when no replays are free any more
+        "last.weight of shape (3, 7) was changed in the model's forward pass",
+    ),
     "frozen": ({"after": lambda net, x: net.last.requires_grad_(False)}, "and strategy fsdp divides a model as it is"),
 }
 
@@ -404,7 +435,7 @@ def refusals():
     said = {}
     for name, (of_one, _) in REFUSED.items():
         with pytest.raises(UsageError) as caught:
-            trains("fsdp", sgd, **of_one)
+            trains(**{"strategy": "fsdp", "optimizer": sgd} | of_one)
         said[name] = str(caught.value)
     return said
 

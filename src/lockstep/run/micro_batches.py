@@ -11,6 +11,7 @@ from types import CodeType
 from typing import Final, Self
 
 from lockstep.data import Data
+from lockstep.heartbeat import is_users
 
 _FOR: Final = dis.opmap["GET_ITER"]
 _RANGE: Final = type(iter(range(0)))
@@ -30,19 +31,22 @@ class MicroBatches(Iterator[Data]):
         batches: the micro-batches.
         length: their number; None: nobody knows.
         count_refused: raises an error if a script may not end the pass after a number of micro-batches.
+        share_said: says that the length is this rank's share; called where the script itself asks for the length.
     """
 
-    __slots__ = ("_batches", "_count_refused", "_handed_on_at", "_length")
+    __slots__ = ("_batches", "_count_refused", "_handed_on_at", "_length", "_share_said")
 
     def __init__(
         self,
         batches: Generator[Data],
         length: Callable[[], int | None],
         count_refused: Callable[[], None] = lambda: None,
+        share_said: Callable[[], None] = lambda: None,
     ) -> None:
         self._batches: Final = batches
         self._length: Final = length
         self._count_refused: Final = count_refused
+        self._share_said: Final = share_said
         # Where a function such as `enumerate` was given it, and has not asked for a micro-batch since.
         self._handed_on_at: tuple[CodeType, int] | None = None
 
@@ -70,6 +74,8 @@ class MicroBatches(Iterator[Data]):
                 "the number of micro-batches is known at the end only, as an iterable data set does "
                 "not know its length; give it a method __len__"
             )
+        if is_users(sys._getframe(1).f_code.co_filename):  # not a progress bar of a package
+            self._share_said()
         return length
 
     def close(self) -> None:

@@ -56,6 +56,7 @@ class TrainingLoop:
         self._data: Final = StepData(context, loaders, end_of_step)
         self._left_out: Final = LeftOutSamples()
         self._generator: weakref.ref[Generator[Data]] | None = None  # of the pass that the script is in
+        self._share_is_said = False
 
     # ---- the outer loop ------------------------------------------------------------------------------------------
 
@@ -161,8 +162,24 @@ class TrainingLoop:
         begins = {name: passes.next(name, progress.epoch) for name in self._loaders.names(data_loaders)}
         steps = max(0, passes.until - progress.step) if passes.loop == "steps" else None
         return MicroBatches(
-            generator, lambda: self._length(data_loaders, begins, steps), lambda: self._refuse_count(data_loaders)
+            generator,
+            lambda: self._length(data_loaders, begins, steps),
+            lambda: self._refuse_count(data_loaders),
+            lambda: self._say_share(data_loaders),
         )
+
+    def _most_of_a_step(self, data_loaders: Sequence[TorchLoader]) -> int:
+        """How many micro-batches a step has at most, on all ranks."""
+        return max(self._loaders.find(each, "train").plan.micro_batches for each in data_loaders)
+
+    def _say_share(self, data_loaders: Sequence[TorchLoader]) -> None:
+        if (of := self._most_of_a_step(data_loaders)) > 1 and not self._share_is_said:
+            self._share_is_said = True
+            self._context.reporter.say(
+                f"len(run.train(...)) is the number of micro-batches of this rank, for a progress bar: a step has {of} "
+                "of them on all ranks together. A schedule counts steps: len(batches) is the number of an epoch, where "
+                "batches is what run.loader(...) returned"
+            )
 
     def _refuse_count(self, data_loaders: Sequence[TorchLoader]) -> None:
         """The script takes the first n micro-batches of this rank by `itertools.islice`, of which a step has several.
@@ -170,8 +187,7 @@ class TrainingLoop:
         Raises:
             UsageError: if so.
         """
-        of = max(self._loaders.find(each, "train").plan.micro_batches for each in data_loaders)
-        if of > 1:
+        if (of := self._most_of_a_step(data_loaders)) > 1:
             raise UsageError(
                 "itertools.islice(run.train(...), n), or zip(range(n), run.train(...)), counts micro-batches of this "
                 f"rank: one rank has {of} in a step, and several have fewer, so the steps would depend on the number "

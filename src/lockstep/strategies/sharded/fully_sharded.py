@@ -299,7 +299,8 @@ class FullySharded(
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """A forward pass comes that a backward pass will follow."""
-        self._blocks.begin_micro_batch(compares=position.check is not StepCheck.NONE)
+        # A weight that a forward pass limits leaves its limits after some epochs: the first steps of all are looked at.
+        self._blocks.begin_micro_batch(compares=position.check is not StepCheck.NONE or position.step < 2)
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
@@ -309,9 +310,9 @@ class FullySharded(
         Raises:
             UsageError: for a second backward pass through one forward pass, as of a gradient penalty.
         """
-        self._blocks.begin_backward(is_last=position.last)
         try:
-            self._gradients.backward(loss, weight, target, position)
+            with self._blocks.computing_gradients(is_last=position.last):
+                self._gradients.backward(loss, weight, target, position)
         except RuntimeError as error:
             if "storage of size 0" not in str(error):
                 raise
@@ -332,8 +333,8 @@ class FullySharded(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """Gather blocks for one more backward pass, whose gradients stay on this rank and are dropped. Collective."""
-        self._blocks.begin_backward(is_last=False)
-        self._gradients.replay(loss, weight, target, position)
+        with self._blocks.computing_gradients(is_last=False):
+            self._gradients.replay(loss, weight, target, position)
 
     def end_replay(self) -> None:
         """Restore buffers."""

@@ -5,6 +5,7 @@ net.head.weight = net.words.weight                         fully_shard would set
 torch.func.functional_call(net, others, (x,))              the same
 loss = ...; net.head.weight.add_(0.1); run.step(loss)      what was gathered is dropped after the step
 self.weight.data.clamp_(min=0), in forward()               the same; torch does not count what goes through ``.data``
+torch.autograd.grad(loss, net.parameters())                fully_shard frees what was gathered as its gradients come
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class HeldParameters:
         # Last of all hooks there are now, so it finds what `fully_shard` has gathered.
         self._first_forward: Final = block.register_forward_pre_hook(self._note_gathered)
         self.compares_marks = False  #: whether what is gathered is looked at around each forward pass
+        self.computes_gradients = False  #: whether a backward pass is the strategy's own
         self._marks: list[_Marks] = []
         block.register_forward_pre_hook(self._note_marks)
         block.register_forward_hook(self._add_marks, prepend=True)  # before `fully_shard` frees what was gathered
@@ -141,5 +143,20 @@ class HeldParameters:
             value = module._parameters[attribute]
             if value is not None and value is not parameter and not value.is_inference():
                 self._gathered[parameter] = value, value._version
+                if value.requires_grad:
+                    value.register_hook(self._require_own_backward)
         if self._gathered:
             self._first_forward.remove()
+
+    def _require_own_backward(self, _gradient: torch.Tensor) -> None:
+        """Refuse gradients that the script computes by itself: `fully_shard` would take the pass for the step's.
+
+        Raises:
+            UsageError: if the strategy has not begun this backward pass.
+        """
+        if not self.computes_gradients:
+            raise UsageError(
+                f"gradients by parameters were computed outside of run.step(...) and run.backward(...), as by "
+                f"torch.autograd.grad(loss, model.parameters()): strategy {self._strategy} frees the gathered "
+                "parameters in that pass, and a step could not go on with them. Use ddp or zero"
+            )

@@ -65,12 +65,20 @@ class ShardedBlocks:
         for held in self._held:
             held.compares_marks = compares
 
-    def begin_backward(self, *, is_last: bool) -> None:
-        """A backward pass comes; ``is_last`` of the step on this rank."""
+    @contextlib.contextmanager
+    def computing_gradients(self, *, is_last: bool) -> Iterator[None]:
+        """A context for a backward pass, ``is_last`` of the step on this rank."""
         if self._keeps_gathered:
             for root in self._roots:
                 root.set_reshard_after_backward(is_last)
         self._prefetch.begin()
+        for held in self._held:
+            held.computes_gradients = True
+        try:
+            yield
+        finally:
+            for held in self._held:
+                held.computes_gradients = False
 
     def end_micro_batch(self, *, is_last: bool) -> None:
         """The micro-batch is over; after the last one of a step, the rows are what counts.
