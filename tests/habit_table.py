@@ -157,11 +157,15 @@ def ended(outcomes: Sequence[Any]) -> Any:
     """What the ranks of a world have come to: the leader's result, or words."""
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if failed:
-        first = min(failed, key=lambda outcome: (isinstance(outcome.error, TimeoutError), outcome.collateral))
-        notes = getattr(first.error, "__notes__", ())
+
+        def notes_of(outcome: Any) -> Sequence[str]:
+            return getattr(outcome.error, "__notes__", ())
+
+        first = min(failed, key=lambda one: (isinstance(one.error, TimeoutError), one.collateral and not notes_of(one)))
+        notes = notes_of(first)
         is_said = isinstance(first.error, LockstepError) or notes
         words = " ".join(" ".join((type(first.error).__name__ + ":", *notes, str(first.error))).split())
-        return f"refused: {words}" if is_said and not first.collateral else f"wrong: {words}"
+        return f"refused: {words}" if is_said and (notes or not first.collateral) else f"wrong: {words}"
     results = [outcome.value for outcome in outcomes]
     if results[0] is None:
         return "wrong: it has told nothing"

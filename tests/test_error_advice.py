@@ -11,11 +11,13 @@ from multiprocessing.resource_sharer import DupFd
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import lockstep.run  # the advice on models is for scripts that use it
 from lockstep.error_advice import add_advice, advice_for
 from lockstep.launch.diagnosis.error_record import Failure
+from lockstep.testing import run_ranks
 
 TERMINAL = "lockstep run --attach RANK"
 
@@ -163,3 +165,18 @@ def test_a_loader_process_that_is_killed_while_it_hands_a_sample_over_is_named()
     assert error.__notes__ == ["a loader process was killed by SIGKILL while it handed a sample over"]
     assert Failure.of(error, rank=0, host="h", now_s=0.0, log_bytes=0).lost_worker
     process.join()
+
+
+def alone_in_a_collective():
+    """What is said to rank 0, whose own collective rank 1 leaves alone."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    if dist.get_rank():
+        return ""
+    error = caught(dist.all_reduce, torch.ones(2))
+    return advice_for(error, attached=True)
+
+
+def test_who_waits_in_a_collective_of_its_own_is_told_that_bodies_are_not_run_equally_often():
+    said, nothing = run_ranks(alone_in_a_collective, 2)
+    assert "ranks do not run the loop's body equally often" in said
+    assert not nothing

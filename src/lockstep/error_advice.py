@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.heartbeat import is_users
+from lockstep.peer_failure import is_peer_failure
 
 _DATA: Final = str(Path(__file__).parent / "data")
+_COLLECTIVES: Final = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/c10d_logger.py")
 _GRAD_SCALER: Final = "/torch/amp/grad_scaler.py"
 _HANDING_OVER: Final = "/multiprocessing/resource_sharer.py"
 _NO_GPU: Final = re.compile(
@@ -148,6 +150,18 @@ def _relative_import(error: BaseException, frames: Frames) -> str:
     )
 
 
+def _collective(error: BaseException, frames: Frames) -> str:
+    """Ranks that wait for each other in a collective which the script calls by itself."""
+    own = [index for index, (file, _) in enumerate(frames) if is_users(file)]
+    called = [file for file, _ in frames[own[-1] + 1 :]] if own else []
+    if not (called and called[0].endswith(_COLLECTIVES) and is_peer_failure(error) and "lockstep.run" in sys.modules):
+        return ""
+    return (
+        "a collective of the script's own, to which another rank did not come: ranks do not run the loop's body "
+        "equally often. Give values of micro-batches to run.measure(...), and call collectives after the loop"
+    )
+
+
 _ADVICES: Final[tuple[Callable[[BaseException, Frames], str], ...]] = (
-    *(_data, _gpu, _ddp, _grad_scaler, _divided, _loader_process, _relative_import),
+    *(_data, _gpu, _ddp, _grad_scaler, _divided, _loader_process, _relative_import, _collective),
 )

@@ -17,13 +17,13 @@ def main(run):
     b = run.loader(d, micro_batch=4)
     seen = 0
     sums = 0.0
-    for e in run.epochs(2):
+    for e in run.epochs(4):
         for x, y in run.train(b):
             if run.counts:
                 seen += len(x)
                 sums += float(x.double().sum())
             run.step(F.cross_entropy(m(x), y))
-    done(run, m, seen=run.sum(seen) if not os.environ.get("LOCKSTEP_RESUME") else 64, steps=run.progress.step)
+    done(run, m, seen=run.sum(seen) if not os.environ.get("LOCKSTEP_RESUME") else 128, steps=run.progress.step)
 
 
 go(main)

@@ -217,3 +217,32 @@ def test_steps_that_have_no_bits_of_their_own_are_not_compared(tmp_path):
     assert on_world(2, [(killed, *place) for place in places]) == [[True] * 2] * 2
     found = on_world(3, [(resumed, trained, *place) for place in places])
     assert "Traceback" not in str(found)
+
+
+def summed_by_hand(directory, resume=False):
+    """A script that adds up its losses, and ends in the first epoch with a mean of them."""
+    os.environ[RESUME] = str(int(resume))
+    with Run(checkpoint=directory, save_every="5 steps") as run:
+        model = run.model(nn.Linear(3, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader((X,), **SIZES)
+        for _ in run.epochs(2):
+            total, number = 0.0, 0
+            for (x,) in run.train(batches):
+                loss = model(x).square().mean()
+                total, number = total + loss.item(), number + 1
+                run.step(loss)
+            saved, mean = run._context.checkpointer, run.metrics["loss"]
+            wait_until(lambda saved=saved: saved.committed_step() == 5)
+            raise Lost(mean, total / number)
+
+
+def test_what_a_script_adds_up_is_explained_where_a_resumed_pass_has_no_micro_batch_left(tmp_path):
+    with pytest.raises(Lost) as lost:
+        summed_by_hand(str(tmp_path))
+    assert not hasattr(lost.value, "__notes__")
+    with pytest.raises(ZeroDivisionError) as caught:
+        summed_by_hand(str(tmp_path), resume=True)
+    assert "this run has resumed at the end of a pass" in caught.value.__notes__[0]
+    frame = caught.traceback[-1].frame
+    assert frame.f_locals["mean"] == lost.value.args[0], "the note's advice: run.metrics is restored"

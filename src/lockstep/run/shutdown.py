@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from lockstep.error_advice import add_advice
-from lockstep.errors import TrialStopped
+from lockstep.errors import LockstepError, TrialStopped
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.error_file import silence_interrupt, write_torchelastic_error
 from lockstep.run.loaders import Loaders
@@ -23,6 +23,12 @@ from lockstep.run.start import TrainingStart
 from lockstep.run.train_step import TrainStep
 from lockstep.script_end import forget
 from lockstep.strategies import explain
+
+_RESUMED_AT_END: Final = (
+    "this run has resumed at the end of a pass, from a checkpoint of its last step: the loop over run.train(...) had "
+    "no micro-batch left, and variables of the script are what they were before the loop. The means of "
+    "run.measure(...) are in run.metrics there, and objects given to run.keep(...) are restored"
+)
 
 
 class Shutdown:
@@ -158,6 +164,8 @@ class Shutdown:
                 error.add_note(note)
             if parted := context.leaves.explain(error):
                 error.add_note(parted)
+            if self._start.resumed_at_end and not isinstance(error, LockstepError):
+                error.add_note(_RESUMED_AT_END)
             add_advice(error)
             write_torchelastic_error(error, os.environ)
 

@@ -43,6 +43,7 @@ class TrainingStart:
         self._tree_within_turn: StateTree | None = None  # of a checkpoint, until its pass goes on
         self._options: ScriptOptions | None = None
         self.done = False
+        self.resumed_at_end = False  #: whether the resumed pass had no micro-batch left, and no other pass has begun
 
     @property
     def resumes_within_turn(self) -> bool:

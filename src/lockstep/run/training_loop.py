@@ -209,7 +209,8 @@ class TrainingLoop:
         if not self._open(loaders, site):
             return
         self._begin_pass(goes_on=goes_on)
-        self._generator = this[0]
+        self._start.resumed_at_end = False
+        steps, self._generator = self._position.progress.step, this[0]
         try:
             if self._context.share.replica is None:
                 self._serve(loaders)
@@ -228,6 +229,7 @@ class TrainingLoop:
             self._leave()
         if whole:
             self._passes.complete()
+            self._start.resumed_at_end = goes_on and self._position.progress.step == steps
             # Nothing was measured where a checkpoint was taken between the last step and the end.
             self._position.evaluations_done = self._position.evaluations
             if means := self._metrics.reduce_pass(self._context.group):
