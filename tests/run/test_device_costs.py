@@ -15,7 +15,7 @@ from torch import nn
 from device_costs import DEVICE, Costs
 from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives.all_reduce import _fold, open_all_reduce
-from lockstep.collectives.reduction_plan import ReductionPlan
+from lockstep.collectives.reduction_plan import ReductionPlans
 from lockstep.errors import NonFiniteError
 from lockstep.run import Run
 from lockstep.run.nonfinite import NonFiniteChecks
@@ -144,10 +144,10 @@ def test_the_norm_takes_launches_by_widths_and_not_by_parameters():
 @pytest.mark.parametrize("each", [1, 3])
 def test_sums_of_ranks_are_added_level_by_level(ranks, each):
     micro_batches = ranks * each - (each > 1)
-    plan = ReductionPlan(0, ranks, BatchPlan(micro_batches, 1, ranks).run, micro_batches)
-    received = torch.empty(len(plan.all_nodes) * plan.chunk(1000), device=DEVICE)
+    plan = ReductionPlans(0, ranks, BatchPlan(micro_batches, 1, ranks).run)(micro_batches)
+    received = torch.empty(len(plan.all_nodes) * 1000, device=DEVICE)
     with Costs() as costs:
-        _fold(plan, received)
+        _fold(plan, received, 1000)
     assert costs.launches <= math.ceil(math.log2(micro_batches))
     assert sum(len(left) for left, _ in plan.additions) == len(plan.all_nodes) - 1
 

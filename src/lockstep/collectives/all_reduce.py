@@ -5,19 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from lockstep.collectives.all_to_all import all_to_all
 from lockstep.collectives.group import Group
-from lockstep.collectives.reduction_plan import ReductionPlan, ReductionPlans, Runs
+from lockstep.collectives.reduction_plan import HostDivision, ReductionPlan, ReductionPlans, Runs
 from lockstep.collectives.shared_memory import SharedMemoryAllReduce
 from lockstep.collectives.wait_clock import wait_clock
 
 # Torch 2.13 gave it a new name, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+#: For tensors of so many bytes, waits count more than what is sent or copied once more.
+_LITTLE: Final = 1 << 18
 
 
 class AllReduce(Protocol):
@@ -115,14 +118,13 @@ class _NoAllReduce(AllReduce):
 class GlooAllReduce(AllReduce):
     """Over gloo: the first half of each sum is begun by the caller, the rest follows on one thread, in order.
 
-    The two halves have a process group each. Collectives of one group must be issued in the same order on every rank;
-    the caller's order is that of the buckets, and the thread's is the order in which they were begun: both are fixed,
-    while the order of one against the other is not.
+    Both have process groups of their own. Collectives of one group must be issued in the same order on every rank; the
+    caller's order is that of the buckets, and the thread's is the order in which they were begun: both are fixed, while
+    the order of one against the other is not.
     """
 
     def __init__(self, group: Group, runs: Runs) -> None:
-        self._plans = ReductionPlans(group.rank, group.size, runs)
-        self._first_half, self._second_half = group.process_group, group.new_process_group(backend="gloo")
+        self._stages: Final = _Stages(group, runs, "gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-exchange")
         self._reduced: list[dist.Work] = []
         self._followed: list[Future[None]] = []
@@ -130,16 +132,15 @@ class GlooAllReduce(AllReduce):
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
         """Begin the exchange of chunks; the rest follows on the thread."""
         out, partials = as_real(out), [as_real(partial) for partial in partials]
-        plan = self._plans(micro_batches)
-        if plan.all_reduces:
+        stages = self._stages.of(out, micro_batches)
+        first = stages[0]
+        if len(stages) == 1 and first.plan.all_reduces:
             (total,) = partials
             _into(out, total)
-            self._reduced.append(dist.all_reduce(out, group=self._first_half, async_op=True))
+            self._reduced.append(dist.all_reduce(out, group=first.scatters, async_op=True))
             return
-        sent, give, take = _scatter(plan, partials, out)
-        received = out.new_empty(sum(take))
-        works = all_to_all(received, sent, take, give, self._first_half)
-        self._followed.append(self._thread.submit(self._follow, works, plan, received, sent, out))
+        works, received, sent = _exchange(first, partials, out)
+        self._followed.append(self._thread.submit(self._follow, works, stages, received, sent, out))
 
     def finish(self) -> None:
         """Wait for every sum that was begun."""
@@ -156,42 +157,33 @@ class GlooAllReduce(AllReduce):
     def _follow(
         self,
         works: list[dist.Work],
-        plan: ReductionPlan,
+        stages: Sequence[_Stage],
         received: torch.Tensor,
         sent: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
         wait_all(works)
         del sent  # had to stay alive until the exchange had read it
-        _gather(plan, _fold(plan, received), out, self._second_half)
+        _finish(stages, received, out)
 
 
 class NcclAllReduce(AllReduce):
     """Over NCCL: both halves and the additions between them are queued on a stream beside the backward pass."""
 
     def __init__(self, group: Group, runs: Runs) -> None:
-        self._plans = ReductionPlans(group.rank, group.size, runs)
-        self._device, self._process_group = group.device, group.process_group
+        self._stages: Final = _Stages(group, runs, "nccl")
+        self._device: Final = group.device
         # Before what computes: its few blocks are soon done, and the next rank waits for them.
         self._stream = torch.cuda.Stream(device=group.device, priority=-1)
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
         """Queue the exchange, the additions and the gathering on the stream."""
         out, partials = as_real(out), [as_real(partial) for partial in partials]
-        plan = self._plans(micro_batches)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for tensor in (out, *partials):
                 tensor.record_stream(self._stream)
-            if plan.all_reduces:
-                (total,) = partials
-                _into(out, total)
-                dist.all_reduce(out, group=self._process_group)
-            else:
-                sent, give, take = _scatter(plan, partials, out)
-                received = out.new_empty(sum(take))
-                wait_all(all_to_all(received, sent, take, give, self._process_group))
-                _gather(plan, _fold(plan, received), out, self._process_group)
+            _sum(self._stages.of(out, micro_batches), partials, out)
 
     def finish(self) -> None:
         """Let the current stream wait for every sum that was begun."""
@@ -236,13 +228,67 @@ class StagedAllReduce(AllReduce):
 #           \_____________/                   all_gather: and every rank receives all chunks.
 #     s0 s1   s2 s3     s0 s1   s2 s3
 #
-# So each rank sends and receives what a ring all-reduce would, times its nodes.
+# So each rank sends and receives what a ring all-reduce would, times its nodes. Among several ranks on each of several
+# hosts, those of a host do that first. What each has folded then is a chunk of its host's nodes; instead of gathering
+# them at once, the ranks of one place sum that chunk in the same way. Between hosts each rank so sends what a ring over
+# hosts would, of a chunk, times the nodes of a host.
 
 
-def _scatter(
-    plan: ReductionPlan, partials: Sequence[torch.Tensor], like: torch.Tensor
-) -> tuple[torch.Tensor, list[int], list[int]]:
-    """What this rank sends, how many elements to each rank, and how many it receives from each."""
+class _Stage(NamedTuple):
+    """Some ranks that exchange with each other, by process groups in which nothing else is exchanged meanwhile."""
+
+    plan: ReductionPlan
+    scatters: dist.ProcessGroup | None
+    gathers: dist.ProcessGroup | None
+
+
+class _Stages:
+    """Of each sum: one for all ranks, or one within each host and one between hosts."""
+
+    def __init__(self, group: Group, runs: Runs, backend: Literal["gloo", "nccl"]) -> None:
+        self._backend: Final = backend
+        self._plans: Final = ReductionPlans(group.rank, group.size, runs)
+        self._whole: Final = group.process_group, self._gathering(group, group.process_group, range(group.size))
+        hosts = HostDivision(group.rank, group.nodes)
+        self._hosts: Final = hosts if hosts.is_possible else None
+        if hosts.is_possible:
+            within = group.new_process_group(hosts.within, backend)
+            self._within: Final = within, self._gathering(group, within, hosts.within)
+            self._across: Final = group.new_process_group(hosts.across, backend)
+
+    def of(self, out: torch.Tensor, micro_batches: int) -> Sequence[_Stage]:
+        """Those of the sum ``out`` over so many micro-batches."""
+        whole = self._plans(micro_batches)
+        if self._hosts is None or out.nbytes < _LITTLE:
+            return (_Stage(whole, *self._whole),)
+        within, across = self._hosts.stages(whole)
+        return _Stage(within, *self._within), _Stage(across, self._across, self._across)
+
+    def _gathering(
+        self, group: Group, scatters: dist.ProcessGroup | None, ranks: Sequence[int]
+    ) -> dist.ProcessGroup | None:
+        """NCCL does all in the order in which it is queued; over gloo, two threads of a rank have no common order."""
+        return scatters if self._backend == "nccl" else group.new_process_group(ranks, self._backend)
+
+
+def _sum(stages: Sequence[_Stage], partials: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """The sum arrives in ``out``, stage after stage."""
+    plan, scatters, _ = stages[0]
+    if len(stages) == 1 and plan.all_reduces:
+        (total,) = partials
+        _into(out, total)
+        dist.all_reduce(out, group=scatters)
+        return
+    works, received, _sent = _exchange(stages[0], partials, out)
+    wait_all(works)
+    _finish(stages, received, out)
+
+
+def _exchange(
+    stage: _Stage, partials: Sequence[torch.Tensor], like: torch.Tensor
+) -> tuple[list[dist.Work], torch.Tensor, torch.Tensor]:
+    """What is under way, what it receives, one chunk of each node of each rank, and what it sends."""
+    plan = stage.plan
     cuts = plan.cuts(like.numel())
     first, end = cuts[plan.rank]
     if len(partials) == 1:
@@ -250,31 +296,49 @@ def _scatter(
     else:
         sent = torch.cat([p[a:b] for a, b in cuts for p in partials]) if partials else like[:0]
     give = [len(partials) * (b - a) for a, b in cuts]
-    return sent, give, [len(nodes) * (end - first) for nodes in plan.nodes_by_rank]
+    take = [len(nodes) * (end - first) for nodes in plan.nodes_by_rank]
+    received = like.new_empty(sum(take))
+    return all_to_all(received, sent, take, give, stage.scatters), received, sent
 
 
-def _fold(plan: ReductionPlan, received: torch.Tensor) -> torch.Tensor:
-    """This rank's chunk of the sum, in the memory of ``received``."""
-    if not received.numel():
-        return received
-    pieces = received.view(len(plan.all_nodes), -1).unbind()
-    for left, right in plan.additions:
+def _finish(stages: Sequence[_Stage], received: torch.Tensor, out: torch.Tensor) -> None:
+    """What was ``received`` is added up, here and in the stages that follow, and the sum arrives in ``out``."""
+    plan, *_ = stages[0]
+    first, end = plan.cuts(out.numel())[plan.rank]
+    partials = _fold(plan, received, end - first)
+    chunk = partials[0] if partials else out.new_empty(end - first)
+    if len(stages) > 1:
+        _sum(stages[1:], partials, chunk)
+    _gather(stages[0], chunk, out)
+
+
+def _fold(plan: ReductionPlan, received: torch.Tensor, length: int) -> list[torch.Tensor]:
+    """The sums of a chunk of so many elements that are left then, in the memory of ``received``."""
+    pieces = received.view(len(plan.all_nodes), length).unbind()
+    for left, right in plan.additions if length else ():
         torch._foreach_add_([pieces[i] for i in left], [pieces[i] for i in right])
-    return pieces[plan.received_places[0]]
+    return [pieces[place] for place in plan.folded.values()]
 
 
-def _gather(plan: ReductionPlan, chunk: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+def _gather(stage: _Stage, chunk: torch.Tensor, out: torch.Tensor) -> None:
     """Every rank's chunk arrives in ``out``."""
-    length, full = out.numel(), plan.chunk(out.numel())
-    size = len(plan.nodes_by_rank)
-    if full * size == length:
-        _all_gather(out, chunk, group=group)
+    size, each = len(stage.plan.nodes_by_rank), stage.plan.chunk(out.numel())
+    alike, rest = out[: size * each], out[size * each :]
+    if not len(rest) or out.nbytes >= _LITTLE:
+        _all_gather(alike, chunk[:each], group=stage.gathers)
+        if len(rest):  # less than a thousandth, for which all would be copied once more
+            if stage.plan.rank == size - 1:
+                rest.copy_(chunk[each:])
+            dist.broadcast(rest, group=stage.gathers, group_src=size - 1)
         return
-    padded = out.new_empty(full)
-    padded[: chunk.numel()].copy_(chunk)
-    gathered = out.new_empty(full * size)
-    _all_gather(gathered, padded, group=group)
-    out.copy_(gathered[:length])
+    longest = each + len(rest)
+    padded = out.new_empty(longest)
+    padded[: len(chunk)].copy_(chunk)
+    gathered = out.new_empty(size * longest)
+    _all_gather(gathered, padded, group=stage.gathers)
+    by_rank = gathered.view(size, longest)
+    alike.view(size, each).copy_(by_rank[:, :each])
+    rest.copy_(by_rank[-1, each:])
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:

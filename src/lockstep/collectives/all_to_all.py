@@ -28,10 +28,11 @@ def all_to_all(
         sent: likewise; neither is to be touched before.
         take: how many elements each rank sends here.
         give: how many are for each rank.
-        group: of torch's; for tensors on the CPU over gloo, else over NCCL.
+        group: of torch's; for tensors on the CPU over gloo, else over NCCL, on the current stream: nothing is returned.
     """
     if sent.is_cuda or received.is_cuda:
-        return [dist.all_to_all_single(received, sent, list(take), list(give), group=group, async_op=True)]
+        dist.all_to_all_single(received, sent, list(take), list(give), group=group)  # on the current stream
+        return []
     rank, size = dist.get_rank(group), len(give)
     into, out = received.split(list(take)), sent.split(list(give))
     # Each begins with its neighbour, so that no rank is what all others send to first.

@@ -21,35 +21,37 @@ class ReductionPlan:
 
     Args:
         rank: whose plan it is.
-        size: how many ranks there are.
-        runs: what each of them computes.
+        nodes_by_rank: what each rank brings, from left to right; all of them together may be a part of the tree only.
         micro_batches: of the step.
     """
 
-    def __init__(self, rank: int, size: int, runs: Runs, micro_batches: int) -> None:
+    def __init__(self, rank: int, nodes_by_rank: Sequence[Sequence[Node]], micro_batches: int) -> None:
         self.rank: Final = rank
         self.micro_batches: Final = micro_batches
-        self.nodes_by_rank: Final = [nodes_of(micro_batches, runs(r, micro_batches)) for r in range(size)]
+        self.nodes_by_rank: Final = nodes_by_rank
         #: from left to right
-        self.all_nodes: Final[list[Node]] = sorted(node for nodes in self.nodes_by_rank for node in nodes)
+        self.all_nodes: Final[list[Node]] = sorted(node for nodes in nodes_by_rank for node in nodes)
         places = {node: place for place, node in enumerate(self.all_nodes)}
         #: where each rank's nodes stand among all
-        self.places: Final = [[places[node] for node in nodes] for nodes in self.nodes_by_rank]
+        self.places: Final = [[places[node] for node in nodes] for nodes in nodes_by_rank]
         #: where each of `all_nodes` stands in what is received, rank after rank
         self.received_places: Final = self.from_left_to_right(range(len(self.all_nodes)))
+        folded = dict(zip(self.all_nodes, self.received_places, strict=True))
         #: level after level, what is added to what of it: the places of all left ones, and those of their right ones
-        self.additions: Final = _levels(micro_batches, dict(zip(self.all_nodes, self.received_places, strict=True)))
+        self.additions: Final = _fold_levels(micro_batches, folded)
+        #: by node, from left to right, where the sums are that are left then: the root alone, if the tree is whole
+        self.folded: Final = dict(sorted(folded.items()))
         # Two ranks with one node each are the two children of the root: addition commutes, so any all-reduce is exact.
-        self.all_reduces: Final = size == 2 and all(len(nodes) == 1 for nodes in self.nodes_by_rank)
+        self.all_reduces: Final = len(nodes_by_rank) == 2 and all(len(nodes) == 1 for nodes in nodes_by_rank)
 
     def chunk(self, length: int) -> int:
-        """Elements of a chunk of a tensor of ``length``; the last chunks are shorter or empty."""
-        return -(-length // (len(self.nodes_by_rank) * _ALIGN)) * _ALIGN
+        """Elements of a chunk of a tensor of ``length``; the last one has those, too, that are left over."""
+        return length // (len(self.nodes_by_rank) * _ALIGN) * _ALIGN
 
     def cuts(self, length: int) -> list[tuple[int, int]]:
         """Where each rank's chunk begins and ends."""
-        c = self.chunk(length)
-        return [(min(r * c, length), min((r + 1) * c, length)) for r in range(len(self.nodes_by_rank))]
+        c, size = self.chunk(length), len(self.nodes_by_rank)
+        return [(r * c, (r + 1) * c if r < size - 1 else length) for r in range(size)]
 
     def from_left_to_right(self, values: Iterable[T]) -> list[T]:
         """The values of `all_nodes`, from one for each node of each rank, rank after rank."""
@@ -82,10 +84,13 @@ def turns_of(micro_batches: int, runs: Sequence[range], turns: int) -> list[list
     ]
 
 
-def _levels(micro_batches: int, places: dict[Node, int]) -> list[tuple[list[int], list[int]]]:
-    """Which of the sums at ``places`` are added at once, until the leftmost one holds the sum at the root."""
+def _fold_levels(micro_batches: int, places: dict[Node, int]) -> list[tuple[list[int], list[int]]]:
+    """Which of the sums at ``places`` are added at once, level after level, until no two are siblings.
+
+    A sum is then at the place of its leftmost part: ``places`` says so afterwards.
+    """
     levels: list[tuple[list[int], list[int]]] = []
-    while len(places) > 1:
+    while True:
         pairs: dict[Node, list[Node]] = {}
         for node in sorted(places):
             if (above := parent_of(micro_batches, node)) is not None:
@@ -98,8 +103,9 @@ def _levels(micro_batches: int, places: dict[Node, int]) -> list[tuple[list[int]
                 lefts.append(left)
                 rights.append(right)
                 places[above] = left
+        if not lefts:
+            return levels
         levels.append((lefts, rights))
-    return levels
 
 
 class ReductionPlans:
@@ -113,5 +119,50 @@ class ReductionPlans:
         """The plan of a step of ``micro_batches``."""
         plan = self._known.get(micro_batches)
         if plan is None:
-            plan = self._known[micro_batches] = ReductionPlan(self._rank, self._size, self._runs, micro_batches)
+            nodes = [nodes_of(micro_batches, self._runs(rank, micro_batches)) for rank in range(self._size)]
+            plan = self._known[micro_batches] = ReductionPlan(self._rank, nodes, micro_batches)
         return plan
+
+
+class HostDivision:
+    """Which ranks are on one host, and which of several hosts exchange what each host has folded.
+
+        host 0     host 1
+        0  1  2    3  4  5       ranks that fold first, among them
+        |  |  |    |  |  |
+        0--+--+----3  |  |       and ranks of the same place, one on each host
+           1--+-------4  |
+              2----------5
+
+    Args:
+        rank: whose division it is.
+        hosts: the host of each rank.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[int]) -> None:
+        on_host = {host: [each for each, at in enumerate(hosts) if at == host] for host in hosts}
+        #: the ranks of this one's host
+        self.within: Final = on_host[hosts[rank]]
+        place = self.within.index(rank)
+        #: the ranks of its place, one on each host that has as many ranks
+        self.across: Final = sorted(each[place] for each in on_host.values() if len(each) == len(self.within))
+        #: whether hosts are alike and several, and so are the ranks of each
+        self.is_possible: Final = len(self.within) > 1 and len(self.across) == len(on_host) > 1
+        self._rank: Final = rank
+        self._neighbours: Final = [on_host[hosts[each]] for each in self.across]
+        self._known: Final[dict[int, tuple[ReductionPlan, ReductionPlan]]] = {}
+
+    def stages(self, whole: ReductionPlan) -> tuple[ReductionPlan, ReductionPlan]:
+        """The additions of the ``whole`` in two plans: those within this host, and then those between hosts."""
+        stages = self._known.get(whole.micro_batches)
+        if stages is None:
+            of_hosts = [
+                ReductionPlan(
+                    self.within.index(self._rank), [whole.nodes_by_rank[rank] for rank in ranks], whole.micro_batches
+                )
+                for ranks in self._neighbours
+            ]
+            here = self.across.index(self._rank)
+            across = ReductionPlan(here, [list(plan.folded) for plan in of_hosts], whole.micro_batches)
+            stages = self._known[whole.micro_batches] = of_hosts[here], across
+        return stages
