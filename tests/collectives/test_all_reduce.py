@@ -92,7 +92,7 @@ def test_sums_within_hosts_and_then_between_them_are_the_trees(hosts):
 
 
 def sent_to_others(plan, ranks, hosts, length):
-    """Elements of ``length`` that a rank sends to other hosts in a stage among ``ranks``, where it gathers by a ring."""
+    """Elements of ``length`` that a rank sends to other hosts in a stage among ``ranks``, which gather by a ring."""
     cuts, here, after = plan.cuts(length), plan.rank, (plan.rank + 1) % len(ranks)
     is_other = [hosts[rank] != hosts[ranks[here]] for rank in ranks]
     scattered = sum(end - first for (first, end), other in zip(cuts, is_other, strict=True) if other)
