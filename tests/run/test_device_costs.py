@@ -21,6 +21,7 @@ from lockstep.run import Run
 from lockstep.run.nonfinite import NonFiniteChecks
 from lockstep.run.to_device import to_device
 from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.ddp_buckets import align_gradients
 from lockstep.strategies.state_layout import ReplicatedLayout
 
 MANY = 200
@@ -150,6 +151,24 @@ def test_sums_of_ranks_are_added_level_by_level(ranks, each):
         _fold(plan, received, 1000)
     assert costs.launches <= math.ceil(math.log2(micro_batches))
     assert sum(len(left) for left, _ in plan.additions) == len(plan.all_nodes) - 1
+
+
+def test_gradients_begin_where_they_do_without_buckets():
+    sizes = [16, 10, 32, 1, 63]
+    bucket = torch.arange(float(sum(sizes)), device=DEVICE)
+    parameters = [nn.Parameter(torch.ones(size, device=DEVICE)) for size in sizes]
+    for parameter, gradient in zip(parameters, bucket.split(sizes), strict=True):
+        parameter.grad = gradient
+    with Costs() as costs:
+        align_gradients(parameters)
+    assert costs.launches == 1
+    assert [p.grad.storage_offset() for p in parameters] == [0, 16, 0, 0, 0]
+
+    on_cpu = [nn.Parameter(torch.ones(size)) for size in sizes]
+    for parameter, gradient in zip(on_cpu, torch.arange(float(sum(sizes))).split(sizes), strict=True):
+        parameter.grad = gradient
+    align_gradients(on_cpu)
+    assert torch.equal(torch.cat([p.grad for p in on_cpu]), torch.arange(float(sum(sizes))))
 
 
 def test_a_mapping_of_a_tokenizer_is_copied_without_a_wait():

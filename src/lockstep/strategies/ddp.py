@@ -38,7 +38,7 @@ from lockstep.strategies.abilities import (
 )
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.compression import Cast, Compression, Uncompressed
-from lockstep.strategies.ddp_buckets import BucketReduction, finished
+from lockstep.strategies.ddp_buckets import BucketReduction, align_gradients, finished
 from lockstep.strategies.ddp_reducer import DdpReducer
 from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
@@ -252,6 +252,8 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
         for parameter, table in tables:
             parameter.grad = sparse_again(table.view(len(parameter), -1), parameter)
         reduction.copy_to_other_gpus()
+        if self._exact and self._group.device.type == "cuda":
+            align_gradients(target.dense)
         # Else the sums of earlier micro-batches would stay in memory until the next reduction.
         del self._accumulators[target]
         self._reduction = None
