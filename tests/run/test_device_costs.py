@@ -23,6 +23,7 @@ from lockstep.run.to_device import to_device
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.ddp_buckets import align_gradients
 from lockstep.strategies.state_layout import ReplicatedLayout
+from worlds import on_world
 
 MANY = 200
 
@@ -187,19 +188,19 @@ def test_a_mapping_of_a_tokenizer_is_copied_without_a_wait():
     assert (costs.launches, costs.waits) == (2, 0)
 
 
-def launches_of_step(hidden, micro_batches, **settings):
-    """The operations of a step under Lockstep, and of the same loop of torch; their difference."""
+def launches_of_step(hidden, micro_batches, strategy, ranks=1):
+    """How many operations of a step under Lockstep there are more than in the same loop of torch."""
 
     def model():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 4), *(nn.Linear(4, 4) for _ in range(hidden)), nn.Linear(4, 1))
 
-    x = torch.ones(8 * 5, 4)
+    x = torch.ones(8 * ranks * 5, 4)
     counts = []
-    with Run(on_nan="ignore", replay=False, **settings) as run:
+    with Run(on_nan="ignore", replay=False, strategy=strategy) as run:
         net = run.model(model())
-        optimizer = run.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-        loader = run.loader(x, global_batch=8, micro_batch=8 // micro_batches, shuffle=False)
+        run.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+        loader = run.loader(x, global_batch=8 * ranks, micro_batch=8 // micro_batches, shuffle=False)
         costs = None
         for batch in run.train(loader):
             if costs is None:
@@ -214,10 +215,9 @@ def launches_of_step(hidden, micro_batches, **settings):
     with Costs() as plain:
         for part in x[:8].chunk(micro_batches):
             (net(part).square().mean() / micro_batches).backward()
-        if "clip_norm" in settings:
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    assert counts[-2].waits <= micro_batches, "on the CPU the loss is looked at"
     return counts[-2].launches - plain.launches
 
 
@@ -225,4 +225,26 @@ def launches_of_step(hidden, micro_batches, **settings):
 def test_a_whole_step_takes_no_more_operations_than_the_plain_loop(monkeypatch, micro_batches):
     monkeypatch.setenv("TERM", "dumb")
     for hidden in (3, 13):
-        assert launches_of_step(hidden, micro_batches, strategy="none") <= 0
+        assert launches_of_step(hidden, micro_batches, "none") <= 0
+
+
+#: By strategy, for so many blocks of two parameters and micro-batches on a rank: the operations beside the exchange.
+MOST = {
+    "ddp": lambda blocks, m: 2 * blocks,  # torch copies each gradient into its bucket
+    "zero": lambda blocks, m: 2 * blocks,
+    # Of each block torch copies what it gathers twice, and what it scatters once; we add that up, and keep it.
+    "zero:stage=2": lambda blocks, m: blocks * (3 * m + 4),
+    "fsdp:wrap=Linear": lambda blocks, m: blocks * (6 * m + 4),  # gathered for each pass, forward and backward
+    "local-sgd": lambda blocks, m: 0,
+}
+
+
+def launches_of_steps(strategy, ranks):
+    sizes = [(hidden, micro_batches) for hidden in (3, 13) for micro_batches in (1, 4)]
+    return {size: launches_of_step(*size, strategy, ranks) for size in sizes}
+
+
+def test_the_operations_of_a_step_on_several_ranks_grow_as_each_strategy_must():
+    for strategy, told in zip(MOST, on_world(3, [(launches_of_steps, each, 3) for each in MOST]), strict=True):
+        for (hidden, micro_batches), launches in told[0].items():
+            assert launches <= MOST[strategy](hidden + 2, micro_batches) + 8, (strategy, hidden, micro_batches)
