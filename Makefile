@@ -4,6 +4,7 @@
 # make campaign   a thousand random training scripts on every world, beside plain torch, and the tests that `make test`
 #                 leaves out since their like is in it (about half an hour); then 500 faults (an hour, as root)
 # make mutants    plant errors in the code and see which test notices each (about an hour)
+# make test-gpu   what only GPUs can show, on a machine that has some (docs/gpu.md, which it writes)
 # make lint    only the style: ruff and mypy
 # make clean   remove what was installed and cached; runs stay
 #
@@ -31,9 +32,9 @@ test: lint
 	@echo "pytest"
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 5
 
-# On a machine with GPUs, which all tests share.
+# On a machine with GPUs, which all tests share; docs/gpu.md says then what was tried.
 test-gpu: .venv/.ready
-	@$(BIN)/python -m pytest -q -rs -n 8 --dist worksteal tests/gpu
+	@LOCKSTEP_GPU_TABLE=1 $(BIN)/python -m pytest -q -rs -n 8 --dist worksteal tests/gpu
 
 test-clusters: .venv/.ready
 	@$(BIN)/python -m pytest -q -rs -o faulthandler_timeout=1500 tests/clusters

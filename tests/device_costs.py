@@ -35,13 +35,17 @@ class Costs(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::").removeprefix("prim::")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         moves = _devices(tensors) | _devices([torch.empty(1, device=kwargs["device"])] if kwargs.get("device") else [])
-        waits = name in _WAITS or (len(moves) > 1 and name in ("copy_", "_to_copy") and not _is_free(args, kwargs))
+        waits = name in _WAITS or (
+            len(moves) > 1 and name in ("copy_", "_to_copy", "_foreach_copy_") and not _is_free(args, kwargs)
+        )
         if waits:
             self.waited.append(name)
         if tensors and tensors[0].is_meta and name in ("_local_scalar_dense", "equal"):
             return True  # there is no value to give
         if name == "_to_copy" and tensors[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             return torch.zeros(tensors[0].shape, dtype=kwargs.get("dtype") or tensors[0].dtype)
+        if name == "_foreach_copy_" and tensors[0].is_cpu and tensors[-1].is_meta:
+            return None  # the launches are those of the copying engines
         result = func(*args, **kwargs)
         if func.namespace == "profiler":  # marks of a trace
             return result

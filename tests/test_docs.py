@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import gpu_tried
 from gpu_operations import PAGE as GPU_PAGE
 from gpu_operations import page_with, tables
 from lockstep import launch_contract
@@ -203,3 +204,12 @@ def test_the_operations_of_gpus_are_those_of_this_torch():
     if f"torch {torch.__version__.partition('+')[0]} refuses" in page:
         assert page_with(tables()) == page
     assert page.count("| `torch.") > 40
+
+
+def test_the_page_of_gpus_says_of_each_test_whether_it_was_tried():
+    page = GPU_PAGE.read_text()
+    assert gpu_tried.page_with(page, gpu_tried.table(page, {})) == page
+    name, title = next(iter(gpu_tried.titles().items()))
+    found = gpu_tried.in_words(["passed", "failed", "passed"], "2026-11-24, a GPU")
+    after = gpu_tried.page_with(page, gpu_tried.table(page, {name: found}))
+    assert gpu_tried.told(after) == gpu_tried.told(page) | {title: "2 passed, 1 failed: 2026-11-24, a GPU"}

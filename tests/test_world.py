@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.cpu_affinity import allotted_cpus, own_cpus
+from lockstep.cpu_affinity import allotted_cpus, by_core, own_cpus
 from lockstep.errors import WorldError
 from lockstep.launch_contract import GENERATION, LAUNCHER, RUN_DIR, RUN_ID
 from lockstep.world import LAUNCHERS, World, leading_host
@@ -454,17 +454,40 @@ def test_a_step_of_one_task_in_a_larger_job_stays_alone():
     assert World.from_env(SLURM_PTY | {"SLURM_NTASKS": "5"}).size == 1
 
 
+def parts_of(cpus, ranks, near=()):
+    worlds = [World(rank, ranks, rank, ranks, 0, 1, port=1) for rank in range(ranks)]
+    return [own_cpus(cpus, world.rank_variables() | {"LOCKSTEP_RUN_ID": "r"}, near) for world in worlds]
+
+
 @given(st.sets(st.integers(0, 500), min_size=1), st.integers(1, 12))
 def test_bound_ranks_share_out_all_cpus_evenly(allowed, ranks):
-    parts = [
-        own_cpus(allowed, World(rank, ranks, rank, ranks, 0, 1, port=1).rank_variables() | {"LOCKSTEP_RUN_ID": "r"})
-        for rank in range(ranks)
-    ]
+    parts = parts_of(sorted(allowed), ranks)
     if ranks > len(allowed):
         assert parts == [allowed] * ranks
     else:
         assert sorted(cpu for part in parts for cpu in part) == sorted(allowed)
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_bound_ranks_keep_to_the_cpus_beside_their_gpus():
+    sockets = frozenset(range(0, 16, 2)), frozenset(range(1, 16, 2))  # numbers alternate, as on many hosts
+    near = [sockets[1], sockets[1], sockets[0], sockets[1], sockets[0]]
+    parts = parts_of(range(16), 5, near)
+    assert parts == [{1, 3}, {5, 7, 9}, {0, 2, 4, 6}, {11, 13, 15}, {8, 10, 12, 14}]
+    # A job has no CPU there: all that it has are shared out.
+    assert parts_of([0, 2, 4, 6], 2, [sockets[1], sockets[1]]) == [{0, 2}, {4, 6}]
+
+
+def test_threads_of_one_core_go_to_one_rank(tmp_path):
+    for cpu in range(16):  # two sockets of four cores, with two threads each: the second ones from 8 on
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{cpu % 2}\n")
+        (topology / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
+    order = by_core(range(16), tmp_path)
+    assert order == [0, 8, 2, 10, 4, 12, 6, 14, 1, 9, 3, 11, 5, 13, 7, 15]
+    assert parts_of(order, 4)[1] == {4, 12, 6, 14}
+    assert by_core([3, 1], tmp_path / "unknown") == [1, 3]
 
 
 def test_a_bound_rank_is_not_shared_out_again():

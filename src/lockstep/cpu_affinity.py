@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
 from lockstep.launch_contract import BIND
+from lockstep.memory_use import text_of
 from lockstep.world import Environment, World, number_in
 
 
@@ -35,11 +41,38 @@ def allotted_cpus(env: Environment, *, affinity: int, cpu_max: str = "max") -> i
     return max(1, min(limits) // world.local_size)
 
 
-def own_cpus(allowed: set[int], env: Environment) -> set[int]:
-    """This rank's part of ``allowed``: neighbouring CPUs, and as many for each rank as for any other, within one.
+def own_cpus(cpus: Sequence[int], env: Environment, near: Sequence[AbstractSet[int]] = ()) -> set[int]:
+    """This rank's part of ``cpus``: neighbouring ones, and as many for each rank as for any other, within one.
 
     All of them where there are fewer CPUs than ranks.
+
+    Args:
+        cpus: that this process may use, neighbours beside each other, as by `by_core`.
+        env: the environment of this rank.
+        near: for each rank of this node, the CPUs beside its GPU. Ranks beside the same CPUs share these out.
     """
-    world, cpus = World.from_env(env), sorted(allowed)
-    first, end = (len(cpus) * rank // world.local_size for rank in (world.local_rank, world.local_rank + 1))
-    return set(cpus[first:end]) if len(cpus) >= world.local_size else allowed
+    world = World.from_env(env)
+    sharing, own = list(range(world.local_size)), list(cpus)
+    if len(near) == world.local_size:
+        beside = near[world.local_rank]
+        close = [cpu for cpu in cpus if cpu in beside]
+        at_it = [rank for rank in sharing if near[rank] == beside]
+        if len(close) >= len(at_it):
+            sharing, own = at_it, close
+    place = sharing.index(world.local_rank)
+    first, end = (len(own) * number // len(sharing) for number in (place, place + 1))
+    return set(own[first:end]) if len(own) >= len(sharing) else set(own)
+
+
+def by_core(cpus: Iterable[int], system: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """``cpus`` by socket and core: threads of one core, whose numbers may lie far apart, stand beside each other."""
+
+    def place(cpu: int) -> tuple[int, int, int]:
+        numbers = []
+        for name in ("physical_package_id", "thread_siblings_list"):
+            first = re.match(r"\d+", text_of(system / f"cpu{cpu}" / "topology" / name))
+            numbers.append(int(first[0]) if first else -1)
+        socket, core = numbers
+        return socket, cpu if core < 0 else core, cpu
+
+    return sorted(cpus, key=place)

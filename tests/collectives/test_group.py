@@ -2,13 +2,16 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 from lockstep.batch import BatchPlan
 from lockstep.collectives import open_all_reduce, open_group, single_rank_group
+from lockstep.collectives.group import refuse_shared_gpus
 from lockstep.errors import MismatchError, PeerLost, WorldError
 from lockstep.testing import run_each, run_ranks
 from lockstep.world import World
@@ -218,3 +221,26 @@ def without_a_split():
 
 def test_a_group_of_some_ranks_is_made_by_its_members_alone():
     assert run_ranks(without_a_split, 3) == [[True], [None, None, 2, True], [None, None, 2, True]]
+
+
+def gpus_that_ranks_say(ids):
+    """What each of several ranks is told, in threads."""
+    store = HashStore()
+
+    def said(rank):
+        try:
+            refuse_shared_gpus(World(rank, len(ids), rank, len(ids), 0, 1, port=1), ids[rank], store)
+        except WorldError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(ids)) as pool:
+        return list(pool.map(said, range(len(ids))))
+
+
+def test_ranks_on_one_gpu_are_named_unless_that_is_meant(monkeypatch):
+    said = gpus_that_ranks_say(["GPU-a", "GPU-b", "GPU-a"])
+    assert [("ranks 0, 2 use the same GPU, GPU-a" in each) for each in said] == [True, False, True]
+    assert gpus_that_ranks_say(["GPU-a", "GPU-b"]) == ["", ""]
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert gpus_that_ranks_say(["GPU-a", "GPU-a"]) == ["", ""]

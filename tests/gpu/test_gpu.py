@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import Group, NativeAllReduce
@@ -94,26 +93,6 @@ def on_nccl():
 
 def test_the_exchange_on_a_stream_of_its_own():
     assert run_ranks(on_nccl, 1) == [True]
-
-
-def trained(precision: str) -> str:
-    with Run(seed=3, precision=precision) as run:
-        model = run.model(
-            nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
-        )
-        optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
-        data = torch.randn(64, 1, 8, 8), torch.randint(0, 4, (64,))
-        batches = run.loader(data, global_batch=32, micro_batch=8)
-        for _ in run.epochs(2):
-            for images, labels in run.train(batches):
-                assert images.is_cuda
-                run.step(F.cross_entropy, images, labels)
-        return state_hash(model, optimizer)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_the_same_bits_twice(precision: str):
-    assert run_ranks(trained, 1, precision) == run_ranks(trained, 1, precision)
 
 
 def train_two_layers() -> None:

@@ -2,13 +2,16 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from datetime import datetime
+from types import ModuleType
 
 import pytest
 
 from lockstep.errors import LockstepError, SettingError
-from lockstep.launch.host import Machine, visible
+from lockstep.launch import host
+from lockstep.launch.host import Machine, cpus_beside_gpus, visible
 from lockstep.launch.request import Executable, Function, Module, Request, Script
 from lockstep.launch.run_directory import note_generation, note_refused, prepare, settle, without_secrets
 from lockstep.launch.workers.rank_environment import common_environment, rank_environment
@@ -222,6 +225,63 @@ def test_requests_can_be_said_again():
 )
 def test_gpus_that_are_visible(allowed, present, count):
     assert visible(allowed, present) == count
+
+
+class Driver(ModuleType):
+    """NVIDIA's library on a host of four GPUs, two at each socket; the names of CPUs alternate between sockets."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, divided=False):
+        super().__init__("pynvml")
+        self.divided = divided
+        self.nvmlInit = self.nvmlShutdown = lambda: None
+        self.nvmlDeviceGetCount = lambda: 4
+
+    def nvmlDeviceGetHandleByIndex(self, number):
+        return number
+
+    def nvmlDeviceGetHandleByUUID(self, name):
+        if not name.startswith("GPU-"):
+            raise self.NVMLError(name)
+        return int(name[-1])
+
+    def nvmlDeviceGetMigMode(self, number):
+        if number == 0:
+            raise self.NVMLError("not supported")
+        return [int(self.divided), 0]
+
+    def nvmlDeviceGetCpuAffinity(self, number, words):
+        return [0x5555555555555555 << (number >= 2)] * words
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    found = Driver()
+    monkeypatch.setitem(sys.modules, "pynvml", found)
+    monkeypatch.setattr(host, "_DRIVER", ("/",))
+    return found
+
+
+def test_of_divided_gpus_a_process_sees_one_part(driver):
+    assert Machine.detect({}).gpus == 4
+    driver.divided = True
+    assert Machine.detect({}).gpus == 1
+    assert Machine.detect({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}).gpus == 1
+    assert Machine.detect({"CUDA_VISIBLE_DEVICES": ""}).gpus == 0
+
+
+def test_the_cpus_beside_the_gpus_that_a_process_sees(driver):
+    even, odd = frozenset(range(0, 80, 2)), frozenset(range(1, 80, 2))
+    assert cpus_beside_gpus(None, 80) == [even, even, odd, odd]
+    assert cpus_beside_gpus("3,GPU-1", 80) == [odd, even]
+    assert cpus_beside_gpus("MIG-1", 80) == []
+
+
+def test_without_a_driver_no_cpu_is_beside_a_gpu(monkeypatch):
+    monkeypatch.setattr(host, "_DRIVER", ("/nowhere",))
+    assert cpus_beside_gpus(None, 80) == []
 
 
 def test_a_start_that_was_refused_leaves_its_directory_as_if_it_were_empty(here):

@@ -14,11 +14,13 @@ from torch import nn
 
 from device_costs import DEVICE, Costs
 from lockstep.batch import BatchPlan, MicroBatchPosition
+from lockstep.checkpoint.page_locked import copy_to_host, lock_pages
 from lockstep.collectives.all_reduce import _fold, open_all_reduce
 from lockstep.collectives.reduction_plan import ReductionPlans
 from lockstep.errors import NonFiniteError
 from lockstep.run import Run
 from lockstep.run.nonfinite import NonFiniteChecks
+from lockstep.run.precision import Precision
 from lockstep.run.to_device import to_device
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.ddp_buckets import align_gradients
@@ -186,6 +188,59 @@ def test_a_mapping_of_a_tokenizer_is_copied_without_a_wait():
     assert {value.device for value in moved.values()} == {DEVICE}
     assert batch["ids"].is_cpu
     assert (costs.launches, costs.waits) == (2, 0)
+
+
+def test_a_state_is_copied_to_the_host_with_no_wait_for_each_tensor():
+    places = [torch.zeros(4, 3) for _ in range(MANY)]
+    with Costs() as costs:
+        copy_to_host(places, [torch.empty_like(place, device=DEVICE) for place in places])
+    assert costs.waits == 0
+
+
+class Cuda:
+    """What CUDA is asked for memory of the host."""
+
+    def __init__(self, answer):
+        self.locked, self.answer = {}, answer
+
+    def cudaHostRegister(self, address, length, flags):
+        self.locked[address] = length
+        return self.answer
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+
+
+def test_memory_is_locked_as_it_is_and_as_long_as_it_is_there(monkeypatch):
+    cuda = Cuda(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    block = torch.empty(5000, dtype=torch.uint8)
+    assert lock_pages(block)
+    assert cuda.locked == {block.data_ptr(): 5000}
+    del block
+    assert not cuda.locked
+    refuses = Cuda(2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refuses)
+    block = torch.empty(5000, dtype=torch.uint8)
+    assert not lock_pages(block)
+    del block
+    assert len(refuses.locked) == 1
+
+
+def test_in_fp16_the_host_waits_once_for_each_optimizer():
+    precision = Precision("fp16", torch.device("cpu"))
+    parameters = with_gradients(3, "cpu")
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    for infinite in (False, True):
+        before = parameters[0].detach().clone()
+        precision.scale(torch.ones(()))
+        parameters[1].grad[0] = math.inf if infinite else 1
+        with Costs() as costs:
+            precision.unscale(optimizer, lambda found: found)
+            precision.step(optimizer)
+            assert precision.update_scale() is not infinite
+        assert costs.waits == 1
+        assert torch.equal(before, parameters[0]) is infinite
 
 
 def launches_of_step(hidden, micro_batches, strategy, ranks=1):

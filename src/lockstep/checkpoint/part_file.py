@@ -26,6 +26,7 @@ import torch
 
 from lockstep.checkpoint.json_state import Tree, decode, encode
 from lockstep.checkpoint.layout import Box, coverage_error
+from lockstep.checkpoint.page_locked import copy_to_host, lock_pages
 from lockstep.checkpoint.tensors import TensorEntry
 from lockstep.checkpoint.whole_save import FlatTree
 from lockstep.collectives import TensorShard
@@ -183,9 +184,7 @@ class _Copies:
             self.sources.append(source)
 
     def make(self) -> None:
-        if self.sources:
-            with torch.no_grad():
-                torch._foreach_copy_(self._places, self.sources)
+        copy_to_host(self._places, self.sources)
 
     def versions(self) -> list[int]:
         """How often each source was changed, where that is counted."""
@@ -201,6 +200,7 @@ class _Slot:
         self._length = 0
         self._used = 0  # bytes of it
         self._text = 0  # bytes for the text, with room to grow
+        self._pages: torch.Tensor | None = None  # the memory, where GPUs copy to it
         self._shapes: list[tuple[torch.dtype, torch.Size]] = []  # of the tensors that it has places for
         self._places: list[torch.Tensor] = []
 
@@ -210,6 +210,9 @@ class _Slot:
         if len(text) > self._text or shapes != self._shapes:
             self._lay_out(len(text), shapes)
         assert self._memory is not None
+        if self._pages is None and any(tensor.is_cuda for tensor in tensors):
+            self._pages = torch.frombuffer(self._memory, dtype=torch.uint8)
+            lock_pages(self._pages)
         _STEP.pack_into(self._memory, 0, _NONE)
         self._memory[_HEADER.size : _HEADER.size + len(text)] = text
         _HEADER.pack_into(self._memory, 0, _NONE, self._text, len(text), zlib.crc32(text))
@@ -233,7 +236,7 @@ class _Slot:
 
     def close(self) -> None:
         """The file stays as it is."""
-        self._places, self._shapes = [], []
+        self._places, self._shapes, self._pages = [], [], None
         if self._memory is not None:
             self._memory.close()
             self._memory = None

@@ -15,6 +15,7 @@ from lockstep.checkpoint.json_state import Tree, decode, encode
 from lockstep.checkpoint.layout import Box, Extent, File
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorRecord
 from lockstep.checkpoint.model_files import Replacement
+from lockstep.checkpoint.page_locked import copy_to_host, lock_pages
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.safetensors_file import FileTensor
 from lockstep.collectives import StoredTensor, TensorShard, in_memory
@@ -112,12 +113,13 @@ def _check_dense(value: torch.Tensor, path: str) -> None:
 class CpuStager:
     """Takes private copies of tensors in one block of the CPU's memory.
 
-    Pinned memory, for tensors on GPUs, is kept for the next time, since to pin it takes longer than to copy.
+    Page-locked memory, for tensors on GPUs, is kept for the next time, since to lock it takes longer than to copy.
     """
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._length = 0
+        self._stays = False  # whether the block is for tensors on GPUs
 
     def copy(self, file: File, tensors: Sequence[torch.Tensor]) -> None:
         """Make `content` the bytes of ``file``; the tensors may change once this returns.
@@ -125,15 +127,16 @@ class CpuStager:
         Tensors of all devices are copied at once, with one wait at the end.
         """
         sources = [tensors[placed.tensor] for placed in file.tensors]
-        cuda = [device for device in {source.device for source in sources} if device.type == "cuda"]
-        if self._block.numel() < file.length or (cuda and not self._block.is_pinned()):
-            self._block = torch.empty(file.length, dtype=torch.uint8, device="cpu", pin_memory=bool(cuda))
+        on_gpu = any(source.is_cuda for source in sources)
+        if self._block.numel() < file.length or (on_gpu and not self._stays):
+            self._block = torch.empty(file.length, dtype=torch.uint8, device="cpu")
+            self._stays = on_gpu
+            if on_gpu:
+                lock_pages(self._block)
         self._length = file.length
-        for placed, source in zip(file.tensors, sources, strict=True):
-            place = self._block[placed.offset : placed.offset + placed.length]
-            place.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
-        for device in cuda:
-            torch.cuda.current_stream(device).synchronize()
+        blocks = [self._block[placed.offset : placed.offset + placed.length] for placed in file.tensors]
+        places = [b.view(source.dtype).view(source.shape) for b, source in zip(blocks, sources, strict=True)]
+        copy_to_host(places, sources)
 
     @property
     def content(self) -> memoryview:
@@ -143,7 +146,7 @@ class CpuStager:
     def free(self) -> None:
         """What was copied is not needed any more, and nobody has `content`; its memory is given back."""
         self._length = 0
-        if not self._block.is_pinned():
+        if not self._stays:
             self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 

@@ -383,6 +383,8 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
         store = PrefixStore(f"lockstep/{next(_group_numbers)}", root_store)
         if world.nodes > 1:
             _lead_gloo_to_other_nodes(world, store)
+        if not over_cpu:
+            refuse_shared_gpus(world, str(torch.cuda.get_device_properties(device).uuid), store)
         dist.init_process_group(
             backend,
             store=store,
@@ -394,6 +396,8 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
         control = dist.new_group(backend="gloo", timeout=timeout)
         nodes = [0] * world.size
         dist.all_gather_object(nodes, world.node_rank, group=control)
+    except WorldError:
+        raise
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {world.rank} of {world.size} could not meet the others at {world.address}:{world.port} "
@@ -403,6 +407,26 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
     if kept is not None:
         kept.world, kept.of = group, wanted
     return group
+
+
+def refuse_shared_gpus(world: World, own: str, store: Store) -> None:
+    """Check that no two ranks use one GPU, or one part of a divided one; ``own`` is the id of this rank's. Collective.
+
+    NCCL would say only that it was used in a wrong way; from 2.30 on it can be told that this is meant.
+
+    Raises:
+        WorldError: if two do.
+    """
+    store.set(f"gpu/{world.rank}", own)
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return
+    ids = [each.decode() for each in store.multi_get([f"gpu/{rank}" for rank in range(world.size)])]
+    ranks = [rank for rank, each in enumerate(ids) if each == own]
+    if len(ranks) > 1:
+        raise WorldError(
+            f"ranks {', '.join(map(str, ranks))} use the same GPU, {own}: start one rank for each GPU that a process "
+            "sees (of a GPU divided by MIG it sees one part), or share it, slowly, with --rehearse"
+        )
 
 
 def _cause(said: str) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from lockstep.cpu_affinity import allotted_cpus
 from lockstep.errors import SettingError
 from lockstep.memory_use import text_of
+
+T = TypeVar("T")
 
 # One of them is there where NVIDIA's driver is: on Linux, in WSL, and on Jetson boards.
 _DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu", "/dev/nvgpu")
@@ -32,7 +34,9 @@ class Machine:
         except AttributeError:  # not on macOS
             affinity = os.cpu_count() or 1
         cpus = allotted_cpus(env, affinity=affinity, cpu_max=_cpu_quota())
-        return cls(gpus=visible(env.get("CUDA_VISIBLE_DEVICES"), _driver_gpus()), cpus=cpus)
+        present, divided = _driver_gpus()
+        gpus = visible(env.get("CUDA_VISIBLE_DEVICES"), present)
+        return cls(gpus=min(gpus, 1) if divided else gpus, cpus=cpus)
 
 
 def visible(allowed: str | None, present: int) -> int:
@@ -41,33 +45,79 @@ def visible(allowed: str | None, present: int) -> int:
     As CUDA reads it: the list ends at the first entry that names no GPU. Entries that are no numbers (such as
     ``GPU-5ebe9f43`` or ``MIG-...``) are counted unseen.
     """
+    return len(_entries(allowed, present))
+
+
+def _entries(allowed: str | None, present: int) -> list[str]:
+    """The names of the GPUs, in the order in which CUDA numbers them."""
     if allowed is None or not present:
-        return present
-    count = 0
+        return list(map(str, range(present)))
+    names = []
     for entry in map(str.strip, allowed.split(",")):
         if not entry or (entry.lstrip("-").isdigit() and not 0 <= int(entry) < present):
             break
-        count += 1
-    return count
+        names.append(entry)
+    return names
 
 
-def _driver_gpus() -> int:
-    """GPUs that NVIDIA's driver lets this process use; 0 without one."""
+def _driver_gpus() -> tuple[int, bool]:
+    """GPUs that NVIDIA's driver lets this process use, 0 without one; and whether some are divided into parts (MIG).
+
+    The driver counts whole GPUs, while CUDA shows a process one part of one of them.
+    """
+
+    def present(nvml: Any) -> tuple[int, bool]:
+        count = int(nvml.nvmlDeviceGetCount())
+        return count, any(_is_divided(nvml, nvml.nvmlDeviceGetHandleByIndex(number)) for number in range(count))
+
+    return _ask_driver(present, (0, False))
+
+
+def cpus_beside_gpus(allowed: str | None, cpus: int) -> list[frozenset[int]]:
+    """For each GPU that a process with this ``CUDA_VISIBLE_DEVICES`` sees, the CPUs of its socket; empty if unknown.
+
+    Args:
+        allowed: the variable; None: it is not set.
+        cpus: a number above that of every CPU of this machine.
+    """
+
+    def beside(nvml: Any) -> list[frozenset[int]]:
+        entries = _entries(allowed, int(nvml.nvmlDeviceGetCount()))
+        return [_cpus_beside(nvml, entry, cpus) for entry in entries]
+
+    return _ask_driver(beside, [])
+
+
+def _ask_driver(ask: Callable[[Any], T], otherwise: T) -> T:
+    """What NVIDIA's management library is asked for; ``otherwise`` without a driver, or where it refuses."""
     if not any(map(os.path.exists, _DRIVER)):
-        return 0
+        return otherwise
     # Late: it takes tens of milliseconds, and only machines with a GPU need it.
     import pynvml
 
     try:
         pynvml.nvmlInit()
+        try:
+            return ask(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
     except pynvml.NVMLError:
-        return 0
+        return otherwise
+
+
+def _is_divided(nvml: Any, handle: Any) -> bool:
     try:
-        return int(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError:
-        return 0
-    finally:
-        pynvml.nvmlShutdown()
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0])
+    except nvml.NVMLError:  # a GPU that cannot be
+        return False
+
+
+def _cpus_beside(nvml: Any, name: str, cpus: int) -> frozenset[int]:
+    by_number = name.isdigit()
+    handle = nvml.nvmlDeviceGetHandleByIndex(int(name)) if by_number else nvml.nvmlDeviceGetHandleByUUID(name)
+    words = nvml.nvmlDeviceGetCpuAffinity(handle, -(-cpus // 64))
+    mask = sum(int(word) << (64 * place) for place, word in enumerate(words))
+    return frozenset(cpu for cpu in range(cpus) if mask >> cpu & 1)
 
 
 def holder_of(port: int) -> tuple[int, str] | None:

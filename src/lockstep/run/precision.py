@@ -26,6 +26,8 @@ class Precision:
         self._scaler: Final = torch.amp.GradScaler(device.type, enabled=name == "fp16")
         #: whether losses are scaled, and steps with gradients that are not finite skipped
         self.scales: Final = self._scaler.is_enabled()
+        self._found: Final[dict[int, torch.Tensor]] = {}  # of optimizers, by id: whether they skip this step
+        self._skipped = False  # whether one has
         self.scale(torch.ones((), device=device))  # torch makes the scale for the first loss, which not all ranks see
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -68,11 +70,15 @@ class Precision:
         agreed = on_any_rank(found)
         for device in noted or (agreed.device,):
             noted[device] = agreed.to(device)
+        self._found[id(optimizer)] = agreed
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step ``optimizer`` after `unscale`, unless its gradients are not finite in fp16."""
-        if self.scales:
-            self._scaler.step(optimizer)
+        """Step ``optimizer`` after `unscale`, unless its gradients are not finite in fp16.
+
+        In fp16 the host waits once for a GPU. By torch's scaler it would do so, and twice more for `update_scale`.
+        """
+        if self.scales and bool(self._found.pop(id(optimizer))):
+            self._skipped = True
         else:
             optimizer.step()
 
@@ -85,9 +91,9 @@ class Precision:
         """Adapt the loss scale, once after all optimizers' steps. Whether these were really made, and not skipped."""
         if not self.scales:
             return True
-        before = self._scaler.get_scale()
         self._scaler.update()
-        return self._scaler.get_scale() >= before
+        skipped, self._skipped = self._skipped, False
+        return not skipped
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale; empty without one."""

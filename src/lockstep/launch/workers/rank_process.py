@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.cpu_affinity import own_cpus
+from lockstep.cpu_affinity import by_core, own_cpus
 from lockstep.error_advice import add_advice
 from lockstep.errors import LaunchError, PlanError, SettingError
 from lockstep.faults import FaultPlan
@@ -38,6 +38,7 @@ from lockstep.formatting import size
 from lockstep.heartbeat import HeartbeatSender, LostPeers, open_channel, progress_marker, register_stacks
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
 from lockstep.launch.diagnosis.error_record import Failure, caught_before, strip_own_frames, user_frame
+from lockstep.launch.host import cpus_beside_gpus
 from lockstep.launch.program_sources import mentions_lockstep
 from lockstep.launch.request import Executable, Function, Module, Program, Script
 from lockstep.launch.workers.nested_ranks import refuse_nested_ranks
@@ -93,7 +94,9 @@ def become_rank(env: Mapping[str, str], log: str, parent: int, program: Program,
     os.environ.clear()
     os.environ.update(env)
     if env.get(BIND) == "1" and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, own_cpus(os.sched_getaffinity(0), env))
+        cpus = by_core(os.sched_getaffinity(0))
+        beside = cpus_beside_gpus(env.get("CUDA_VISIBLE_DEVICES"), max(cpus) + 1)
+        os.sched_setaffinity(0, own_cpus(cpus, env, beside))
     name_process(f"rank {env['RANK']}")
     if terminal:
         _attach_to(terminal)
