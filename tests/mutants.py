@@ -99,15 +99,15 @@ MUTANTS = [
     ),
     mutant(
         "collectives/all_reduce.py",
-        "return pieces[plan.received_places[0]]",
-        "return received.view(len(plan.all_nodes), -1)[0]",
+        "return [pieces[place] for place in plan.folded.values()]",
+        "return pieces[: len(plan.folded)]",
         "tests/collectives",
         WORLDS,
     ),
     mutant(
         "collectives/reduction_plan.py",
-        "size == 2 and all(len(nodes) == 1",
-        "size > 1 and all(len(nodes) == 1",
+        "len(nodes_by_rank) == 2 and all(len(nodes) == 1",
+        "len(nodes_by_rank) > 1 and all(len(nodes) == 1",
         "tests/collectives",
     ),
     mutant(
@@ -402,7 +402,7 @@ MUTANTS = [
         "tests/run",
         BUFFERS,
     ),
-    mutant("run/precision.py", "return self._scaler.get_scale() >= before", "return True", HAND),
+    mutant("run/precision.py", "return not skipped", "return True", HAND),
     mutant(
         "run/train_step.py",
         "nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)",

@@ -107,7 +107,10 @@ def test_of_two_slots_one_is_always_whole(tmp_path):
         assert tree["n"] == grown
     real = torch._foreach_copy_
     try:
-        torch._foreach_copy_ = lambda places, sources: (real(places, sources), [one.add_(1) for one in sources])
+        torch._foreach_copy_ = lambda places, sources, **how: (
+            real(places, sources, **how),
+            [one.add_(1) for one in sources],
+        )
         writer.begin(9, {}, FlatTree.of({"small": small, "large": large, "n": grown}))
         writer.finish()
     finally:

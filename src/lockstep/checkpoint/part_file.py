@@ -26,7 +26,7 @@ import torch
 
 from lockstep.checkpoint.json_state import Tree, decode, encode
 from lockstep.checkpoint.layout import Box, coverage_error
-from lockstep.checkpoint.page_locked import copy_to_host, lock_pages
+from lockstep.checkpoint.pinned_memory import copy_to_host, lock_pages
 from lockstep.checkpoint.tensors import TensorEntry
 from lockstep.checkpoint.whole_save import FlatTree
 from lockstep.collectives import TensorShard

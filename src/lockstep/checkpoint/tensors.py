@@ -15,7 +15,7 @@ from lockstep.checkpoint.json_state import Tree, decode, encode
 from lockstep.checkpoint.layout import Box, Extent, File
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorRecord
 from lockstep.checkpoint.model_files import Replacement
-from lockstep.checkpoint.page_locked import copy_to_host, lock_pages
+from lockstep.checkpoint.pinned_memory import copy_to_host, lock_pages
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.safetensors_file import FileTensor
 from lockstep.collectives import StoredTensor, TensorShard, in_memory

@@ -11,6 +11,7 @@ from types import CodeType
 from typing import Final, Self
 
 from lockstep.data import Data
+from lockstep.errors import UsageError
 from lockstep.heartbeat import is_users
 
 _FOR: Final = dis.opmap["GET_ITER"]
@@ -81,6 +82,42 @@ class MicroBatches(Iterator[Data]):
     def close(self) -> None:
         """End the pass here, as leaving a loop over it by ``break`` does."""
         self._batches.close()
+
+
+class RankCounts:
+    """What is refused and said where a script counts the micro-batches of one rank; of one run.
+
+    Args:
+        say: tells the user.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say: Final = say
+        self._is_said = False
+
+    def say(self, of: int) -> None:
+        """The script asks for their number; a step has ``of`` on all ranks."""
+        if of > 1 and not self._is_said:
+            self._is_said = True
+            self._say(
+                f"len(run.train(...)) is the number of micro-batches of this rank, for a progress bar: a step has {of} "
+                "of them on all ranks together. A schedule counts steps: len(batches) is the number of an epoch, where "
+                "batches is what run.loader(...) returned"
+            )
+
+    def refuse(self, of: int) -> None:
+        """The script takes the first n of them by `itertools.islice`; a step has ``of`` on all ranks.
+
+        Raises:
+            UsageError: if a step has several.
+        """
+        if of > 1:
+            raise UsageError(
+                "itertools.islice(run.train(...), n), or zip(range(n), run.train(...)), counts micro-batches of this "
+                f"rank: one rank has {of} in a step, and several have fewer, so the steps would depend on the number "
+                "of ranks. Count steps: `for _ in run.steps(n):` around the loop, or `if run.step(loss) and "
+                "run.progress.step == n: break` in it"
+            )
 
 
 def _counts(holder: object) -> bool:

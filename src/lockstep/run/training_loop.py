@@ -15,7 +15,7 @@ from lockstep.errors import CheckpointError, LockstepError, UsageError
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.left_out_samples import LeftOutSamples
 from lockstep.run.loaders import Loaders, refuse_uneven
-from lockstep.run.micro_batches import MicroBatches
+from lockstep.run.micro_batches import MicroBatches, RankCounts
 from lockstep.run.parameter_sets import Optimizers
 from lockstep.run.passes import OuterLoop
 from lockstep.run.reachable import changed, look, script_roots
@@ -56,7 +56,7 @@ class TrainingLoop:
         self._data: Final = StepData(context, loaders, end_of_step)
         self._left_out: Final = LeftOutSamples()
         self._generator: weakref.ref[Generator[Data]] | None = None  # of the pass that the script is in
-        self._share_is_said = False
+        self._counts: Final = RankCounts(context.reporter.say)
 
     # ---- the outer loop ------------------------------------------------------------------------------------------
 
@@ -164,36 +164,13 @@ class TrainingLoop:
         return MicroBatches(
             generator,
             lambda: self._length(data_loaders, begins, steps),
-            lambda: self._refuse_count(data_loaders),
-            lambda: self._say_share(data_loaders),
+            lambda: self._counts.refuse(self._most_of_a_step(data_loaders)),
+            lambda: self._counts.say(self._most_of_a_step(data_loaders)),
         )
 
     def _most_of_a_step(self, data_loaders: Sequence[TorchLoader]) -> int:
         """How many micro-batches a step has at most, on all ranks."""
         return max(self._loaders.find(each, "train").plan.micro_batches for each in data_loaders)
-
-    def _say_share(self, data_loaders: Sequence[TorchLoader]) -> None:
-        if (of := self._most_of_a_step(data_loaders)) > 1 and not self._share_is_said:
-            self._share_is_said = True
-            self._context.reporter.say(
-                f"len(run.train(...)) is the number of micro-batches of this rank, for a progress bar: a step has {of} "
-                "of them on all ranks together. A schedule counts steps: len(batches) is the number of an epoch, where "
-                "batches is what run.loader(...) returned"
-            )
-
-    def _refuse_count(self, data_loaders: Sequence[TorchLoader]) -> None:
-        """The script takes the first n micro-batches of this rank by `itertools.islice`, of which a step has several.
-
-        Raises:
-            UsageError: if so.
-        """
-        if (of := self._most_of_a_step(data_loaders)) > 1:
-            raise UsageError(
-                "itertools.islice(run.train(...), n), or zip(range(n), run.train(...)), counts micro-batches of this "
-                f"rank: one rank has {of} in a step, and several have fewer, so the steps would depend on the number "
-                "of ranks. Count steps: `for _ in run.steps(n):` around the loop, or `if run.step(loss) and "
-                "run.progress.step == n: break` in it"
-            )
 
     def _pass(
         self, data_loaders: Sequence[TorchLoader], site: str, this: Sequence[weakref.ref[Generator[Data]]]

@@ -58,4 +58,5 @@ def _own_address(listening: int) -> str:
 def main(argv: list[str]) -> NoReturn:
     """Serve a store: ``LISTENING PORT PARENT [QUESTIONS]``, the first and the last being descriptors of sockets."""
     listening, port, parent, *questions = map(int, argv)
+    os.chdir("/")  # the script's may go away, and without one MKL ends a process that loads torch
     serve_store(listening, port, parent, socket.socket(fileno=questions[0]) if questions else None)
