@@ -201,7 +201,7 @@ def trained(name: str) -> str:
 
 @pytest.mark.parametrize("name", [name for name in TRAININGS if "offload" not in name])
 def test_the_same_bits_twice_and_on_any_number_of_ranks(name: str):
-    found = {"again": run_ranks(trained, 1, name)[0]}
+    found = {"again": run_ranks(trained, 1, name, timeout_s=200)[0]}
     found |= {str(world): run_ranks(trained, world, name, timeout_s=200)[0] for world in (1, 2, 3, 4)}
     assert len(set(found.values())) == 1, found
 

@@ -295,7 +295,7 @@ MOST = {
 
 
 def launches_of_steps(strategy, ranks):
-    sizes = [(hidden, micro_batches) for hidden in (3, 13) for micro_batches in (1, 4)]
+    sizes = (3, 1), (13, 4)
     return {size: launches_of_step(*size, strategy, ranks) for size in sizes}
 
 
