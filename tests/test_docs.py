@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import gpu_counts
 import gpu_tried
 from gpu_operations import PAGE as GPU_PAGE
 from gpu_operations import page_with, tables
@@ -204,6 +205,10 @@ def test_the_operations_of_gpus_are_those_of_this_torch():
     if f"torch {torch.__version__.partition('+')[0]} refuses" in page:
         assert page_with(tables()) == page
     assert page.count("| `torch.") > 40
+
+
+def test_the_page_of_gpus_says_what_a_step_launches():
+    assert "\n".join(gpu_counts.table()) in GPU_PAGE.read_text()
 
 
 def test_the_page_of_gpus_says_of_each_test_whether_it_was_tried():
