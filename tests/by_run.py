@@ -63,14 +63,14 @@ def train(training: Training, manner: Manner = Manner()) -> Trained:
         told: list[tuple[int, list[Any]]] = []
         rows: list[torch.Tensor] = []
         gathers = False
-        left, seen_after = False, None
+        left = False
+        seen: list[int] = []  # the step of the last look; of an object a replay puts nothing back
 
         def see() -> None:
             """What a step has left; one in which an optimizer has no loss is made where its last body ends."""
-            nonlocal seen_after
-            if seen_after is not None and run.progress.step > seen_after:
+            if seen and run.progress.step > seen[0]:
                 trained.trail.append(look(own, optimizers))
-            seen_after = run.progress.step
+            seen[:] = [run.progress.step]
 
         def evaluate() -> None:
             mine = []
@@ -124,7 +124,7 @@ def train(training: Training, manner: Manner = Manner()) -> Trained:
                 if left and _leaves(run, manner):
                     break
             see()
-            seen_after = None  # a resume may stand further on
+            seen.clear()  # a resume may stand further on
             if left and manner.leave == "break":
                 break
             if held_out is not None and training.evaluates == "epochs":

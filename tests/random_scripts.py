@@ -172,6 +172,8 @@ def possible(recipe: Recipe) -> Recipe:
         told["scheduled"] = "run"
     if recipe.samples_are == "resized by epoch" and recipe.body == "linear":
         told["samples_are"] = "set by epoch"
+    if recipe.hidden == "step counter" and recipe.pause is not None and recipe.pause.how != "kill":
+        told["hidden"] = None  # the next step of a run that leaves is never made, so nothing proves its resume
     if recipe.hidden in HIDDEN:
         told |= {"checks": None, "samples_are": "stored"}
     if recipe.critic and sparse:
