@@ -235,7 +235,7 @@ class TrainingLoop:
             if means := self._metrics.reduce_pass(self._context.group):
                 self._position.set_metrics(means, keep_after=self._passes.began_at(self._position.progress.step))
                 self._end_of_step.save_if_best()
-            self._end_of_step.say_warnings()
+            self._context.warnings.say_all()
         else:
             self._leave_before_end()
 
@@ -323,8 +323,7 @@ class TrainingLoop:
             self._metrics.begin_pass()
         # A checkpoint or the script may have filled buffers since, such as with what was trained elsewhere.
         self._context.strategy.resync()
-        if changed := self._context.kernels.pin():
-            self._context.reporter.say(f"{changed} was put back: kernels would give other bits each time")
+        self._train_step.say_put_back(self._context.kernels.pin())
         self._train_step.new_pass()
         self._state.look_for_schedulers(sys._getframe())  # that the script has made since
         self._state.require_kept(sys._getframe())
@@ -440,6 +439,7 @@ class TrainingLoop:
             self._script_sums.forget()
             self._state.beside.forget()
             self._end_of_step.point.note()
+            self._end_of_step.note_modules()
             self._position.seed_script()
 
     # ---- its length ----------------------------------------------------------------------------------------------
