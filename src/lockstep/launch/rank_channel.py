@@ -14,12 +14,12 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final, Self
 
 from lockstep.errors import SettingError
-from lockstep.heartbeat_message import Heartbeat
+from lockstep.heartbeat_message import Heartbeat, note_from_text
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.emergency_memory import SHARED_MEMORY
 from lockstep.launch_contract import LOST_ADDRESSES, PRIVATE, RANK_FILES, STOP_REASON
@@ -33,7 +33,9 @@ _SOCKET_PATH_BYTES, _BELOW_BYTES = 107, 55
 class RankChannel:
     """A private directory of this launcher, for the ranks of this node, one generation after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say: Final = say  # tells the user
+        self._said: set[str] = set()  # notes of ranks
         self._home: Final = _new_home()
         self._socket: Final = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(self.address)
@@ -70,7 +72,10 @@ class RankChannel:
                 new.rename(self._home / LOST_ADDRESSES)
 
     def receive(self) -> tuple[list[Heartbeat], list[Failure]]:
-        """The heartbeats that have come since the last call, and why ranks said that they fail. Does not wait."""
+        """The heartbeats that have come since the last call, and why ranks said that they fail. Does not wait.
+
+        Notes of ranks are said, each once.
+        """
         beats: list[Heartbeat] = []
         failures: list[Failure] = []
         while True:
@@ -83,6 +88,11 @@ class RankChannel:
             # A process that may write to the socket may write what it wants.
             if (failure := Failure.from_message(text)) is not None:
                 failures.append(failure)
+                continue
+            if note := note_from_text(text):
+                if note not in self._said:
+                    self._said.add(note)
+                    self._say(note)
                 continue
             with contextlib.suppress(ValueError):
                 beats.append(Heartbeat.from_text(text))
