@@ -21,7 +21,7 @@ from typing import Final, Self
 from lockstep.errors import SettingError
 from lockstep.heartbeat_message import Heartbeat, note_from_text
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.emergency_memory import SHARED_MEMORY
+from lockstep.launch.owned_directory import SHARED_MEMORY, new_owned_directory, remove_left, remove_owned_directory
 from lockstep.launch_contract import LOST_ADDRESSES, PRIVATE, RANK_FILES, STOP_REASON
 
 _MESSAGE_BYTES = 1 << 16
@@ -36,7 +36,7 @@ class RankChannel:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say: Final = say  # tells the user
         self._said: set[str] = set()  # notes of ranks
-        self._home: Final = _new_home()
+        self._home, self._owner = _new_home()
         self._socket: Final = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(self.address)
         self._socket.setblocking(False)
@@ -98,9 +98,9 @@ class RankChannel:
                 beats.append(Heartbeat.from_text(text))
 
     def close(self) -> None:
-        """Stop listening and remove the directory."""
+        """Stop listening and remove the directory, with what the ranks have left."""
         self._socket.close()
-        shutil.rmtree(self._home, ignore_errors=True)
+        remove_owned_directory(self._home, self._owner)
 
     def __enter__(self) -> Self:
         return self
@@ -109,8 +109,10 @@ class RankChannel:
         self.close()
 
 
-def _new_home() -> Path:
-    """A new private directory: for temporary files, or in memory where their directory cannot be used.
+def _new_home() -> tuple[Path, int]:
+    """A new private directory, and its lock: for temporary files, or in memory where their directory cannot be used.
+
+    What launchers that were killed have left there is removed.
 
     Raises:
         SettingError: if there is none, with what to do.
@@ -120,12 +122,13 @@ def _new_home() -> Path:
         roots.insert(0, Path(tempfile.gettempdir()))
     except FileNotFoundError as error:
         why = str(error)
+    remove_left({SHARED_MEMORY, *roots})
     for root in roots:
         # Not the run directory, whose path is often longer.
         if len(os.fsencode(root)) > _SOCKET_PATH_BYTES - _BELOW_BYTES:
             continue
         try:
-            return Path(tempfile.mkdtemp(prefix=PRIVATE, dir=root))
+            return new_owned_directory(root, PRIVATE)
         except OSError as error:
             why = f"{root}: {error.strerror}"
     raise SettingError(f"no directory for temporary files can be used ({why}); set TMPDIR to one, such as TMPDIR=/tmp")

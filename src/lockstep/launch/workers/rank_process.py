@@ -40,6 +40,7 @@ from lockstep.heartbeat import HeartbeatSender, LostPeers, open_channel, progres
 from lockstep.heartbeat_message import note_to_text
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
 from lockstep.launch.diagnosis.error_record import Failure, caught_before, strip_own_frames, user_frame
+from lockstep.launch.owned_directory import note_process
 from lockstep.launch.program_sources import mentions_lockstep
 from lockstep.launch.request import Executable, Function, Module, Program, Script
 from lockstep.launch.workers.log_stream import LogStream
@@ -382,6 +383,7 @@ def _keep_temporary_files(env: Mapping[str, str]) -> None:
         with contextlib.suppress(OSError):
             home = tempfile.mkdtemp(prefix=RANK_FILES, dir=Path(env[CHANNEL]).parent)
             multiprocessing.current_process()._config["tempdir"] = home  # type: ignore[attr-defined]
+        note_process(Path(env[CHANNEL]).parent)
 
 
 def _seed_start() -> None:
