@@ -458,21 +458,21 @@ class TrainingLoop:
             if steps is None:
                 lengths.append(self._loaders.training_length(loader, order, first_step))
             else:
-                lengths.append(self._length_of_steps(loader, order, first_step, steps))
+                lengths.append(_length_of_steps(self._loaders, loader, order, first_step, steps))
         return None if None in lengths else min(length for length in lengths if length is not None)
 
-    def _length_of_steps(self, loader: MicroBatchLoader, order: int, first_step: int, steps: int) -> int | None:
-        per_epoch, length = loader.steps_per_epoch, 0
-        if not per_epoch:
-            return None
-        while steps > 0:
-            last = min(per_epoch, first_step + steps)
-            from_first, from_last = (
-                self._loaders.training_length(loader, order, step) or 0 for step in (first_step, last)
-            )
-            length, steps = length + from_first - from_last, steps - (last - first_step)
-            order, first_step = order + 1, 0
-        return length
+
+def _length_of_steps(loaders: Loaders, loader: MicroBatchLoader, order: int, first_step: int, steps: int) -> int | None:
+    """How many micro-batches of this rank so many ``steps`` have, from ``first_step`` of the pass ``order`` on."""
+    per_epoch, length = loader.steps_per_epoch, 0
+    if not per_epoch:
+        return None
+    while steps > 0:
+        last = min(per_epoch, first_step + steps)
+        from_first, from_last = (loaders.training_length(loader, order, step) or 0 for step in (first_step, last))
+        length, steps = length + from_first - from_last, steps - (last - first_step)
+        order, first_step = order + 1, 0
+    return length
 
 
 _OUTER: Final = {
