@@ -23,6 +23,7 @@ class RankWarnings:
         self._say: Final = say
         self._protect_newest: Final = protect
         self._waiting: list[tuple[str, bool]] = []  # of this rank, for the leader to say
+        self._said: set[str] = set()  # on the leader, of what it has found itself, and others find, too
         self._protects = False
 
     def add(self, text: str) -> None:
@@ -30,7 +31,7 @@ class RankWarnings:
         self._add(text, spoils=False)
 
     def add_spoilt(self, text: str) -> None:
-        """This rank has found ``text``, which names it: checkpoints from now on are not better than those before."""
+        """This rank has found ``text``, which is said once: checkpoints from now on are no better than those before."""
         self._protect()
         self._add(text, spoils=True)
 
@@ -44,10 +45,15 @@ class RankWarnings:
         for (text, spoils), ranks in by_text.items():
             if spoils:
                 self._protect()  # on the leader, too, which removes older ones; no save came in between
-            self._say(text if spoils else f"{format_ranks(ranks)}: {text}")
+            if not spoils:
+                self._say(f"{format_ranks(ranks)}: {text}")
+            elif text not in self._said:
+                self._said.add(text)
+                self._say(text)
 
     def _add(self, text: str, *, spoils: bool) -> None:
         if self._group.leads:
+            self._said.add(text)
             self._say(text)
         else:
             self._waiting.append((text, spoils))
