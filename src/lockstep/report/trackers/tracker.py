@@ -41,6 +41,7 @@ class TrackerContext:
     directory: Path  #: of the run; may have to be made
     settings: Mapping[str, Any]  #: of the run, plain values
     step: int  #: steps done: 0 for a run that begins
+    goes_on: bool = False  #: one that was open in this process could not write, and this one writes what follows
     run_id: str = ""  #: under which an earlier life of the run is known to the tracker; "": there was none
 
 
