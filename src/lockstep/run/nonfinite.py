@@ -86,7 +86,7 @@ class NonFiniteChecks:
         # The sum of numbers one of which is not finite is not finite, and takes one pass over them. Where the sum is
         # too large for its type, the numbers themselves are asked.
         held = [values for p in parameters if (values := has_gradient(p)) is not None]
-        # This rank is not named: it holds this part of the sum, and any rank's micro-batch may have brought what is odd.
+        # This rank holds this part of the sum and is not named: any rank's micro-batch may have brought what is odd.
         where = f"at step {step + 1}, in the sum over the micro-batches of all ranks, any of which may have brought it"
         if held and not held[0].is_cpu:
             for largest in _largest(held):
