@@ -105,6 +105,43 @@ def of_ranks(*calls):
     return on_world(2, [(partial(trained, *args, **settings),) for *args, settings in calls])
 
 
+class Sets(torch.utils.data.Dataset):
+    """Sets threads whenever a sample is read, on the rank ``odd``, as where a library is used there."""
+
+    def __init__(self, is_odd):
+        self.is_odd = is_odd
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        if self.is_odd:
+            torch.set_num_threads(3)
+        return X[index]
+
+
+def reads(odd):
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), Run() as run:
+            module = Net()
+            model = run.model(module)
+            run.optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+            batches = run.loader(Sets(run.rank == odd), workers=0, **SIZES)
+            for _ in run.epochs(2):
+                for batch in run.train(batches):
+                    run.step(model(batch).square().mean())
+            return torch.get_num_threads(), run.progress.step, state_hash(module.state_dict()), said.getvalue()
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_threads_that_change_while_samples_are_read_are_put_back_before_each_body_and_told_once():
+    plain, odd = on_world(2, [(reads, None), (reads, 1)])
+    assert [rank[1:3] for rank in odd] == [rank[1:3] for rank in plain]
+    assert odd[0][3].count("rank 1: torch.set_num_threads(3) was put back: kernels would give other bits") == 1
+
+
 def test_threads_that_change_between_two_passes_are_put_back_and_told():
     plain, odd, every = of_ranks(
         (threads, "between", {"step": 0}),

@@ -23,11 +23,11 @@ class RankWarnings:
         self._say: Final = say
         self._protect_newest: Final = protect
         self._waiting: list[tuple[str, bool]] = []  # of this rank, for the leader to say
-        self._said: set[str] = set()  # on the leader, of what it has found itself, and others find, too
+        self._found: set[str] = set()  # here, each said once
         self._protects = False
 
     def add(self, text: str) -> None:
-        """This rank has found ``text``, which other ranks may find, too."""
+        """This rank has found ``text``, which other ranks may find, too; said once of each."""
         self._add(text, spoils=False)
 
     def add_spoilt(self, text: str) -> None:
@@ -43,17 +43,19 @@ class RankWarnings:
             for each in found:
                 by_text.setdefault(each, []).append(rank)
         for (text, spoils), ranks in by_text.items():
-            if spoils:
-                self._protect()  # on the leader, too, which removes older ones; no save came in between
             if not spoils:
                 self._say(f"{format_ranks(ranks)}: {text}")
-            elif text not in self._said:
-                self._said.add(text)
+                continue
+            self._protect()  # on the leader, too, which removes older ones; no save came in between
+            if text not in self._found:
+                self._found.add(text)
                 self._say(text)
 
     def _add(self, text: str, *, spoils: bool) -> None:
+        if text in self._found:
+            return
+        self._found.add(text)
         if self._group.leads:
-            self._said.add(text)
             self._say(text)
         else:
             self._waiting.append((text, spoils))
