@@ -23,6 +23,7 @@ class LogsValues(Protocol):
 class Tracker(Protocol):
     """Takes the rows of a record; all calls come from one thread."""
 
+    run_id: str  #: under which it will know the run again; "": it does without
     replays: bool  #: whether it wants every row of the record at each opening, and not only those that it has not had
 
     def write(self, row: Row) -> None:

@@ -170,8 +170,9 @@ class TrackerThread:
                 pause_s = min(2 * pause_s, _AGAIN_S[1])
 
     def _open(self, opened: Callable[[TrackerContext], Any], *, goes_on: bool) -> Tracker:
-        known = self._known() if self._tracker_id is None else {"run_id": self._tracker_id, "rows": self._had}
-        tracker: Tracker = opened(replace(self._context, run_id=known["run_id"], goes_on=goes_on))
+        known = self._known()
+        run_id: str = known["run_id"] if self._tracker_id is None else self._tracker_id
+        tracker: Tracker = opened(replace(self._context, run_id=run_id, goes_on=goes_on))
         if not goes_on:
             self._had = 0 if tracker.replays else known["rows"]
         self._tracker, self._tracker_id = tracker, tracker.run_id
