@@ -36,6 +36,36 @@ with lockstep.Run() as run:
     Path(sys.argv[1], f"rank-{run.rank}").write_text(told)
 """
 
+#: A rank is killed once nobody knows a name any more.
+NAMES_GO = """
+import json, os, signal, socket, sys, time
+from pathlib import Path
+import torch
+import lockstep
+
+here = Path(sys.argv[1])
+with lockstep.Run() as run:
+    model = run.model(torch.nn.Linear(2, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = run.loader(torch.ones(8, 2), global_batch=4, micro_batch=2, workers=0)
+    for epoch in run.epochs(3):
+        for batch in run.train(batches):
+            run.step(model(batch).square().mean())
+        if run.world.generation == 0 and epoch == 1:
+            (here / f"trained-{run.rank}").write_text("")
+            while not (here / "gone").exists():
+                time.sleep(0.05)
+            try:
+                socket.getaddrinfo("n1", 1)
+            except socket.gaierror:
+                (here / f"unknown-{run.rank}").write_text("")
+            run.barrier()
+            if run.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    told = json.dumps([run.progress.step, run.world.generation])
+    (here / f"rank-{run.rank}").write_text(told)
+"""
+
 NO_IPV6 = "sysctl -qw net.ipv6.conf.all.disable_ipv6=1 net.ipv6.conf.lo.disable_ipv6=1"
 
 
@@ -52,10 +82,10 @@ def start(machines, here, name, *words, **env):
         )
 
 
-def launch(machines, here, name, endpoint):
+def launch(machines, here, name, endpoint, *options, script="meet.py"):
     words = ("-m", "lockstep", "run", "--nproc-per-node", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint)
     conf = f"join_timeout={DEADLINE_S - 30}"
-    return start(machines, here, name, *words, "--rdzv-conf", conf, "--run-dir", "r", "meet.py", here)
+    return start(machines, here, name, *words, "--rdzv-conf", conf, "--run-dir", "r", *options, script, here)
 
 
 def met(here, started):
@@ -119,6 +149,24 @@ def test_ranks_of_another_launcher_do_so_too(here):
             for rank in range(2)
         ]
         assert met(here, started) == 2 * [[2, "eth0"]]
+
+
+def test_names_that_cannot_be_resolved_any_more_cost_no_restart(here):
+    (here / "names.py").write_text(NAMES_GO)
+    with hosts(2) as machines:
+        options = ("--max-restarts", 1)
+        started = [launch(machines, here, name, "n1:29400", *options, script="names.py") for name in ("n2", "n1")]
+
+        def has(name):
+            return all((here / f"{name}-{rank}").exists() for rank in range(2))
+
+        wait_until(lambda: has("trained"), (here / "n1.txt").read_text, deadline_s=DEADLINE_S)
+        for machine in machines.up.values():
+            machine.hosts_file.write_text("127.0.0.1 localhost\n")
+        (here / "gone").write_text("")
+        assert met(here, started) == 2 * [[6, 1]], "after one restart"
+        assert has("unknown"), "names were not resolved any more"
+        assert "cannot resolve" not in (here / "n1.txt").read_text()
 
 
 def test_a_host_that_takes_itself_for_the_endpoint_says_why(here):

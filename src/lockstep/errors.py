@@ -4,6 +4,7 @@
     ├── SettingError (ValueError)        a setting, option or argument that cannot be used
     ├── PlanError (ValueError)           batch sizes and ranks that do not fit each other
     ├── WorldError (RuntimeError)        the environment does not describe one world, or a rank cannot join it
+    │   └── RendezvousError              the ranks of a world do not reach each other
     ├── DataError (ValueError)           a data set that cannot be divided into samples
     ├── UsageError (RuntimeError)        the training loop calls `Run` in an order that would train wrongly
     ├── MismatchError (RuntimeError)     ranks differ where they must be equal
@@ -11,7 +12,8 @@
     ├── PeerLost (RuntimeError)          another rank died, left or does not answer
     ├── TrialStopped                     a search ends a trial early: not an error, but the way out of the objective
     ├── CheckpointError (RuntimeError)   nothing whole to load, or the state does not fit
-    │   └── DamagedCheckpoint            one checkpoint is not what was committed
+    │   ├── DamagedCheckpoint            one checkpoint is not what was committed
+    │   └── UnreadableCheckpoint         ... or the file system does not give what may be whole
     └── LaunchError (RuntimeError)       ranks could not be started
 
 Each message says what is wrong, with the values, and the way out. Each error is also the builtin named beside it,
@@ -33,6 +35,10 @@ class PlanError(LockstepError, ValueError):
 
 class WorldError(LockstepError, RuntimeError):
     """The environment does not describe one world, or this rank cannot join it."""
+
+
+class RendezvousError(WorldError):
+    """The ranks do not reach each other, such as while a name server is away: it may be otherwise a little later."""
 
 
 class DataError(LockstepError, ValueError):
@@ -65,6 +71,10 @@ class CheckpointError(LockstepError, RuntimeError):
 
 class DamagedCheckpoint(CheckpointError):
     """One checkpoint is not what was committed: a part is missing, cut short or changed."""
+
+
+class UnreadableCheckpoint(CheckpointError):
+    """The file system fails to give a checkpoint that may be whole: it may be otherwise a little later."""
 
 
 class LaunchError(LockstepError, RuntimeError):

@@ -1,7 +1,8 @@
-"""The heartbeat: what a rank sends to its launcher twice a second, as a value and as text."""
+"""The heartbeat: what a rank sends to its launcher twice a second, as a value and as text; and notes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 from typing import Self
@@ -13,6 +14,20 @@ from lockstep.memory_use import UNKNOWN, MemoryUse
 PHASES = (
     "script", "start", "data", "forward", "backward", "reduction", "update", "save", "evaluate", "input", "exit",
 )  # fmt: skip
+
+
+def note_to_text(note: str) -> str:
+    """What a rank sends for the user to be told ``note`` by the launcher, where its own log does not take it."""
+    return json.dumps({"note": note})
+
+
+def note_from_text(text: bytes) -> str:
+    """The note in ``text``; "" if it is none."""
+    with contextlib.suppress(ValueError):
+        values = json.loads(text)
+        if isinstance(values, dict) and isinstance(note := values.get("note"), str):
+            return note
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

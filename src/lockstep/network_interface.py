@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-from typing import Final
+from typing import Any, Final
 
 #: Variables that name the network interface of torch's CPU backends. Gloo takes its first address, IPv4 before IPv6.
 INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -28,7 +28,16 @@ def address_towards(host: str, port: int) -> str:
 
 def own_address(connected: socket.socket) -> str:
     """The address of this end of a socket; one that holds on one network only with its zone, ``fe80::1%eth0``."""
-    address, _, *rest = connected.getsockname()
+    return _with_zone(connected.getsockname())
+
+
+def far_address(connected: socket.socket) -> str:
+    """The address of the other end, in the same way."""
+    return _with_zone(connected.getpeername())
+
+
+def _with_zone(of_socket: tuple[Any, ...]) -> str:
+    address, _, *rest = of_socket
     return f"{address}%{socket.if_indextoname(rest[1])}" if rest and rest[1] else str(address)
 
 

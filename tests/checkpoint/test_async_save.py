@@ -1,5 +1,6 @@
 """Saving and loading real files on one rank."""
 
+import errno
 import gc
 import json
 import os
@@ -30,7 +31,7 @@ from lockstep.checkpoint.layout import lay_out
 from lockstep.checkpoint.lock import LOCK_FILE
 from lockstep.checkpoint.tensors import CpuStager, flatten
 from lockstep.collectives import in_memory, single_rank_group
-from lockstep.errors import CheckpointError, DamagedCheckpoint
+from lockstep.errors import CheckpointError, DamagedCheckpoint, UnreadableCheckpoint
 
 STATE = {
     "model": {"w": torch.arange(600.0).reshape(20, 30), "half": torch.ones(5).bfloat16(), "flag": torch.tensor(True)},
@@ -247,6 +248,38 @@ def test_a_damaged_newest_falls_back_to_the_one_before_loudly(tmp_path, name, da
     assert said[0].endswith("Falling back to the one before")
     assert saves.last_committed_step == 2
     assert newest.is_dir(), "it stays, for someone to look at"
+
+
+class Failing(LocalFileSystem):
+    """A device that does not give some files for a while."""
+
+    fails = ""
+
+    def reader(self, path):
+        file = super().reader(path)
+        if self.fails in str(path) and self.fails:
+            file.close()
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return file
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "part-00000.safetensors"])
+def test_what_cannot_be_read_now_is_not_damaged_and_nothing_older_is_taken(tmp_path, name):
+    newest, _ = save(tmp_path, 1, 2)
+    disk = Failing()
+    saves, said = checkpoints(tmp_path, disk=disk)
+    disk.fails = f"{newest.name}/{name}"
+    with pytest.raises(UnreadableCheckpoint, match=f"{name} cannot be read: Input/output error") as failed:
+        saves.newest()
+    assert "--fresh" not in str(failed.value)
+    assert said == []
+    disk.fails = ""
+    found = saves.newest()
+    assert (found.path, said) == (newest, [])
+    tree = saves.load(found)
+    disk.fails = "part"
+    with pytest.raises(UnreadableCheckpoint, match="cannot be read: Input/output error"):
+        in_memory(tree)
 
 
 @settings(max_examples=25)

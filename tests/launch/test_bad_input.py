@@ -98,7 +98,7 @@ def meet():
 def test_a_master_address_that_nobody_knows_is_refused_at_once():
     outcomes = run_each(meet, 2, env={"MASTER_ADDR": "nohost.invalid"}, timeout_s=DEADLINE_S)
     for outcome in outcomes:
-        assert type(outcome.error).__name__ == "WorldError"
+        assert type(outcome.error).__name__ == "RendezvousError"
         assert "cannot resolve 'nohost.invalid'" in str(outcome.error)
 
 

@@ -14,10 +14,14 @@ from lockstep.launch.rank_channel import RankChannel
 from lockstep.launch_contract import LOST_ADDRESSES, STOP_REASON
 
 
+def no_note(text):
+    raise AssertionError(f"no rank has anything to say: {text}")
+
+
 @contextlib.contextmanager
 def monitored(path, said, files, clock, **timeouts):
     """A monitor, and the address that its ranks send to."""
-    with RankChannel() as channel:
+    with RankChannel(no_note) as channel:
         yield _monitor(channel, path, said, files, clock, **timeouts), channel.address
 
 
@@ -89,7 +93,7 @@ def test_where_no_other_node_ends_a_hang_this_one_does(tmp_path):
 
 
 def test_a_new_generation_finds_nothing_of_the_one_before():
-    with RankChannel() as channel, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+    with RankChannel(no_note) as channel, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
         home = Path(channel.address).parent
         reason, lost = home / STOP_REASON, home / LOST_ADDRESSES
         for _ in range(2):

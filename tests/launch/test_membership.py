@@ -17,6 +17,10 @@ from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeReport, N
 
 TICK_S = 0.25
 LOST_PEER = Failure(0, "n", "PeerLost", "gone", "", 0, "", "", True, 0.0, 0)
+CANNOT_START = {
+    name: Failure(0, "n", f"lockstep.errors.{name}", "away", "", 0, "", "", False, 0.0, 0)
+    for name in ("RendezvousError", "UnreadableCheckpoint")
+}
 LEFT_WITH_3 = Failure(0, "n", "SystemExit", "3", "", 0, "", "", False, 0.0, 0)
 
 
@@ -334,6 +338,56 @@ def test_a_failure_is_listened_to_told_and_restarted_within_its_budget(code):
     assert "restarting all ranks as generation 2 (restart 2 of 2)" in pair.said
     assert pair.state.failures == 2
     assert pair.state.changes == 0
+
+
+def fails_to_start(job, kind, *, other=LOST_PEER):
+    """The ranks of the generation cannot start; returns after how long the next one begins, None if none does."""
+    job.until(job.running)
+    began_s = job.now_s
+    job.nodes[0].end(1, 0.0, by_us=False)
+    job.nodes[1].end(1, 0.0, by_us=False)
+    for node, failure in zip(job.nodes, (CANNOT_START[kind], other), strict=True):
+        node.endings = tuple(replace(ending, failure=failure) for ending in node.endings)
+    job.until(lambda: job.plan.phase == "over" or (job.plan.phase == "generation" and job.running()))
+    return None if job.plan.phase == "over" else job.now_s - began_s
+
+
+def has_trained(job):
+    """A generation makes a step, and fails by itself."""
+    job.until(job.running)
+    for node in job.nodes:
+        node.report = replace(node.report, step=3)
+    job.tick()
+    job.nodes[1].will = 1
+    job.until(lambda: job.plan.phase != "generation")
+
+
+@pytest.mark.parametrize("kind", CANNOT_START)
+def test_a_start_that_may_work_a_little_later_is_waited_for_and_costs_no_restart(kind):
+    pair = world(2, 2, max_restarts=1)
+    has_trained(pair)
+    assert pair.state.failures == 1
+    pauses = [fails_to_start(pair, kind) for _ in range(8)]
+    for number, pause_s in enumerate(pauses):
+        assert min(60, 2**number) <= pause_s <= min(60, 2**number) + 6, pauses
+    assert pair.state.failures == 1, "none of the restarts was left"
+    assert "starting all ranks again in 8 s" in pair.said
+    while pair.plan.phase != "over" and pair.state.failed_starts < 30:
+        fails_to_start(pair, kind)
+    assert (pair.plan.phase, pair.plan.code) == ("over", 1), "not for ever"
+    assert 10 < pair.state.failed_starts < 30
+
+
+def test_what_has_never_trained_or_fails_for_another_reason_costs_restarts():
+    pair = world(2, 2, max_restarts=1)
+    assert fails_to_start(pair, "RendezvousError") is not None
+    assert pair.state.failures == 1
+    assert fails_to_start(pair, "RendezvousError") is None, "a wrong address is wrong for ever"
+    pair = world(2, 2, max_restarts=2)
+    has_trained(pair)
+    assert fails_to_start(pair, "RendezvousError", other=LEFT_WITH_3) is not None
+    assert pair.state.failures == 2
+    assert fails_to_start(pair, "RendezvousError", other=None) is None
 
 
 @pytest.mark.parametrize("comes", [False, True])

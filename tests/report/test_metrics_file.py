@@ -153,7 +153,7 @@ def room_for(num_bytes):
 
 
 @pytest.mark.parametrize("room", [0, 10, 33, 60, 120, 200])
-def test_a_full_disk_leaves_out_whole_records_and_says_so_once(tmp_path, room):
+def test_records_wait_while_a_disk_is_full_and_that_is_said_once(tmp_path, room):
     said = []
     path = tmp_path / "m"
     record = MetricsFile(path, step=0, say=said.append)
@@ -172,18 +172,59 @@ def test_a_full_disk_leaves_out_whole_records_and_says_so_once(tmp_path, room):
         kept = len(MetricsFile.read(path))
         assert kept < 5, "the disk was never full"
     record.write(6, 0, {"loss": 1.0})  # somebody made room
+    with room_for(path.stat().st_size):
+        record.write(7, 0, {"loss": 1.0})
     record.close()
-    assert [row["step"] for row in MetricsFile.read(path)] == [*range(1, kept + 1), 6]
-    assert len(said) == 1
-    assert str(path) in said[0]
-    assert "training goes on" in said[0]
+    assert [row["step"] for row in MetricsFile.read(path)] == [1, 2, 3, 4, 5, 6, 7]
+    assert len(said) == 2, "that a second record has to wait is no news"
+    assert said[0].startswith(f"metrics are not recorded in {path}: {os.strerror(errno.EFBIG)}; training goes on")
+    assert said[1] == f"metrics are recorded in {path} again: {6 - kept} records had waited"
+
+
+def test_of_too_many_records_the_last_ones_wait_and_what_is_lost_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.report.metrics_file._MOST_WAITING", 3)
+    said = []
+    path = tmp_path / "m"
+    with room_for(0):
+        record = MetricsFile(path, step=0, say=said.append)
+        for step in range(1, 6):
+            record.write(step, 0, {"loss": 1.0})
+    record.write(6, 0, {"loss": 1.0})
+    record.close()
+    assert [row["step"] for row in MetricsFile.read(path)] == [4, 5, 6]
+    assert said[1].endswith("3 records had waited; 3 records before these are lost")
+
+    path.unlink()
+    with room_for(0):
+        record = MetricsFile(path, step=0, say=said.append)
+        for step in range(1, 6):
+            record.write(step, 0, {"loss": 1.0})
+        record.close()
+    assert said[-1] == f"5 records of metrics not written to {path}"
+
+
+def test_a_record_whose_directory_comes_later_is_taken_up_then(tmp_path):
+    said = []
+    place = tmp_path / "run"
+    logged(place / "m", [(1, {"a": 1}), (2, {"a": 1}), (3, {"a": 1})])
+    place.rename(tmp_path / "away")
+    place.write_text("")  # so that the directory cannot be made
+    record = MetricsFile(place / "m", step=2, say=said.append)
+    record.write(2, 0, {"a": 1})  # as where it evaluates again
+    record.write(3, 0, {"a": 2})
+    place.unlink()
+    (tmp_path / "away").rename(place)
+    record.write(4, 0, {"a": 3})
+    record.close()
+    assert [(row["step"], row["a"]) for row in MetricsFile.read(place / "m")] == [(1, 1), (2, 1), (3, 2), (4, 3)]
+    assert len(said) == 2
 
 
 def test_a_directory_that_cannot_be_made_stops_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     said = []
     logged(tmp_path / "file" / "m", [(1, {"a": 1}), (2, {"a": 1})], say=said.append)
-    assert len(said) == 1
+    assert said[1:] == [f"2 records of metrics not written to {tmp_path / 'file' / 'm'}"]
     assert os.strerror(errno.ENOTDIR) in said[0] or os.strerror(errno.EEXIST) in said[0]
 
 

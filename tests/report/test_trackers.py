@@ -1,5 +1,7 @@
 """Trackers get each row of the record once, and can neither stop nor slow a run."""
 
+import resource
+import signal
 import sys
 import threading
 import time
@@ -13,6 +15,7 @@ from lockstep.report import TrackerContext, open_trackers
 from lockstep.report.trackers import tracker_thread
 from lockstep.run import Run
 from lockstep.testing import run_ranks
+from waiting import wait_until
 
 ROWS = [{"step": step, "epoch": 1, "wall_s": 1.5, "loss": 1 / step} for step in range(1, 6)]
 
@@ -126,6 +129,76 @@ def test_what_fails_or_hangs_is_dropped_and_said_once(tmp_path, capsys, monkeypa
     assert time.monotonic() - began < 10
     hanging.go.set()
     assert capsys.readouterr().err.count("tracker Hanging is dropped: it does not take what was logged, 3 rows") == 1
+
+
+class InFiles(Points):
+    """Writes a file for each row, into a directory that may be away."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place, self.tries = place, 0
+
+    def log(self, values, step):
+        self.tries += 1
+        try:
+            (self.place / str(step)).touch()
+        except OSError as error:
+            raise RuntimeError("the library says so in words of its own") from error
+        super().log(values, step)
+
+
+def test_rows_wait_while_the_disk_does_not_take_them_and_that_is_said_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracker_thread, "_AGAIN_S", (0.01, 0.02))
+    said = []
+    tracker = InFiles(tmp_path / "place")
+    (thread,) = open_trackers(None, tracker, TrackerContext(tmp_path, {}, 0), (), said.append)
+    thread.log(ROWS[0])
+    wait_until(lambda: tracker.tries > 2, "a row that is tried again")
+    for row in ROWS[1:4]:
+        thread.log(row)
+    tracker.place.mkdir()
+    wait_until(lambda: len(tracker.points) == 4, "the rows that have waited")
+    thread.log(ROWS[4])
+    thread.end()
+    assert thread.has_ended(60)
+    thread.close(60)
+    assert [step for step, _ in tracker.points] == [1, 2, 3, 4, 5], "each once, in their order"
+    (words,) = said
+    assert words.startswith("tracker InFiles: RuntimeError: the library says so in words of its own; training goes on")
+    life(tmp_path, InFiles(tmp_path / "never"), rows=ROWS, say=said.append)
+    assert said[-1].startswith("tracker InFiles is dropped: RuntimeError: the library says so"), "at the end"
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # of the thread of TensorBoard itself
+def test_tensorboard_goes_on_where_a_full_disk_has_stopped_it(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a while
+
+    monkeypatch.setattr(tracker_thread, "_AGAIN_S", (0.01, 0.02))
+    said = []
+    (thread,) = open_trackers("tensorboard", None, TrackerContext(tmp_path, {}, 0), (), said.append)
+    note = tmp_path / "trackers" / "tensorboard.json"
+    thread.log(ROWS[0])
+    wait_until(lambda: note.exists() and '"rows": 1' in note.read_text(), "the first row")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        thread.log(ROWS[1])
+        wait_until(lambda: thread._waits, "a row that cannot be written")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    for row in ROWS[2:]:
+        thread.log(row)
+    thread.end()
+    assert thread.has_ended(60)
+    thread.close(60)
+    assert len(said) == 1
+    assert "File too large" in said[0]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert sorted({event.step for event in events}) == [1, 2, 3, 4, 5]
 
 
 def test_who_is_no_tracker_is_refused(tmp_path, monkeypatch):

@@ -141,7 +141,10 @@ def compared(names):
 
 
 def test_ranks_on_unequal_devices_are_refused():
-    assert device_of_bits(torch.device("cpu")) == ""
+    of_cpu = device_of_bits(torch.device("cpu"), {"MKL_CBWR": "COMPATIBLE", "HOME": "x"})
+    assert of_cpu.startswith(
+        f"a CPU by {torch.backends.cpu.get_cpu_capability()} kernels (MKL_CBWR=COMPATIBLE), torch."
+    )
     assert on_world(2, [(compared, ["H100", "H100"])])[0] == ["", ""]
     for said in on_world(2, [(compared, ["H100", "A100"])])[0]:
         assert said.startswith("rank 0 computes on H100, rank 1 on A100: kernels give other bits there")

@@ -40,9 +40,9 @@ from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.next_step import NEXT_STEP, read_next_step
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.save_thread import Outcome, SaveMessages, SaveRequest, SaveThread, SaveWriter
-from lockstep.checkpoint.tensors import CpuStager, TensorEntry, flatten, stored_tree
+from lockstep.checkpoint.tensors import CpuStager, TensorEntry, flatten, stored_tree, unreadable
 from lockstep.collectives import Group
-from lockstep.errors import CheckpointError, DamagedCheckpoint, SettingError
+from lockstep.errors import CheckpointError, DamagedCheckpoint, SettingError, UnreadableCheckpoint
 from lockstep.formatting import format_ranks, plural
 from lockstep.size_balancing import owners_of
 
@@ -67,6 +67,7 @@ class _Verified:
     saved: Saved | None  #: what its manifest says; None: it is not whole, or cannot be used
     damage: str = ""  #: what is not as it was committed
     refused: str = ""  #: why it cannot be told whether it is whole
+    unreadable: str = ""  #: what the file system says, which says nothing of the checkpoint
     manifest_sum: int = 0  #: of its whole manifest
 
     @classmethod
@@ -82,8 +83,10 @@ class _Verified:
             manifest = verify(one.path, disk, rank=group.rank, ranks=group.size)
         except PermissionError as error:
             return cls(None, refused=str(error))
-        except (DamagedCheckpoint, OSError) as error:
+        except (DamagedCheckpoint, FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             return cls(None, damage=str(error))
+        except OSError as error:
+            return cls(None, unreadable=unreadable(one.path, error))
         except CheckpointError as error:
             return cls(None, refused=str(error))
         about = dict(manifest.about)
@@ -184,17 +187,20 @@ class Checkpoints:
             CheckpointError: if there are checkpoints and none is whole, if a newer version of Lockstep wrote the
                 newest, or if a rank does not see it, or sees another one: training from the start, or from two
                 checkpoints, would be wrong in silence.
+            UnreadableCheckpoint: if the file system fails: the newest may be whole, and is not given up for that.
         """
         self.wait()
-        there, refused = self._group.broadcast_object(self._listed(), "which checkpoints there are")
-        saved = None
+        there, failed = self._group.broadcast_object(self._listed(), "which checkpoints there are")
+        saved, refused = None, ""
         for one in there:
             found = _Verified.of(one, self._group, self._disk)
-            damage, refused = self._agree(found, one)
-            if refused or not damage:
+            damage, refused, failed = self._agree(found, one)
+            if refused or failed or not damage:
                 saved = found.saved
                 break
             self._say(f"DAMAGED checkpoint of step {one.step}: {damage}. Falling back to the one before")
+        if failed and not refused:
+            raise UnreadableCheckpoint(f"cannot resume from {self.root}: {failed}")
         if refused:
             raise CheckpointError(f"cannot resume from {self.root}: {refused}")
         if self._group.leads:
@@ -209,25 +215,25 @@ class Checkpoints:
             self._protected |= saved.protected
         return saved
 
-    def _agree(self, found: _Verified, one: Committed) -> tuple[str, str]:
-        """The damage that some rank has found in ``one``, and why it is refused; "" where there is none. Collective."""
-        told = (found.damage, found.refused, found.manifest_sum)
-        damages, refusals, sums = zip(*self._group.gather_objects(told, "whether a checkpoint is whole"), strict=True)
-        damage, refused = next(filter(None, damages), ""), next(filter(None, refusals), "")
+    def _agree(self, found: _Verified, one: Committed) -> tuple[str, str, str]:
+        """What some rank has found of ``one``: damage, why it is refused, why it cannot be read; or "". Collective."""
+        told = (found.damage, found.refused, found.unreadable, found.manifest_sum)
+        *texts, sums = zip(*self._group.gather_objects(told, "whether a checkpoint is whole"), strict=True)
+        damage, refused, failed = (next(filter(None, of_ranks), "") for of_ranks in texts)
         strangers = [rank for rank, found_sum in enumerate(sums) if found_sum != sums[0]]
-        if strangers and not damage and not refused:
+        if strangers and not damage and not refused and not failed:
             refused = (
                 f"{one.path} is another checkpoint for {format_ranks(strangers)} than for the leader: checkpoints must "
                 "be in a directory that all nodes share"
             )
-        return damage, refused
+        return damage, refused, failed
 
     def _listed(self) -> tuple[tuple[Committed, ...], str]:
         """On the leader, what is committed, newest first; or why that cannot be known."""
         try:
             return (list_checkpoints(self.root, self._disk) if self._group.leads else ()), ""
         except OSError as error:
-            return (), str(error)
+            return (), unreadable(self.root, error)
 
     def _remove_partial_saves(self) -> None:
         try:

@@ -19,7 +19,7 @@ from lockstep.checkpoint.pinned_memory import copy_to_host, lock_pages
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.safetensors_file import FileTensor
 from lockstep.collectives import StoredTensor, TensorShard, in_memory
-from lockstep.errors import CheckpointError, DamagedCheckpoint
+from lockstep.errors import CheckpointError, DamagedCheckpoint, UnreadableCheckpoint
 
 Tensors = dict[str, torch.Tensor]
 """By the names that a model's ``state_dict()`` gives them."""
@@ -193,10 +193,21 @@ def _stored(record: TensorRecord, checkpoint: CheckpointReader) -> StoredTensor:
     def read(start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         box = torch.empty(shape, dtype=dtype, device="cpu")
         if box.numel():
-            checkpoint.read(record, Box(start, shape), box.reshape(-1).view(torch.uint8).numpy().data)
+            try:
+                checkpoint.read(record, Box(start, shape), box.reshape(-1).view(torch.uint8).numpy().data)
+            except OSError as error:
+                raise UnreadableCheckpoint(unreadable(checkpoint.path, error)) from error
         return box
 
     return StoredTensor(record.shape, dtype, read)
+
+
+def unreadable(path: Path, error: OSError) -> str:
+    """What to say of a file system that fails while ``path`` is read."""
+    return (
+        f"{error.filename or path} cannot be read: {error.strerror or error}. The file system says so, and not the "
+        "content, which may be whole: see that it works again; the run then goes on from there"
+    )
 
 
 def write_torch_file(path: Path, state: Tensors) -> None:

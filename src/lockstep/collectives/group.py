@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store  # what tor
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep.collectives.gloo_threads import destroy_process_groups
-from lockstep.errors import MismatchError, PeerLost, WorldError
+from lockstep.errors import MismatchError, PeerLost, RendezvousError, WorldError
 from lockstep.network_interface import INTERFACES, address_towards, interface_of, is_loopback
 from lockstep.peer_failure import is_peer_failure
 from lockstep.world import World
@@ -353,7 +353,8 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
     over gloo, since NCCL refuses that.
 
     Raises:
-        WorldError: if this process already has a process group, or the ranks do not meet within ``timeout_s``.
+        WorldError: if this process already has a process group.
+        RendezvousError: if the ranks do not meet within ``timeout_s``.
     """
     wanted = (world.rank, world.size, world.address, world.port, str(device), timeout_s, shares_gpu)
     kept = _kept[-1] if _kept else None
@@ -371,7 +372,7 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
         socket.getaddrinfo(world.address, world.port)
     except OSError as error:
         # torch would try again and again until the deadline.
-        raise WorldError(
+        raise RendezvousError(
             f"cannot resolve {world.address!r} from {socket.gethostname()} ({error.strerror}); MASTER_ADDR must be a "
             "name or address of rank 0's machine that every machine knows"
         ) from None
@@ -399,7 +400,7 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
     except WorldError:
         raise
     except (RuntimeError, ValueError) as error:
-        raise WorldError(
+        raise RendezvousError(
             f"rank {world.rank} of {world.size} could not meet the others at {world.address}:{world.port} "
             f"(as {world.launcher} says): {_cause(str(error))}"
         ) from error

@@ -286,7 +286,7 @@ def _run_agent(
     """Start the fork server and carry out this node's part of the job."""
     job, request = joined.job, joined.job.request
     files = FileThread(screen.say, relative_path)
-    channel = RankChannel()
+    channel = RankChannel(screen.say)
     hang_monitor = HangMonitor(
         channel,
         HangTimeouts(request.hang_after_s),

@@ -14,14 +14,14 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final, Self
 
 from lockstep.errors import SettingError
-from lockstep.heartbeat_message import Heartbeat
+from lockstep.heartbeat_message import Heartbeat, note_from_text
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.emergency_memory import SHARED_MEMORY
+from lockstep.launch.owned_directory import SHARED_MEMORY, new_owned_directory, remove_left, remove_owned_directory
 from lockstep.launch_contract import LOST_ADDRESSES, PRIVATE, RANK_FILES, STOP_REASON
 
 _MESSAGE_BYTES = 1 << 16
@@ -33,8 +33,10 @@ _SOCKET_PATH_BYTES, _BELOW_BYTES = 107, 55
 class RankChannel:
     """A private directory of this launcher, for the ranks of this node, one generation after the other."""
 
-    def __init__(self) -> None:
-        self._home: Final = _new_home()
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say: Final = say  # tells the user
+        self._said: set[str] = set()  # notes of ranks
+        self._home, self._owner = _new_home()
         self._socket: Final = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(self.address)
         self._socket.setblocking(False)
@@ -70,7 +72,10 @@ class RankChannel:
                 new.rename(self._home / LOST_ADDRESSES)
 
     def receive(self) -> tuple[list[Heartbeat], list[Failure]]:
-        """The heartbeats that have come since the last call, and why ranks said that they fail. Does not wait."""
+        """The heartbeats that have come since the last call, and why ranks said that they fail. Does not wait.
+
+        Notes of ranks are said, each once.
+        """
         beats: list[Heartbeat] = []
         failures: list[Failure] = []
         while True:
@@ -84,13 +89,18 @@ class RankChannel:
             if (failure := Failure.from_message(text)) is not None:
                 failures.append(failure)
                 continue
+            if note := note_from_text(text):
+                if note not in self._said:
+                    self._said.add(note)
+                    self._say(note)
+                continue
             with contextlib.suppress(ValueError):
                 beats.append(Heartbeat.from_text(text))
 
     def close(self) -> None:
-        """Stop listening and remove the directory."""
+        """Stop listening and remove the directory, with what the ranks have left."""
         self._socket.close()
-        shutil.rmtree(self._home, ignore_errors=True)
+        remove_owned_directory(self._home, self._owner)
 
     def __enter__(self) -> Self:
         return self
@@ -99,8 +109,10 @@ class RankChannel:
         self.close()
 
 
-def _new_home() -> Path:
-    """A new private directory: for temporary files, or in memory where their directory cannot be used.
+def _new_home() -> tuple[Path, int]:
+    """A new private directory, and its lock: for temporary files, or in memory where their directory cannot be used.
+
+    What launchers that were killed have left there is removed.
 
     Raises:
         SettingError: if there is none, with what to do.
@@ -110,12 +122,13 @@ def _new_home() -> Path:
         roots.insert(0, Path(tempfile.gettempdir()))
     except FileNotFoundError as error:
         why = str(error)
+    remove_left({SHARED_MEMORY, *roots})
     for root in roots:
         # Not the run directory, whose path is often longer.
         if len(os.fsencode(root)) > _SOCKET_PATH_BYTES - _BELOW_BYTES:
             continue
         try:
-            return Path(tempfile.mkdtemp(prefix=PRIVATE, dir=root))
+            return new_owned_directory(root, PRIVATE)
         except OSError as error:
             why = f"{root}: {error.strerror}"
     raise SettingError(f"no directory for temporary files can be used ({why}); set TMPDIR to one, such as TMPDIR=/tmp")

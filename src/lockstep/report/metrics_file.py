@@ -9,18 +9,21 @@ Line by line it can be searched, followed while it grows, and read by whatever r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.errors import SettingError, UsageError
+from lockstep.formatting import plural
 
 _RESERVED = ("step", "wall_s")
+_MOST_WAITING = 10_000  # records for which there is no room
 _BEGINNING = b'{"step": '  # of the first record, and so of the file
 
 
@@ -35,8 +38,8 @@ class MetricsFile:
     ``epoch`` (from 1), ``wall_s`` (seconds since 1970) and the values by name. JSON has no number for nan, which is
     written as ``null``; an infinity is written as a number greater than any float, and readers find the infinity.
 
-    A file that cannot be written, such as on a full disk, never stops a run: ``say`` gets one line, once, and records
-    are left out, each as a whole, until there is room again. Only the leader opens it.
+    A file that cannot be written, such as on a full disk, never stops a run: ``say`` gets one line, and records wait
+    in memory, the last 10 000 of them, until the file takes them. Only the leader opens it.
 
     Args:
         path: the file; made with its directories if there is none.
@@ -52,17 +55,14 @@ class MetricsFile:
         self, path: Path, *, step: int, say: Callable[[str], None], wall: Callable[[], float] = time.time
     ) -> None:
         self._path, self._say, self._wall = path, say, wall
-        self._failed = False
+        self._told_failure = self._told_end_of_it = False
         self._at = step
         self._kept: Counter[tuple[str, ...]] = Counter()
         self._end = 0  # bytes of the whole records
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            self._warn(error)
-            self._file = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        self._take_up(step)
+        self._file: int | None = None
+        self._waiting: deque[_Record] = deque(maxlen=_MOST_WAITING)  # for the file to take them
+        self._lost = 0  # records that have waited too long
+        self._write_waiting()
 
     def write(self, step: int, epoch: int, values: Mapping[str, object]) -> dict[str, float] | None:
         """Append what was measured after ``step`` steps, in ``epoch``.
@@ -73,26 +73,28 @@ class MetricsFile:
             values: numbers and truth values; an array or tensor of one element counts as that element.
 
         Returns:
-            The record, also where there is no room for it; None for one that the file holds already.
+            The record, also where it waits; None for one that the file holds already.
 
         Raises:
             UsageError: for a value that is no number, or a name that the record itself uses.
         """
         row = record_row(step, epoch, values, self._wall())
-        names = _names(row)
-        if step > self._at:
-            self._kept.clear()
-        elif self._kept[names]:
-            self._kept[names] -= 1
+        line = b"{%s}\n" % ", ".join(f"{json.dumps(name)}: {_text(value)}" for name, value in row.items()).encode()
+        record = _Record(step, _names(row), line)
+        if self._file is not None and self._is_there(record):
             return None
-        self._append(
-            b"{%s}\n" % ", ".join(f"{json.dumps(name)}: {_text(value)}" for name, value in row.items()).encode()
-        )
+        self._lost += len(self._waiting) == _MOST_WAITING
+        self._waiting.append(record)
+        self._write_waiting()
         return row
 
     def close(self) -> None:
-        """Close the file; every record is already in it."""
-        os.close(self._file)
+        """Close the file, once it has taken what waits; what it still does not take is lost, and that is said."""
+        self._write_waiting()
+        if self._waiting:
+            self._say(f"{plural(len(self._waiting) + self._lost, 'record')} of metrics not written to {self._path}")
+        if self._file is not None:
+            os.close(self._file)
 
     @staticmethod
     def read(path: Path) -> list[dict[str, float]]:
@@ -104,41 +106,87 @@ class MetricsFile:
         """
         return [row for row, _ in _rows(path.read_bytes(), path)]
 
-    def _take_up(self, step: int) -> None:
-        """Find the end of what stays; cut the rest off."""
+    def _is_there(self, record: _Record) -> bool:
+        """Whether the file holds ``record`` since before this run went on; each of those is found once."""
+        if record.step > self._at:
+            self._kept.clear()
+        there = self._kept[record.names] > 0
+        self._kept[record.names] -= there
+        return there
+
+    def _write_waiting(self) -> None:
+        """Have the file take what waits, as far as it does."""
+        waited = len(self._waiting)
+        try:
+            file = self._open() if self._file is None else self._file
+            while self._waiting:
+                if not self._is_there(self._waiting[0]):
+                    self._append(file, self._waiting[0].line)
+                self._waiting.popleft()
+        except OSError as error:
+            # Once: a disk that is almost full takes a record now and then.
+            if not self._told_failure:
+                self._told_failure = True
+                self._say(
+                    f"metrics are not recorded in {self._path}: {error.strerror}; training goes on, and records wait "
+                    f"in memory, the last {_MOST_WAITING}, until it works again"
+                )
+            return
+        if self._told_failure and not self._told_end_of_it:
+            self._told_end_of_it = True
+            lost = f"; {plural(self._lost, 'record')} before these {'are' if self._lost > 1 else 'is'} lost"
+            self._say(
+                f"metrics are recorded in {self._path} again: {plural(waited, 'record')} had waited"
+                + (lost if self._lost else "")
+            )
+        self._lost = 0
+
+    def _open(self) -> int:
+        """Open the file, find the end of what stays, and cut the rest off.
+
+        Raises:
+            SettingError: if it is something else than a record.
+            OSError: if that is not possible now; nothing is open then.
+        """
         # Steps never fall within the file, so what stays is its head. Cutting needs no room on the disk, happens
         # at once or not at all, and lets a reader that follows the file go on.
-        try:
-            with open(self._file, "rb", closefd=False) as file:
-                content = file.read()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, file)
+            with open(file, "rb", closefd=False) as stream:
+                content = stream.read()
             rows = list(_rows(content, self._path))  # also at step 0: another's file is refused, not emptied
-            if step > 0:
+            self._end = 0
+            self._kept.clear()
+            if self._at > 0:
                 for row, end in rows:
-                    if row["step"] > step:
+                    if row["step"] > self._at:
                         break
                     self._end = end
-                    if row["step"] == step:
+                    if row["step"] == self._at:
                         self._kept[_names(row)] += 1
-            self._append(b"")
-        except OSError as error:
-            self._warn(error)
+            self._append(file, b"")
+            undo.pop_all()
+        self._file = file
+        return file
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, file: int, line: bytes) -> None:
         # What a write cut short by a full disk has left behind the last whole record goes first.
-        try:
-            if os.fstat(self._file).st_size > self._end:
-                os.ftruncate(self._file, self._end)
-            written = 0
-            while written < len(line):
-                written += os.pwrite(self._file, line[written:], self._end + written)
-            self._end += written
-        except OSError as error:
-            self._warn(error)
+        if os.fstat(file).st_size > self._end:
+            os.ftruncate(file, self._end)
+        written = 0
+        while written < len(line):
+            written += os.pwrite(file, line[written:], self._end + written)
+        self._end += written
 
-    def _warn(self, error: OSError) -> None:
-        if not self._failed:
-            self._failed = True
-            self._say(f"metrics are not recorded in {self._path}: {error.strerror}; training goes on")
+
+class _Record(NamedTuple):
+    """A line of the file."""
+
+    step: int
+    names: tuple[str, ...]
+    line: bytes
 
 
 def record_row(step: int, epoch: int, values: Mapping[str, object], wall_s: float) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -128,7 +129,8 @@ class StatusFile:
             self._scratch.write_text(status.to_json(), encoding="ascii")
             self._scratch.replace(self._path)
         except OSError:
-            self._scratch.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._scratch.unlink(missing_ok=True)
 
     @staticmethod
     def read(path: Path) -> Status | None:

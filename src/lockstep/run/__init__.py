@@ -32,11 +32,11 @@ save_stop            when to save and to stop, decided for all ranks at once
 step_agreement       ... and after which step
 stop_requests        signals, the STOP file, the end of the job
 metrics              means over samples that do not depend on the ranks
-precision            the number format of forward passes, loss scaling; kernels: those of a GPU that repeat their bits
+precision            the number format of forward passes, loss scaling; kernels: those that repeat their bits, threads
 best, early_stopping by which metric a run is judged, and when it no longer improves
 run_log              the record of metrics, and the trackers
 whole_models         models out of a run, wherever their parts lie
-progress_reporter    where the run is, for the user and for the launcher
+progress_reporter    where the run is, for the user and for the launcher; rank_warnings: what single ranks have to say
 
 measurement          what a benchmark's run measures before it ends; step_recorder: where a step's time goes
 

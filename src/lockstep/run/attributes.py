@@ -49,6 +49,7 @@ class Attributes:
         self._first: Final = self.marks()
         self._plain_first: Final = {n: v for n, v in self._values() if type(v) in _PLAIN}
         self.kind: Final = type(owner).__name__
+        self.is_torchs: Final = is_module and type(owner).__module__.startswith("torch.nn.modules.")
         self._of_bodies: set[str] = set()  # those that the loop's body sets before its step
 
     def marks(self) -> Values:
@@ -58,7 +59,12 @@ class Attributes:
     def note_of_body(self, before: Values) -> None:
         """What differs from ``before`` has changed in a body before its step: it is no state of the run."""
         now = self.marks()
-        self._of_bodies |= {name for name in now.keys() | before.keys() if now.get(name) != before.get(name)}
+        changed = {name for name in now.keys() | before.keys() if now.get(name) != before.get(name)}
+        # The forward passes of torch's own modules set none: what changes there the script sets.
+        self._of_bodies |= {name for name in changed if not (self.is_torchs and type(self._of(name)) in _PLAIN)}
+
+    def _of(self, name: str) -> object:
+        return vars(self._owner).get(name)
 
     def changed(self) -> Values:
         """The attributes that differ from what they were when the training began, by name."""
@@ -117,11 +123,8 @@ class RunAttributes:
     ) -> None:
         self._device: Final = device
         roots = {str(place): model for place, model in enumerate(models)} | dict(kept)
-        self._modules: Final = {
-            f"{root}:{name}": Attributes(module, is_module=True)
-            for root, model in roots.items()
-            for name, module in model.named_modules()
-        }
+        modules = {f"{root}:{name}": m for root, model in roots.items() for name, m in model.named_modules()}
+        self._modules: Final = {name: Attributes(module, is_module=True) for name, module in modules.items()}
         self._optimizers: Final = {
             str(place): Attributes(optimizer, is_module=False)
             for place, optimizer in enumerate(optimizers)
@@ -145,6 +148,16 @@ class RunAttributes:
         return {
             kind: {name: values for name, one in of_kind.items() if (values := one.state())}
             for kind, of_kind in (("modules", self._modules), ("optimizers", self._optimizers))
+        }
+
+    def plain(self, *, of_all: bool) -> dict[str, object]:
+        """The plain values among what has changed of modules, by name: of torch's own, or ``of_all``."""
+        return {
+            f"{path_of(*name.split(':'))}.{attribute}": value
+            for name, one in self._modules.items()
+            if of_all or one.is_torchs
+            for attribute, value in one.changed().items()
+            if type(value) in _PLAIN
         }
 
     def load(self, state: SavedTree) -> None:
@@ -171,6 +184,11 @@ class RunAttributes:
         if isinstance(strategy, ComputesLoss):
             for root in (one for name, one in self._modules.items() if name.endswith(":")):
                 root.require_as_traced()
+
+
+def path_of(root: str, name: str) -> str:
+    """What the user calls the module ``name`` within a model, whose number ``root`` is, or within what is kept so."""
+    return f"{f'models.{root}' if root.isdigit() else f'keep({root}=...)'}{'.' * bool(name)}{name}"
 
 
 def _why_not_saved(value: object, *, whole: bool, served: bool) -> str:

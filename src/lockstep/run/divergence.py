@@ -21,6 +21,7 @@ from lockstep.errors import MismatchError, UsageError
 from lockstep.formatting import format_ranks
 
 _KEEP_WHOLE: Final = "Keep what is whole on each rank: an average of the weights needs ddp or zero"
+_NOTHING: Final[Mapping[str, object]] = {}
 _PIECE: Final = 1 << 20  # words of a GPU's tensor that are weighed at once
 _ODD: Final = -7046029254386353131  # any odd number without a pattern would do
 
@@ -36,13 +37,16 @@ class DivergenceCheck:
         self._group: Final = group
         self._equal_at = 0  # the last step after which ranks were equal
 
-    def compare(self, state: SavedTree, step: int, *, in_step: bool = False) -> None:
+    def compare(
+        self, state: SavedTree, step: int, *, modules: Mapping[str, object] = _NOTHING, in_step: bool = False
+    ) -> None:
         """Check that all tensors of ``state`` are the same on all ranks after ``step`` steps. Collective.
 
         With ``in_step``, before the update of the one that follows.
 
-        So must be the plain values of what the script keeps, under ``kept_values``, and of kept schedulers. One pass
-        over the tensors, and about 1 ms; tensors that a rank holds a part of are left out. Waits for the GPU.
+        So must be the plain values of what the script keeps, under ``kept_values``, and of kept schedulers, and to what
+        ``modules`` are set, by name. One pass over the tensors, and about 1 ms; tensors that a rank holds a part of are
+        left out. Waits for the GPU.
 
         Raises:
             MismatchError: naming the tensors and ranks that differ.
@@ -53,22 +57,23 @@ class DivergenceCheck:
         tensors = dict(tensors_in(state))
         own = dict(zip(tensors, checksums(list(tensors.values())), strict=True))
         plain = dict(state.get("kept_values", {})) | schedulers_in(state.get("kept", {}))
-        own |= {name: zlib.crc32(repr(value).encode()) for name, value in plain_in(plain)}
+        own |= {name: zlib.crc32(repr(value).encode()) for name, value in (*plain_in(plain), *modules.items())}
         found = zlib.crc32(repr(sorted(own.items())).encode())  # objects may tell of their parts in any order
         if len(set(self._group.gather_objects(found, "a checksum of all state"))) == 1:
             self._equal_at = step
             return
-        self._name_differences(own, step, in_step)
+        self._name_differences(own, step, in_step, set(modules))
 
-    def _name_differences(self, own: dict[str, int], step: int, in_step: bool) -> None:
+    def _name_differences(self, own: dict[str, int], step: int, in_step: bool, of_modules: set[str]) -> None:
         by_rank = self._group.gather_objects(own, "checksums of all state")
+        of_modules = of_modules.union(*self._group.gather_objects(of_modules, "what modules are set to"))
         differ = {}
         for name in dict.fromkeys(name for sums in by_rank for name in sums):
             values = [sums.get(name) for sums in by_rank]
             common = max(values, key=values.count)
             if any(value != common for value in values):
                 differ[name] = [rank for rank, value in enumerate(values) if value != common]
-        alone = next((name for name in differ if any(name not in sums for sums in by_rank)), None)
+        alone = next((n for n in differ if n not in of_modules and any(n not in sums for sums in by_rank)), None)
         if alone and not in_step:
             having = [rank for rank, sums in enumerate(by_rank) if alone in sums]
             raise MismatchError(

@@ -19,7 +19,7 @@ from lockstep.report import State as DisplayState
 from lockstep.run.idle_devices import open_idle_devices
 from lockstep.run.loaders import Loaders
 from lockstep.run.measurement import Measurement
-from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
+from lockstep.run.nonfinite import NonFiniteChecks
 from lockstep.run.resume_point import ResumePoint
 from lockstep.run.resume_proof import ResumeProof
 from lockstep.run.run_log import LoggedRow, RunLog
@@ -43,7 +43,6 @@ class EndOfStep:
         snapshot: RunSnapshot,
         loaders: Loaders,
         finite: NonFiniteChecks,
-        warnings: NonFiniteWarnings,
         log: RunLog,
         point: ResumePoint,
         proof: ResumeProof,
@@ -58,7 +57,6 @@ class EndOfStep:
         self._identity: Final = context.identity
         self._loaders: Final = loaders
         self._finite: Final = finite
-        self._warnings: Final = warnings
         self._log: Final = log
         self._measurement: Final = measurement
         self._idle_devices: Final = open_idle_devices(context)
@@ -201,7 +199,7 @@ class EndOfStep:
         self.save()
         if not self._context.directory:
             self._snapshot.compare_ranks()
-        self.say_warnings()
+        self._context.warnings.say_all()
         self._say_missing_best(None, at_end=True)
 
     def _say_missing_best(self, step: int | None, *, at_end: bool = False) -> None:
@@ -229,7 +227,7 @@ class EndOfStep:
         """Begin to save the state after the last step, unless that is done. Collective."""
         phase = self._context.marker.set_phase("save")
         self._finite.settle()
-        self.say_warnings()
+        self._context.warnings.say_all()
         again, self._save_again = self._save_again, False
         step = self._position.progress.step
         if self._context.checkpointer.save(
@@ -238,11 +236,6 @@ class EndOfStep:
             self.proof.saved(step)
         self._save_stop.saved()
         self._context.marker.set_phase(phase)
-
-    def say_warnings(self) -> None:
-        """The leader says what the other ranks have found. Collective."""
-        if self._settings.on_nan == "warn":
-            self._warnings.say_all()
 
     def compare_data(self, *, within_pass: Collection[str]) -> None:
         """What the bits depend on is compared with the run that was resumed, now that the data is known.
@@ -262,6 +255,10 @@ class EndOfStep:
     def _leave_stopped(self) -> None:
         self.show("stopped")
         self._save_stop.final_barrier()
+
+    def note_modules(self) -> None:
+        """A loop over micro-batches is left; see `RunSnapshot.note_modules`."""
+        self._snapshot.note_modules()
 
     def about_left(self) -> StateTree:
         """What is said of the state that this rank leaves, see `LeftState`."""

@@ -129,8 +129,10 @@ class EvaluationLoop:
                 self._metrics.hand_out(at)
                 seed_generators(seed_of(*seed_key, at.step, at.index))
                 context.marker.set_phase("evaluate")
+                self._train_step.say_put_back(context.kernels.pin_threads())
                 with torch.no_grad(), context.precision.forward():
                     yield data
+                context.kernels.require_threads("the body of an evaluation")
                 buffers.put_back()
                 if may_leave_early and self._save_stop.stop_pending():
                     break

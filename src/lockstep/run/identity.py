@@ -18,11 +18,21 @@ from lockstep.data import SeenSamples
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import plural
 from lockstep.heartbeat import is_users
+from lockstep.run.kernels import fp32_precision, number_formats
 from lockstep.seeding import drawn_states
 from lockstep.settings import Settings
 
 #: Settings of which the bits depend.
 _SETTINGS: Final = ("seed", "reduction", "precision", "clip_norm", "compile")
+#: Variables that choose kernels of a CPU: torch's own, and those of the libraries that it calls.
+_OF_CPU_KERNELS: Final = (
+    "ATEN_CPU_CAPABILITY",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+)
 #: Options of scripts that old launchers give each rank its own of.
 _PER_RANK: Final = ("local_rank", "node_rank", "rank", "master_addr", "master_port")
 
@@ -84,27 +94,23 @@ class RunIdentity:
         }
 
     def _of_device(self) -> StateTree:
+        formats = {"fp32_precision": [*fp32_precision(self._device).values()]}
         if self._device.type == "cpu":
-            return {"threads": self._threads, "device": "cpu"}
+            return {"threads": self._threads, "device": "cpu"} | formats
         # How many CPU threads there are, which depends on the ranks of a node, changes no bit of a GPU.
-        return {"device": torch.cuda.get_device_name(self._device), "fp32_precision": fp32_precision()}
+        return {"device": torch.cuda.get_device_name(self._device)} | formats
 
 
-def fp32_precision() -> list[str]:
-    """In which formats kernels of a GPU multiply fp32 numbers: of matrices, convolutions and recurrent layers."""
-    cudnn = torch.backends.cudnn
-    backends = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn  # type: ignore[attr-defined]
-    return [str(backend.fp32_precision) for backend in backends]
-
-
-def device_of_bits(device: torch.device) -> str:
-    """What of a GPU and its libraries the bits depend on, in words; "" for a CPU."""
+def device_of_bits(device: torch.device, env: Mapping[str, str]) -> str:
+    """What of a device and its libraries the bits depend on, in words, and which variables say so."""
+    formats = ", ".join(f"{name} {found}" for name, found in number_formats(device).items())
     if device.type == "cpu":
-        return ""
+        chosen = [f"{name}={env[name]}" for name in _OF_CPU_KERNELS if env.get(name)]
+        chosen_by = f" ({', '.join(chosen)})" if chosen else ""
+        return f"a CPU by {torch.backends.cpu.get_cpu_capability()} kernels{chosen_by}, {formats}"
     properties = torch.cuda.get_device_properties(device)
     libraries = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    formats = "/".join(fp32_precision())
-    return f"{properties.name} with {properties.multi_processor_count} multiprocessors, {libraries}, fp32 as {formats}"
+    return f"{properties.name} with {properties.multi_processor_count} multiprocessors, {libraries}, {formats}"
 
 
 def compare_devices(group: Group, own: str) -> None:
@@ -117,8 +123,9 @@ def compare_devices(group: Group, own: str) -> None:
     for rank, theirs in enumerate(others, 1):
         if theirs != first:
             raise MismatchError(
-                f"rank 0 computes on {first or 'a CPU'}, rank {rank} on {theirs or 'a CPU'}: kernels give other "
-                "bits there, so the model would depend on which rank computes what. Start all ranks on equal devices, "
+                f"rank 0 computes on {first}, rank {rank} on {theirs}: kernels give other "
+                "bits there, so the model would depend on which rank computes what. Start all ranks on equal devices "
+                "and with equal variables (ATEN_CPU_CAPABILITY=avx2 on all has newer CPUs use older ones' kernels), "
                 "or give up equal bits by Run(reduction='fast')"
             )
 

@@ -1,16 +1,20 @@
-"""Kernels of a GPU that give the same bits each time.
+"""What torch computes with: kernels that give the same bits each time, and as many threads as the run began with.
 
-    while a run is open      torch takes deterministic kernels where it has some, and warns where it has none;
-                             libraries choose no kernel by timing
-    in backward passes       where torch has none, the run ends: gradients would have other bits each time
+    GPU   while a run is open      torch takes deterministic kernels where it has some, and warns where it has none;
+                                   libraries choose no kernel by timing
+          in backward passes       where torch has none, the run ends: gradients would have other bits each time
+    CPU   before each body         as many threads as the run has: other ones are put back, and that is said
+          after each body          ... else the run ends: it has computed with them
+    both  where ranks compare      the formats of numbers are those with which the training began, else the run ends
 
-Only in the second form, which is strict, does torch take the deterministic backward pass of attention. All of a run
-cannot be so: some operations of forward passes, of which no gradient depends, would be refused.
+Only in its strict form does torch take the deterministic backward pass of attention. All of a run cannot be so: some
+operations of forward passes, of which no gradient depends, would be refused.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Final
@@ -27,21 +31,81 @@ class Kernels:
     """Of one run.
 
     Args:
-        pins: whether bits are promised, and depend on kernels.
+        pins: whether bits are promised, and depend on how a GPU's kernels are chosen.
         refuses: whether a backward pass ends where torch has no deterministic kernel.
+        threads: CPU threads of this rank, if bits are promised and depend on them.
+        formats: gives the formats of numbers by what asks torch for them, if bits are promised.
     """
 
-    def __init__(self, *, pins: bool, refuses: bool) -> None:
+    def __init__(
+        self,
+        *,
+        pins: bool,
+        refuses: bool,
+        threads: int | None = None,
+        formats: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
         self._pins: Final = pins
         self._strict: Final[AbstractContextManager[Any]] = _Strict() if pins and refuses else _AS_THEY_ARE
         self._before: dict[str, bool] | None = None  # what the script had, until the run ends
+        self._threads: Final = threads
+        self._formats_now: Final = formats
+        self._formats: Mapping[str, str] = {}  # with which the training began
+
+    def begin(self) -> None:
+        """The training begins: the formats of numbers are what they are now."""
+        self._formats = self._formats_now()
+
+    def pin_threads(self) -> str:
+        """Before something is computed: with as many threads as the run has. Takes 0.1 us.
+
+        Returns:
+            What the script or a library has set otherwise, as it is written; "" if nothing.
+        """
+        found = torch.get_num_threads()
+        if self._threads is None or found == self._threads:
+            return ""
+        torch.set_num_threads(self._threads)
+        return f"torch.set_num_threads({found})"
+
+    def require_threads(self, where: str) -> None:
+        """Check that what was computed since `pin_threads` was so with as many threads. Takes 0.1 us.
+
+        Raises:
+            UsageError: if their number is another one now.
+        """
+        found = torch.get_num_threads()
+        if self._threads is not None and found != self._threads:
+            raise UsageError(
+                f"torch has {found} CPU threads after {where}, and had {self._threads} before: "
+                f"torch.set_num_threads({found}), or a library that calls it, gives sums other bits from there on. "
+                f"Leave it out; Run(threads={found}) sets them for the whole run, on all ranks"
+            )
+
+    def require_formats(self) -> None:
+        """Check that numbers have the formats with which the training began. Takes about 30 us.
+
+        Raises:
+            UsageError: if they have not.
+        """
+        now = self._formats_now() if self._formats else {}
+        for name, before in self._formats.items():
+            if (found := now[name]) != before:
+                raise UsageError(
+                    f"{name} is {found}, and was {before} when the training began: kernels give other bits, and no "
+                    "checkpoint holds it. Set it before run.epochs(...), on all ranks alike; what needs it in one "
+                    "place sets it back there"
+                )
 
     def pin(self) -> str:
-        """Let torch take kernels that give the same bits each time.
+        """Let torch take kernels that give the same bits each time, with as many threads as the run has.
 
         Returns:
             What the script has set otherwise since the last call, as it is written; "" if nothing.
         """
+        return " and ".join(filter(None, (self._pin_flags(), self.pin_threads())))
+
+    def _pin_flags(self) -> str:
         if not self._pins:
             return ""
         found = _flags()
@@ -85,6 +149,23 @@ def _flags() -> dict[str, bool]:
         "benchmark": torch.backends.cudnn.benchmark,
         "fill": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
     }
+
+
+def number_formats(device: torch.device) -> dict[str, str]:
+    """The formats of numbers on which bits depend, by what asks torch for them."""
+    return {"torch.get_default_dtype()": str(torch.get_default_dtype()), **fp32_precision(device)}
+
+
+def fp32_precision(device: torch.device) -> dict[str, str]:
+    """In which formats kernels multiply fp32 numbers: of matrices, convolutions and recurrent layers."""
+    on_cpu = device.type == "cpu"
+    places = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn") if on_cpu else ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
+    found = {}
+    for place in places:
+        library, kind = place.split(".")
+        backend = getattr(getattr(torch.backends, library), kind)
+        found[f"torch.backends.{place}.fp32_precision"] = str(backend.fp32_precision)
+    return found
 
 
 class _Strict:

@@ -14,7 +14,6 @@ from typing import Final, Literal
 import torch
 from torch import nn
 
-from lockstep.collectives import Group
 from lockstep.errors import NonFiniteError
 from lockstep.run.pinned_copy import PinnedCopy
 from lockstep.strategies import as_real, has_gradient
@@ -87,7 +86,8 @@ class NonFiniteChecks:
         # The sum of numbers one of which is not finite is not finite, and takes one pass over them. Where the sum is
         # too large for its type, the numbers themselves are asked.
         held = [values for p in parameters if (values := has_gradient(p)) is not None]
-        where = f"at step {step + 1}, summed over all ranks, on rank {self._rank}"
+        # This rank holds this part of the sum and is not named: any rank's micro-batch may have brought what is odd.
+        where = f"at step {step + 1}, in the sum over the micro-batches of all ranks, any of which may have brought it"
         if held and not held[0].is_cpu:
             for largest in _largest(held):
                 self._values.append((largest, "gradient", f"the gradient is not finite {where}"))
@@ -169,43 +169,3 @@ def _largest(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if each.numel():
             alike.setdefault((each.device, each.dtype), []).append(as_real(each))
     return [torch.stack(torch._foreach_norm(some, math.inf)) for some in alike.values()]
-
-
-class NonFiniteWarnings:
-    """What to say of all ranks where ``on_nan`` is ``warn``, and the checkpoints to keep then.
-
-    Args:
-        group: all ranks.
-        say: prints one line, on the leader.
-        protect: keeps the newest checkpoint beside those that are kept anyway.
-    """
-
-    def __init__(self, group: Group, say: Callable[[str], None], protect: Callable[[], None]) -> None:
-        self._group: Final = group
-        self._say: Final = say
-        self._protect_newest: Final = protect
-        self._waiting: list[str] = []  # of this rank, for the leader to say
-        self._protects = False
-
-    def add(self, text: str) -> None:
-        """This rank has found ``text``; the leader says what it finds itself at once."""
-        self._protect()
-        if self._group.leads:
-            self._say(text)
-        else:
-            self._waiting.append(text)
-
-    def say_all(self) -> None:
-        """The leader says what the other ranks have found. Collective."""
-        waiting, self._waiting = self._waiting, []
-        found = [text for texts in self._group.gather_objects(waiting, "warnings") for text in texts]
-        if found:
-            self._protect()  # on the leader, too, which removes older ones; no save came in between
-        for text in found:
-            self._say(text)
-
-    def _protect(self) -> None:
-        """Keep the checkpoints from before the first value that was not finite; those after it are not better."""
-        if not self._protects:
-            self._protects = True
-            self._protect_newest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -86,14 +87,14 @@ class ProgressReporter:
         if not self._world.leads:
             return
         if self._file is not None:
-            print(text, flush=True)  # noqa: T201 - the launcher shows the leader's lines
+            _print(text)  # the launcher shows the leader's lines
         else:
             self._view.line(text)
 
     def print(self, text: str) -> None:
         """One line of the user's own, from the leader: shown also where progress is not."""
         if self._world.leads and isinstance(self._view, SilentView):
-            print(text, flush=True)  # noqa: T201 - in the place of a view
+            _print(text)  # in the place of a view
         else:
             self.say(text)
 
@@ -144,3 +145,9 @@ class ProgressReporter:
     def close(self) -> None:
         """The view is gone from the screen; what it said last stays."""
         self._view.close()
+
+
+def _print(text: str) -> None:
+    # The stream may be the script's own, or closed: what is said never ends a training.
+    with contextlib.suppress(OSError, ValueError):
+        print(text, flush=True)  # noqa: T201

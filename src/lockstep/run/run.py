@@ -41,7 +41,7 @@ from lockstep.run.loaders import Loaders
 from lockstep.run.measurement import Measurement
 from lockstep.run.micro_batches import MicroBatches
 from lockstep.run.missing_names import no_attribute, refusing_unknown_arguments
-from lockstep.run.nonfinite import NonFiniteChecks, NonFiniteWarnings
+from lockstep.run.nonfinite import NonFiniteChecks
 from lockstep.run.parameter_sets import Optimizers
 from lockstep.run.passes import call_site
 from lockstep.run.point_marks import PointMarks
@@ -189,8 +189,9 @@ class Run:
         self.settings: Final = context.resolved
         self.device: Final = context.device
         checkpointer, group = context.checkpointer, context.group
-        warnings = NonFiniteWarnings(group, context.reporter.say, checkpointer.protect_newest)
-        finite = NonFiniteChecks(context.settings.on_nan, group.rank, warnings.add, checkpointer.committed_step)
+        finite = NonFiniteChecks(
+            context.settings.on_nan, group.rank, context.warnings.add_spoilt, checkpointer.committed_step
+        )
         snapshot = RunSnapshot(context)
         part = context.emergency.part if context.emergency.notes else None
         leaves = None if part is None else partial(snapshot.take_shared, part)
@@ -204,7 +205,7 @@ class Run:
         self._reports: Final = TrialReports(context, self._start, self._log)
         measurement = None if context.measure is None else Measurement(context, context.measure)
         end_of_step = EndOfStep(
-            context, snapshot, self._loaders, finite, warnings, self._log, point, proof, measurement=measurement
+            context, snapshot, self._loaders, finite, self._log, point, proof, measurement=measurement
         )
         self._training: Final = TrainingLoop(context, self._loaders, self._start, self._train_step, end_of_step)
         self._evaluation: Final = EvaluationLoop(

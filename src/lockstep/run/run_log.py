@@ -60,8 +60,11 @@ class RunLog:
         if directory:
             path = Path(directory, "metrics.jsonl")
             self._file = MetricsFile(path, step=step, say=say)
-            if path.exists():
-                record = MetricsFile.read(path)
+            try:
+                record = MetricsFile.read(path) if path.exists() else []
+            except OSError as error:
+                say(f"{path} cannot be read: {error.strerror}; trackers get nothing until the run is started again")
+                return
         context = TrackerContext(Path(directory or "runs"), settings.as_dict(), step)
         self._trackers = open_trackers(settings.values.track, self._tracker, context, record, say)
 

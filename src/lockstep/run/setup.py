@@ -24,7 +24,7 @@ from lockstep.report import refuse_unknown_trackers
 from lockstep.run.carried_state import CarriedState
 from lockstep.run.emergency import Emergency, NoEmergency, open_emergency, writes_emergency
 from lockstep.run.identity import RunIdentity
-from lockstep.run.kernels import Kernels
+from lockstep.run.kernels import Kernels, number_formats
 from lockstep.run.leave_agreement import LeaveAgreement
 from lockstep.run.metrics import PassMetrics
 from lockstep.run.oom_advice import free_bytes, gpu_memory
@@ -32,6 +32,7 @@ from lockstep.run.position import RunPosition
 from lockstep.run.precision import Precision
 from lockstep.run.profile import StepProfiler
 from lockstep.run.progress_reporter import ProgressReporter
+from lockstep.run.rank_warnings import RankWarnings
 from lockstep.run.run_checkpoints import DirectoryCheckpointer, NoCheckpointer, RunCheckpointer
 from lockstep.run.save_stop import SaveStopController
 from lockstep.run.state import State
@@ -80,6 +81,7 @@ class RunContext:
     share: ReplicaAssignment
     directory: str | None  #: of the run or of its checkpoints; None: the run has neither, or leaves nothing
     checkpointer: RunCheckpointer
+    warnings: RankWarnings
     stop_requests: StopRequests
     save_stop: SaveStopController
     leaves: LeaveAgreement
@@ -117,8 +119,13 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     job = World.from_env(env)
     world = _world_of_run(job, current_trial())
     device, threads = _prepare_device(settings, world, marker)
-    pins = device.type == "cuda" and settings.reduction == "exact"
-    kernels = Kernels(pins=pins, refuses=settings.nondeterministic == "refuse")
+    promised, on_cpu = settings.reduction == "exact", device.type == "cpu"
+    kernels = Kernels(
+        pins=promised and not on_cpu,
+        refuses=settings.nondeterministic == "refuse",
+        threads=threads if promised and on_cpu else None,
+        formats=partial(number_formats, device) if promised else dict,
+    )
     kernels.pin()
     deadline = JobDeadline.from_env(env)
     reporter = ProgressReporter(world, env, deadline, marker.memory, is_trial=current_trial() is not None)
@@ -173,6 +180,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         share=share,
         directory=directory,
         checkpointer=checkpointer,
+        warnings=RankWarnings(group, reporter.say, checkpointer.protect_newest),
         stop_requests=stop_requests,
         save_stop=SaveStopController(
             group, settings.save_every, stop_requests.reason, deadline, peer_timeout_s=settings.peer_timeout_s

@@ -38,6 +38,7 @@ class RunSnapshot:
         self._strategy_name: Final = split(context.settings.strategy)[0]
         self._divergence: Final = DivergenceCheck(context.group)
         self._marks_of_taken: object = None
+        self._left: dict[str, object] = {}  # how modules were as the last loop was left, until ranks compare it
 
     def take(self) -> StateTree:
         """What to save; equal on all ranks. Collective.
@@ -99,13 +100,24 @@ class RunSnapshot:
         }
 
     def compare_ranks(self) -> None:
-        """Check that ranks that should hold the same values do. Collective.
+        """Check that ranks that should hold the same values do, after a step whose bodies were looked at. Collective.
 
         Raises:
             MismatchError: if they do not.
+            UsageError: if numbers have other formats than when the training began.
+        """
+        self._context.kernels.require_formats()
+        if self._context.share.in_step and self._context.group.size > 1:
+            self._compare(self._objects(), attributes_of_all=True)
+
+    def note_modules(self) -> None:
+        """A loop over micro-batches is left: ranks compare next how their modules were then. Asks no other rank.
+
+        The next pass sets their modes anew, and so does an evaluation.
         """
         if self._context.share.in_step and self._context.group.size > 1:
-            self._compare(self._objects())
+            modules = self._modules(attributes_of_all=False)
+            self._left = {f"{name}, as the loop over run.train(...) was left,": v for name, v in modules.items()}
 
     def compare_models(self) -> None:
         """Check that ranks are about to evaluate the same models and kept modules, where each holds them whole.
@@ -124,7 +136,7 @@ class RunSnapshot:
                 "models": [_tensors_of(model) for model in self._state.models],
                 "kept": {name: _tensors_of(module) for name, module in kept.items()},
             }
-            self._divergence.compare(tree, self._position.progress.step)
+            self._divergence.compare(tree, self._position.progress.step, modules=self._take_left())
 
     def restore(self, tree: SavedTree) -> list[str]:
         """Put back what `take` gave, but for the position; see `State.load`. Collective."""
@@ -165,10 +177,24 @@ class RunSnapshot:
         """Put back how many evaluations came since the last step, but for those that a resumed script repeats."""
         self._position.evaluations = self._position.evaluations_done = tree["evaluations"]
 
-    def _compare(self, tree: StateTree) -> None:
-        # A module's attributes may tell of this rank's samples, such as the last ones that it has seen.
+    def _compare(self, tree: StateTree, *, attributes_of_all: bool = False) -> None:
+        self._context.kernels.require_formats()
+        # Tensors in a module's attributes may tell of this rank's samples, such as the last ones that it has seen.
         shared = {name: value for name, value in tree.items() if name != "attributes"}
-        self._divergence.compare(shared, self._position.progress.step)
+        # Between two passes the script may do with modules on one rank what it likes, such as draw a picture.
+        modules = self._modules(attributes_of_all=attributes_of_all) if self._metrics.inside == "train" else {}
+        self._divergence.compare(shared, self._position.progress.step, modules=modules | self._take_left())
+
+    def _modules(self, *, attributes_of_all: bool) -> dict[str, object]:
+        """What modules are set to, by name, where it is to be the same on all ranks."""
+        strategy = self._context.strategy
+        if not self._context.share.in_step or isinstance(strategy, HasServerRanks | ComputesLoss):
+            return {}
+        return self._state.settings_of_modules(attributes_of_all=attributes_of_all)
+
+    def _take_left(self) -> dict[str, object]:
+        left, self._left = self._left, {}
+        return left
 
     def _objects(self) -> StateTree:
         """The state of models, optimizers, schedulers and of what is kept. Collective."""

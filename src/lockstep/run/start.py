@@ -69,11 +69,12 @@ class TrainingStart:
         self._state.require_same_dtypes()
         self._state.note_attributes(self._context.device)
         self._state.look_for_schedulers(sys._getframe())
+        self._context.kernels.begin()
         self._identity.note_script(self._state.optimizers)
         self._options = ScriptOptions(self._state)
         compare_ranks(self._context.group, self._identity.script)
         if self._context.settings.reduction == "exact":
-            compare_devices(self._context.group, device_of_bits(self._context.device))
+            compare_devices(self._context.group, device_of_bits(self._context.device, os.environ))
         left = self._resume()
         self._log.open(self._position.progress.step)
         if left is not None:

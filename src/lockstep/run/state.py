@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.checkpoint import SavedModel, SavedTree, StateTree
 from lockstep.collectives import in_memory
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.run.attributes import RunAttributes
+from lockstep.run.attributes import RunAttributes, path_of
 from lockstep.run.beside_modules import BesideModules
 from lockstep.run.divergence import checksum
 from lockstep.run.early_stopping import EarlyStopping
@@ -146,6 +146,24 @@ class State:
         kept = {name: value for name, value in self.kept.items() if isinstance(value, nn.Module)}
         self._names = [{name for name, _ in model.named_parameters()} for model in self.models]
         self.attributes = RunAttributes(self.models, kept, self.optimizers, device)
+
+    def settings_of_modules(self, *, attributes_of_all: bool) -> dict[str, object]:
+        """What modules of models, and kept ones, are set to, by name: whether they train, and attributes that changed.
+
+        Of modules that are not torch's own a body may have set attributes to what they tell of its samples. Whether it
+        does is known where bodies have just been looked at: only then are they to be asked for, by
+        ``attributes_of_all``.
+        """
+        kept = {name: value for name, value in self.kept.items() if isinstance(value, nn.Module)}
+        roots = {str(number): model for number, model in enumerate(self.models)} | kept
+        found: dict[str, object] = {
+            f"the training mode of {path_of(root, name)}": module.training
+            for root, of_root in roots.items()
+            for name, module in of_root.named_modules()
+        }
+        if self.attributes is not None:
+            found |= self.attributes.plain(of_all=attributes_of_all)
+        return found
 
     def tree(self, layout: StateLayout) -> StateTree:
         """The state of every object, of models and optimizers as ``layout`` gives it. Collective where that is."""

@@ -90,6 +90,7 @@ class TrainStep:
         self._computes_loss: Final = strategy if isinstance(strategy, ComputesLoss) else None
         self._precision: Final = context.precision
         self._kernels: Final = context.kernels
+        self._warnings: Final = context.warnings
         self._state: Final = state
         self._clip_norm: Final = context.settings.clip_norm
         self._finite: Final = finite
@@ -116,11 +117,17 @@ class TrainStep:
         """The micro-batch at ``position`` is handed to the user, after ``step`` steps."""
         self.current = current = CurrentMicroBatch(position)
         self._step = step
+        self.say_put_back(self._kernels.pin_threads())
         begin_micro_batch(self._strategy, current.position)
         self.checks.begin_body(compare=position.check is not StepCheck.NONE)
         self.replays.begin(position)
         self.checks.run_steps = False
         return current
+
+    def say_put_back(self, changed: str) -> None:
+        """What `Kernels` found ``changed``, "" for nothing, before something was computed with it."""
+        if changed:
+            self._warnings.add(f"{changed} was put back: kernels would give other bits")
 
     def backward(
         self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
@@ -266,6 +273,7 @@ class TrainStep:
             if not current.due and current.position.last:
                 raise UsageError("a step ended without run.update(): call it where run.backward(loss) returned True")
             self._finish(current)
+        self._kernels.require_threads(f"the loop's body in step {self._step + 1}")
         self.checks.require_buffers_unchanged()
         if not current.position.last:
             self.checks.end_body(current.position.index, current.position.of)

@@ -212,7 +212,7 @@ class TrainingLoop:
             if means := self._metrics.reduce_pass(self._context.group):
                 self._position.set_metrics(means, keep_after=self._passes.began_at(self._position.progress.step))
                 self._end_of_step.save_if_best()
-            self._end_of_step.say_warnings()
+            self._context.warnings.say_all()
         else:
             self._leave_before_end()
 
@@ -300,8 +300,7 @@ class TrainingLoop:
             self._metrics.begin_pass()
         # A checkpoint or the script may have filled buffers since, such as with what was trained elsewhere.
         self._context.strategy.resync()
-        if changed := self._context.kernels.pin():
-            self._context.reporter.say(f"{changed} was put back: kernels would give other bits each time")
+        self._train_step.say_put_back(self._context.kernels.pin())
         self._train_step.new_pass()
         self._state.look_for_schedulers(sys._getframe())  # that the script has made since
         self._state.require_kept(sys._getframe())
@@ -417,6 +416,7 @@ class TrainingLoop:
             self._script_sums.forget()
             self._state.beside.forget()
             self._end_of_step.point.note()
+            self._end_of_step.note_modules()
             self._position.seed_script()
 
     # ---- its length ----------------------------------------------------------------------------------------------
@@ -435,21 +435,21 @@ class TrainingLoop:
             if steps is None:
                 lengths.append(self._loaders.training_length(loader, order, first_step))
             else:
-                lengths.append(self._length_of_steps(loader, order, first_step, steps))
+                lengths.append(_length_of_steps(self._loaders, loader, order, first_step, steps))
         return None if None in lengths else min(length for length in lengths if length is not None)
 
-    def _length_of_steps(self, loader: MicroBatchLoader, order: int, first_step: int, steps: int) -> int | None:
-        per_epoch, length = loader.steps_per_epoch, 0
-        if not per_epoch:
-            return None
-        while steps > 0:
-            last = min(per_epoch, first_step + steps)
-            from_first, from_last = (
-                self._loaders.training_length(loader, order, step) or 0 for step in (first_step, last)
-            )
-            length, steps = length + from_first - from_last, steps - (last - first_step)
-            order, first_step = order + 1, 0
-        return length
+
+def _length_of_steps(loaders: Loaders, loader: MicroBatchLoader, order: int, first_step: int, steps: int) -> int | None:
+    """How many micro-batches of this rank so many ``steps`` have, from ``first_step`` of the pass ``order`` on."""
+    per_epoch, length = loader.steps_per_epoch, 0
+    if not per_epoch:
+        return None
+    while steps > 0:
+        last = min(per_epoch, first_step + steps)
+        from_first, from_last = (loaders.training_length(loader, order, step) or 0 for step in (first_step, last))
+        length, steps = length + from_first - from_last, steps - (last - first_step)
+        order, first_step = order + 1, 0
+    return length
 
 
 _OUTER: Final = {

@@ -218,13 +218,13 @@ def _listen_here(address: str, port: int) -> socket.socket:
         return listen(family, (address, 0))
 
 
-def _joined(job: Job, nodes: Nodes, endpoint: Endpoint, store: RendezvousStore, report: NodeReport) -> Joined:
+def _joined(job: Job, nodes: Nodes, endpoint: Endpoint, store: TcpStoreClient, report: NodeReport) -> Joined:
     return Joined(
         job,
         store,
         report,
         limits_of(job.request, nodes),
-        place=lambda plan, listening: _placement(plan, endpoint, report, listening),
+        place=lambda plan, listening: _placement(plan, endpoint, store.address, report, listening),
         probe=lambda hosts: probe_all(hosts, nodes.endpoint),
         listen=_not_here,
         look_after=lambda: None,
@@ -295,7 +295,9 @@ def _wait_for_run_dir(run_dir: Path, contract: JobContract, host: str) -> None:
         time.sleep(0.1)
 
 
-def _placement(plan: Plan, endpoint: Endpoint, report: NodeReport, listening: socket.socket | None) -> NodePlacement:
+def _placement(
+    plan: Plan, endpoint: Endpoint, reached: str, report: NodeReport, listening: socket.socket | None
+) -> NodePlacement:
     node_rank = plan.node_rank(report.node_id)
     assert node_rank is not None, "only a member of a generation starts its ranks"
     interface = ""
@@ -304,7 +306,8 @@ def _placement(plan: Plan, endpoint: Endpoint, report: NodeReport, listening: so
         others = [m.address for m in plan.members if m.address and m.node_id != report.node_id]
         own = report.address or (address_towards(others[0], endpoint.port) if others else "127.0.0.1")
         interface = interface_of(own)
-    return NodePlacement(node_rank, endpoint.host, listening, report.host, interface)
+    # By the address, so that ranks need no name server: one may be away when they start again.
+    return NodePlacement(node_rank, reached or endpoint.host, listening, report.host, interface)
 
 
 def probe_all(hosts: Sequence[str], endpoint: str) -> list[str]:

@@ -17,6 +17,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from lockstep.errors import RendezvousError, UnreadableCheckpoint
 from lockstep.formatting import format_ranks, plural
 from lockstep.launch.diagnosis.root_cause import RankExit, exit_code, has_failed
 from lockstep.launch.rendezvous.membership_state import (
@@ -41,11 +42,14 @@ from lockstep.launch_contract import (
 )
 
 _FIRST_WAIT_NOTICE_S = 3.0  #: of waiting, until missing nodes are announced; then again after twice the time, and so on
-_BACK_OFF_S = (1.0, 60.0)  #: pause after the first change of nodes, doubled with each change up to the second value
+#: Pause after the first change of nodes, or start that failed, doubled with each one up to the second value.
+_BACK_OFF_S = (1.0, 60.0)
 _SETTLED_S = 10.0  #: how long a generation runs undisturbed before it is stopped for new nodes
 
 #: Nothing is started after these, whatever restarts are left. A usage error would be the same the next time.
 _FINAL = frozenset({EXIT_OK, EXIT_USAGE, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_INTERRUPTED})
+#: What ranks raise at their start where the network or the file system may work again a little later.
+_MAY_PASS = frozenset(f"{kind.__module__}.{kind.__qualname__}" for kind in (RendezvousError, UnreadableCheckpoint))
 _STARTED_AGAIN_S = 2.0  #: a node that was silent for so long may have been killed
 
 
@@ -308,16 +312,37 @@ def _finish_generation(
     ends_badly = failed and code not in (EXIT_OK, EXIT_STOPPED) and (stopped_by is None or code != 128 + stopped_by)
     if ends_badly or code == EXIT_NOT_SAVED:
         state = announce(state, GenerationFailed.of(plan.ranks, endings))
-    spent = state.failures >= limits.max_restarts or any(node.report.final for node in nodes)
-    if code in _FINAL or stopped_by is not None or spent:
+    state = _note_start(state, failed, now_s)
+    if code in _FINAL or stopped_by is not None or any(node.report.final for node in nodes):
         return end_job(state, code)
     ranks = f"all {plural(plan.ranks, 'rank')}" if limits.max_nodes == 1 else "all ranks"
+    since_s = state.starts_fail_since_s
+    start_pause_s = 0.0 if since_s is None else _back_off_s(state.failed_starts - 1)
+    # What has trained before can train; else a name or an address may be wrong for ever.
+    if since_s is not None and reached >= 0 and now_s - since_s < limits.join_timeout_s:
+        text = (
+            f"starting {ranks} again in {start_pause_s:g} s, as generation {plan.generation + 1}: what failed may work "
+            f"again, so this costs no restart for {limits.join_timeout_s:g} s"
+        )
+        return next_generation(state, now_s, start_pause_s, text)
+    if state.failures >= limits.max_restarts:
+        return end_job(state, code)
     text = (
         f"restarting {ranks} as generation {plan.generation + 1} (restart {state.failures + 1} of "
         f"{limits.max_restarts}), from the last finished step or the newest checkpoint"
     )
-    pause_s = _back_off_s(state.changes) if state.lost else 0.0
+    pause_s = _back_off_s(state.changes) if state.lost else start_pause_s
     return next_generation(state, now_s, pause_s, text, failures=1)
+
+
+def _note_start(state: MembershipState, failed: Sequence[RankExit], now_s: float) -> MembershipState:
+    """A generation has failed: count it if its ranks could not start for a reason that may pass."""
+    kinds = [(ending.failure.kind if ending.failure else "", ending.collateral) for ending in failed]
+    passing = [kind in _MAY_PASS for kind, _ in kinds]
+    if not any(passing) or not all(may or collateral for may, (_, collateral) in zip(passing, kinds, strict=True)):
+        return replace(state, failed_starts=0, starts_fail_since_s=None)
+    since_s = now_s if state.starts_fail_since_s is None else state.starts_fail_since_s
+    return replace(state, failed_starts=state.failed_starts + 1, starts_fail_since_s=since_s)
 
 
 def _after_node_loss(

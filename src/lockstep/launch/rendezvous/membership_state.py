@@ -34,6 +34,8 @@ class MembershipState:
     failures: int = 0  #: restarts that failures have cost
     changes: int = 0  #: restarts that changes of nodes have cost
     furthest: int = -1  #: the newest step that was done before the last restart
+    failed_starts: int = 0  #: in a row, for a reason that may pass
+    starts_fail_since_s: float | None = None  #: since when
     beyond_since_s: float | None = None  #: since when there are newer ones
     gave_up: bool = False  #: the job is over because too few nodes joined
 

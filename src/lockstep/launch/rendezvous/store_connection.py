@@ -14,6 +14,7 @@ from lockstep.launch.deadline_thread import StoppedWaiting, TaskThread
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract, version_in
 from lockstep.launch.rendezvous.signature import Signature
+from lockstep.network_interface import far_address
 
 T = TypeVar("T")
 
@@ -23,6 +24,13 @@ _CONNECT_S = 2.0
 _ANSWER_S = 5.0
 _TICK_S = 0.1
 _WAIT_NOTICE_S = (3.0, 60.0)
+
+
+class ReachedHost:
+    """By which address an endpoint was reached last; "": it was not yet."""
+
+    def __init__(self) -> None:
+        self.address = ""
 
 
 class ConnectedStore(Protocol):
@@ -44,18 +52,27 @@ class ConnectedStore(Protocol):
         """Whether all of the keys are there; does not wait."""
 
 
-def open_store(endpoint: Endpoint) -> ConnectedStore:
-    """A connection to the store at ``endpoint``.
+def open_store(endpoint: Endpoint, reached: ReachedHost | None = None) -> ConnectedStore:
+    """A connection to the store at ``endpoint``, or, while its name cannot be resolved, where it was ``reached`` last.
 
     Raises:
         OSError: if the endpoint cannot be reached.
         RuntimeError: if what listens there is no such store.
     """
     # First with a plain socket: torch would try for long, and write about each try.
-    socket.create_connection((endpoint.host, endpoint.port), _CONNECT_S).close()
+    try:
+        connection = socket.create_connection((endpoint.host, endpoint.port), _CONNECT_S)
+    except socket.gaierror:
+        if reached is None or not reached.address:
+            raise
+        connection = socket.create_connection((reached.address, endpoint.port), _CONNECT_S)
+    with connection:
+        address = far_address(connection)
+    if reached is not None:
+        reached.address = address
     make_store = _tcp_store_class()
     return make_store(
-        endpoint.host,
+        address,
         endpoint.port,
         world_size=None,
         is_master=False,

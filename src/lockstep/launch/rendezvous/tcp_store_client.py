@@ -42,7 +42,7 @@ from lockstep.launch.rendezvous.notices import (
 from lockstep.launch.rendezvous.plan import NodeReport, NodeView, Plan
 from lockstep.launch.rendezvous.signature import Signature
 from lockstep.launch.rendezvous.store import RendezvousStore
-from lockstep.launch.rendezvous.store_connection import ConnectedStore, ask_store, open_store
+from lockstep.launch.rendezvous.store_connection import ConnectedStore, ReachedHost, ask_store, open_store
 
 _EVERY_S = 0.2  #: how often the thread writes and reads, at least
 _CREATE_S = 60.0  #: how long the store's own process may take to answer first
@@ -74,6 +74,7 @@ class TcpStoreClient(RendezvousStore):
         self._is_coordinator = report.node_id == contract.coordinator
         self._contract = contract
         self._endpoint, self._suspect_after_s = endpoint, suspect_after_s
+        self._reached: Final = ReachedHost()
         self._lock: Final = threading.Lock()
         self._wake: Final = threading.Event()
         self._report: NodeReport = report
@@ -97,6 +98,11 @@ class TcpStoreClient(RendezvousStore):
     def coordinator(self) -> str:
         """The id of the node that decides for all."""
         return self._contract.coordinator
+
+    @property
+    def address(self) -> str:
+        """By which address the store was reached last; "" before that."""
+        return self._reached.address
 
     @property
     def term(self) -> int:
@@ -189,7 +195,7 @@ class TcpStoreClient(RendezvousStore):
                 self._busy_since_s = time.monotonic()
             try:
                 if store is None:
-                    store = open_store(self._endpoint)
+                    store = open_store(self._endpoint, self._reached)
                     self._join(store)
                 self._write(store, number)
                 self._read(store, number)

@@ -26,7 +26,6 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -43,6 +42,7 @@ from lockstep.errors import SettingError
 from lockstep.formatting import plural
 from lockstep.launch.child_process import STOP_SIGNALS, kill_group, own_python, signal_when_parent_dies
 from lockstep.launch.host import threads_of_rank
+from lockstep.launch.owned_directory import remove_owned_directory
 from lockstep.launch.program_sources import mentions_lockstep
 from lockstep.launch.request import Function, Program, StartMethod
 from lockstep.launch.workers.fork_messages import RankSpec, message
@@ -292,9 +292,9 @@ def _leave(*, launcher_lives: bool = False) -> NoReturn:
     if launcher_lives:
         os._exit(0)
     if (home := Path(os.environ.get(CHANNEL, "")).parent).name.startswith(PRIVATE):
-        shutil.rmtree(home, ignore_errors=True)
+        remove_owned_directory(home)
     if EMERGENCY in os.environ:
-        shutil.rmtree(os.environ[EMERGENCY], ignore_errors=True)
+        remove_owned_directory(Path(os.environ[EMERGENCY]))
     os._exit(0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -97,10 +98,11 @@ def prepare_files(files: Sequence[tuple[Path, Path]], generation: int) -> list[i
     for log, failure in files:
         failure.unlink(missing_ok=True)
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as file:
+        # On a full disk, what was said before is not said again: how long the log is is known, too.
+        with contextlib.suppress(OSError), log.open("a") as file:
             if generation or file.tell():
                 file.write(f"--- generation {generation}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n")
-        starts.append(log.stat().st_size)
+        starts.append(log.stat().st_size if log.exists() else 0)
     return starts
 
 

@@ -39,6 +39,7 @@ class RankOutput:
         self._terminal = terminal
         self._leads = False  # the leader is on this node
         self._leader_log: Tail | None = None  # where it writes to its log only
+        self._log_start: int | None = None  # of the leader's log, until that is open
         self._generation = -1
         #: Who keeps the other ranks waiting, in words.
         self.late = ""
@@ -56,11 +57,9 @@ class RankOutput:
     def begin(self, generation: int, *, leads: bool, log_start: int) -> None:
         """A generation begins; with ``leads`` its leader is here, whose log was ``log_start`` bytes long before."""
         self._generation, self._leads, self.late = generation, leads, ""
-        self._leader_log = None
         # The attached rank's output does not come by its log.
-        if leads and self.attached != 0:
-            log = self._job.log(0)
-            self._leader_log = self._files.ask(lambda: Tail(log, log_start), None, of=log, urgent=True)
+        self._leader_log, self._log_start = None, log_start if leads and self.attached != 0 else None
+        self._open_leader_log(urgent=True)
 
     def show(self) -> bool:
         """Show what the leader and the attached rank wrote; returns whether there was something to show."""
@@ -91,7 +90,7 @@ class RankOutput:
         if self._leader_log is not None:
             self._leader_log.close()
             self._leader_log = None
-        self._leads = False
+        self._leads, self._log_start = False, None
 
     def _show_attached(self) -> tuple[bool, bool]:
         """Hand on what the attached rank wrote and what its user types; returns whether it wrote, and whether it waits.
@@ -111,6 +110,7 @@ class RankOutput:
 
     def _show_leader(self) -> bool:
         """Show what the leader wrote, though not the traceback at its end: the cause may be another rank's."""
+        self._open_leader_log()
         log = self._leader_log
         if log is None or self._screen.is_behind:
             return False
@@ -118,6 +118,13 @@ class RankOutput:
         self._screen.leader(log.take(new))
         self._screen.unfinished(log.unfinished())
         return bool(new)
+
+    def _open_leader_log(self, *, urgent: bool = False) -> None:
+        """Open the leader's log, unless it is open; it may not be there yet, as on a disk that is full."""
+        if (start := self._log_start) is not None:
+            log = self._job.log(0)
+            self._leader_log = self._files.ask(lambda: Tail(log, start), None, of=log, urgent=urgent)
+            self._log_start = None if self._leader_log is not None else start
 
     def _new_of_leader(self, log: Tail) -> bytes:
         return log.new(self._end_of_leader(log))

@@ -27,6 +27,7 @@ import traceback
 import types
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,11 +37,14 @@ from lockstep.errors import LaunchError, PlanError, SettingError
 from lockstep.faults import FaultPlan
 from lockstep.formatting import size
 from lockstep.heartbeat import HeartbeatSender, LostPeers, open_channel, progress_marker, register_stacks
+from lockstep.heartbeat_message import note_to_text
 from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
 from lockstep.launch.diagnosis.error_record import Failure, caught_before, strip_own_frames, user_frame
 from lockstep.launch.host import cpus_beside_gpus
+from lockstep.launch.owned_directory import note_process
 from lockstep.launch.program_sources import mentions_lockstep
 from lockstep.launch.request import Executable, Function, Module, Program, Script
+from lockstep.launch.workers.log_stream import LogStream
 from lockstep.launch.workers.nested_ranks import refuse_nested_ranks
 from lockstep.launch_contract import (
     BIND,
@@ -101,7 +105,7 @@ def become_rank(env: Mapping[str, str], log: str, parent: int, program: Program,
     if terminal:
         _attach_to(terminal)
     else:
-        _redirect_to(log)
+        _redirect_to(log, env.get(CHANNEL, ""))
     if isinstance(program, Executable):
         return  # which takes this process's place, and could not go on with anything that is begun here
     _seed_start() if uses_run else _reseed()
@@ -315,17 +319,25 @@ def _leave(code: int, *, patient: bool) -> NoReturn:
         os._exit(code)
 
 
-def _redirect_to(log: str) -> None:
-    nothing = os.open(os.devnull, os.O_RDONLY)
+def _redirect_to(log: str, channel: str) -> None:
+    nothing, missing = os.open(os.devnull, os.O_RDONLY), ""
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    except OSError:  # the launcher has said so; what the rank has to say about a failure it hears in another way
-        file = os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # its streams try again; what the rank has to say about a failure is heard in another way, too
+        file, missing = os.open(os.devnull, os.O_WRONLY), log
     for descriptor, standard in ((nothing, 0), (file, 1), (file, 2)):
         os.dup2(descriptor, standard)
     for descriptor in {nothing, file} - {0, 1, 2}:
         os.close(descriptor)
-    _open_streams()
+    tell = partial(_tell_launcher, channel)
+    _open_streams(*(LogStream(descriptor, missing, tell) for descriptor in (1, 2)))
+
+
+def _tell_launcher(channel: str, note: str) -> None:
+    """Have the launcher tell the user ``note``."""
+    if (line := open_channel(channel)) is not None:
+        with contextlib.closing(line), contextlib.suppress(OSError):
+            line.send(note_to_text(note).encode())
 
 
 def _attach_to(terminal: str) -> None:
@@ -334,21 +346,20 @@ def _attach_to(terminal: str) -> None:
         os.dup2(device, standard)
     if device > 2:
         os.close(device)
-    _open_streams()
+    _open_streams(*(io.FileIO(descriptor, "w", closefd=False) for descriptor in (1, 2)))
 
 
-def _open_streams() -> None:
+def _open_streams(out: io.FileIO, err: io.FileIO) -> None:
     # Line by line, since somebody may be reading the log; the objects of a copied process may not be files at all.
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(  # type: ignore[misc]
         io.BufferedReader(io.FileIO(0, "r", closefd=False)), encoding="utf-8", errors="surrogateescape"
     )
-    sys.stdout = sys.__stdout__ = _text_to(1, "strict")  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _text_to(2, "backslashreplace")  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _text_to(out, "strict")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _text_to(err, "backslashreplace")  # type: ignore[misc]
     faulthandler.enable(sys.stderr)
 
 
-def _text_to(descriptor: int, errors: str) -> io.TextIOWrapper:
-    raw = io.FileIO(descriptor, "w", closefd=False)
+def _text_to(raw: io.FileIO, errors: str) -> io.TextIOWrapper:
     # UTF-8 whatever the locale: it is our own file, and a batch job's locale is often C.
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors=errors, line_buffering=True)
 
@@ -375,6 +386,7 @@ def _keep_temporary_files(env: Mapping[str, str]) -> None:
         with contextlib.suppress(OSError):
             home = tempfile.mkdtemp(prefix=RANK_FILES, dir=Path(env[CHANNEL]).parent)
             multiprocessing.current_process()._config["tempdir"] = home  # type: ignore[attr-defined]
+        note_process(Path(env[CHANNEL]).parent)
 
 
 def _seed_start() -> None:

@@ -30,6 +30,8 @@ class TensorboardTracker:
         self._event: Final[Any] = event_pb2.Event
         self._summary: Final[Any] = summary_pb2.Summary
         self._file: Final[Any] = EventFileWriter(str(context.directory / "tensorboard"))
+        if context.goes_on:
+            return
         # From step 0 on, what came before this is void.
         self._file.add_event(event_pb2.Event(step=0, session_log=event_pb2.SessionLog(status=1)))
         table = "\n".join(f"| {name} | {value} |" for name, value in context.settings.items())

@@ -23,6 +23,7 @@ class LogsValues(Protocol):
 class Tracker(Protocol):
     """Takes the rows of a record; all calls come from one thread."""
 
+    run_id: str  #: under which it will know the run again; "": it does without
     replays: bool  #: whether it wants every row of the record at each opening, and not only those that it has not had
 
     def write(self, row: Row) -> None:
@@ -41,6 +42,7 @@ class TrackerContext:
     directory: Path  #: of the run; may have to be made
     settings: Mapping[str, Any]  #: of the run, plain values
     step: int  #: steps done: 0 for a run that begins
+    goes_on: bool = False  #: one that was open in this process could not write, and this one writes what follows
     run_id: str = ""  #: under which an earlier life of the run is known to the tracker; "": there was none
 
 
