@@ -268,6 +268,36 @@ def test_who_does_not_come_and_who_does_not_fit_is_told(cluster):
     assert re.search(r"gave up waiting for 1 of 2 nodes: here n1 \(2\d s\)", cluster.said("n1"))
 
 
+def test_two_hosts_that_do_not_reach_each_other_are_named_and_no_step_is_lost(tmp_path, expected):
+    """Both reach the coordinator, and all ranks wait at the same line: it is no bug of the script."""
+    with hosts(3) as machines:
+        cluster = Cluster(machines, tmp_path)
+        conf = CONF.replace("suspect_after=2,lost_after=4", "suspect_after=5,lost_after=30")
+        options = ("--hang-after", "6", "--max-restarts", "50", "--save-every", "1000 steps")
+        for name in ("n1", "n2", "n3"):
+            cluster.launch(name, "3", *options, wait=12, conf=conf)
+        assert cluster.until_steps(0, ranks=3, steps=12) == {"n1", "n2", "n3"}
+        machines["n2"].mute(machines["n3"].address)
+        machines["n3"].mute(machines["n2"].address)
+        cluster.until(
+            lambda: "run failed: n2 and n3 do not reach each other\n" in cluster.said("n1"), "nobody is named"
+        )
+        done = min(int(path.read_text()) for path in tmp_path.glob("g0-*of3"))
+        for name in ("n2", "n3"):
+            machines[name].clear()
+        cluster.until(lambda: "goes on from step" in cluster.said("n1"), "it does not go on")
+        (went_on,) = re.findall(r"goes on from step (\d+) \(state of rank", cluster.said("n1"))
+        assert int(went_on) >= done
+        cluster.go()
+        for name in ("n1", "n2", "n3"):
+            assert cluster.end_of(name) == 0, cluster.everything()
+        assert "=> all ranks wait for each other: n2 and n3 do not reach each other" in cluster.said("n2")
+        assert "parted ways" not in cluster.everything()
+        assert "lost node" not in cluster.everything()
+        assert cluster.finals() == {expected}
+    cluster.close()
+
+
 def test_one_to_three_hosts_shrink_when_one_is_cut_off_grow_let_one_go_and_train_the_same_bits(tmp_path, expected):
     with hosts(3) as machines:
         cluster = Cluster(machines, tmp_path)

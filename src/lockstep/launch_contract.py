@@ -25,6 +25,9 @@ SEARCH = "LOCKSTEP_SEARCH"  #: of which search, and which of its workers, this r
 
 EMERGENCY = "LOCKSTEP_EMERGENCY_MEMORY"  #: directory in this host's memory where survivors of a dead rank leave a state
 
+LEFT_STATE = "left-state"  #: in the directory of a generation there: a file; its survivors have left their state
+SAVE_ONLY = "LOCKSTEP_SAVE_ONLY"  #: this generation saves what survivors left, and no more; why, in words
+
 TERMINAL = "LOCKSTEP_TERMINAL"  #: path of the terminal of a rank that has one
 
 PRIVATE = "lockstep-"  #: what the name of the launcher's own temporary directory begins with, which holds that socket

@@ -12,12 +12,12 @@ import pytest
 from lockstep.errors import LaunchError, SettingError
 from lockstep.launch.deadline_thread import StoppedWaiting
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.root_cause import RankExit
+from lockstep.launch.diagnosis.root_cause import RankExit, diagnose
 from lockstep.launch.program_sources import source_hashes
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract, differences
 from lockstep.launch.rendezvous.join import limits_of, probe
-from lockstep.launch.rendezvous.notices import GenerationFailed, Message
+from lockstep.launch.rendezvous.notices import Message
 from lockstep.launch.rendezvous.plan import Member, NodeReport, Plan
 from lockstep.launch.rendezvous.signature import SECRET_FILE, Signature, make_signature, read_signature
 from lockstep.launch.rendezvous.store import LocalStore
@@ -121,7 +121,7 @@ def test_what_one_node_writes_the_others_read(store):
 
 def test_notices_are_written_once_and_read_by_all_also_by_nodes_that_join_late(store):
     endpoint, _ = store
-    failed = GenerationFailed(4, (RankExit(3, 1, 11.0, failure=RAISED, host="n2"),))
+    failed = diagnose([RankExit(3, 1, 11.0, failure=RAISED, host="n2"), RankExit(1, 0, 10.0)], ranks=4)
     with clients(endpoint, "c", "other") as (coordinator, other):
         coordinator.publish(Plan(1, notices=1), [Message("waiting, é")])
         wait_until(lambda: other.plan().notices == 1)

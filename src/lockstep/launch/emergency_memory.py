@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.errors import SettingError
+from lockstep.launch_contract import LEFT_STATE
 
 #: Where Linux keeps files in memory; a file takes memory only when it is written.
 SHARED_MEMORY: Final = Path("/dev/shm")
@@ -49,6 +50,11 @@ def emergency_memory(run_dir: Path, root: Path = SHARED_MEMORY) -> Iterator[Path
     finally:
         os.close(owner)
         shutil.rmtree(memory, ignore_errors=True)
+
+
+def has_left_state(memory: Path, generation: int) -> bool:
+    """Whether ranks of this ``generation`` on this node have left their state when another one died."""
+    return any(memory.glob(f"*-generation-{generation}-*/{LEFT_STATE}"))
 
 
 def _new_memory(place: Path) -> tuple[Path, int]:

@@ -282,6 +282,7 @@ class EmergencyMemory(Emergency):
                 else:
                     with self._files.turn():
                         self._leave(flat, about() | {"part": self.part.number, "parts": self.part.of})
+                    self._files.note_left()
         except Exception as raised:  # noqa: BLE001 - the script's own objects tell their state here: it may be anything
             why_not = described(raised)
         if why_not:

@@ -24,6 +24,7 @@ from typing import Final
 
 from lockstep.checkpoint import LOCAL, checksums_in, list_checkpoints, read_manifest, read_part_head
 from lockstep.errors import LockstepError
+from lockstep.launch_contract import LEFT_STATE
 from lockstep.memory_use import host_memory
 from lockstep.run.copied_measures import COPIED
 from lockstep.run.emergency_choice import Left, LeftState
@@ -115,6 +116,11 @@ class EmergencyFiles:
         with contextlib.suppress(OSError):
             text = f"rank {rank} left no state when another one died: {why_not}"
             (self.own / f"{_WHY_NOT}{rank:04d}").write_text(text)
+
+    def note_left(self) -> None:
+        """A rank of this generation has left its state: the launcher sees that somebody can go on from it."""
+        with contextlib.suppress(OSError):
+            (self.own / LEFT_STATE).touch()
 
     def own_states(self) -> list[LeftState]:
         """The states that ranks of this generation have left so far."""

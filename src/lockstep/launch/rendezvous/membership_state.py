@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from lockstep.launch.diagnosis.root_cause import Diagnosis
 from lockstep.launch.rendezvous.notices import Message, Notice
 from lockstep.launch.rendezvous.plan import Plan, StopMode
 from lockstep.launch_contract import EXIT_FAILED
@@ -35,6 +36,7 @@ class MembershipState:
     changes: int = 0  #: restarts that changes of nodes have cost
     furthest: int = -1  #: the newest step that was done before the last restart
     beyond_since_s: float | None = None  #: since when there are newer ones
+    held_back: Diagnosis | None = None  #: why the job ends, once what survivors have left is saved
     gave_up: bool = False  #: the job is over because too few nodes joined
 
 
