@@ -47,6 +47,18 @@ EXIT_INTERRUPTED = 130  #: Ctrl-C, without a checkpoint
 EXIT_KILLED = 137  #: a rank was killed by the system
 EXIT_TERMINATED = 143  #: SIGTERM, without a checkpoint: as for any signal, 128 more than its number
 
+#: Signals that ask the whole run to stop. Schedulers send most of them as a warning before the end of a job, some of
+#: them to each process.
+STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+
 #: Asks a process for its stacks. Not a signal that schedulers and users send to a job.
 STACKS_SIGNAL: int = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 

@@ -32,7 +32,7 @@ def agent(err, *, is_coordinator):
     job = SimpleNamespace(
         generation=0, request=request, log=lambda rank: Path(f"r/{rank}.log"), to_resume="lockstep run --resume"
     )
-    store = SimpleNamespace(is_coordinator=is_coordinator, coordinator="c")
+    store = SimpleNamespace(is_coordinator=is_coordinator, coordinator="c", refused=lambda: ())
     joined = SimpleNamespace(
         job=job,
         store=store,

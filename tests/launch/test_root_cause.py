@@ -222,7 +222,18 @@ def test_a_rank_without_words_of_its_own_is_quoted_from_its_log():
 
 
 def test_when_all_blame_a_peer_that_is_said():
-    assert "no rank reports a cause of its own" in told([lost(0), lost(1)])
+    """None of them is accused: it is the network, or a host."""
+    both = told([lost(0), replace(lost(1), host="n2"), left(2, -15, by_us=True)])
+    assert both.splitlines()[:2] == [
+        "run failed: ranks 0, 1 of 3 (host n2) lost their connections to other ranks",
+        "    rank 0: Connection closed by peer",
+    ]
+    assert "no rank reports a cause of its own" in both
+    assert "raised" not in both
+    assert format_traceback(diagnose([lost(0), lost(1)])) == ""
+    assert told([lost(0), left(1, -15, by_us=True)]).startswith(
+        "run failed: rank 0 of 2 lost its connection to another"
+    )
 
 
 def test_a_rank_that_left_as_if_all_were_done_is_the_cause_and_not_those_that_lost_it():

@@ -75,6 +75,19 @@ def test_a_stop_and_the_death_of_a_rank_together_lose_no_step(workshop, hit, fir
         assert "rank 1 of 2 was killed by SIGKILL; saving the last finished step before the job ends" in ended.err
 
 
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT"])
+def test_a_signal_to_every_process_of_a_job_at_once_stops_it_with_a_checkpoint(workshop, hit, name):
+    launcher = workshop.start("--nproc-per-node", 2, "--run-dir", "r", workshop.script(TRAINS), NAME="a")
+    wait_until(lambda: (workshop.here / "step").exists() and int(workshop.wait_for_file("step")) >= 13, "step 13")
+    for process in workshop.processes():
+        hit(process, name)
+    done = int(workshop.wait_for_file("step"))
+    ended = workshop.end_of(launcher)
+    assert ended.code == 75, ended.err
+    saved = max(int(path.name.removeprefix("step-")) for path in (workshop.here / "r/checkpoints").glob("step-*"))
+    assert saved >= done, ended.err
+
+
 def test_a_stop_that_comes_while_torch_is_imported_ends_in_order(workshop, hit):
     train = workshop.script("print('begun')")
     launcher = workshop.start("--nproc-per-node", 2, train)

@@ -141,7 +141,8 @@ def compared(names):
 
 
 def test_ranks_on_unequal_devices_are_refused():
-    assert device_of_bits(torch.device("cpu")) == ""
+    """Of CPUs, too: `tests/test_nodes.py` starts ranks whose kernels differ."""
+    assert device_of_bits(torch.device("cpu")).startswith("a CPU with the kernels of ")
     assert on_world(2, [(compared, ["H100", "H100"])])[0] == ["", ""]
     for said in on_world(2, [(compared, ["H100", "A100"])])[0]:
         assert said.startswith("rank 0 computes on H100, rank 1 on A100: kernels give other bits there")

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from lockstep.errors import LaunchError
 from lockstep.formatting import relative_path
-from lockstep.launch.child_process import STOP_SIGNALS, without_ignored_hangup
+from lockstep.launch.child_process import without_ignored_hangup
 from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.root_cause import (
     Diagnosis,
@@ -42,7 +42,7 @@ from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch.run_directory import MARK, note_generation
 from lockstep.launch.workers.rank_exits import without_repeated_tracebacks
 from lockstep.launch.workers.worker_group import WorkerGroup
-from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE
+from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE, STOP_SIGNALS
 from lockstep.report import StatusFile
 
 _TICK_S = 0.1
@@ -130,6 +130,7 @@ class Agent:
         self._workers, self._screen, self._stops, self._files = workers, screen, stops, files
         self._state: MembershipState = initial_state(self._job.generation, time.monotonic())
         self._listening: socket.socket | None = None  # for the store of the next generation
+        self._refused = 0  # nodes of which it was announced that they do not take part
         self._shown: int | None = None  # how many notices were shown, or are older than this node's part
         self._watched = -1  # the newest generation of which this node was seen to be no member
         self._cut_off_since_s: float | None = None
@@ -249,6 +250,9 @@ class Agent:
 
     def _decide(self) -> None:
         """The coordinator's part: decide until the phase stays, since a restart has to wait for nothing else."""
+        for said in self._store.refused()[self._refused :]:
+            self._refused += 1
+            self._state = announce(self._state, Message(f"a node says that it cannot take part: {said}"))
         while True:
             phase = self._state.plan.phase
             self._state = decide(self._state, self._store.nodes(), self._limits, time.monotonic())

@@ -237,6 +237,7 @@ class EndOfStep:
         ):
             self.proof.saved(step)
         self._save_stop.saved()
+        self._context.reporter.unprotected = self._context.emergency.protect()
         self._context.marker.set_phase(phase)
 
     def say_warnings(self) -> None:

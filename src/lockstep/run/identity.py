@@ -98,9 +98,9 @@ def fp32_precision() -> list[str]:
 
 
 def device_of_bits(device: torch.device) -> str:
-    """What of a GPU and its libraries the bits depend on, in words; "" for a CPU."""
+    """What of a device and its libraries the bits depend on, in words."""
     if device.type == "cpu":
-        return ""
+        return f"a CPU with the kernels of {torch.backends.cpu.get_cpu_capability()}"
     properties = torch.cuda.get_device_properties(device)
     libraries = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     formats = "/".join(fp32_precision())
@@ -117,9 +117,9 @@ def compare_devices(group: Group, own: str) -> None:
     for rank, theirs in enumerate(others, 1):
         if theirs != first:
             raise MismatchError(
-                f"rank 0 computes on {first or 'a CPU'}, rank {rank} on {theirs or 'a CPU'}: kernels give other "
-                "bits there, so the model would depend on which rank computes what. Start all ranks on equal devices, "
-                "or give up equal bits by Run(reduction='fast')"
+                f"rank 0 computes on {first}, rank {rank} on {theirs}: kernels give other bits there, so the model "
+                "would depend on which rank computes what. Start all ranks on equal devices (of CPUs that differ, "
+                "ATEN_CPU_CAPABILITY=avx2 has the same kernels used), or give up equal bits by Run(reduction='fast')"
             )
 
 

@@ -80,6 +80,7 @@ class TrainingStart:
         self._log.open(self._position.progress.step)
         if left is not None:
             self._log_what_may_be_missing(left)
+        self._context.reporter.unprotected = self._context.emergency.protect()
         if not isinstance(self._context.strategy, HasServerRanks):  # servers leave by themselves
             self._context.leaves.open()
         if self._context.directory and (why := os.environ.get(SAVE_ONLY)):

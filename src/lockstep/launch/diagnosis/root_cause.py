@@ -27,11 +27,11 @@ from lockstep.launch_contract import (
     EXIT_STOPPED,
     EXIT_TIMEOUT,
     EXIT_USAGE,
+    STOP_SIGNALS,
 )
 
 #: Exit codes that a script may choose by itself; the others mean something here, to Grid Engine, or to the shell.
 _OF_SCRIPTS = frozenset(range(1, 126)) - {EXIT_USAGE, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_TIMEOUT, 99, 100}
-_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _NOTICED_S = 1.0
 _TRACEBACK_LINES = 40
 _MESSAGE_LINES = 12
@@ -148,7 +148,7 @@ def diagnose(exits: Sequence[RankExit], *, ranks: int | None = None, stopped_by:
         alike=tuple(sorted(alike)),
         others=tuple(rank_exit for rank_exit in own if rank_exit.rank not in alike),
         collateral=tuple(sorted(e.rank for e in failed if e.collateral and e.rank not in alike)),
-        hosts=tuple(sorted({e.host for e in (*left, *failed) if e.rank in alike and e.host})),
+        hosts=tuple(sorted({e.host for e in (*left, *failed) if (e.rank in alike or cause.collateral) and e.host})),
         memory=_gpus(cause, failed),
     )
 
@@ -174,7 +174,7 @@ def _code_without_failure(exits: Sequence[RankExit], stopped_by: int | None) -> 
 def _code_of_failed(cause: RankExit, failed: Sequence[RankExit], stopped_by: int | None) -> int:
     """The exit code of the launcher where ``cause`` made ranks fail."""
     # A scheduler that stops us may send its signal to every process of the job.
-    own = [rank_exit for rank_exit in failed if not rank_exit.collateral and -rank_exit.status not in _ASKED]
+    own = [rank_exit for rank_exit in failed if not rank_exit.collateral and -rank_exit.status not in STOP_SIGNALS]
     if stopped_by is not None and not own:
         return 128 + stopped_by
     if cause.part:
@@ -213,6 +213,8 @@ def format_diagnosis(
         return _format_not_saved(cause, ranks, log(cause.rank), again)
     if cause.part:
         return _format_lost_part(cause, log(cause.rank))
+    if cause.collateral:
+        return _format_lost_connections(diagnosis, cause, log(cause.rank), shown)
     what = _what(cause).replace("was killed", "were killed") if len(diagnosis.alike) > 1 else _what(cause)
     headline = cause.failure.headline if cause.failure is not None else ""
     lines = [f"run failed: {headline or f'{_who(diagnosis, cause)} {what}'}"]
@@ -233,8 +235,6 @@ def format_diagnosis(
     if diagnosis.collateral:
         whose = "their" if len(diagnosis.collateral) > 1 else "its"
         lines.append(f"  {format_ranks(diagnosis.collateral)} then lost {whose} peer")
-    if cause.collateral:
-        lines.append("  no rank reports a cause of its own; see the logs of those that are not named above")
     lines.append(f"  full log: {log(cause.rank)}{'; the other ranks beside it' if ranks > 1 else ''}")
     return "\n".join(lines)
 
@@ -264,7 +264,8 @@ def in_one_line(diagnosis: Diagnosis) -> FailureLine:
     everybody = len(diagnosis.alike) == ranks
     whose = f"all {ranks} ranks" if everybody else f"{format_ranks(diagnosis.alike)} of {ranks}"
     who = f"{whose} " if ranks > 1 else ""
-    what = (failure.headline if failure is not None else "") or cause.part or f"{who}{_what(cause)}"
+    lost = _lost_connections(diagnosis) if cause.collateral else ""
+    what = (failure.headline if failure is not None else "") or cause.part or lost or f"{who}{_what(cause)}"
     return FailureLine(f"{what}{f': {why}' if why else ''}{place}", raised)
 
 
@@ -288,7 +289,14 @@ def format_traceback(diagnosis: Diagnosis) -> str:
     """The traceback to show before the last block, "" if there is none; the end of a long one."""
     cause = diagnosis.cause
     # What is not the program's fault needs no place in it.
-    if cause is None or cause.part or cause.failure is None or cause.failure.ends_well or cause.status == EXIT_USAGE:
+    if (
+        cause is None
+        or cause.collateral
+        or cause.part
+        or cause.failure is None
+        or cause.failure.ends_well
+        or cause.status == EXIT_USAGE
+    ):
         return ""
     lines = cause.failure.traceback.rstrip("\n").splitlines()
     if len(lines) > _TRACEBACK_LINES:
@@ -306,6 +314,28 @@ def _format_lost_part(cause: RankExit, log: str) -> str:
     if "SIGKILL" in cause.part:
         lines += [f"    {line}" for line in _REASONS[signal.SIGKILL]]
     return "\n".join([*lines, f"  full log: {log}"])
+
+
+def _format_lost_connections(diagnosis: Diagnosis, cause: RankExit, log: str, shown: Callable[[Path], str]) -> str:
+    """The report where ranks only say that they have lost others: none of them is accused."""
+    lines = [f"run failed: {_lost_connections(diagnosis)}"]
+    if (failure := cause.failure) is not None:
+        lines.append(f"    rank {cause.rank}: {failure.message.partition(chr(10))[0]}")
+        lines += [f"    at {shown(Path(failure.file))}:{failure.line}"] if failure.file else []
+    lines += [
+        "  no rank reports a cause of its own: it is the network between them, or a host; see also the logs of the "
+        "ranks that are not named",
+        f"  full log: {log}{'; the other ranks beside it' if diagnosis.ranks > 1 else ''}",
+    ]
+    return "\n".join(lines)
+
+
+def _lost_connections(diagnosis: Diagnosis) -> str:
+    """Such as ``ranks 0, 1 of 4 (hosts n1, n2) lost their connections to other ranks``."""
+    ranks = sorted({*diagnosis.alike, *diagnosis.collateral})
+    hosts = f" (host{'s' * (len(diagnosis.hosts) > 1)} {', '.join(diagnosis.hosts)})" if diagnosis.hosts else ""
+    lost = "its connection to another rank" if len(ranks) == 1 else "their connections to other ranks"
+    return f"{format_ranks(ranks)} of {diagnosis.ranks}{hosts} lost {lost}"
 
 
 def _who(diagnosis: Diagnosis, cause: RankExit) -> str:

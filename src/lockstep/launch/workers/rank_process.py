@@ -43,7 +43,7 @@ from lockstep.heartbeat import (
     progress_marker,
     register_stacks,
 )
-from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
+from lockstep.launch.child_process import die_with_parent, name_process
 from lockstep.launch.diagnosis.error_record import (
     ExitCall,
     Failure,
@@ -69,6 +69,7 @@ from lockstep.launch_contract import (
     RANK_FILES,
     RUN_DIR,
     STACKS,
+    STOP_SIGNALS,
     TERMINAL,
 )
 from lockstep.script_end import closing
