@@ -43,6 +43,9 @@ def test_somebody_is_blamed_and_nobody_both_waits_and_is_waited_for(rank_states,
     assert set(diagnosis.culprits) <= {s.rank for s in rank_states} | set(exited)
     assert not set(diagnosis.culprits) & set(diagnosis.waiting)
     assert set(diagnosis.waiting) <= {s.rank for s in rank_states}
+    assert set(diagnosis.to_end) <= {s.rank for s in rank_states}
+    assert diagnosis.to_end or not rank_states, "somebody can be ended, so that the others leave what they hold"
+    assert len(diagnosis.to_end) < len(rank_states) or len(rank_states) < 2
 
 
 @given(worlds, states, st.dictionaries(st.integers(6, 8), st.integers(0, 1)))

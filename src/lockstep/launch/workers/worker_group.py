@@ -310,7 +310,7 @@ class WorkerGroup:
         current, diagnosis = self._current, hang.diagnosis
         first = current.living.intersection(diagnosis.to_end)
         # Where all are alike, and nobody will go on from what the others leave, they may as well end together.
-        in_vain = diagnosis.nobody_differs and not self._job.request.max_restarts
+        in_vain = diagnosis.nobody_differs and self._left_in is None
         if self._fork_server is None or in_vain or not first or len(first) == current.world_size:
             current.hangs = True
             return
@@ -367,7 +367,7 @@ class WorkerGroup:
         if not self.running or current.lost_part or current.stop_mode is not StopMode.NONE:
             return
         current.lost_part, current.lost_part_s = what, at_s
-        if ranks_live and self._job.request.max_restarts and current.world_size > 1 and self._fork_server is not None:
+        if ranks_live and self._left_in is not None and current.world_size > 1 and self._fork_server is not None:
             # All of them hold the last step: where one is gone, the others leave what they hold.
             current.culprits, current.culprits_s = frozenset({current.ranks[-1]}), time.monotonic()
             self._fork_server.kill_ranks(current.culprits)
