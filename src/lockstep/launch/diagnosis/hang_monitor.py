@@ -290,7 +290,7 @@ class HangMonitor:
             # Where several hang, the line of one of them is not the cause. One that has left may have said where.
             beat, left = beats.get(rank), self._current.failures.get(rank)
             place = beat.place if beat and len(diagnosis.culprits) == 1 else NOWHERE
-            file, line = (left.file, left.line) if left is not None else (place.file, place.line)
+            file, line = (left.file, left.line) if left is not None and left.ends_well else (place.file, place.line)
             found[rank] = Failure(
                 rank=rank,
                 host=socket.gethostname(),
