@@ -126,10 +126,13 @@ class Host:
         self._shape_sent("replace", *_bucket(rate, burst))
         self._shape_received("replace", *_bucket(rate, burst))
 
-    def mute(self) -> None:
-        """Nothing that this host sends arrives any more, and nobody is told; what it is sent does arrive."""
+    def mute(self, *addresses: str) -> None:
+        """Nothing that this host sends to ``addresses`` arrives any more, and nobody is told; without any: to no host.
+
+        What it is sent does arrive.
+        """
         # It sends to cards that nobody has. Where its own queue drops packets, TCP knows and soon gives up.
-        for address in self.others:
+        for address in addresses or self.others:
             self.run("ip", "neighbour", "replace", address, "lladdr", _NOBODY, "dev", "eth0", "nud", "permanent")
 
     def deafen(self) -> None:

@@ -77,7 +77,9 @@ class Cluster:
         self.launchers, self.before = {}, []
         (here / "train.py").write_text(TRAIN)
 
-    def launch(self, name, nodes, *args, ranks=1, wait=10**6, script="train.py", conf=CONF, endpoint="n1:29400"):
+    def launch(
+        self, name, nodes, *args, ranks=1, wait=10**6, script="train.py", conf=CONF, endpoint="n1:29400", **more
+    ):
         self.before += [self.launchers[name]] if name in self.launchers else []
         out = (self.here / f"{name}.txt").open("a")
         env = {key: value for key, value in os.environ.items() if not key.startswith(("LOCKSTEP_R", "OMP_"))}
@@ -86,7 +88,7 @@ class Cluster:
         self.launchers[name] = self.machines[name].start(
             [str(arg) for arg in (*command, script, self.here, wait)],
             cwd=self.here,
-            env={**env, "PYTHONPATH": SOURCE, "PYTHONUNBUFFERED": "1"},
+            env={**env, "PYTHONPATH": SOURCE, "PYTHONUNBUFFERED": "1", **more},
             stdout=out,
             stderr=subprocess.STDOUT,
         )
@@ -264,8 +266,94 @@ def test_who_does_not_come_and_who_does_not_fit_is_told(cluster):
     cluster.launch("n2", "2", "--rdzv-id", "other")
     assert cluster.end_of("n2") == 2
     assert "the run's id is other on n2, mine on n1" in cluster.said("n2")
+    refused = (
+        "a node says that it cannot take part: n2: this node cannot take part in the job at n1:29400: the run's id"
+    )
+    cluster.until_said("n1", refused)
     assert cluster.end_of("n1") == EXIT_TIMEOUT
     assert re.search(r"gave up waiting for 1 of 2 nodes: here n1 \(2\d s\)", cluster.said("n1"))
+
+
+def test_a_host_whose_cpu_has_other_kernels_is_named_as_that(cluster):
+    cluster.launch("n1", "2", ATEN_CPU_CAPABILITY="avx2")
+    cluster.launch("n2", "2", ATEN_CPU_CAPABILITY="default")
+    assert (cluster.end_of("n1"), cluster.end_of("n2")) == (1, 1), cluster.everything()
+    assert "note: ATEN_CPU_CAPABILITY is default on n2, avx2 on n1" in cluster.said("n2")
+    told = cluster.said("n1").rpartition("run failed: ")[2]
+    assert "rank 0 computes on a CPU with the kernels of AVX2, rank 1 on a CPU with the kernels of " in told
+
+
+def test_memory_that_refuses_to_protect_is_told_once_and_tried_again(tmp_path, expected):
+    """No step is lost again from the next checkpoint on."""
+    with hosts(1) as machines:
+        cluster, host = Cluster(machines, tmp_path), machines["n1"]
+
+        def kill_rank_1():
+            (victim,) = [process for process, name in host.processes().items() if name == "rank 1"]
+            os.kill(victim, signal.SIGKILL)
+
+        def step(generation):
+            return max([int(path.read_text()) for path in tmp_path.glob(f"g{generation}-*of2")] or [0])
+
+        cluster.launch("n1", "1", "--max-restarts", "3", "--save-every", "5 steps", ranks=2, wait=12)
+        cluster.until(lambda: step(0) >= 13, "no step 13")
+        (memory,) = (host.root / "dev/shm").glob("lockstep-emergency-*")
+        host.run("mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", f"/dev/shm/{memory.name}")
+        kill_rank_1()
+        cluster.until(lambda: step(1) >= 12, "it does not go on")
+        told = "ranks 0, 1 cannot keep in memory what is measured (/dev/shm/lockstep-emergency-"
+        assert told in cluster.said("n1")
+        assert "No space left on device): if a rank dies, the steps since the last checkpoint are lost" in cluster.said(
+            "n1"
+        )
+        assert "lacks a part, or what a rank that died had measured" in cluster.said("n1")
+        status = tmp_path / "r/status.json"
+        cluster.until(lambda: json.loads(status.read_text())["unprotected"] == "ranks 0, 1 without emergency memory")
+        host.run("umount", f"/dev/shm/{memory.name}")
+        cluster.until_said("n1", "emergency memory can be written again: if a rank dies, no step is lost")
+        assert cluster.said("n1").count(told) == 1
+        there = step(1)
+        cluster.until(lambda: step(1) > there + 1, "it does not go on")
+        done = step(1)
+        kill_rank_1()
+        cluster.until(lambda: step(2) > done, "it does not go on")
+        assert json.loads(status.read_text())["unprotected"] == ""
+        (went_on,) = re.findall(r"goes on from step (\d+) \(state of rank 0\)", cluster.said("n1"))
+        assert int(went_on) >= done
+        cluster.go()
+        assert cluster.end_of("n1") == 0, cluster.everything()
+        assert cluster.finals() == {expected}
+    cluster.close()
+
+
+def test_two_hosts_that_do_not_reach_each_other_are_named_and_no_step_is_lost(tmp_path, expected):
+    """Both reach the coordinator, and all ranks wait at the same line: it is no bug of the script."""
+    with hosts(3) as machines:
+        cluster = Cluster(machines, tmp_path)
+        conf = CONF.replace("suspect_after=2,lost_after=4", "suspect_after=5,lost_after=30")
+        options = ("--hang-after", "6", "--max-restarts", "50", "--save-every", "1000 steps")
+        for name in ("n1", "n2", "n3"):
+            cluster.launch(name, "3", *options, wait=12, conf=conf)
+        assert cluster.until_steps(0, ranks=3, steps=12) == {"n1", "n2", "n3"}
+        machines["n2"].mute(machines["n3"].address)
+        machines["n3"].mute(machines["n2"].address)
+        cluster.until(
+            lambda: "run failed: n2 and n3 do not reach each other\n" in cluster.said("n1"), "nobody is named"
+        )
+        done = min(int(path.read_text()) for path in tmp_path.glob("g0-*of3"))
+        for name in ("n2", "n3"):
+            machines[name].clear()
+        cluster.until(lambda: "goes on from step" in cluster.said("n1"), "it does not go on")
+        (went_on,) = re.findall(r"goes on from step (\d+) \(state of rank", cluster.said("n1"))
+        assert int(went_on) >= done
+        cluster.go()
+        for name in ("n1", "n2", "n3"):
+            assert cluster.end_of(name) == 0, cluster.everything()
+        assert "=> all ranks wait for each other: n2 and n3 do not reach each other" in cluster.said("n2")
+        assert "parted ways" not in cluster.everything()
+        assert "lost node" not in cluster.everything()
+        assert cluster.finals() == {expected}
+    cluster.close()
 
 
 def test_one_to_three_hosts_shrink_when_one_is_cut_off_grow_let_one_go_and_train_the_same_bits(tmp_path, expected):

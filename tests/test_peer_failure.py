@@ -39,6 +39,10 @@ def caught(deed):
         RuntimeError("[gloo/transport/tcp/pair.cc:598] Connection reset by peer"),
         RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [10.77.0.1]:35202: Connection timed out."),
         RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [10.77.0.1]:35202: No route to host."),
+        RuntimeError(
+            "[gloo/transport/tcp/pair.cc:537] Read error [10.77.0.1]:35202: Software caused connection abort."
+        ),
+        RuntimeError("[gloo/transport/tcp/pair.cc:403] writev [10.77.0.1]:35202: Network is down"),
         RuntimeError("eof: end of file (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)"),
         RuntimeError("RPCErr:1:RPC ran for more than set timeout (60000 ms) and will now be marked with an error"),
         dist.DistBackendError("NCCL error: remote process exited or there was a network error, NCCL version 2"),

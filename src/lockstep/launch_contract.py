@@ -25,6 +25,9 @@ SEARCH = "LOCKSTEP_SEARCH"  #: of which search, and which of its workers, this r
 
 EMERGENCY = "LOCKSTEP_EMERGENCY_MEMORY"  #: directory in this host's memory where survivors of a dead rank leave a state
 
+LEFT_STATE = "left-state"  #: in the directory of a generation there: a file; its survivors have left their state
+SAVE_ONLY = "LOCKSTEP_SAVE_ONLY"  #: this generation saves what survivors left, and no more; why, in words
+
 TERMINAL = "LOCKSTEP_TERMINAL"  #: path of the terminal of a rank that has one
 
 PRIVATE = "lockstep-"  #: what the name of the launcher's own temporary directory begins with, which holds that socket
@@ -43,6 +46,18 @@ EXIT_TIMEOUT = 124  #: nodes that were waited for did not come in time
 EXIT_INTERRUPTED = 130  #: Ctrl-C, without a checkpoint
 EXIT_KILLED = 137  #: a rank was killed by the system
 EXIT_TERMINATED = 143  #: SIGTERM, without a checkpoint: as for any signal, 128 more than its number
+
+#: Signals that ask the whole run to stop. Schedulers send most of them as a warning before the end of a job, some of
+#: them to each process.
+STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
 
 #: Asks a process for its stacks. Not a signal that schedulers and users send to a job.
 STACKS_SIGNAL: int = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2

@@ -25,7 +25,7 @@ _TORCH_ERRORS = frozenset(
 )
 _PEER_GONE = re.compile(
     r"connection (closed|reset|refused)|socket (timeout|closed)|broken pipe|timed out waiting \d+ms|"
-    r"gloo/transport.*(timed out|no route to host|unreachable)|"
+    r"gloo/transport.*(read error|writev |timed out|no route to host|unreachable)|"  # whatever the kernel says of it
     r"pair closure|connectfullmesh|failed to recv, got 0 bytes|client socket has timed out|remote process exited|"
     r"nccl.*(watchdog|remote process|abort|system error|remote error)|watchdog caught collective|"
     r"store.*(timeout|timed out)|(timeout|timed out).*store|"

@@ -48,7 +48,7 @@ def main(how):
     print(os.getpid(), *workers, flush=True)
     if how == "signals":
         for worker in workers:
-            for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"):
+            for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU"):
                 os.kill(worker, getattr(signal, name))
         assert seen + sum(len(b.data) for b in batches) == 400
         loader.close()

@@ -11,15 +11,15 @@ from lockstep.launch.agent import Agent, Stops
 from lockstep.launch.console import Screen
 from lockstep.launch.deadline_thread import FileThread
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.root_cause import RankExit
+from lockstep.launch.diagnosis.root_cause import RankExit, diagnose
 from lockstep.launch.rendezvous.lease import Lease
-from lockstep.launch.rendezvous.notices import GenerationFailed, Message
+from lockstep.launch.rendezvous.notices import Message
 from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeReport, Plan, StopMode
 from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch_contract import EXIT_STOPPED
 
 RAISED = Failure(1, "n2", "ValueError", "bad label", "train.py", 5, "x", "Traceback...", False, 10.0, 7)
-FAILED = GenerationFailed.of(2, [RankExit(0, 0, 9.0), RankExit(1, 1, 11.0, failure=RAISED, host="n2")])
+FAILED = diagnose([RankExit(0, 0, 9.0), RankExit(1, 1, 11.0, failure=RAISED, host="n2")])
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def agent(err, *, is_coordinator):
     job = SimpleNamespace(
         generation=0, request=request, log=lambda rank: Path(f"r/{rank}.log"), to_resume="lockstep run --resume"
     )
-    store = SimpleNamespace(is_coordinator=is_coordinator, coordinator="c")
+    store = SimpleNamespace(is_coordinator=is_coordinator, coordinator="c", refused=lambda: ())
     joined = SimpleNamespace(
         job=job,
         store=store,
@@ -74,7 +74,7 @@ def test_a_generation_that_could_not_save_says_how_to_go_on(err):
     notes = Failure(0, "n1", "SystemExit", "74\nno space", "", 0, "", "", False, 10.0, 7)
     node = agent(err, is_coordinator=False)
     node._shown = 0
-    node._show([GenerationFailed.of(2, [RankExit(0, 74, 9.0, failure=notes), RankExit(1, 0, 9.0)])])
+    node._show([diagnose([RankExit(0, 74, 9.0, failure=notes), RankExit(1, 0, 9.0)])])
     assert node.last_failure.splitlines()[1:3] == ["    no space", "  to go on: lockstep run --resume"]
 
 

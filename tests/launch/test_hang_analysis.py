@@ -13,6 +13,7 @@ from lockstep.heartbeat_message import PHASES, SourceLine
 from lockstep.launch.diagnosis.hang_analysis import (
     HangTimeouts,
     HeartbeatTracker,
+    Link,
     RankState,
     diagnose_hang,
     overdue_ranks,
@@ -42,6 +43,9 @@ def test_somebody_is_blamed_and_nobody_both_waits_and_is_waited_for(rank_states,
     assert set(diagnosis.culprits) <= {s.rank for s in rank_states} | set(exited)
     assert not set(diagnosis.culprits) & set(diagnosis.waiting)
     assert set(diagnosis.waiting) <= {s.rank for s in rank_states}
+    assert set(diagnosis.to_end) <= {s.rank for s in rank_states}
+    assert diagnosis.to_end or not rank_states, "somebody can be ended, so that the others leave what they hold"
+    assert len(diagnosis.to_end) < len(rank_states) or len(rank_states) < 2
 
 
 @given(worlds, states, st.dictionaries(st.integers(6, 8), st.integers(0, 1)))
@@ -164,6 +168,7 @@ def test_a_rank_late_in_one_world_is_told_with_each_stack_once():
     [
         ({}, {"call": "broadcast"}, (2,), "mismatched"),
         ({}, {"collectives": 17}, (2,), "mismatched"),
+        ({"phase": "reduction"}, {"phase": "reduction", "collectives": 17}, (0, 1, 2), "all_waiting"),
         ({}, {"place": SourceLine("/home/ada/train.py", 99, "end")}, (2,), "mismatched"),
         ({}, {}, (0, 1, 2), "all_waiting"),
     ],
@@ -174,6 +179,25 @@ def test_ranks_that_all_wait_either_parted_ways_or_wait_for_the_network(others, 
     )
     assert (diagnosis.culprits, diagnosis.kind) == (culprits, kind)
     assert diagnosis.is_certain == (kind == "mismatched")
+
+
+CUT = [Link("n2", "n3"), Link("n3", "n2"), Link("n1", "n3")]
+
+
+@pytest.mark.parametrize("odd", [{}, {"collectives": 17}, {"call": "broadcast"}])
+@pytest.mark.parametrize(("cut", "to_end"), [(CUT[:1], (2,)), (CUT[:2], (2,)), (CUT, (2,)), ([Link("n1", "n2")], (1,))])
+def test_a_network_that_is_cut_explains_whatever_ranks_wait_in_and_the_ranks_of_one_host_are_spared(odd, cut, to_end):
+    rank_states = [waiting(0), waiting(1), waiting(2, **{"call": "all_reduce"} | odd)]
+    diagnosis = diagnose_hang(rank_states, {}, {}, cut, {0: "n1", 1: "n2", 2: "n3"})
+    assert (diagnosis.kind, diagnosis.to_end, diagnosis.is_certain) == ("network", to_end, False)
+    assert diagnosis.nobody_differs
+    assert "parted" not in told(diagnosis)
+    if len(cut) == 2:
+        assert "=> all ranks wait for each other: n2 and n3 do not reach each other\n" in told(diagnosis)
+    if len(cut) == 1:
+        assert f"what {cut[0].sender} sends to {cut[0].to} is not acknowledged" in told(diagnosis)
+    busy = diagnose_hang([*rank_states[:2], rank_state(2, call="")], {}, {}, cut, {0: "n1", 1: "n2", 2: "n3"})
+    assert (busy.kind, busy.culprits, busy.to_end) == ("busy", (2,), (2,)), "who does not wait explains it, too"
 
 
 def test_of_two_ranks_that_parted_ways_none_is_the_odd_one():

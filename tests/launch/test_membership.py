@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.root_cause import RankExit
+from lockstep.launch.diagnosis.root_cause import Diagnosis, RankExit
 from lockstep.launch.rendezvous.membership import decide, missing_hosts
 from lockstep.launch.rendezvous.membership_state import MembershipState, initial_state
 from lockstep.launch.rendezvous.node_silence import lost_members
-from lockstep.launch.rendezvous.notices import GenerationFailed, Message, notice_from_json, notice_to_json
+from lockstep.launch.rendezvous.notices import Message, notice_from_json, notice_to_json
 from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeReport, NodeView, Plan, StopMode
 
 TICK_S = 0.25
@@ -229,7 +229,7 @@ class World:
 
     @property
     def failures(self):
-        return [n for n in self.state.notices if isinstance(n, GenerationFailed) or n.failure]
+        return [n for n in self.state.notices if isinstance(n, Diagnosis) or n.failure]
 
     def running(self):
         members = {member.node_id for member in self.plan.members}
@@ -334,7 +334,7 @@ def test_a_failure_is_listened_to_told_and_restarted_within_its_budget(code):
         pair.until(lambda: pair.plan.stop_mode is StopMode.TERMINATE or pair.plan.phase != "generation")
         pair.until(lambda: pair.plan.phase != "generation")
     assert (pair.plan.phase, pair.plan.code) == ("over", code)
-    assert [(failure.ranks, failure.endings[-1].status) for failure in pair.failures] == [(4, code)] * 3
+    assert [(failure.ranks, failure.cause.status) for failure in pair.failures] == [(4, code)] * 3
     assert "restarting all ranks as generation 2 (restart 2 of 2)" in pair.said
     assert pair.state.failures == 2
     assert pair.state.changes == 0
@@ -401,7 +401,7 @@ def test_a_run_that_could_not_save_its_end_is_told_and_not_restarted(comes):
         node.will = 74
     pair.until(lambda: pair.plan.phase == "over")
     assert (pair.plan.code, pair.plan.generation) == (74, 0)
-    assert (pair.state.notices[-1].ranks, [e.status for e in pair.state.notices[-1].endings]) == (4, [74, 74])
+    assert (pair.state.notices[-1].ranks, pair.state.notices[-1].cause.status) == (4, 74)
 
 
 def test_a_lost_node_is_named_waited_for_and_replaced():
@@ -712,6 +712,73 @@ def test_a_stop_on_any_node_stops_all_and_two_nodes_that_are_asked_once_are_aske
     assert pair.plan.code == (75 if times == 1 else 143)
 
 
+def died_while_asked_to_stop(pair, *, insists=False, left=True):
+    """A rank of n1 is killed while the job stops; n0's, which survives it, leaves its state."""
+    pair.until(pair.running)
+    pair.nodes[1].will = -9
+    times = 1 + insists
+    for node in pair.nodes:
+        node.report = replace(node.report, stops=times, stopped_by=signal.SIGTERM)
+    pair.nodes[0].report = replace(pair.nodes[0].report, left=left)
+    return pair
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_stop_and_a_death_together_start_a_generation_that_saves_what_survivors_left(restarts):
+    pair = died_while_asked_to_stop(world(2, 2, max_restarts=restarts))
+    pair.until(lambda: pair.plan.save_only and pair.running())
+    assert (pair.plan.generation, pair.plan.save_only, pair.plan.stop_mode) == (1, "SIGTERM", StopMode.NONE)
+    assert "was killed by SIGKILL; saving the last finished step before the job ends" in pair.said
+    for node in pair.nodes:
+        node.will = 75
+    pair.until(lambda: pair.plan.phase == "over")
+    assert (pair.plan.code, pair.failures, pair.state.failures) == (75, [], 0)
+
+
+def test_what_could_not_be_saved_so_is_said_and_the_first_cause_is_the_last_word():
+    pair = died_while_asked_to_stop(world(2, 2))
+    pair.until(lambda: pair.plan.save_only and pair.running())
+    for node in pair.nodes:
+        node.will = 3
+    pair.until(lambda: pair.plan.phase == "over")
+    assert (pair.plan.code, pair.failures[-1].cause.status) == (137, -9)
+    assert (
+        "the last finished step is not saved: all 4 ranks" in pair.said or "the last finished step is not" in pair.said
+    )
+
+
+@pytest.mark.parametrize("case", [{"insists": True}, {"left": False}])
+def test_nothing_is_started_to_save_for_who_insists_or_where_nothing_is_left(case):
+    pair = died_while_asked_to_stop(world(2, 2, max_restarts=2), **case)
+    pair.until(lambda: pair.plan.phase == "over")
+    assert pair.plan.generation == 0
+    assert pair.plan.code == 137
+
+
+def test_the_last_step_is_saved_when_no_restart_is_left_and_the_code_is_that_of_the_failure():
+    pair = world(2, 2, max_restarts=0, max_changes=1)
+    pair.until(pair.running)
+    pair.nodes[1].will = -9
+    pair.nodes[0].report = replace(pair.nodes[0].report, left=True)
+    pair.until(lambda: pair.plan.save_only and pair.running())
+    for node in pair.nodes:
+        node.will = 75
+    pair.until(lambda: pair.plan.phase == "over")
+    assert (pair.plan.code, pair.failures[-1].cause.status) == (137, -9)
+
+
+def test_a_node_whose_ranks_are_given_up_since_the_network_is_cut_is_not_lost_and_costs_a_restart():
+    trio = world(3, 3, max_restarts=1, max_changes=1)
+    trio.until(trio.running)
+    trio.nodes[2].report = replace(trio.nodes[2].report, severed=True)
+    trio.tick()
+    assert trio.plan.stop_mode is StopMode.PEER_LOST
+    assert trio.plan.lost == ("s2",), "the others close their connections to it"
+    trio.nodes[2].report = replace(trio.nodes[2].report, severed=False)
+    trio.until(lambda: trio.plan.phase != "generation")
+    assert (trio.state.failures, trio.state.changes) == (1, 0)
+
+
 def test_a_cause_of_its_own_outweighs_a_loss():
     pair = world(2, 2, max_restarts=1, max_changes=1)
     pair.until(pair.running)
@@ -721,4 +788,4 @@ def test_a_cause_of_its_own_outweighs_a_loss():
     pair.until(lambda: pair.plan.phase != "generation")
     assert pair.state.failures == 1
     assert pair.state.changes == 0
-    assert isinstance(pair.failures[0], GenerationFailed)
+    assert isinstance(pair.failures[0], Diagnosis)

@@ -12,16 +12,16 @@ import pytest
 from lockstep.errors import LaunchError, SettingError
 from lockstep.launch.deadline_thread import StoppedWaiting
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.root_cause import RankExit
+from lockstep.launch.diagnosis.root_cause import RankExit, diagnose
 from lockstep.launch.program_sources import source_hashes
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract, differences
 from lockstep.launch.rendezvous.join import limits_of, probe
-from lockstep.launch.rendezvous.notices import GenerationFailed, Message
+from lockstep.launch.rendezvous.notices import Message
 from lockstep.launch.rendezvous.plan import Member, NodeReport, Plan
 from lockstep.launch.rendezvous.signature import SECRET_FILE, Signature, make_signature, read_signature
 from lockstep.launch.rendezvous.store import LocalStore
-from lockstep.launch.rendezvous.store_connection import open_store, read_contract
+from lockstep.launch.rendezvous.store_connection import open_store, read_contract, tell_refused
 from lockstep.launch.rendezvous.store_process import StoreProcess
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
 from lockstep.launch.request import Module, Nodes, Request, Script
@@ -119,9 +119,24 @@ def test_what_one_node_writes_the_others_read(store):
         assert coordinator.nodes()[1].endings == (), "those of another generation"
 
 
+def test_a_node_that_does_not_fit_can_say_so_without_the_secret_in_plain_text_of_bounded_length(store):
+    endpoint, _ = store
+    with clients(endpoint, "c") as (coordinator,):
+        assert coordinator.refused() == ()
+        tell_refused(endpoint, "lockstep is 1 here,\n  2 there \x1b[31mred")
+        wait_until(coordinator.refused, "what was refused")
+        (said,) = coordinator.refused()
+        assert said == f"{socket.gethostname()}: lockstep is 1 here, 2 there [31mred"
+        raw = open_store(endpoint)
+        raw.append("refused", "\n".join(f"{number}{'x' * 5000}" for number in range(20)))
+        wait_until(lambda: len(coordinator.refused()) > 1)
+        assert len(coordinator.refused()) <= 8
+        assert all(len(line) <= 400 for line in coordinator.refused())
+
+
 def test_notices_are_written_once_and_read_by_all_also_by_nodes_that_join_late(store):
     endpoint, _ = store
-    failed = GenerationFailed(4, (RankExit(3, 1, 11.0, failure=RAISED, host="n2"),))
+    failed = diagnose([RankExit(3, 1, 11.0, failure=RAISED, host="n2"), RankExit(1, 0, 10.0)], ranks=4)
     with clients(endpoint, "c", "other") as (coordinator, other):
         coordinator.publish(Plan(1, notices=1), [Message("waiting, é")])
         wait_until(lambda: other.plan().notices == 1)

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import (
     RankExit,
-    exit_code,
-    find_root_cause,
-    format_failure,
-    format_not_saved,
+    diagnose,
+    format_diagnosis,
     format_traceback,
     has_failed,
 )
@@ -53,7 +51,7 @@ def left(rank, status, *, at_s=1.0, by_us=False, tail=""):
 
 
 def told(exits):
-    return format_failure(find_root_cause(exits), ranks=len(exits), log=lambda rank: f"r{rank}.log", shown=str)
+    return format_diagnosis(diagnose(exits), log=lambda rank: f"r{rank}.log", shown=str, again="lockstep run")
 
 
 exits = st.builds(
@@ -75,22 +73,22 @@ def test_the_cause_is_the_earliest_that_blames_no_peer_in_whatever_order_ranks_f
     failed = [rank_exit for rank_exit in some if has_failed(rank_exit)]
     if not failed:
         return
-    cause = find_root_cause(some).cause
+    cause = diagnose(some).cause
     own = [rank_exit for rank_exit in failed if not rank_exit.collateral]
     if cause not in failed:  # one that left as if all were done, where all others blame a peer
         assert not own
         assert cause.status == 0
-        failed = [*failed, *(rank_exit for rank_exit in some if rank_exit.rank in find_root_cause(some).alike)]
+        failed = [*failed, *(rank_exit for rank_exit in some if rank_exit.rank in diagnose(some).alike)]
         own = [cause]
     assert cause in (own or failed)
     assert cause.since_s == min(rank_exit.since_s for rank_exit in own or failed)
     shuffled = list(some)
     random.shuffle(shuffled)
-    assert find_root_cause(shuffled).cause.since_s == cause.since_s
+    assert diagnose(shuffled).cause.since_s == cause.since_s
     format_ranks = {
-        *find_root_cause(some).alike,
-        *find_root_cause(some).collateral,
-        *(rank_exit.rank for rank_exit in find_root_cause(some).others),
+        *diagnose(some).alike,
+        *diagnose(some).collateral,
+        *(rank_exit.rank for rank_exit in diagnose(some).others),
     }
     assert format_ranks == {rank_exit.rank for rank_exit in failed}, "each rank that failed is named once"
 
@@ -98,13 +96,13 @@ def test_the_cause_is_the_earliest_that_blames_no_peer_in_whatever_order_ranks_f
 def test_a_rank_that_raised_first_is_the_cause_though_it_took_longer_to_end():
     slow = RankExit(2, 1, at_s=9.0, failure=said(2, "bad label", raised_s=1.0))
     odd = RankExit(0, 1, at_s=2.0, failure=said(0, "strange", raised_s=1.5))
-    assert find_root_cause([odd, slow]).cause is slow
+    assert diagnose([odd, slow]).cause is slow
 
 
 def test_nccls_watchdog_ends_a_rank_collaterally_and_other_aborts_do_not():
     watchdog = left(0, -6, at_s=1.0, tail="[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)\n")
-    assert find_root_cause([watchdog, left(1, -9, at_s=2.0)]).cause.rank == 1
-    assert find_root_cause([left(0, -6, at_s=1.0, tail="assertion failed"), left(1, -9, at_s=2.0)]).cause.rank == 0
+    assert diagnose([watchdog, left(1, -9, at_s=2.0)]).cause.rank == 1
+    assert diagnose([left(0, -6, at_s=1.0, tail="assertion failed"), left(1, -9, at_s=2.0)]).cause.rank == 0
 
 
 @pytest.mark.parametrize(
@@ -141,7 +139,7 @@ def test_nccls_watchdog_ends_a_rank_collaterally_and_other_aborts_do_not():
     ],
 )
 def test_exit_codes(some, stopped_by, code):
-    assert exit_code(some, stopped_by=stopped_by) == code
+    assert diagnose(some, stopped_by=stopped_by).code == code
 
 
 def unsaved(rank, message):
@@ -149,25 +147,24 @@ def unsaved(rank, message):
 
 
 def test_what_is_not_saved_is_told_with_its_reason_and_how_to_go_on():
-    def told(*exits):
-        words = format_not_saved(exits, ranks=len(exits), log=lambda rank: f"r{rank}.log", again="lockstep run")
-        return words.splitlines()
+    def lines_of(*exits):
+        return told(exits).splitlines()
 
     reason = "74\ntrained to step 4, which no checkpoint in x holds: x is full. The last good one is of step 2"
-    assert told(unsaved(1, reason), unsaved(0, reason)) == [
+    assert lines_of(unsaved(1, reason), unsaved(0, reason)) == [
         "not saved: the run is trained to its end, but its last checkpoint is missing",
         "    trained to step 4, which no checkpoint in x holds: x is full. The last good one is of step 2",
         "  to go on: lockstep run",
         "  full log: r0.log; the other ranks beside it",
     ]
     # A full disk may take the record, too.
-    assert told(left(0, 74), unsaved(1, reason))[1].endswith("step 2")
-    assert told(left(0, 74, tail="NOT SAVED: x is full\n"))[1:] == [
+    assert lines_of(left(0, 74), unsaved(1, reason))[1].endswith("step 2")
+    assert lines_of(left(0, 74, tail="NOT SAVED: x is full\n"))[1:] == [
         "    NOT SAVED: x is full",
         "  to go on: lockstep run",
         "  full log: r0.log",
     ]
-    assert len(told(unsaved(0, "74"))) == 3
+    assert len(lines_of(unsaved(0, "74"))) == 3
 
 
 def test_equal_errors_are_told_once():
@@ -213,8 +210,8 @@ def test_a_full_gpu_is_told_with_the_peak_of_every_rank_that_could_say():
 
 def test_what_the_user_has_to_change_is_told_without_a_traceback():
     rank_exit = replace(raised(0, "more ranks than micro-batches", kind="lockstep.errors.PlanError"), status=2)
-    assert format_traceback(rank_exit) == ""
-    assert format_traceback(raised(0)) != ""
+    assert format_traceback(diagnose([rank_exit])) == ""
+    assert format_traceback(diagnose([raised(0)])) != ""
     assert "most often the kernel when host memory runs out" in told([left(0, -9), lost(1)])
 
 
@@ -225,14 +222,25 @@ def test_a_rank_without_words_of_its_own_is_quoted_from_its_log():
 
 
 def test_when_all_blame_a_peer_that_is_said():
-    assert "no rank reports a cause of its own" in told([lost(0), lost(1)])
+    """None of them is accused: it is the network, or a host."""
+    both = told([lost(0), replace(lost(1), host="n2"), left(2, -15, by_us=True)])
+    assert both.splitlines()[:2] == [
+        "run failed: ranks 0, 1 of 3 (host n2) lost their connections to other ranks",
+        "    rank 0: Connection closed by peer",
+    ]
+    assert "no rank reports a cause of its own" in both
+    assert "raised" not in both
+    assert format_traceback(diagnose([lost(0), lost(1)])) == ""
+    assert told([lost(0), left(1, -15, by_us=True)]).startswith(
+        "run failed: rank 0 of 2 lost its connection to another"
+    )
 
 
 def test_a_rank_that_left_as_if_all_were_done_is_the_cause_and_not_those_that_lost_it():
     text = told([lost(0, 2.0), left(1, 0, at_s=1.5), lost(2, 2.1), left(3, 0, at_s=9.0)])
     assert text.startswith("run failed: rank 1 of 4 left with exit code 0\n    while other ranks still needed it")
     assert "  ranks 0, 2 then lost their peer\n" in text
-    assert exit_code([lost(0, 2.0), left(1, 75, at_s=1.5)], stopped_by=None) == 1
+    assert diagnose([lost(0, 2.0), left(1, 75, at_s=1.5)], stopped_by=None).code == 1
     assert "no rank reports a cause" in told([lost(0, 2.0), left(1, 75, at_s=1.5, by_us=True)])
 
 
@@ -241,12 +249,12 @@ def test_long_messages_and_tracebacks_are_cut_in_the_middle():
     assert "<0>" in text
     assert "<99>" in text
     assert "<50>" not in text
-    trace = format_traceback(raised(0, traceback="\n".join(f"<{number}>" for number in range(100))))
+    trace = format_traceback(diagnose([raised(0, traceback="\n".join(f"<{number}>" for number in range(100)))]))
     assert len(trace.splitlines()) <= 41
     assert trace.endswith("<99>")
 
 
 def test_paths_are_shown_as_the_user_writes_them():
     rank_exit = raised(0)
-    text = format_failure(find_root_cause([rank_exit]), ranks=1, log=str, shown=lambda path: f"./{Path(path)}")
+    text = format_diagnosis(diagnose([rank_exit]), log=str, shown=lambda path: f"./{Path(path)}", again="")
     assert "    at ./train.py:3\n" in text

@@ -262,7 +262,7 @@ def test_a_rank_that_does_not_end_is_killed_after_the_grace(workshop):
         ("sys.exit(3)", 3, "✗ run failed: all 2 ranks (host {host}) left with exit code 3\n    at train.py:7\n"),
         ("sys.exit(2)", 2, "left with exit code 2"),
         ("sys.exit('no data')", 1, "left with exit code 1\n    no data\n    at train.py:7"),
-        ("os._exit(5)", 1, "✗ run failed: all 2 ranks left with exit code 5"),
+        ("os._exit(5)", 1, "✗ run failed: all 2 ranks (host {host}) left with exit code 5\n    at train.py:7\n"),
         ("os.kill(os.getpid(), 11)", 1, "were killed by SIGSEGV\n    a fault in compiled code"),
         ("os.kill(os.getpid(), 9)", 137, "were killed by SIGKILL"),
         ("sys.stdout.flush() or os.close(1) or 1/0", 1, "all 2 ranks (host {host}) raised ZeroDivisionError"),
@@ -282,6 +282,38 @@ def test_how_ranks_end_is_what_the_launcher_says(workshop, does, code, says):
     assert ended.code == code, ended.err
     assert ended.out.startswith("begins\n")
     assert says.format(host=socket.gethostname()) in ended.err
+
+
+@pytest.mark.parametrize("leaves", ["os._exit(0)", "os._exit(74)", "os._exit(75)", "sys.exit(75)", "sys.exit(0)"])
+def test_a_rank_that_leaves_early_is_the_cause_whatever_its_exit_code_and_its_line_is_told(workshop, leaves):
+    script = workshop.script(LEAVES.format(leaves=leaves))
+    ended = workshop.run("--nproc-per-node", 2, "--run-dir", "r", script)
+    assert ended.code == 1, ended.err
+    _, _, told = ended.err.partition("✗ run failed: ")
+    code = leaves.partition("(")[2].rstrip(")")
+    line = next(n for n, text in enumerate((workshop.here / script).read_text().splitlines(), 1) if leaves in text)
+    if leaves == "sys.exit(0)":  # which the ranks themselves agree on
+        assert told.startswith("rank 1 of 2 (host"), told
+        assert f"rank 1 left the loop over run.train(...) after step 3 (train.py:{line})" in told
+    else:
+        assert told.startswith(f"rank 1 of 2 (host {socket.gethostname()}) left with exit code {code}\n    while other")
+        assert f"    at train.py:{line}\n        {leaves}\n  rank 0 then lost its peer\n" in told
+
+
+LEAVES = """
+    import os, sys
+    import torch, lockstep
+
+    with lockstep.Run() as run:
+        model = run.model(torch.nn.Linear(4, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader(torch.ones(64, 4), global_batch=4, micro_batch=2, workers=0)
+        for _ in run.epochs(1):
+            for x in run.train(batches):
+                run.step(model(x).mean())
+                if run.rank == 1 and run.progress.step == 3:
+                    {leaves}
+"""
 
 
 def test_a_program_that_is_no_python_is_started_as_it_is(workshop):

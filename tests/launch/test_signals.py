@@ -4,7 +4,10 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from lockstep.launch.child_process import stop_signals_blocked
+from waiting import wait_until
 
 
 def test_a_process_that_is_just_being_started_does_not_die_of_a_stop():
@@ -20,6 +23,69 @@ def test_a_process_that_is_just_being_started_does_not_die_of_a_stop():
     assert process.communicate(timeout=60)[0] == "lives\n"
     assert process.returncode == 0
     assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+TRAINS = """
+    import hashlib, os, time
+    from pathlib import Path
+    import torch, lockstep
+
+    with lockstep.Run(seed=1, save_every="10 steps") as run:
+        model = run.model(torch.nn.Linear(4, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+        batches = run.loader(torch.sin(torch.arange(320.0)).reshape(80, 4), global_batch=4, micro_batch=2, workers=0)
+        for epoch in run.epochs(3):
+            for x in run.train(batches):
+                run.step(model(x).square().mean())
+                if run.leads:
+                    Path(".step").write_text(str(run.progress.step))
+                    os.replace(".step", "step")
+                if not Path("go").exists():
+                    time.sleep(0.05)  # slowly on
+            run.log()
+        if run.leads:
+            bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+            Path(f"final-{os.environ['NAME']}").write_text(hashlib.sha256(bits).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("first", ["stop", "death"])
+def test_a_stop_and_the_death_of_a_rank_together_lose_no_step(workshop, hit, first):
+    """As where a node is pre-empted and its memory runs out: the survivor's step is in a checkpoint."""
+    script = workshop.script(TRAINS)
+    words = ("--nproc-per-node", 2, "--max-restarts", 1, "--run-dir", "r")
+    launcher = workshop.start(*words, script, NAME="a")
+    wait_until(lambda: (workshop.here / "step").exists() and int(workshop.wait_for_file("step")) >= 13, "step 13")
+    victim = next(pid for pid, name in workshop.processes().items() if name == "rank 1")
+    for deed in ("stop", "death") if first == "stop" else ("death", "stop"):
+        if deed == "stop":
+            hit(launcher, "SIGTERM")
+        else:
+            hit(victim, "SIGKILL")
+    done = int(workshop.wait_for_file("step"))
+    ended = workshop.end_of(launcher)
+    assert ended.code == 75, ended.err
+    saved = max(int(path.name.removeprefix("step-")) for path in (workshop.here / "r/checkpoints").glob("step-*"))
+    assert saved >= done, ended.err
+    (workshop.here / "go").write_text("")
+    assert workshop.run(*words, "--resume", script, NAME="a").code == 0
+    assert workshop.run("--nproc-per-node", 2, script, NAME="b").code == 0
+    assert workshop.wait_for_file("final-a") == workshop.wait_for_file("final-b")
+    if first == "death" or "rank 1" in ended.err:
+        assert "rank 1 of 2 was killed by SIGKILL; saving the last finished step before the job ends" in ended.err
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT"])
+def test_a_signal_to_every_process_of_a_job_at_once_stops_it_with_a_checkpoint(workshop, hit, name):
+    launcher = workshop.start("--nproc-per-node", 2, "--run-dir", "r", workshop.script(TRAINS), NAME="a")
+    wait_until(lambda: (workshop.here / "step").exists() and int(workshop.wait_for_file("step")) >= 13, "step 13")
+    for process in workshop.processes():
+        hit(process, name)
+    done = int(workshop.wait_for_file("step"))
+    ended = workshop.end_of(launcher)
+    assert ended.code == 75, ended.err
+    saved = max(int(path.name.removeprefix("step-")) for path in (workshop.here / "r/checkpoints").glob("step-*"))
+    assert saved >= done, ended.err
 
 
 def test_a_stop_that_comes_while_torch_is_imported_ends_in_order(workshop, hit):

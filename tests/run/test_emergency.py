@@ -474,6 +474,32 @@ def test_the_reason_for_which_no_state_was_left_is_said_by_the_next_generation(t
     assert said[0].startswith(f"rank 0 left no state when another one died: {why}")
 
 
+def test_survivors_that_hold_other_bits_are_told(tmp_path):
+    """One of them is wrong, and nobody knows which: the checkpoint is used, and a broken machine is not hidden."""
+    said, whole = [], SimpleNamespace(state_part=StatePart(0, 1, None))
+    made = [
+        open_emergency(
+            Settings(),
+            {EMERGENCY: str(tmp_path)},
+            single_rank_group(),
+            World(0, 1, 0, 1, 0, 1, generation=generation, run_dir=str(tmp_path)),
+            whole,
+            PassMetrics(counts=True),
+            said.append,
+        )
+        for generation in range(2)
+    ]
+    made[0].notes = True
+    about = {"step": 7, "turn": False, "rank": 0, "ranks": 0, "identity": {}, "rows": []}
+    for value in (1.0, 1.0000001):
+        point = ResumePoint(lambda value=value: {"w": torch.tensor([value])})
+        point.reach()
+        made[0].leave(PeerLost("rank 1 is gone"), point, lambda: dict(about))
+    assert made[1].find() is None
+    why = "ranks 0 and 0 differ after step 7"
+    assert said == [f"the states that survivors have left are not used, for one of the machines may be faulty: {why}"]
+
+
 def test_a_trial_of_a_search_neither_leaves_nor_takes_what_another_one_has_left(tmp_path, monkeypatch):
     monkeypatch.setenv(EMERGENCY, str(tmp_path / "memory"))
     monkeypatch.setenv(RUN_DIR, str(tmp_path / "run"))

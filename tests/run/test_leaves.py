@@ -122,6 +122,27 @@ def test_a_rank_that_leaves_alone_is_told_at_once_with_its_line():
         assert "and not all ranks did" in both[1] or case is after_a_pass, both
 
 
+def ends_before_it_trains():
+    try:
+        with lockstep.Run() as run:
+            model = run.model(torch.nn.Linear(6, 3))
+            run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            if run.rank == 1:
+                sys.exit()
+            for _ in run.epochs(1):
+                pass
+    except (lockstep.LockstepError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error} | {' '.join(getattr(error, '__notes__', []))}"
+
+
+def test_a_rank_that_ends_the_run_before_the_others_train_is_told():
+    (told,) = on_world(2, [(ends_before_it_trains,)])
+    line = line_of(ends_before_it_trains, "sys.exit")
+    said = f"rank 1 ended the run before its first step (test_leaves.py:{line}), and not all ranks did"
+    assert told[1].startswith(f"UsageError: ranks have parted ways: {said}"), told
+    assert said.partition(",")[0] in told[0], told
+
+
 def by_islice(run, model, batches):
     for x, y in itertools.islice(run.train(batches), 8):
         run.step(F.cross_entropy(model(x), y))

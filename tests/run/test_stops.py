@@ -185,7 +185,8 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("SIGTERM", 1), ("SIGINT", 3), ("SIGUSR1", 2), ("SIGUSR2", 2), ("SIGXCPU", 2)]
+    ("name", "ranks"),
+    [("SIGTERM", 1), ("SIGINT", 3), ("SIGUSR1", 2), ("SIGUSR2", 2), ("SIGXCPU", 2), ("SIGHUP", 2), ("SIGQUIT", 2)],
 )
 def test_a_signal_to_one_rank_stops_all_after_the_same_saved_step(tmp_path, name, ranks):
     outcomes = run_each(signalled, ranks, str(tmp_path), signal.Signals[name])

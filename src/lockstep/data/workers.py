@@ -27,10 +27,9 @@ from typing_extensions import override
 
 from lockstep.data.sampling import Data, Sample, TorchLoader
 from lockstep.data.shared_slots import SlotCollate, beginning_workers, forget, forget_all
+from lockstep.launch_contract import STOP_SIGNALS
 from lockstep.seeding import seed_of
 
-#: What a scheduler, a launcher or a terminal sends to all processes at once in order to stop the *ranks*.
-_FOR_THE_RANK = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 _LOOK_EVERY_S = 1.0
 
 _passes: weakref.WeakKeyDictionary[TorchLoader, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
@@ -91,9 +90,10 @@ class Loader(DataLoader[Any]):
 
 def begin_worker(worker_id: int, init_fn: Callable[[int], object] | None = None) -> None:
     """Called in each loader process before its first sample; the user's ``init_fn`` last."""
-    for name in _FOR_THE_RANK:
+    # A scheduler, a launcher or a terminal may send them to all processes at once in order to stop the *ranks*.
+    for number in STOP_SIGNALS:
         # A function rather than SIG_IGN, which programs started by the data set would inherit.
-        signal.signal(getattr(signal, name), _ignore)
+        signal.signal(number, _ignore)
     forget_all()
     threading.Thread(target=_end_with_rank, name="end-with-rank", daemon=True).start()
     if init_fn is not None:

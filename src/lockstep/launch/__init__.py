@@ -10,7 +10,7 @@ for the store where the launchers meet.
 """
 
 from lockstep.launch.agent import AfterFailure, Stops
-from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process, without_ignored_hangup
+from lockstep.launch.child_process import die_with_parent, name_process, without_ignored_hangup
 from lockstep.launch.diagnosis.error_record import Failure, first_failure
 from lockstep.launch.diagnosis.root_cause import RankExit, failure_line, how_it_ended
 from lockstep.launch.host import Machine
@@ -32,6 +32,7 @@ from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, job_script
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
 from lockstep.launch.schedulers.script_text import SITE_FILE
 from lockstep.launch.workers.fork_server import import_torch
+from lockstep.launch_contract import STOP_SIGNALS
 
 __all__ = [
     "JOB_SCRIPT_SCHEDULERS",

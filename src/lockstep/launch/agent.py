@@ -23,27 +23,26 @@ from pathlib import Path
 
 from lockstep.errors import LaunchError
 from lockstep.formatting import relative_path
-from lockstep.launch.child_process import STOP_SIGNALS, without_ignored_hangup
+from lockstep.launch.child_process import without_ignored_hangup
 from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.root_cause import (
+    Diagnosis,
     RankExit,
-    exit_code,
-    find_root_cause,
-    format_failure,
-    format_not_saved,
+    diagnose,
+    format_diagnosis,
     format_traceback,
     has_failed,
 )
 from lockstep.launch.rendezvous.join import Joined
 from lockstep.launch.rendezvous.membership import decide, missing_hosts
 from lockstep.launch.rendezvous.membership_state import MembershipState, abandon, announce, initial_state
-from lockstep.launch.rendezvous.notices import GenerationFailed, Message, Notice
+from lockstep.launch.rendezvous.notices import Message, Notice
 from lockstep.launch.rendezvous.plan import Plan, StopMode
 from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch.run_directory import MARK, note_generation
 from lockstep.launch.workers.rank_exits import without_repeated_tracebacks
 from lockstep.launch.workers.worker_group import WorkerGroup
-from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE
+from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE, STOP_SIGNALS
 from lockstep.report import StatusFile
 
 _TICK_S = 0.1
@@ -131,6 +130,7 @@ class Agent:
         self._workers, self._screen, self._stops, self._files = workers, screen, stops, files
         self._state: MembershipState = initial_state(self._job.generation, time.monotonic())
         self._listening: socket.socket | None = None  # for the store of the next generation
+        self._refused = 0  # nodes of which it was announced that they do not take part
         self._shown: int | None = None  # how many notices were shown, or are older than this node's part
         self._watched = -1  # the newest generation of which this node was seen to be no member
         self._cut_off_since_s: float | None = None
@@ -236,7 +236,9 @@ class Agent:
             own_cause=own_cause,
             step=workers.step,
             places=workers.places,
-            hangs=workers.hangs,
+            hangs=workers.outcome.hangs,
+            severed=workers.outcome.severed,
+            left=workers.outcome.left,
             final=workers.final,
             stops=self._stops.times,
             stopped_by=self._stops.first or 0,
@@ -248,6 +250,9 @@ class Agent:
 
     def _decide(self) -> None:
         """The coordinator's part: decide until the phase stays, since a restart has to wait for nothing else."""
+        for said in self._store.refused()[self._refused :]:
+            self._refused += 1
+            self._state = announce(self._state, Message(f"a node says that it cannot take part: {said}"))
         while True:
             phase = self._state.plan.phase
             self._state = decide(self._state, self._store.nodes(), self._limits, time.monotonic())
@@ -313,7 +318,7 @@ class Agent:
     def _code_when_released(self) -> int:
         """The exit code of a node that leaves a job which goes on."""
         endings, stopped_by = self._workers.endings, self._stops.first
-        return exit_code(endings, stopped_by=stopped_by) if endings else EXIT_STOPPED
+        return diagnose(endings, stopped_by=stopped_by).code if endings else EXIT_STOPPED
 
     def _start_ranks(self, plan: Plan) -> None:
         with contextlib.ExitStack() as stack:
@@ -370,27 +375,24 @@ class Agent:
             self._shown = 0 if self._store.is_coordinator else len(notices)
         for notice in notices[self._shown :]:
             match notice:
-                case GenerationFailed():
-                    self._show_failed_generation(notice)
+                case Diagnosis():
+                    self._show_diagnosis(notice)
                 case Message(text, failure=True):
                     self._fail(text)
                 case Message(text):
                     self._screen.say(text)
         self._shown = len(notices)
 
-    def _show_failed_generation(self, notice: GenerationFailed) -> None:
+    def _show_diagnosis(self, diagnosis: Diagnosis) -> None:
+        # The attached rank has printed its own.
+        shows = diagnosis.cause is not None and diagnosis.cause.rank != self._workers.output.attached
+        if shows and (traceback := format_traceback(diagnosis)):
+            self._screen.say(traceback)
+
         def log(rank: int) -> str:
             return relative_path(self._job.log(rank))
 
-        if not any(map(has_failed, notice.endings)):
-            self._fail(format_not_saved(notice.endings, ranks=notice.ranks, log=log, again=self._job.to_resume))
-            return
-        diagnosis = find_root_cause(notice.endings)
-        # The attached rank has printed its own.
-        shows = diagnosis.cause.rank != self._workers.output.attached
-        if shows and (traceback := format_traceback(diagnosis.cause)):
-            self._screen.say(traceback)
-        self._fail(format_failure(diagnosis, ranks=notice.ranks, log=log, shown=relative_path))
+        self._fail(format_diagnosis(diagnosis, log=log, shown=relative_path, again=self._job.to_resume))
 
     def _fail(self, text: str) -> None:
         self._screen.close()

@@ -13,17 +13,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-#: Signals that ask the whole run to stop. Schedulers send most of them as a warning before the end of a job, some of
-#: them to each process.
-STOP_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-)
+from lockstep.launch_contract import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15

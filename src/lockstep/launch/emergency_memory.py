@@ -13,7 +13,7 @@ from typing import Final
 
 from lockstep.errors import SettingError
 from lockstep.launch.owned_directory import SHARED_MEMORY, new_owned_directory, remove_left, remove_owned_directory
-from lockstep.launch_contract import PRIVATE
+from lockstep.launch_contract import LEFT_STATE, PRIVATE
 
 _PREFIX: Final = f"{PRIVATE}emergency-"
 
@@ -42,3 +42,8 @@ def emergency_memory(run_dir: Path, root: Path = SHARED_MEMORY) -> Iterator[Path
         yield memory
     finally:
         remove_owned_directory(memory, owner)
+
+
+def has_left_state(memory: Path, generation: int) -> bool:
+    """Whether ranks of this ``generation`` on this node have left their state when another one died."""
+    return any(memory.glob(f"*-generation-{generation}-*/{LEFT_STATE}"))

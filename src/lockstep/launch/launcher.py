@@ -315,6 +315,7 @@ def _run_agent(
             hang_monitor,
             files,
             terminal,
+            Path(room[EMERGENCY]) if EMERGENCY in room else None,
         )
         stack.enter_context(contextlib.closing(workers))
         stack.callback(screen.close)

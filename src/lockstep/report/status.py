@@ -33,6 +33,7 @@ class Status:
     state: State = "training"
     job_left_s: float | None = None  #: seconds until the run must begin to stop for the end of its job
     late: str = ""  #: who keeps the others waiting, in words
+    unprotected: str = ""  #: why the death of a rank would lose steps, where it should lose none, in words
     memory: MemoryUse = UNKNOWN  #: of the leader; every rank's is in the files of `RanksFile`
 
     @property
@@ -61,6 +62,8 @@ class Status:
                 words["job"] += f", {duration(abs(spare_s))} {'spare' if spare_s >= 0 else 'short'}"
         if self.late and not self.ended:
             words["late"] = self.late
+        if self.unprotected and not self.ended:
+            words["unprotected"] = self.unprotected
         if self.last_saved_step is not None:
             words["saved"] = f"saved at step {count(self.last_saved_step)}"
         if self.generation:

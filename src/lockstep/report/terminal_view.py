@@ -20,7 +20,7 @@ from rich.text import Text
 
 from lockstep.report.status import Status
 
-_ORDER = ("ranks", "speed", "loss", "eta", "job", "saved", "late", "generation")
+_ORDER = ("ranks", "speed", "loss", "eta", "job", "saved", "late", "unprotected", "generation")
 
 
 class LiveView:

@@ -14,7 +14,7 @@ from lockstep.report.status import Status
 
 #: The environment variable that says which view to take: ``live``, ``lines``, ``silent`` or, as without it, ``auto``.
 VIEW_VARIABLE = "LOCKSTEP_VIEW"
-_ORDER = ("step", "epoch", "speed", "loss", "eta", "job", "saved", "late", "generation")
+_ORDER = ("step", "epoch", "speed", "loss", "eta", "job", "saved", "late", "unprotected", "generation")
 
 
 Shown = TypeVar("Shown", contravariant=True)

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import zlib
@@ -30,10 +29,11 @@ from lockstep.checkpoint import (
 )
 from lockstep.collectives import Group
 from lockstep.errors import MismatchError
+from lockstep.formatting import format_ranks
 from lockstep.launch_contract import EMERGENCY
 from lockstep.peer_failure import is_peer_failure
 from lockstep.run.copied_measures import CopiedMeasures, open_copied_measures
-from lockstep.run.emergency_choice import Left, choose
+from lockstep.run.emergency_choice import NOT_USED, Left, choose, differing
 from lockstep.run.emergency_files import EmergencyFiles
 from lockstep.run.left_behind import LeftBehind
 from lockstep.run.measures_journal import Measured, MeasuresJournal, Sums
@@ -58,6 +58,14 @@ class Emergency(Protocol):
 
     notes: bool  #: whether measured losses and metrics are written down, and a state is left when a rank is lost
     part: StatePart | None  #: what `mirror` can be given of the state; None: nothing, the strategy cannot tell
+
+    def protect(self) -> str:
+        """Try again what was refused at the start; says what has changed. Collective, and at once where all is well.
+
+        Returns:
+            In a few words, why the death of a rank would lose steps; "" where it would not, or was never to.
+        """
+        ...
 
     def note(self, step: int) -> None:
         """Write down what was measured so far in ``step``, whose gradients are summed next."""
@@ -105,6 +113,10 @@ class NoEmergency(Emergency):
 
     notes = False
     part: StatePart | None = None
+
+    def protect(self) -> str:
+        """Nothing was promised."""
+        return ""
 
     def note(self, step: int) -> None:
         """Nothing."""
@@ -181,15 +193,28 @@ class EmergencyMemory(Emergency):
         self._of_step: list[Measured] = []
         if writes and not on_two_hosts:  # where the parts are on two hosts, so is what was measured
             self._copied = open_copied_measures(self._files.own, group, world, say)
-        with contextlib.suppress(OSError):
-            if writes:
-                repeat = None if self._copied is None else self._copied.write
-                self._journal = MeasuresJournal(self._files.measures(group.rank), repeat)
+        self._refused: tuple[str, ...] = ("not tried yet",) if writes else ()  # why, of each rank; the same on all
+        self.protect()
         self._mirror: Final[Mirror | None] = (
             None
             if part is None
             else open_mirror(self._files.own, group, world, part, self._files.room, say, on_two_hosts=on_two_hosts)
         )
+
+    def protect(self) -> str:
+        """See `Emergency.protect`."""
+        if any(self._refused):
+            before = self._refused
+            self._refused = tuple(self._group.gather_objects(self._open_journal(), "emergency memory"))
+            if why_not := next(filter(None, self._refused), ""):
+                if self._refused != before:
+                    self._say(
+                        f"{self._who()} cannot keep in memory what is measured ({why_not}): if a rank dies, the steps "
+                        "since the last checkpoint are lost. It is tried again at each save"
+                    )
+            elif "not tried yet" not in before:
+                self._say("emergency memory can be written again: if a rank dies, no step is lost")
+        return f"{self._who()} without emergency memory" if any(self._refused) else ""
 
     # ---- while it trains -----------------------------------------------------------------------------------------
 
@@ -198,12 +223,14 @@ class EmergencyMemory(Emergency):
         if self._mirror is not None:
             self._mirror.finish()
         journal, metrics = self._journal, self._metrics
-        if journal is None:
+        if not self.notes:
             return
         measured = self._measured()
         if self._step != step:
             self._step, self._of_step = step, []
         self._of_step += measured
+        if journal is None:
+            return
         if metrics.train is not self._train or not journal.takes(measured):
             self._train, measured = metrics.train, self._of_step
             self._begin(journal, step - 1, measured)
@@ -214,9 +241,11 @@ class EmergencyMemory(Emergency):
     def note_late(self, step: int) -> None:
         """Write down what ``step`` has measured since `note`, if it has; some microseconds."""
         journal = self._journal
-        if journal is None or not self._metrics.has_called:
+        if not self.notes or not self._metrics.has_called:
             return
         measured = self._measured()
+        if journal is None:
+            return
         if journal.takes(measured):
             journal.note(step, measured, late=True)
         else:
@@ -233,6 +262,21 @@ class EmergencyMemory(Emergency):
         if self.part is not None and self._mirror is not None:
             sums = Sums(self._metrics.train.own(), self._metrics.recent.own())
             self._mirror.begin(own(self.part), about(), sums, buffers)
+
+    def _who(self) -> str:
+        return format_ranks([rank for rank, why_not in enumerate(self._refused) if why_not])
+
+    def _open_journal(self) -> str:
+        """Begin to write down what this rank measures, unless it does; returns why that cannot be done, or ""."""
+        if self._journal is None:
+            try:
+                self._files.own.mkdir(parents=True, exist_ok=True)
+                repeat = None if self._copied is None else self._copied.write
+                self._journal = MeasuresJournal(self._files.measures(self._group.rank), repeat)
+                self._train = None  # the next note begins with all that was measured
+            except OSError as error:
+                return f"{error.filename or self._files.own}: {error.strerror}"
+        return ""
 
     def _measured(self) -> list[Measured]:
         return [
@@ -282,6 +326,7 @@ class EmergencyMemory(Emergency):
                 else:
                     with self._files.turn():
                         self._leave(flat, about() | {"part": self.part.number, "parts": self.part.of})
+                    self._files.note_left()
         except Exception as raised:  # noqa: BLE001 - the script's own objects tell their state here: it may be anything
             why_not = described(raised)
         if why_not:
@@ -312,7 +357,15 @@ class EmergencyMemory(Emergency):
         own = self._files.left() if self._world.local_rank == 0 else Left()
         nodes = self._group.gather_objects(own, "what survivors have left")
         choice = choose(nodes, self._log_every)
-        for generation, why_not in (one for node in nodes for one in node.why_not):
+        said = [one for node in nodes for one in node.why_not]
+        said += [(generation, f"{NOT_USED}those of two hosts differ") for generation in differing(nodes)]
+        if choice is None and not said and (states := [state for node in nodes for state in node.states]):
+            newest = max(states, key=lambda state: state.step)
+            missing = (
+                f"step {newest.step}, which survivors have left, lacks a part, or what a rank that died had measured"
+            )
+            said.append((newest.generation, missing))
+        for generation, why_not in dict.fromkeys(said):
             if choice is None or choice.state.generation != generation:
                 self._say(why_not)
         return None if choice is None else LeftBehind(self._group, choice)

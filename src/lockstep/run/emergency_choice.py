@@ -8,6 +8,9 @@ from typing import Any, Self
 
 from lockstep.run.measures_journal import Journal, Part, Sums, part_after, total
 
+#: Begins what is said of a generation whose ranks held different bits.
+NOT_USED = "the states that survivors have left are not used, for one of the machines may be faulty: "
+
 #: What ranks have measured, by generation and rank.
 Journals = Mapping[tuple[str, int], Journal]
 
@@ -86,7 +89,7 @@ def choose(nodes: Sequence[Left], log_every: int | None) -> Choice | None:
     states = [state for node in nodes for state in node.states]
     journals = {key: journal for node in nodes for key, journal in node.journals.items()}
     copied = {key: journal for node in nodes for key, journal in node.copied.items()}
-    suspect = {generation for node in nodes for generation in node.suspect} | _differing(states)
+    suspect = {generation for node in nodes for generation in node.suspect} | differing(nodes)
     newest_first = sorted(states, key=lambda s: (s.step, s.turn, s.generation, -s.parts, -s.rank), reverse=True)
     for state in newest_first:
         if state.generation in suspect:
@@ -110,8 +113,9 @@ def _sums_of_parts(parts: Sequence[Sequence[LeftState]]) -> Sums:
     return total(copies[0].sums for copies in parts if copies[0].sums is not None)
 
 
-def _differing(states: Sequence[LeftState]) -> set[str]:
+def differing(nodes: Sequence[Left]) -> set[str]:
     """Generations with two different states after the same step; between iterations kept tensors may change."""
+    states = [state for node in nodes for state in node.states]
     first: dict[tuple[object, ...], Mapping[str, int]] = {}
     found = set()
     for state in states:

@@ -24,9 +24,10 @@ from typing import Final
 
 from lockstep.checkpoint import LOCAL, checksums_in, list_checkpoints, read_manifest, read_part_head
 from lockstep.errors import LockstepError
+from lockstep.launch_contract import LEFT_STATE
 from lockstep.memory_use import host_memory
 from lockstep.run.copied_measures import COPIED
-from lockstep.run.emergency_choice import Left, LeftState
+from lockstep.run.emergency_choice import NOT_USED, Left, LeftState
 from lockstep.run.measures_journal import Journal, read_journal
 from lockstep.run.mirror import MIRROR_PARTS
 
@@ -112,9 +113,18 @@ class EmergencyFiles:
 
     def note_why_not(self, rank: int, why_not: str) -> None:
         """``rank`` leaves no state, for a reason that the user is to know. Nothing is noted where there is no room."""
+        text = f"rank {rank} left no state when another one died: {why_not}"
+        # That the memory takes nothing may be what is to be said.
+        for place in (self.own, self._run_dir / self._name):
+            with contextlib.suppress(OSError):
+                place.mkdir(parents=True, exist_ok=True)
+                (place / f"{_WHY_NOT}{rank:04d}").write_text(text)
+                return
+
+    def note_left(self) -> None:
+        """A rank of this generation has left its state: the launcher sees that somebody can go on from it."""
         with contextlib.suppress(OSError):
-            text = f"rank {rank} left no state when another one died: {why_not}"
-            (self.own / f"{_WHY_NOT}{rank:04d}").write_text(text)
+            (self.own / LEFT_STATE).touch()
 
     def own_states(self) -> list[LeftState]:
         """The states that ranks of this generation have left so far."""
@@ -127,8 +137,9 @@ class EmergencyFiles:
         suspect, why_not = [], []
         for directory in self._before():
             states += self._states(directory.name)
-            if (directory / "suspect").exists():
+            if (mark := directory / "suspect").exists():
                 suspect.append(directory.name)
+                why_not.append((directory.name, f"{NOT_USED}{mark.read_text()}"))
             why_not += [(directory.name, path.read_text()) for path in sorted(directory.glob(f"{_WHY_NOT}*"))]
             for found, name in ((journals, _MEASURES), (copied, COPIED)):
                 for path in directory.glob(f"{name}*"):

@@ -235,6 +235,7 @@ class EndOfStep:
         ):
             self.proof.saved(step)
         self._save_stop.saved()
+        self._context.reporter.unprotected = self._context.emergency.protect()
         self._context.marker.set_phase(phase)
 
     def compare_data(self, *, within_pass: Collection[str]) -> None:

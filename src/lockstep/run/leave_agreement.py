@@ -86,7 +86,7 @@ class LeaveAgreement:
         The ranks agree on it at the run's next call, where that may fail: the rank may also be on its way out with an
         error of its own, and then it must not wait for others.
         """
-        if self._thread is not None:
+        if self._group.size > 1:
             self._left = Leave(did, step, _user_line(error))
 
     def agree(self) -> None:
@@ -123,7 +123,7 @@ class LeaveAgreement:
         if self._joins and self._thread is not None:
             self._thread.join(_CLOSE_S)
         told = self._parted
-        if isinstance(error, MismatchError) and self._thread is not None:
+        if isinstance(error, MismatchError) and self._group.size > 1:
             with contextlib.suppress(LockstepError, RuntimeError):  # the store may be gone by now
                 store, number = self._group.store("leaves"), str(self._at[0])
                 told = store.get(number, _READ_S).partition(" ")[2] if store.is_set(number) else told
@@ -166,7 +166,8 @@ def _place(line: SourceLine) -> str:
 
 
 def _told(leave: Leave) -> str:
-    return f"{leave.did} after step {leave.step}{f' ({leave.place})' if leave.place else ''}"
+    when = f"after step {leave.step}" if leave.step else "before its first step"
+    return f"{leave.did} {when}{f' ({leave.place})' if leave.place else ''}"
 
 
 def _parted(leaves: list[Leave]) -> str:

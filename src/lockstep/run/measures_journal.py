@@ -93,6 +93,9 @@ def journal_memory(path: Path) -> mmap.mmap:
         # Not a file with holes: where the memory is full by then, the first write into one ends in SIGBUS.
         os.posix_fallocate(file, 0, JOURNAL_BYTES)
         memory = mmap.mmap(file, JOURNAL_BYTES)
+    except OSError:
+        path.unlink()  # it may be tried again
+        raise
     finally:
         os.close(file)
     for area in range(2):

@@ -77,6 +77,7 @@ class ProgressReporter:
         self._next_at = now()
         self._loss: PinnedCopy | None = None
         self._status: Status | None = None
+        self.unprotected = ""  #: as `Status.unprotected`
         path = env.get(STATUS)
         self._file = StatusFile(Path(path)) if world.leads and path else None
         self._view = choose_view(sys.stderr, env) if world.leads and not path else SilentView()
@@ -135,6 +136,7 @@ class ProgressReporter:
             generation=self._world.generation,
             state=state,
             job_left_s=self._end.left_s,
+            unprotected=self.unprotected,
             memory=self._memory(),
         )
         if self._file is not None:

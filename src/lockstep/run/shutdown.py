@@ -67,7 +67,7 @@ class Shutdown:
         context = self._context
         # sys.exit() without a complaint is an end like any other.
         # At the end of a script the exit by which the run was stopped is not known.
-        ends_well = not self._end_of_step.stopped and (
+        ends_well = not (self._end_of_step.stopped or self._start.stopped) and (
             error is None or (isinstance(error, SystemExit) and not error.code)
         )
         try:
@@ -80,10 +80,9 @@ class Shutdown:
                 self._train_step.close()
                 context.marker.set_phase("exit")
             if ends_well:
-                if self._start.done:
-                    context.leaves.agree()
-                    context.leaves.leave("ended the run", self._position.progress.step, error)
-                    context.leaves.agree()
+                context.leaves.agree()
+                context.leaves.leave("ended the run", self._position.progress.step, error)
+                context.leaves.agree()
                 self._finish()
             else:
                 context.checkpointer.abandon()

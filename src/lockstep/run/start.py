@@ -10,7 +10,7 @@ from typing import Final
 
 from lockstep.checkpoint import Checkpoints, SavedTree, StateTree
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.launch_contract import FRESH, RESUME, RESUME_FROM
+from lockstep.launch_contract import FRESH, RESUME, RESUME_FROM, SAVE_ONLY
 from lockstep.run.identity import compare_devices, compare_ranks, device_of_bits
 from lockstep.run.left_behind import LeftBehind
 from lockstep.run.resume_proof import ResumeProof
@@ -42,7 +42,9 @@ class TrainingStart:
         self._save_stop: Final = context.save_stop
         self._tree_within_turn: StateTree | None = None  # of a checkpoint, until its pass goes on
         self._options: ScriptOptions | None = None
+        self._left_tree: StateTree | None = None  # what survivors have left, if the run goes on from that
         self.done = False
+        self.stopped = False  #: whether the run was to save what survivors have left, and no more
         self.resumed_at_end = False  #: whether the resumed pass had no micro-batch left, and no other pass has begun
 
     @property
@@ -79,13 +81,35 @@ class TrainingStart:
         self._log.open(self._position.progress.step)
         if left is not None:
             self._log_what_may_be_missing(left)
+        self._context.reporter.unprotected = self._context.emergency.protect()
         if not isinstance(self._context.strategy, HasServerRanks):  # servers leave by themselves
             self._context.leaves.open()
+        if self._context.directory and (why := os.environ.get(SAVE_ONLY)):
+            self._leave_saved(left, why)
         if self._context.directory:
             # Not before: while there is nothing to save, signals do what they do without Lockstep.
             if threading.current_thread() is threading.main_thread():
                 self._context.stop_requests.listen()
             self._save_stop.open()
+
+    def _leave_saved(self, left: LeftBehind | None, why: str) -> None:
+        """What survivors have ``left`` becomes a checkpoint, and the run is over. Collective.
+
+        Raises:
+            SystemExit: with code 75, once a checkpoint holds it.
+            CheckpointError: if it could not be saved.
+        """
+        context, step, tree = self._context, self._position.progress.step, self._left_tree
+        if left is not None and tree is not None:
+            context.checkpointer.save(lambda: tree, step, left.about, again=False, protect=self._position.best.step)
+
+        def leave() -> None:
+            position, committed = self._position, context.checkpointer.committed_step
+            context.reporter.show("stopped", position.progress, position.length, position.loss, committed)
+            self._save_stop.final_barrier()
+
+        self.stopped = True
+        context.checkpointer.stop(step, why, leave)
 
     def finish_resume(self) -> bool:
         """The pass goes on: what the script has done since the start must not count within a turn.
@@ -157,7 +181,10 @@ class TrainingStart:
                 "otherwise: the checkpoint holds"
             )
         self._tree_within_turn = tree if self._snapshot.restore_position(tree) else None
-        return left if left is not None and checkpointer.resumed_from is left else None
+        if left is None or checkpointer.resumed_from is not left:
+            return None
+        self._left_tree = tree if os.environ.get(SAVE_ONLY) else None
+        return left
 
     def _restore(self, tree: SavedTree) -> tuple[list[str], list[str]]:
         """Put back what a checkpoint holds, with the script's options of optimizers if these are to hold. Collective.

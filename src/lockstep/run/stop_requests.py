@@ -4,7 +4,8 @@
     then Ctrl-C            KeyboardInterrupt where the program is: 130, and nothing more is saved
     then Ctrl-C once more  the process is gone, wherever it is
 
-Only Ctrl-C insists. A scheduler that warns with SIGUSR1 and ends with SIGTERM must not cut off the save it warned of.
+Only Ctrl-C insists, and a second SIGQUIT, which terminals send for Ctrl and a backslash. A scheduler that warns with
+SIGUSR1 and ends with SIGTERM must not cut off the save it warned of.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ from types import FrameType
 from typing import Final
 
 from lockstep.errors import SettingError
-from lockstep.launch_contract import CHANNEL, ENDS_AT, EXIT_INTERRUPTED, STOP_REASON
+from lockstep.launch_contract import (
+    CHANNEL,
+    ENDS_AT,
+    EXIT_INTERRUPTED,
+    STOP_REASON,
+    STOP_SIGNALS,
+)
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 # A step asks for the file no more often than this.
 _CHECK_EVERY_S = 0.2
 #: How long a process that is to stop now may stay where it is, such as in a collective whose peers are gone.
@@ -96,13 +102,16 @@ class StopRequests:
         self._now: Final = now
         self._next_check_s = now()
         self._reason: str | None = None
+        self._quits = 0  # SIGQUIT, so far
         self._before: dict[int, object] = {}
         self._signal_thread: _SignalThread | None = None
 
     def listen(self) -> None:
         """From here on a signal asks for a stop. In the main thread."""
-        for number in _SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
+        for number in STOP_SIGNALS:
+            # Under nohup a process is to outlive its terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
         self._signal_thread = _SignalThread.open()
 
     def unlisten(self) -> None:
@@ -127,10 +136,19 @@ class StopRequests:
             self._stop_file.unlink(missing_ok=True)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        self._quits += number == signal.SIGQUIT
         if self._reason is None:
             self._reason = _why(number, os.environ)
-        elif number == signal.SIGINT:
+        elif _insists(number, self._quits):
             raise KeyboardInterrupt
+
+
+def _insists(number: int, quits: int) -> bool:
+    """Whether a signal that is not the first one wants a stop now; ``quits`` SIGQUIT have come.
+
+    One of these may be what a scheduler or an init system sends to every process of a job, the launcher among them.
+    """
+    return number == signal.SIGINT or (number == signal.SIGQUIT and quits > 1)
 
 
 def _why(number: int, env: Mapping[str, str]) -> str:
@@ -176,11 +194,13 @@ class _SignalThread:
         os.close(self._read_end)
 
     def _listen(self) -> None:
-        asked = insists = 0
+        asked = insists = quits = 0
         while number := os.read(self._read_end, 1)[0]:
-            insists += asked > 0 and number == signal.SIGINT
-            asked += number in _SIGNALS
-            if insists == 1 and number == signal.SIGINT:
+            quits += number == signal.SIGQUIT
+            wants_it_now = asked > 0 and _insists(number, quits)
+            insists += wants_it_now
+            asked += number in STOP_SIGNALS
+            if insists == 1 and wants_it_now:
                 # Most often the main thread is gone before this is over.
                 last = threading.Timer(_STOP_NOW_S, os._exit, (EXIT_INTERRUPTED,))
                 last.daemon = True

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 from lockstep.errors import LockstepError
@@ -21,6 +21,8 @@ from lockstep.peer_failure import is_peer_failure
 
 #: The kind of a failure that the launcher found and not the rank itself: it makes no progress.
 HANG = "hang"
+#: The kind of a failure of a rank that left by `os._exit`, which raises nothing.
+OS_EXIT = "os._exit"
 _MOST_SIGNS = 4000
 
 _WORKER_LOST = re.compile(
@@ -49,6 +51,7 @@ class Failure:
     raised_s: float  #: on the host's monotonic clock, which all its processes share
     log_bytes: int  #: length of the rank's log before it printed the traceback
     gpu: str = ""  #: how far its GPU's memory went; "" without one
+    headline: str = ""  #: what failed, where that is not this rank by itself
 
     @classmethod
     def of(
@@ -99,7 +102,7 @@ class Failure:
     @property
     def ends_well(self) -> bool:
         """Whether its rank leaves by itself with an exit code, and perhaps takes its time."""
-        return self.kind == "SystemExit"
+        return self.kind in ("SystemExit", OS_EXIT)
 
     def to_message(self) -> bytes:
         """The record as one message for the launcher, of at most 60 KiB: long texts lose their middle."""
@@ -137,6 +140,18 @@ class Failure:
             return cls.from_fields(json.loads(path.read_text(encoding="ascii")))
         except (OSError, ValueError, TypeError):
             return None
+
+
+class ExitCall(SystemExit):
+    """Stands for a call of `os._exit`, with the traceback of where it came from. It is raised by nobody."""
+
+    @classmethod
+    def at(cls, frame: FrameType | None, code: int) -> Self:
+        """The exit with ``code`` that ``frame`` calls for."""
+        trace: TracebackType | None = None
+        while frame is not None:
+            trace, frame = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno), frame.f_back
+        return cls(code).with_traceback(trace)
 
 
 def first_failure(run_dir: Path) -> Failure | None:
@@ -205,6 +220,8 @@ def _message(error: BaseException) -> str:
 
 def _kind(error: BaseException) -> str:
     of = type(error)
+    if of is ExitCall:
+        return OS_EXIT
     return of.__qualname__ if of.__module__ in ("builtins", "__main__") else f"{of.__module__}.{of.__qualname__}"
 
 

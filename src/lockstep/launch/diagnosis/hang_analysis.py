@@ -16,7 +16,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Final, Literal
 
 from lockstep.heartbeat import NOTHING, Stacks
@@ -39,10 +41,19 @@ Kind = Literal[
     "exited",  # the process of a rank has ended, and the others wait for it
     "mismatched",  # all wait, in different collectives
     "all_waiting",  # all wait, in the same collective
+    "network",  # all wait, and what one host sends to another is not acknowledged
     "stopped",  # a rank's process is stopped, by SIGSTOP or a debugger
     "disk",  # it cannot be interrupted: the kernel waits for a disk or a driver
     "gil_held",  # it runs, but no heartbeat comes: compiled code holds Python's global interpreter lock
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """From one host to another one, by their names."""
+
+    sender: str
+    to: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +256,15 @@ class HangDiagnosis:
     for_s: float  #: how long there has been no progress
     exited: Mapping[int, int] = field(default_factory=dict)  #: ranks that had ended, with their exit status
     hosts: Mapping[int, str] = field(default_factory=dict)  #: of ranks on other nodes, by rank
+    cut: tuple[Link, ...] = ()  #: links over which nothing is acknowledged, where that explains it
+
+    #: The ranks that are ended first if the hang is ended: those that live then leave what they hold.
+    to_end: tuple[int, ...] = ()
+
+    @property
+    def nobody_differs(self) -> bool:
+        """Whether no rank is different from the others: none of them is the cause by itself."""
+        return not self.exited and set(self.culprits) == {s.rank for s in self.rank_states}
 
     @property
     def is_certain(self) -> bool:
@@ -255,15 +275,23 @@ class HangDiagnosis:
 
 
 def diagnose_hang(
-    rank_states: Sequence[RankState], process_states: Mapping[int, str], exited: Mapping[int, int]
+    rank_states: Sequence[RankState],
+    process_states: Mapping[int, str],
+    exited: Mapping[int, int],
+    cut: Sequence[Link] = (),
+    hosts: Mapping[int, str] = MappingProxyType({}),
 ) -> HangDiagnosis:
     """Which ranks keep the others waiting, and how.
+
+    A cause is only named if nothing else explains what was seen: ranks that all wait may wait for the network.
 
     Args:
         rank_states: of all ranks whose process has not ended.
         process_states: what each process does, by rank and in psutil's words (``running``, ``sleeping``,
             ``disk-sleep``, ``stopped``, ``tracing-stop``, ``zombie``); may be incomplete.
         exited: ranks that have ended, with their exit status.
+        cut: links between their hosts over which nothing is acknowledged.
+        hosts: of all ranks, by rank, where there are several.
     """
     silent = [s for s in rank_states if s.is_silent or process_states.get(s.rank, "") in _STOPPED]
     heard = [s for s in rank_states if s not in silent]
@@ -281,6 +309,9 @@ def diagnose_hang(
             culprits = [s for s in others if max(s.same_place_s, s.same_phase_s) >= longest / 2]
         if all(_beat(s).call == "next(loader)" for s in culprits):
             kind = "loader"
+    elif cut and not exited:
+        # In the middle of a collective some ranks are past it, and others are not: it looks like another collective.
+        kind, culprits = "network", waiting
     else:
         kind, culprits = _all_wait(waiting, exited)
     blamed = {s.rank for s in culprits}
@@ -292,7 +323,29 @@ def diagnose_hang(
         rank_states=tuple(rank_states),
         for_s=max(idle, default=0.0),
         exited=dict(exited),
+        cut=tuple(cut) if kind == "network" else (),
+        to_end=_to_end(blamed, [s.rank for s in rank_states], exited, cut, hosts),
     )
+
+
+def _to_end(
+    blamed: AbstractSet[int],
+    living: Sequence[int],
+    exited: Mapping[int, int],
+    cut: Sequence[Link],
+    hosts: Mapping[int, str],
+) -> tuple[int, ...]:
+    """The ranks to end first: those that are to blame; and if that is all or none of those that live, as few as do."""
+    if not exited and blamed < set(living):
+        return tuple(sorted(blamed))
+    ends = [host for link in cut for host in (link.sender, link.to)]
+    behind = [host for host in hosts.values() if host in ends]
+    if not behind:
+        return (max(living),) if living else ()
+    # The host that most cut links lead to. Of two such hosts the one of the last rank: rank 0's is needed most.
+    last = {host: max(rank for rank in living if hosts.get(rank) == host) for host in behind}
+    worst = max(last, key=lambda host: (ends.count(host), last[host]))
+    return tuple(rank for rank in living if hosts.get(rank) == worst)
 
 
 def _kind_of_silence(silent: Sequence[RankState], process_states: Mapping[int, str]) -> Kind:
@@ -326,7 +379,9 @@ def _all_wait(waiting: Sequence[RankState], exited: Mapping[int, int]) -> tuple[
 
 
 def _collective_of(beat: Heartbeat) -> object:
-    return (beat.step, beat.phase, beat.call, beat.place, beat.collectives)
+    # What `Run` does in one call may be several collectives, and no script can part the ways of ranks in there.
+    count = beat.collectives if beat.phase == "script" else 0
+    return (beat.step, beat.phase, beat.call, beat.place, count)
 
 
 def _beat(rank_state: RankState) -> Heartbeat:

@@ -13,12 +13,14 @@ Called from the launcher's loop; it never waits for a rank longer than `_STACKS_
 from __future__ import annotations
 
 import linecache
+import math
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from lockstep.heartbeat import NOTHING, NOWHERE, Stacks, is_registered, read_stacks
@@ -29,12 +31,13 @@ from lockstep.launch.diagnosis.hang_analysis import (
     HangDiagnosis,
     HangTimeouts,
     HeartbeatTracker,
+    Link,
     RankState,
     diagnose_hang,
     overdue_ranks,
     with_stacks,
 )
-from lockstep.launch.diagnosis.hang_report import Recovered, Worker, report, sentence
+from lockstep.launch.diagnosis.hang_report import Recovered, Worker, cut_links, report, sentence
 from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
 from lockstep.launch.diagnosis.wait_share import WaitShare
 from lockstep.launch.rank_channel import RankChannel
@@ -47,6 +50,7 @@ _STACKS_S = 1.5
 #: A file that has not grown for this long is whole.
 _QUIET_S = 0.06
 _LOOK_EVERY_S = 0.2
+_LINKS_EVERY_S = 1.0
 #: Ranks that have stood still for so long may be about to hang, so that other nodes should know where they are.
 _STILL_S = 1.0
 #: How long the launchers of other nodes may take to say where their ranks are.
@@ -70,6 +74,10 @@ class _Generation:
 
     tracker: HeartbeatTracker
     world_size: int = 0
+    host: str = ""  #: of this node, where there are several
+    peers: Mapping[str, str] = field(default_factory=dict)  #: the other hosts, by each of their addresses
+    cut: tuple[Link, ...] = ()  #: links from this host over which nothing is acknowledged
+    links_seen: float = -math.inf  #: when that was looked at
     waits: WaitShare = field(default_factory=WaitShare)
     failures: dict[int, Failure] = field(default_factory=dict)  #: by rank, as they said
     elsewhere: RankPlaces = field(default_factory=RankPlaces)  #: where ranks of other nodes are
@@ -131,15 +139,30 @@ class HangMonitor:
         """Where the ranks of this node are, for the other nodes, once they make no progress; "" before."""
         return self._current.places
 
+    @property
+    def errors(self) -> Mapping[int, Failure]:
+        """Of the `failures` those of ranks that did not leave by an exit of their program's."""
+        return {rank: failure for rank, failure in self._current.failures.items() if not failure.ends_well}
+
     def note_elsewhere(self, places: RankPlaces) -> None:
         """Take in where the ranks of the other nodes are, as their launchers say."""
         self._current.elsewhere = places
 
-    def begin(self, ranks: Sequence[int], world_size: int | None = None) -> None:
-        """A new generation starts, of ``world_size`` ranks on all nodes; all ranks of the one before are dead."""
+    def begin(
+        self,
+        ranks: Sequence[int],
+        world_size: int | None = None,
+        *,
+        host: str = "",
+        peers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """A new generation starts, of ``world_size`` ranks on all nodes; all ranks of the one before are dead.
+
+        ``host`` is this node, and ``peers`` are the hosts of the others by their addresses, where there are several.
+        """
         self._channel.begin()
         world_size = len(ranks) if world_size is None else world_size
-        self._current = _Generation(HeartbeatTracker(ranks, self._now()), world_size)
+        self._current = _Generation(HeartbeatTracker(ranks, self._now()), world_size, host, peers)
 
     def rank_exited(self, rank: int, status: int) -> None:
         """A rank's process has ended."""
@@ -203,23 +226,26 @@ class HangMonitor:
         # The node of a rank that keeps the others waiting ends the generation, for it can say why.
         alone = current.left_to_others and waited_s >= 2 * _ELSEWHERE_S
         places = own if alone else everywhere
-        found = diagnose_hang(places.rank_states, places.process_states, places.exited)
+        own_hosts = dict.fromkeys(own.ranks, current.host) if current.host else {}
+        hosts = {**own_hosts, **places.hosts}
+        found = diagnose_hang(places.rank_states, places.process_states, places.exited, places.cut, hosts)
         diagnosis = replace(found, hosts=places.hosts)
         before, current.diagnosis = current.diagnosis, diagnosis
         is_news = before is None or (diagnosis.is_certain and not before.is_certain)
-        is_news |= self._names_own_ranks(diagnosis) and not self._names_own_ranks(before)
+        is_news |= self._ends_own_ranks(diagnosis) and not self._ends_own_ranks(before)
         if not is_news:
             return None
         ends = self._on_hang != "wait" and (
             diagnosis.is_certain or self._on_hang is not None or self._timeouts.hang_after_s is not None
         )
-        current.ends = ends and self._names_own_ranks(diagnosis)
+        current.ends = ends and self._ends_own_ranks(diagnosis)
         current.left_to_others = ends and not current.ends
         current.diagnosis = self._tell(diagnosis, ends)
         return Hang(current.diagnosis, restart=self._on_hang != "abort") if current.ends else None
 
-    def _names_own_ranks(self, diagnosis: HangDiagnosis | None) -> bool:
-        return diagnosis is not None and any(rank not in diagnosis.hosts for rank in diagnosis.culprits)
+    def _ends_own_ranks(self, diagnosis: HangDiagnosis | None) -> bool:
+        """Whether it is for this node to end the hang."""
+        return diagnosis is not None and any(rank not in diagnosis.hosts for rank in diagnosis.to_end)
 
     def _own_places(self, rank_states: Sequence[RankState], overdue: bool) -> RankPlaces:
         """Where the ranks of this node are; for the other nodes, too, once they have stood still for a while."""
@@ -230,38 +256,54 @@ class HangMonitor:
         if not overdue and (not shared or still_s < _STILL_S):
             return RankPlaces()
         states = {s.rank: _process_state(s.beat.process) for s in rank_states if s.beat is not None}
-        own = RankPlaces(tuple(rank_states), states, exited)
+        own = RankPlaces(tuple(rank_states), states, exited, cut=self._cut_links())
         self._current.places = own.to_text() if shared else ""
         return own
+
+    def _cut_links(self) -> tuple[Link, ...]:
+        """The other hosts of the job that do not acknowledge what this one sends them."""
+        current, now = self._current, self._now()
+        if current.peers and now >= current.links_seen + _LINKS_EVERY_S:
+            current.links_seen = now
+            hosts = {current.peers[address] for address in procfs.unanswered() & current.peers.keys()}
+            current.cut = tuple(Link(current.host, host) for host in sorted(hosts))
+        return current.cut
 
     def hang_failures(self) -> dict[int, Failure]:
         """What stands for the failure record of each rank that hangs, by rank; empty if none does.
 
         For when the generation ends because of the hang: by us, or by the other ranks' own timeouts.
         """
-        if self._current.diagnosis is None:
+        current = self._current
+        # Where another node has ended the generation for it, that one says so for all.
+        if current.diagnosis is None or (current.left_to_others and not current.ends):
             return {}
-        diagnosis, began_s = self._current.diagnosis, self._now() - self._current.diagnosis.for_s
+        diagnosis, began_s = current.diagnosis, self._now() - current.diagnosis.for_s
         said, found = sentence(diagnosis, self._file), {}
+        headline = cut_links(diagnosis)
+        if not headline and diagnosis.nobody_differs and len(diagnosis.culprits) == current.world_size > 1:
+            headline = f"all {current.world_size} ranks hung"
         beats = {rank_state.rank: rank_state.beat for rank_state in diagnosis.rank_states}
         for rank in diagnosis.culprits:
             if rank in diagnosis.hosts:
                 continue
-            # One that has left is nowhere; and where several hang, the line of one of them is not the cause.
-            beat = beats.get(rank)
+            # Where several hang, the line of one of them is not the cause. One that has left may have said where.
+            beat, left = beats.get(rank), self._current.failures.get(rank)
             place = beat.place if beat and len(diagnosis.culprits) == 1 else NOWHERE
+            file, line = (left.file, left.line) if left is not None and left.ends_well else (place.file, place.line)
             found[rank] = Failure(
                 rank=rank,
                 host=socket.gethostname(),
                 kind=HANG,
                 message=said,
-                file=place.file,
-                line=place.line,
-                source=self._source(place.file, place.line),
+                file=file,
+                line=line,
+                source=self._source(file, line),
                 traceback="",
                 collateral=False,
                 raised_s=began_s,
                 log_bytes=1 << 62,
+                headline=headline,
             )
         return found
 

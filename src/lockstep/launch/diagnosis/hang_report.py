@@ -67,6 +67,15 @@ def sentence(diagnosis: HangDiagnosis, shown: Callable[[str], str]) -> str:
     return f"{said}; waiting: {'; '.join(waits)}" if waits else said
 
 
+def cut_links(diagnosis: HangDiagnosis) -> str:
+    """Which hosts do not reach each other, such as ``what n2 sends to n3 does not arrive``."""
+    pairs = sorted({(link.sender, link.to) for link in diagnosis.cut})
+    both = [pair for pair in pairs if pair < pair[::-1] and pair[::-1] in pairs]
+    one_way = [pair for pair in pairs if pair[::-1] not in pairs]
+    told = [f"{a} and {b} do not reach each other" for a, b in both]
+    return "; ".join([*told, *(f"what {a} sends to {b} is not acknowledged" for a, b in one_way)])
+
+
 def why(diagnosis: HangDiagnosis) -> str:
     """The reason of the hang, in one line."""
     who, one = format_ranks(diagnosis.culprits), len(diagnosis.culprits) == 1
@@ -85,6 +94,8 @@ def why(diagnosis: HangDiagnosis) -> str:
             return f"{who} {'has' if one else 'have'} left, and the others wait for {'it' if one else 'them'}"
         case "all_waiting":
             return "all ranks wait in the same call for each other: the network between them, or a lost message"
+        case "network":
+            return f"all ranks wait for each other: {cut_links(diagnosis)}"
         case "loader":
             return f"{who} wait{'s' * one} for the processes of {'its' if one else 'their'} data loader"
         case "busy" if diagnosis.waiting:
@@ -107,7 +118,7 @@ def remedy(diagnosis: HangDiagnosis) -> str:
                 "every rank must make the same calls in the same order: look for one inside `if rank == 0`, and for "
                 "loops of different length"
             )
-        case "all_waiting":
+        case "all_waiting" | "network":
             return "look at the links between the machines; lockstep run --hang-after SECONDS waits longer"
         case "disk":
             return "look at the file systems that the script reads and writes"

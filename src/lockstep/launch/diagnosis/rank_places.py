@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.heartbeat_message import Heartbeat
-from lockstep.launch.diagnosis.hang_analysis import RankState
+from lockstep.launch.diagnosis.hang_analysis import Link, RankState
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class RankPlaces:
     process_states: Mapping[int, str] = field(default_factory=dict)  #: what each process does, in psutil's words
     exited: Mapping[int, int] = field(default_factory=dict)  #: of the others: exit status, by rank
     hosts: Mapping[int, str] = field(default_factory=dict)  #: by rank
+    cut: tuple[Link, ...] = ()  #: links between hosts over which nothing is acknowledged
 
     @property
     def ranks(self) -> set[int]:
@@ -40,7 +41,8 @@ class RankPlaces:
             }
             for s in self.rank_states
         ]
-        return json.dumps({"states": states, "exited": {str(rank): status for rank, status in self.exited.items()}})
+        exited = {str(rank): status for rank, status in self.exited.items()}
+        return json.dumps({"states": states, "exited": exited, "cut": [link.to for link in self.cut]})
 
     @classmethod
     def from_text(cls, text: str, host: str) -> RankPlaces:
@@ -50,9 +52,10 @@ class RankPlaces:
             states = tuple(map(_state, values["states"]))
             processes = {int(each["rank"]): str(each["process"]) for each in values["states"]}
             exited = {int(rank): int(status) for rank, status in values["exited"].items()}
+            cut = tuple(Link(host, str(to)) for to in values.get("cut", ()))
         except (ValueError, TypeError, KeyError, AttributeError):
             return cls()
-        return cls(states, processes, exited, dict.fromkeys([*processes, *exited], host))
+        return cls(states, processes, exited, dict.fromkeys([*processes, *exited], host), cut)
 
 
 def _state(values: Mapping[str, Any]) -> RankState:
@@ -67,8 +70,10 @@ def merge_places(places: Iterable[RankPlaces]) -> RankPlaces:
     processes: dict[int, str] = {}
     exited: dict[int, int] = {}
     hosts: dict[int, str] = {}
+    cut: list[Link] = []
     for each in places:
         states = {s.rank: s for s in each.rank_states} | states
         processes, exited = {**each.process_states, **processes}, {**each.exited, **exited}
         hosts = {**each.hosts, **hosts}
-    return RankPlaces(tuple(states[rank] for rank in sorted(states)), processes, exited, hosts)
+        cut += each.cut
+    return RankPlaces(tuple(states[rank] for rank in sorted(states)), processes, exited, hosts, tuple(cut))

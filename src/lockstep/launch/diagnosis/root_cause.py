@@ -1,9 +1,11 @@
-"""Why a generation failed: the one cause among all that its ranks reported and did, and the text that reports it.
+"""Why a generation ended as it did: the one cause among all that its ranks reported and did, and the text that says it.
 
     ranks that failed by themselves ─┬─ report that a peer is gone ─►  collateral
                                      └─ the rest, earliest first ───►  the cause, and others of the same kind
+    ranks that left as if all were done, before others then failed ─►  the cause, where all others are collateral
     ranks that the launcher ended ──────────────────────────────────►  not reported
 
+The coordinator makes one `Diagnosis` of all that is known, from which the exit code and the screens of all nodes come.
 All of it is a function of values, so that each kind of failure can be tested without causing it.
 """
 
@@ -25,11 +27,11 @@ from lockstep.launch_contract import (
     EXIT_STOPPED,
     EXIT_TIMEOUT,
     EXIT_USAGE,
+    STOP_SIGNALS,
 )
 
 #: Exit codes that a script may choose by itself; the others mean something here, to Grid Engine, or to the shell.
 _OF_SCRIPTS = frozenset(range(1, 126)) - {EXIT_USAGE, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_TIMEOUT, 99, 100}
-_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _NOTICED_S = 1.0
 _TRACEBACK_LINES = 40
 _MESSAGE_LINES = 12
@@ -92,14 +94,16 @@ class RankExit:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The cause of a failed generation, and what else failed with it."""
+    """How a generation ended, found once: the exit code, and the cause of a failure with what else failed."""
 
-    cause: RankExit
-    alike: tuple[int, ...]  #: ranks that failed in the same way, the cause's own among them
-    others: tuple[RankExit, ...]  #: ranks that failed in another way of their own
-    collateral: tuple[int, ...]  #: ranks that then lost a peer
+    ranks: int  #: of the generation
+    code: int  #: of all launchers, if nothing follows
+    cause: RankExit | None = None  #: of the failure, or who could not save; None: all ended well, or were stopped
+    alike: tuple[int, ...] = ()  #: ranks that failed in the same way, the cause's own among them
+    others: tuple[RankExit, ...] = ()  #: ranks that failed in another way of their own
+    collateral: tuple[int, ...] = ()  #: ranks that then lost a peer
     hosts: tuple[str, ...] = ()  #: of the ranks that failed alike, where there are several
-    all_failed: tuple[RankExit, ...] = ()  #: by rank
+    memory: tuple[str, ...] = ()  #: how much GPU memory each rank had used, where that of one ran out
 
 
 def has_failed(rank_exit: RankExit) -> bool:
@@ -113,56 +117,66 @@ def has_failed(rank_exit: RankExit) -> bool:
         return True
     if rank_exit.well:
         return False
-    spoke = rank_exit.failure is not None and rank_exit.failure.kind != "SystemExit" and not rank_exit.collateral
+    spoke = rank_exit.failure is not None and not rank_exit.failure.ends_well and not rank_exit.collateral
     return spoke or not rank_exit.ended_by_us
 
 
-def find_root_cause(exits: Sequence[RankExit]) -> Diagnosis:
-    """The cause among ``exits``, at least one of which has failed.
+def diagnose(exits: Sequence[RankExit], *, ranks: int | None = None, stopped_by: int | None = None) -> Diagnosis:
+    """How the generation ended whose ranks ended as ``exits`` say.
 
-    The earliest that does not blame a peer. If each does: the first one that had left by itself, as if all were done;
-    else the earliest of all.
+    The cause is the earliest failure that does not blame a peer. If each does: the first rank that had left by itself,
+    as if all were done; else the earliest of all.
+
+    Args:
+        exits: of all ranks that are known, at least one.
+        ranks: of the generation; None: so many as ``exits``.
+        stopped_by: the first signal that asked the launcher to stop; None if none did.
     """
+    ranks = len(exits) if ranks is None else ranks
     failed = sorted(filter(has_failed, exits), key=lambda rank_exit: (rank_exit.collateral, rank_exit.since_s))
+    if not failed:
+        code = _code_without_failure(exits, stopped_by)
+        return Diagnosis(ranks, code, _unsaved(exits) if code == EXIT_NOT_SAVED else None)
     left = _left_early(exits, failed) if failed[0].collateral else []
     cause = (left or failed)[0]
     own = [rank_exit for rank_exit in (*left, *failed) if not rank_exit.collateral]
     alike = {cause.rank} | {rank_exit.rank for rank_exit in own if rank_exit.failure_key == cause.failure_key}
     return Diagnosis(
+        ranks=ranks,
+        code=_code_of_failed(cause, failed, stopped_by),
         cause=cause,
         alike=tuple(sorted(alike)),
         others=tuple(rank_exit for rank_exit in own if rank_exit.rank not in alike),
         collateral=tuple(sorted(e.rank for e in failed if e.collateral and e.rank not in alike)),
-        hosts=tuple(sorted({e.host for e in failed if e.rank in alike and e.host})),
-        all_failed=tuple(sorted(failed, key=lambda rank_exit: rank_exit.rank)),
+        hosts=tuple(sorted({e.host for e in (*left, *failed) if (e.rank in alike or cause.collateral) and e.host})),
+        memory=_gpus(cause, failed),
     )
 
 
 def _left_early(exits: Sequence[RankExit], failed: Sequence[RankExit]) -> list[RankExit]:
     """The ranks that left by themselves, as if all were done, before those that then ``failed``, in this order."""
     last_s = min(rank_exit.at_s for rank_exit in failed) + _NOTICED_S
-    left = [e for e in exits if e.well and not e.ended_by_us and e not in failed and e.at_s <= last_s]
+    by_themselves = [e for e in exits if e.well and not e.ended_by_us and not e.collateral]
+    left = [e for e in by_themselves if e not in failed and e.at_s <= last_s]
     return sorted(left, key=lambda rank_exit: rank_exit.at_s)
 
 
-def exit_code(exits: Sequence[RankExit], *, stopped_by: int | None) -> int:
-    """The exit code of the launcher.
-
-    Args:
-        exits: of all ranks.
-        stopped_by: the first signal that asked the launcher to stop; None if none did.
-    """
+def _code_without_failure(exits: Sequence[RankExit], stopped_by: int | None) -> int:
+    """The exit code of the launcher where no rank failed."""
     codes = {rank_exit.status for rank_exit in exits}
     if codes == {EXIT_OK}:
         return EXIT_OK
     if all(rank_exit.well for rank_exit in exits):
         return EXIT_NOT_SAVED if EXIT_NOT_SAVED in codes else EXIT_STOPPED
-    failed = [rank_exit for rank_exit in exits if has_failed(rank_exit)]
+    return EXIT_FAILED if stopped_by is None else 128 + stopped_by
+
+
+def _code_of_failed(cause: RankExit, failed: Sequence[RankExit], stopped_by: int | None) -> int:
+    """The exit code of the launcher where ``cause`` made ranks fail."""
     # A scheduler that stops us may send its signal to every process of the job.
-    own = [rank_exit for rank_exit in failed if not rank_exit.collateral and -rank_exit.status not in _ASKED]
+    own = [rank_exit for rank_exit in failed if not rank_exit.collateral and -rank_exit.status not in STOP_SIGNALS]
     if stopped_by is not None and not own:
         return 128 + stopped_by
-    cause = find_root_cause(exits).cause
     if cause.part:
         return EXIT_FAILED
     if cause.status == -signal.SIGKILL and not cause.hung:
@@ -175,20 +189,35 @@ def exit_code(exits: Sequence[RankExit], *, stopped_by: int | None) -> int:
     return EXIT_USAGE if all(rank_exit.status == EXIT_USAGE for rank_exit in causes) else EXIT_FAILED
 
 
-def format_failure(diagnosis: Diagnosis, *, ranks: int, log: Callable[[int], str], shown: Callable[[Path], str]) -> str:
-    """The report of a failed run, which is shown last.
+def _unsaved(exits: Sequence[RankExit]) -> RankExit:
+    """The rank among ``exits`` that says best what is not saved."""
+    left = sorted((e for e in exits if e.status == EXIT_NOT_SAVED), key=lambda rank_exit: rank_exit.rank)
+    # The record of that may be what did not fit on the disk, too.
+    return next((one for one in left if _unsaved_note(one)), left[0])
+
+
+def format_diagnosis(
+    diagnosis: Diagnosis, *, log: Callable[[int], str], shown: Callable[[Path], str], again: str
+) -> str:
+    """The report of a run that failed, or that could not save its last step, which is shown last.
 
     Args:
-        diagnosis: of the failed generation.
-        ranks: of the world.
+        diagnosis: with a cause.
         log: names a rank's log.
         shown: a path as the user would write it.
+        again: the command that goes on from the last checkpoint.
     """
-    cause = diagnosis.cause
+    cause, ranks = diagnosis.cause, diagnosis.ranks
+    assert cause is not None, "there is nothing to report"
+    if diagnosis.code == EXIT_NOT_SAVED:
+        return _format_not_saved(cause, ranks, log(cause.rank), again)
     if cause.part:
-        return _format_lost_part(diagnosis, log(cause.rank))
+        return _format_lost_part(cause, log(cause.rank))
+    if cause.collateral:
+        return _format_lost_connections(diagnosis, cause, log(cause.rank), shown)
     what = _what(cause).replace("was killed", "were killed") if len(diagnosis.alike) > 1 else _what(cause)
-    lines = [f"run failed: {_who(diagnosis, ranks)} {what}"]
+    headline = cause.failure.headline if cause.failure is not None else ""
+    lines = [f"run failed: {headline or f'{_who(diagnosis, cause)} {what}'}"]
     lines += [f"    {line}" for line in _why(cause)]
     if cause.failure is not None and cause.failure.file:
         lines.append(f"    at {shown(Path(cause.failure.file))}:{cause.failure.line}")
@@ -198,7 +227,7 @@ def format_failure(diagnosis: Diagnosis, *, ranks: int, log: Callable[[int], str
         tail = cause.log_tail.splitlines()[-_TAIL_LINES:]
         lines += ["    the last lines of its log:", *(f"        {line}" for line in tail)] if tail else []
     lines += [f"    {line}" for line in cause.memory.splitlines()]
-    lines += [f"    {line}" for line in _gpus(diagnosis)]
+    lines += [f"    {line}" for line in diagnosis.memory]
     for alike in _folded(diagnosis.others):
         lines.append(
             f"  {format_ranks([e.rank for e in alike])} also {_what(alike[0])}{_briefly(alike[0])}{_times(alike)}"
@@ -206,8 +235,6 @@ def format_failure(diagnosis: Diagnosis, *, ranks: int, log: Callable[[int], str
     if diagnosis.collateral:
         whose = "their" if len(diagnosis.collateral) > 1 else "its"
         lines.append(f"  {format_ranks(diagnosis.collateral)} then lost {whose} peer")
-    if cause.collateral:
-        lines.append("  no rank reports a cause of its own; see the logs of those that are not named above")
     lines.append(f"  full log: {log(cause.rank)}{'; the other ranks beside it' if ranks > 1 else ''}")
     return "\n".join(lines)
 
@@ -222,45 +249,54 @@ class FailureLine:
 
 def failure_line(exits: Sequence[RankExit]) -> FailureLine:
     """The cause among ``exits``, at least one of which has failed."""
-    diagnosis = find_root_cause(exits)
-    cause = diagnosis.cause
+    return in_one_line(diagnose(exits))
+
+
+def in_one_line(diagnosis: Diagnosis) -> FailureLine:
+    """The cause of a failure."""
+    cause, ranks = diagnosis.cause, diagnosis.ranks
+    assert cause is not None, "none has failed"
     failure = cause.failure
     spoke = cause.status > 0 if failure is None else not failure.lost_worker
     raised = spoke and not cause.hung and not cause.collateral
     why = (cause.memory.splitlines() or (_why(cause) if failure is not None else []) or [""])[0]
     place = f" ({Path(failure.file).name}:{failure.line})" if failure is not None and failure.file else ""
-    everybody = len(diagnosis.alike) == len(exits)
-    whose = f"all {len(exits)} ranks" if everybody else f"{format_ranks(diagnosis.alike)} of {len(exits)}"
-    who = f"{whose} " if len(exits) > 1 else ""
-    return FailureLine(f"{who}{_what(cause)}{f': {why}' if why else ''}{place}", raised)
+    everybody = len(diagnosis.alike) == ranks
+    whose = f"all {ranks} ranks" if everybody else f"{format_ranks(diagnosis.alike)} of {ranks}"
+    who = f"{whose} " if ranks > 1 else ""
+    lost = _lost_connections(diagnosis) if cause.collateral else ""
+    what = (failure.headline if failure is not None else "") or cause.part or lost or f"{who}{_what(cause)}"
+    return FailureLine(f"{what}{f': {why}' if why else ''}{place}", raised)
 
 
-def format_not_saved(exits: Sequence[RankExit], *, ranks: int, log: Callable[[int], str], again: str) -> str:
-    """The report of a run, shown last, that trained to the end and left with `EXIT_NOT_SAVED`.
-
-    Args:
-        exits: of its ranks.
-        ranks: of the world.
-        log: names a rank's log.
-        again: the command that goes on from the last checkpoint.
-    """
-    left = sorted((e for e in exits if e.status == EXIT_NOT_SAVED), key=lambda rank_exit: rank_exit.rank)
-    # `Run` notes on its SystemExit what is missing; the record of that may be what did not fit on the disk, too.
-    notes = [rank_exit.failure.message.partition("\n")[2] for rank_exit in left if rank_exit.failure]
-    why = next((note for note in notes if note), "").splitlines() or left[0].log_tail.splitlines()[-_TAIL_LINES:]
+def _format_not_saved(cause: RankExit, ranks: int, log: str, again: str) -> str:
+    """The report of a run that trained to the end and left with `EXIT_NOT_SAVED`, as rank ``cause`` tells it."""
     lines = [
         "not saved: the run is trained to its end, but its last checkpoint is missing",
-        *(f"    {line}" for line in why),
+        *(f"    {line}" for line in _unsaved_note(cause) or cause.log_tail.splitlines()[-_TAIL_LINES:]),
         f"  to go on: {again}",
-        f"  full log: {log(left[0].rank)}{'; the other ranks beside it' if ranks > 1 else ''}",
+        f"  full log: {log}{'; the other ranks beside it' if ranks > 1 else ''}",
     ]
     return "\n".join(lines)
 
 
-def format_traceback(cause: RankExit) -> str:
+def _unsaved_note(rank_exit: RankExit) -> list[str]:
+    """What `Run` has noted on its SystemExit of what is missing."""
+    return rank_exit.failure.message.partition("\n")[2].splitlines() if rank_exit.failure else []
+
+
+def format_traceback(diagnosis: Diagnosis) -> str:
     """The traceback to show before the last block, "" if there is none; the end of a long one."""
+    cause = diagnosis.cause
     # What is not the program's fault needs no place in it.
-    if cause.part or cause.failure is None or cause.failure.kind == "SystemExit" or cause.status == EXIT_USAGE:
+    if (
+        cause is None
+        or cause.collateral
+        or cause.part
+        or cause.failure is None
+        or cause.failure.ends_well
+        or cause.status == EXIT_USAGE
+    ):
         return ""
     lines = cause.failure.traceback.rstrip("\n").splitlines()
     if len(lines) > _TRACEBACK_LINES:
@@ -272,8 +308,7 @@ def format_traceback(cause: RankExit) -> str:
     return "\n".join(lines)
 
 
-def _format_lost_part(diagnosis: Diagnosis, log: str) -> str:
-    cause = diagnosis.cause
+def _format_lost_part(cause: RankExit, log: str) -> str:
     lines = [f"run failed: {cause.part}{f' (host {cause.host})' if cause.host else ''}"]
     lines += ["    it is a process of the launcher; no rank is to blame"]
     if "SIGKILL" in cause.part:
@@ -281,8 +316,30 @@ def _format_lost_part(diagnosis: Diagnosis, log: str) -> str:
     return "\n".join([*lines, f"  full log: {log}"])
 
 
-def _who(diagnosis: Diagnosis, ranks: int) -> str:
-    cause = diagnosis.cause
+def _format_lost_connections(diagnosis: Diagnosis, cause: RankExit, log: str, shown: Callable[[Path], str]) -> str:
+    """The report where ranks only say that they have lost others: none of them is accused."""
+    lines = [f"run failed: {_lost_connections(diagnosis)}"]
+    if (failure := cause.failure) is not None:
+        lines.append(f"    rank {cause.rank}: {failure.message.partition(chr(10))[0]}")
+        lines += [f"    at {shown(Path(failure.file))}:{failure.line}"] if failure.file else []
+    lines += [
+        "  no rank reports a cause of its own: it is the network between them, or a host; see also the logs of the "
+        "ranks that are not named",
+        f"  full log: {log}{'; the other ranks beside it' if diagnosis.ranks > 1 else ''}",
+    ]
+    return "\n".join(lines)
+
+
+def _lost_connections(diagnosis: Diagnosis) -> str:
+    """Such as ``ranks 0, 1 of 4 (hosts n1, n2) lost their connections to other ranks``."""
+    ranks = sorted({*diagnosis.alike, *diagnosis.collateral})
+    hosts = f" (host{'s' * (len(diagnosis.hosts) > 1)} {', '.join(diagnosis.hosts)})" if diagnosis.hosts else ""
+    lost = "its connection to another rank" if len(ranks) == 1 else "their connections to other ranks"
+    return f"{format_ranks(ranks)} of {diagnosis.ranks}{hosts} lost {lost}"
+
+
+def _who(diagnosis: Diagnosis, cause: RankExit) -> str:
+    ranks = diagnosis.ranks
     own = {cause.failure.host} if cause.failure else set()
     hosts = sorted((set(diagnosis.hosts) or own) - {""})
     host = f" (host{'s' * (len(hosts) > 1)} {', '.join(hosts)})" if hosts else ""
@@ -296,7 +353,7 @@ def _who(diagnosis: Diagnosis, ranks: int) -> str:
 def _what(rank_exit: RankExit) -> str:
     if rank_exit.hung:
         return "hung"
-    if rank_exit.failure is not None and rank_exit.failure.kind == "SystemExit":
+    if rank_exit.failure is not None and rank_exit.failure.ends_well:
         return f"left with exit code {rank_exit.status}"
     if rank_exit.failure is not None:
         return f"raised {rank_exit.failure.kind}"
@@ -309,8 +366,10 @@ def how_it_ended(status: int) -> str:
 
 
 def _why(rank_exit: RankExit) -> list[str]:
+    if rank_exit.well and not rank_exit.hung and not rank_exit.collateral:
+        return ["while other ranks still needed it: all ranks must do the same steps, and leave after the last one"]
     if rank_exit.failure is not None:
-        if rank_exit.failure.kind == "SystemExit" and rank_exit.failure.message == str(rank_exit.status):
+        if rank_exit.failure.ends_well and rank_exit.failure.message == str(rank_exit.status):
             return []
         lines = rank_exit.failure.message.splitlines()
         if len(lines) > _MESSAGE_LINES:
@@ -320,17 +379,15 @@ def _why(rank_exit: RankExit) -> list[str]:
         return [f"as planned, by --fault: {rank_exit.planned}"]
     if rank_exit.memory:
         return []
-    if rank_exit.well:
-        return ["while other ranks still needed it: all ranks must do the same steps, and leave after the last one"]
     return _REASONS.get(-rank_exit.status, [])
 
 
-def _gpus(diagnosis: Diagnosis) -> list[str]:
+def _gpus(cause: RankExit, failed: Sequence[RankExit]) -> tuple[str, ...]:
     """Each rank's GPU memory, where that of one ran out."""
-    failure = diagnosis.cause.failure
-    if failure is None or not failure.kind.endswith("OutOfMemoryError"):
-        return []
-    return [f"rank {e.rank}: {e.failure.gpu}" for e in diagnosis.all_failed if e.failure and e.failure.gpu]
+    if cause.failure is None or not cause.failure.kind.endswith("OutOfMemoryError"):
+        return ()
+    by_rank = sorted(failed, key=lambda rank_exit: rank_exit.rank)
+    return tuple(f"rank {e.rank}: {e.failure.gpu}" for e in by_rank if e.failure and e.failure.gpu)
 
 
 def _folded(exits: Sequence[RankExit]) -> list[list[RankExit]]:

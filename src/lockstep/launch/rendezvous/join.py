@@ -30,7 +30,7 @@ from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes
 from lockstep.launch.rendezvous.plan import ElasticLimits, NodePlacement, NodeReport, Plan
 from lockstep.launch.rendezvous.signature import Signature, make_signature, read_signature
 from lockstep.launch.rendezvous.store import LocalStore, RendezvousStore
-from lockstep.launch.rendezvous.store_connection import read_contract
+from lockstep.launch.rendezvous.store_connection import read_contract, tell_refused
 from lockstep.launch.rendezvous.store_process import StoreProcess
 from lockstep.launch.rendezvous.takeover import LeaseFollower, LeaseHolder, NoTakeover, Takeover
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
@@ -49,7 +49,8 @@ _PROBE_PORT = 22
 _MOST_PROBES = 64
 #: Torch's ranks speak another protocol where this differs.
 _MUST_MATCH = ("TORCH_DISTRIBUTED_DEBUG",)
-_OF_TORCH = ("TORCH_", "NCCL_", "GLOO_", "TP_")
+#: Of those by which kernels are chosen the bits depend.
+_OF_TORCH = ("TORCH_", "NCCL_", "GLOO_", "TP_", "ATEN_", "MKL_", "OMP_", "DNNL_", "ONEDNN_")
 _OF_ONE_HOST = re.compile(r"IFNAME|_HCA|_DEBUG|_LOG|TOPO_FILE|_DIR|_HOME|_PATH|HOST|_CACHE|_FR_")
 
 
@@ -152,13 +153,23 @@ def host_job(
 def join_job(
     job: Job, nodes: Nodes, endpoint: Endpoint, *, say: Callable[[str], None], stopped: Callable[[], bool]
 ) -> Joined:
-    """Join the job of the coordinator at ``endpoint``.
+    """Join the job of the coordinator at ``endpoint``, who is told if this node cannot take part.
 
     Raises:
         SettingError: if this node differs from that one in what must be equal, or does not see the run directory.
         LaunchError: if there is no store at the endpoint in time.
         StoppedWaiting: if ``stopped`` before that.
     """
+    try:
+        return _join(job, nodes, endpoint, say=say, stopped=stopped)
+    except SettingError as error:
+        tell_refused(endpoint, str(error))
+        raise
+
+
+def _join(
+    job: Job, nodes: Nodes, endpoint: Endpoint, *, say: Callable[[str], None], stopped: Callable[[], bool]
+) -> Joined:
     host = socket.gethostname()
 
     def sign(contract: JobContract) -> Signature:
@@ -179,7 +190,10 @@ def join_job(
     if found := differences(_must_match(job.request, nodes), name, contract.must_match, contract.host):
         raise SettingError(f"this node cannot take part in the job at {endpoint}: {'; '.join(found)}")
     for found_once in differences(_variables(os.environ), name, contract.variables, contract.host):
-        say(f"note: {found_once}; where torch's ranks do not agree on such a variable they may wait for ever")
+        say(
+            f"note: {found_once}; where torch's ranks do not agree on such a variable they may wait for ever, or "
+            "compute other bits"
+        )
     run_dir = Path(contract.run_dir)
     given = job.request.run_dir
     if given is not None and Path(given).absolute() != run_dir:
@@ -273,7 +287,7 @@ def _must_match(request: Request, nodes: Nodes) -> Mapping[str, str]:
 
 
 def _variables(env: Mapping[str, str]) -> Mapping[str, str]:
-    """What ``env`` tells torch, NCCL and gloo, but for what names the host's own devices, files and logs."""
+    """What ``env`` tells torch, its kernels, NCCL and gloo, but for what names a host's own devices, files and logs."""
     return {
         name: value
         for name, value in env.items()

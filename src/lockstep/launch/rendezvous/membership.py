@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from lockstep.errors import RendezvousError, UnreadableCheckpoint
 from lockstep.formatting import format_ranks, plural
-from lockstep.launch.diagnosis.root_cause import RankExit, exit_code, has_failed
+from lockstep.launch.diagnosis.root_cause import Diagnosis, RankExit, diagnose, has_failed, in_one_line
 from lockstep.launch.rendezvous.membership_state import (
     MembershipState,
     abandon,
@@ -29,7 +29,7 @@ from lockstep.launch.rendezvous.membership_state import (
     stop_ranks,
 )
 from lockstep.launch.rendezvous.node_silence import lost_members
-from lockstep.launch.rendezvous.notices import GenerationFailed, Message
+from lockstep.launch.rendezvous.notices import Message
 from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeReport, NodeView, StopMode
 from lockstep.launch_contract import (
     EXIT_FAILED,
@@ -79,9 +79,11 @@ def missing_hosts(nodes: Iterable[NodeView], limits: ElasticLimits) -> tuple[str
 
 def _gather(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float) -> MembershipState:
     state = _release(state, nodes, limits)
-    if stoppers := _stoppers(state, nodes, limits):
+    if (stoppers := _stoppers(state, nodes, limits)) and not _saves_first(state, stoppers, limits, now_s):
         stopped_by = stoppers[0].stopped_by
         return end_job(state, 128 + stopped_by, f"stopped by {_signal_name(stopped_by)} while waiting for nodes")
+    if state.held_back is not None and now_s >= state.since_s + limits.lost_after_s:
+        return _end_with(state, state.held_back, "nodes are missing")
     if any(node.report.node_id in state.plan.released for node in nodes[:1]):
         return state  # another node takes over
     ready = _ready(state, nodes, limits)
@@ -203,6 +205,9 @@ def _stop_if_needed(
     if any(report.hangs for report in current):
         # No rank would react to a request: they wait for each other.
         return stop_ranks(state, StopMode.KILL)
+    if severed := tuple(report.node_id for report in current if report.severed):
+        # The network closes no connection: those to its ranks are ended here, so that the others leave what they hold.
+        return stop_ranks(replace(state, plan=plan.with_lost(severed)), StopMode.PEER_LOST)
     if state.lost:
         text = f"{_lost_nodes(state)}: nothing heard for {_silence_s(state, members, limits):g} s; ending all ranks"
         return stop_ranks(replace(state, plan=plan.with_lost(state.lost)), StopMode.PEER_LOST, text)
@@ -211,6 +216,8 @@ def _stop_if_needed(
     if stops > 1:
         text = "stopping now, without another checkpoint; Ctrl-C once more kills all ranks"
         return stop_ranks(state, StopMode.INTERRUPT, text)
+    if plan.save_only:
+        return state  # it ends by itself, as soon as it can
     if stops:
         text = "stopping: waiting for the ranks to save and leave; Ctrl-C now: without saving"
         return stop_ranks(state, StopMode.GRACEFUL, text, _why_stopped(stoppers[0], limits))
@@ -302,31 +309,41 @@ def _finish_generation(
     reached = max([state.furthest, *(node.report.step for node in nodes if node.report.generation == plan.generation)])
     state = replace(state, furthest=reached, beyond_since_s=None)
     failed = [ending for ending in endings if has_failed(ending)]
-    if state.lost and all(ending.collateral for ending in failed):
-        return _after_node_loss(state, nodes, limits, now_s)
+    diagnosis = diagnose(endings, ranks=plan.ranks, stopped_by=stopped_by) if endings else None
+    left = any(node.report.left for node in nodes if node.report.generation == plan.generation)
+    insists = any(report.stops > 1 for report in _stoppers(state, nodes, limits))
+    final = any(node.report.final for node in nodes)
+    can_save = left and not (insists or final) and len(_ready(state, nodes, limits)) >= limits.min_nodes
+    if state.held_back is None and state.lost and all(ending.collateral for ending in failed):
+        return _after_node_loss(state, nodes, limits, now_s, diagnosis if can_save else None)
+    assert diagnosis is not None, "no rank of the generation has ended"
     at_its_end = {ending.status for ending in endings} <= {EXIT_OK, EXIT_NOT_SAVED}
     if state.resizing and stopped_by is None and not failed and not at_its_end:
         leaves = any(member.node_id in plan.released for member in plan.members)
         return next_generation(state, now_s, 0.0 if leaves else _back_off_s(state.changes), changes=1)
-    code = exit_code(endings, stopped_by=stopped_by)
-    ends_badly = failed and code not in (EXIT_OK, EXIT_STOPPED) and (stopped_by is None or code != 128 + stopped_by)
-    if ends_badly or code == EXIT_NOT_SAVED:
-        state = announce(state, GenerationFailed.of(plan.ranks, endings))
+    code = diagnosis.code
+    if state.held_back is not None:
+        why = "" if code in (EXIT_OK, EXIT_STOPPED) or diagnosis.cause is None else in_one_line(diagnosis).text
+        return _end_with(state, state.held_back, why)
     state = _note_start(state, failed, now_s)
-    if code in _FINAL or stopped_by is not None or any(node.report.final for node in nodes):
+    since_s = state.starts_fail_since_s
+    # What has trained before can train; else a name or an address may be wrong for ever.
+    waits = since_s is not None and reached >= 0 and now_s - since_s < limits.join_timeout_s
+    spent = state.failures >= limits.max_restarts and not waits
+    if can_save and (stopped_by is not None or spent) and code not in _FINAL:
+        return _save_what_is_left(state, diagnosis, in_one_line(diagnosis).text, now_s)
+    if diagnosis.cause is not None and (stopped_by is None or code != 128 + stopped_by):
+        state = announce(state, diagnosis)
+    if code in _FINAL or stopped_by is not None or spent or final:
         return end_job(state, code)
     ranks = f"all {plural(plan.ranks, 'rank')}" if limits.max_nodes == 1 else "all ranks"
-    since_s = state.starts_fail_since_s
     start_pause_s = 0.0 if since_s is None else _back_off_s(state.failed_starts - 1)
-    # What has trained before can train; else a name or an address may be wrong for ever.
-    if since_s is not None and reached >= 0 and now_s - since_s < limits.join_timeout_s:
+    if waits:
         text = (
             f"starting {ranks} again in {start_pause_s:g} s, as generation {plan.generation + 1}: what failed may work "
             f"again, so this costs no restart for {limits.join_timeout_s:g} s"
         )
         return next_generation(state, now_s, start_pause_s, text)
-    if state.failures >= limits.max_restarts:
-        return end_job(state, code)
     text = (
         f"restarting {ranks} as generation {plan.generation + 1} (restart {state.failures + 1} of "
         f"{limits.max_restarts}), from the last finished step or the newest checkpoint"
@@ -345,11 +362,42 @@ def _note_start(state: MembershipState, failed: Sequence[RankExit], now_s: float
     return replace(state, failed_starts=state.failed_starts + 1, starts_fail_since_s=since_s)
 
 
+def _save_what_is_left(state: MembershipState, diagnosis: Diagnosis, why: str, now_s: float) -> MembershipState:
+    """Before the job ends, what survivors hold becomes a checkpoint: a generation is started that does no more."""
+    reason = "the end of the job" if state.stopped_by is None else _signal_name(state.stopped_by)
+    state = next_generation(state, now_s, 0.0, f"{why}; saving the last finished step before the job ends")
+    return replace(state, plan=replace(state.plan, save_only=reason), held_back=diagnosis)
+
+
+def _end_with(state: MembershipState, diagnosis: Diagnosis, why_not: str) -> MembershipState:
+    """The job is over, after an attempt to save what survivors left; ``why_not``: it did not succeed."""
+    if not why_not and state.stopped_by is not None:
+        return end_job(state, EXIT_STOPPED)
+    if why_not:
+        state = announce(state, Message(f"the last finished step is not saved: {why_not}"))
+    if state.stopped_by is None or diagnosis.code != 128 + state.stopped_by:
+        state = announce(state, diagnosis)
+    return end_job(state, diagnosis.code)
+
+
+def _saves_first(state: MembershipState, stoppers: Sequence[NodeReport], limits: ElasticLimits, now_s: float) -> bool:
+    """Whether the job, which is to stop, first starts a generation that saves what survivors have left."""
+    waits = now_s < state.since_s + limits.lost_after_s
+    return bool(state.plan.save_only) and waits and max(report.stops for report in stoppers) == 1
+
+
 def _after_node_loss(
-    state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float
+    state: MembershipState,
+    nodes: Sequence[NodeView],
+    limits: ElasticLimits,
+    now_s: float,
+    can_save: Diagnosis | None,
 ) -> MembershipState:
+    """What follows the loss of nodes; ``can_save`` if what survivors left can be saved before the job ends."""
     lost = f"{_lost_nodes(state)}: {_why_lost(state, nodes)}"
     if state.stopped_by is not None:
+        if can_save is not None:
+            return _save_what_is_left(state, can_save, lost, now_s)
         return end_job(state, 128 + state.stopped_by, lost)
     if state.changes < limits.max_changes:
         text = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from lockstep.launch.diagnosis.root_cause import Diagnosis
 from lockstep.launch.rendezvous.notices import Message, Notice
 from lockstep.launch.rendezvous.plan import Plan, StopMode
 from lockstep.launch_contract import EXIT_FAILED
@@ -37,6 +38,7 @@ class MembershipState:
     failed_starts: int = 0  #: in a row, for a reason that may pass
     starts_fail_since_s: float | None = None  #: since when
     beyond_since_s: float | None = None  #: since when there are newer ones
+    held_back: Diagnosis | None = None  #: why the job ends, once what survivors have left is saved
     gave_up: bool = False  #: the job is over because too few nodes joined
 
 

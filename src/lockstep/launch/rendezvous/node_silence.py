@@ -41,7 +41,8 @@ def lost_members(
     lost = {member.node_id for member in plan.members} - {node.report.node_id for node in members}
     if plan.stop_mode is StopMode.NONE:
         # A node that ended its ranks unasked was cut off, for a moment that was just too short to be seen here.
-        stopped_itself = [node for node in members if any(ending.ended_by_us for ending in node.endings)]
+        # Not so one that ended ranks because they hung.
+        stopped_itself = [n for n in members if any(e.ended_by_us and not e.hung for e in n.endings)]
         lost |= {node.report.node_id for node in stopped_itself} & done
     awaited = [node for node in members if node.report.node_id not in done]
     lost |= {node.report.node_id for node in awaited if node.report.leaving or node.silent_s >= patience_s}

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.root_cause import RankExit, has_failed
+from lockstep.launch.diagnosis.root_cause import Diagnosis, RankExit
 from lockstep.launch.rendezvous.known_fields import from_known, object_from
-from lockstep.launch_contract import EXIT_NOT_SAVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +22,9 @@ class Message:
     failure: bool = False  #: it says why the job failed, and is shown as the last block
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationFailed:
-    """A generation failed, or was trained to its end and could not save that.
-
-    Each agent finds the cause among the endings and names paths as its own user would write them.
-    """
-
-    ranks: int  #: of the generation
-    endings: tuple[RankExit, ...]  #: of the ranks that failed; if none did, of those that could not save
-
-    @classmethod
-    def of(cls, ranks: int, endings: Sequence[RankExit]) -> GenerationFailed:
-        """The notice for a generation whose ranks ended as ``endings`` say."""
-        failed = tuple(filter(has_failed, endings))
-        return cls(ranks, failed or tuple(ending for ending in endings if ending.status == EXIT_NOT_SAVED))
-
-
-Notice = Message | GenerationFailed
+Notice = Message | Diagnosis
+"""A diagnosis is announced where a generation failed, or was trained to its end and could not save that: each agent
+names paths as its own user would write them."""
 
 
 def notice_to_json(notice: Notice) -> str:
@@ -57,7 +41,9 @@ def notice_from_json(text: str) -> Notice:
     fields = object_from(text)
     if "text" in fields:
         return from_known(Message, fields)
-    return from_known(GenerationFailed, fields, endings=_endings(fields.get("endings")))
+    lists = {name: tuple(fields.get(name) or ()) for name in ("alike", "collateral", "hosts", "memory")}
+    (cause,), others = _endings([fields.get("cause")]), _endings(fields.get("others"))
+    return from_known(Diagnosis, fields, cause=cause, others=others, **lists)
 
 
 def endings_to_json(endings: Sequence[RankExit]) -> str:

@@ -63,7 +63,9 @@ class NodeReport:
     #: Where its ranks are, once they make no progress, as `lockstep.launch.diagnosis.rank_places` writes it.
     places: str = field(default="", compare=False)
     hangs: bool = False  #: its ranks hang and are to be ended
+    severed: bool = False  #: its ranks were ended, since the network between it and another node is cut
     final: bool = False  #: nothing is to be started after this generation
+    left: bool = False  #: ranks of this generation that survived others have left the last finished step
     stops: int = 0  #: how often it was asked to stop
     stopped_by: int = 0  #: the first signal that asked
     stops_job: bool = False  #: that was meant for the whole job, as Ctrl-C is, and not for this node only
@@ -130,6 +132,7 @@ class Plan:
     lost: tuple[str, ...] = ()  #: ids of members that are lost, while the others end
     released: tuple[str, ...] = ()  #: ids of nodes that leave, once their ranks have ended, while the job goes on
     port: int = 0  #: of the store where the ranks meet
+    save_only: str = ""  #: why this generation only saves what survivors have left; "": it trains
     code: int = 0  #: exit code of all agents, once the job is over
     notices: int = 0  #: how many were announced so far
 

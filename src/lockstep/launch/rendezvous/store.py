@@ -54,6 +54,10 @@ class RendezvousStore(Protocol):
         """
         ...
 
+    def refused(self) -> Sequence[str]:
+        """What nodes said that could not take part, in one line each. For the coordinator only; anybody may say so."""
+        ...
+
     def silent_s(self) -> float:
         """For how many seconds the coordinator has not been heard."""
         ...
@@ -100,6 +104,10 @@ class LocalStore(RendezvousStore):
     def places(self) -> Mapping[str, str]:
         """Nothing: there are no other nodes."""
         return {}
+
+    def refused(self) -> Sequence[str]:
+        """Nothing: there are no other nodes."""
+        return ()
 
     def silent_s(self) -> float:
         """Always 0: the coordinator is this process."""

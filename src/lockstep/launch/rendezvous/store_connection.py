@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -23,6 +24,9 @@ LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _CONNECT_S = 2.0
 _ANSWER_S = 5.0
 _TICK_S = 0.1
+#: The key under which nodes say that they cannot take part.
+REFUSED = "refused"
+_MOST_REFUSED, _REFUSAL_SIGNS = 8, 400
 _WAIT_NOTICE_S = (3.0, 60.0)
 
 
@@ -120,6 +124,25 @@ def _tcp_store_class() -> Callable[..., ConnectedStore]:
     finally:
         if before is None:
             del os.environ[LOG_LEVEL]
+
+
+def tell_refused(endpoint: Endpoint, why: str) -> None:
+    """Tell the coordinator at ``endpoint``, as far as it answers, why this node does not take part in its job."""
+    with contextlib.suppress(OSError, RuntimeError):
+        ask_store(endpoint, lambda store: store.append(REFUSED, f"{socket.gethostname()}: {' '.join(why.split())}\n"))
+
+
+def refusals(store: ConnectedStore) -> tuple[str, ...]:
+    """What nodes have told with `tell_refused`.
+
+    They may lack the secret of the run, so this is not signed: it is shown, as plain text of bounded length, and
+    decides nothing.
+    """
+    if not store.check([REFUSED]):
+        return ()
+    lines = store.get(REFUSED)[: _MOST_REFUSED * _REFUSAL_SIGNS].decode(errors="replace").splitlines()
+    plain = ("".join(sign for sign in line[:_REFUSAL_SIGNS] if sign.isprintable()) for line in lines)
+    return tuple(dict.fromkeys(plain))[:_MOST_REFUSED]
 
 
 def read_contract(

@@ -42,7 +42,13 @@ from lockstep.launch.rendezvous.notices import (
 from lockstep.launch.rendezvous.plan import NodeReport, NodeView, Plan
 from lockstep.launch.rendezvous.signature import Signature
 from lockstep.launch.rendezvous.store import RendezvousStore
-from lockstep.launch.rendezvous.store_connection import ConnectedStore, ReachedHost, ask_store, open_store
+from lockstep.launch.rendezvous.store_connection import (
+    ConnectedStore,
+    ReachedHost,
+    ask_store,
+    open_store,
+    refusals,
+)
 
 _EVERY_S = 0.2  #: how often the thread writes and reads, at least
 _CREATE_S = 60.0  #: how long the store's own process may take to answer first
@@ -82,6 +88,7 @@ class TcpStoreClient(RendezvousStore):
         self._plan = Plan(generation=contract.generation)
         self._notices: tuple[Notice, ...] = ()
         self._notices_written = 0
+        self._refused: tuple[str, ...] = ()
         self._nodes: dict[str, NodeRecord] = {}
         self._beat = self._writes = 0
         self._coordinator_beat = -1
@@ -155,6 +162,11 @@ class TcpStoreClient(RendezvousStore):
             return {
                 report.host: report.places for report in others if report.places and report.generation == generation
             }
+
+    def refused(self) -> Sequence[str]:
+        """What the thread has read last of nodes that could not take part."""
+        with self._lock:
+            return self._refused
 
     def silent_s(self) -> float:
         """For how long the coordinator has not been heard. Replaces the thread when the store does not answer it."""
@@ -270,6 +282,9 @@ class TcpStoreClient(RendezvousStore):
     def _read(self, store: ConnectedStore, number: int) -> None:
         if self.is_coordinator:
             self._read_nodes(store, store.get("nodes").decode(errors="replace").split(), number)
+            refused = refusals(store)
+            with self._lock:
+                self._refused = refused
             return
         self._read_plan(store, number)
         if self._report.places:

@@ -40,7 +40,7 @@ from typing import Any, NoReturn
 
 from lockstep.errors import SettingError
 from lockstep.formatting import plural
-from lockstep.launch.child_process import STOP_SIGNALS, kill_group, own_python, signal_when_parent_dies
+from lockstep.launch.child_process import kill_group, own_python, signal_when_parent_dies
 from lockstep.launch.host import threads_of_rank
 from lockstep.launch.owned_directory import remove_owned_directory
 from lockstep.launch.program_sources import mentions_lockstep
@@ -48,7 +48,7 @@ from lockstep.launch.request import Function, Program, StartMethod
 from lockstep.launch.workers.fork_messages import RankSpec, message
 from lockstep.launch.workers.rank_process import become_rank, program_from, program_to_args, run_program
 from lockstep.launch.workers.tcp_store import UNUSED, serve_store
-from lockstep.launch_contract import CHANNEL, EMERGENCY, PRIVATE
+from lockstep.launch_contract import CHANNEL, EMERGENCY, PRIVATE, STOP_SIGNALS
 from lockstep.settings import ResolvedSettings
 
 # What every training script needs; the last one is loaded by the first optimizer.

@@ -23,6 +23,7 @@ from lockstep.launch_contract import (
     RESUME_FROM,
     RUN_DIR,
     RUN_ID,
+    SAVE_ONLY,
     STACKS,
     STATUS,
 )
@@ -52,7 +53,7 @@ def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[s
     # The order of a set of strings is then the same on all ranks, and every time. A copy of this process has its seed.
     copied = isinstance(job.request.program, Function) or job.request.start_method == "copy"
     hashes = {} if copied or env.get("PYTHONHASHSEED") else {"PYTHONHASHSEED": "0"}
-    not_handed_on = (RESUME, RESUME_FROM, FRESH, EMERGENCY, SECRET)
+    not_handed_on = (RESUME, RESUME_FROM, FRESH, EMERGENCY, SAVE_ONLY, SECRET)
     kept = {name: value for name, value in env.items() if name not in not_handed_on}
     return {
         # With the threads that NumPy's import starts, the process could not be forked; where the user has set
@@ -96,7 +97,7 @@ def world_of_rank(plan: Plan, placement: NodePlacement, rank: int, run_id: str) 
     )
 
 
-def rank_environment(job: Job, world: World, restart: int, interface: str = "") -> dict[str, str]:
+def rank_environment(job: Job, world: World, restart: int, interface: str = "", save_only: str = "") -> dict[str, str]:
     """The variables of one rank of one generation, on top of `common_environment`.
 
     Args:
@@ -104,6 +105,7 @@ def rank_environment(job: Job, world: World, restart: int, interface: str = "") 
         world: the rank and its world.
         restart: generations of this launcher before this one.
         interface: the network interface that leads to the other nodes; "": the rank finds it out.
+        save_only: see `Plan.save_only`.
     """
     # A restart goes on from what the generation before it has saved, also where the run itself started over.
     begins = "resume" if restart else job.begins
@@ -122,5 +124,6 @@ def rank_environment(job: Job, world: World, restart: int, interface: str = "") 
         **({RESUME: "1"} if begins == "resume" else {}),
         **({RESUME_FROM: back_to} if back_to and not restart else {}),
         **({FRESH: "1"} if begins == "fresh" else {}),
+        **({SAVE_ONLY: save_only} if save_only else {}),
         **(dict.fromkeys(INTERFACES, interface) if interface else {}),
     }

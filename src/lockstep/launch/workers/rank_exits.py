@@ -31,6 +31,7 @@ def described_endings(
     log_starts: Mapping[int, int],
     files: FileThread,
     told: Mapping[int, Failure],
+    hung: Mapping[int, Failure],
     memory_reason: Callable[[int], str],
 ) -> tuple[RankExit, ...]:
     """``exited`` with their failures, the ends of their logs, and why they may have been killed.
@@ -43,6 +44,8 @@ def described_endings(
         files: reads them; what it cannot read in time is left out.
         told: failures that the launcher heard of, by rank. The file may say more, and the launcher hears more than a
             file system takes.
+        hung: what stands for the failure of a rank that hung, by rank. What a rank says of its own accord counts more;
+            that it then lost a peer, or that it had left before as if all were done, counts less.
         memory_reason: what memory has to do with it that a rank was killed.
     """
     paths = {ending.rank: (job.log(ending.rank), job.failure(generation, ending.rank)) for ending in exited}
@@ -53,6 +56,8 @@ def described_endings(
     for ending in exited:
         written, tail = read.get(ending.rank, (None, ""))
         failure = written or told.get(ending.rank)
+        if failure is None or failure.collateral or failure.ends_well:
+            failure = hung.get(ending.rank, failure)
         killed = ending.status == -signal.SIGKILL
         lost = killed or (failure is not None and failure.lost_worker)
         described = replace(

@@ -36,10 +36,23 @@ from lockstep.error_advice import add_advice
 from lockstep.errors import LaunchError, PlanError, SettingError
 from lockstep.faults import FaultPlan
 from lockstep.formatting import size
-from lockstep.heartbeat import HeartbeatSender, LostPeers, open_channel, progress_marker, register_stacks
+from lockstep.heartbeat import (
+    HeartbeatSender,
+    LostPeers,
+    find_user_frame,
+    open_channel,
+    progress_marker,
+    register_stacks,
+)
 from lockstep.heartbeat_message import note_to_text
-from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
-from lockstep.launch.diagnosis.error_record import Failure, caught_before, strip_own_frames, user_frame
+from lockstep.launch.child_process import die_with_parent, name_process
+from lockstep.launch.diagnosis.error_record import (
+    ExitCall,
+    Failure,
+    caught_before,
+    strip_own_frames,
+    user_frame,
+)
 from lockstep.launch.host import cpus_beside_gpus
 from lockstep.launch.owned_directory import note_process
 from lockstep.launch.program_sources import mentions_lockstep
@@ -61,6 +74,7 @@ from lockstep.launch_contract import (
     RANK_FILES,
     RUN_DIR,
     STACKS,
+    STOP_SIGNALS,
     TERMINAL,
 )
 from lockstep.script_end import closing
@@ -117,6 +131,7 @@ def become_rank(env: Mapping[str, str], log: str, parent: int, program: Program,
     channel = env.get(CHANNEL, "")
     sender = HeartbeatSender(int(env["RANK"]), open_channel(channel), progress_marker(), LostPeers(channel).look)
     sender.start()
+    tell_exit_calls(env)
     atexit.register(sender.beat)  # what it took at most, also of a program that ends soon
     if terminal:
         announce_input(sender)
@@ -143,8 +158,11 @@ def run_program(program: Program) -> NoReturn:
         failed = code not in (EXIT_OK, EXIT_NOT_SAVED, EXIT_STOPPED)
         if (caught := caught_before(ending)) is not None:
             add_advice(caught, attached=TERMINAL in env)
-        if (failed or code == EXIT_NOT_SAVED) and os.getpid() == process:
-            _write_record(ending, env)
+        if os.getpid() == process:
+            if failed or code == EXIT_NOT_SAVED:
+                _write_record(ending, env)
+            else:
+                _tell(ending, env)
     except KeyboardInterrupt as error:
         # The user who interrupts a run knows why it ends.
         code = EXIT_INTERRUPTED
@@ -248,6 +266,14 @@ def _write_record(error: BaseException, env: Mapping[str, str]) -> None:
     if FAILURE not in env:
         return
     _flush_streams()
+    # First to the launcher itself: a file system that is full, gone or does not answer must not hide the error.
+    record = _tell(error, env, gpu=_gpu())
+    with contextlib.suppress(OSError):
+        record.write(Path(env[FAILURE]))
+
+
+def _tell(error: BaseException, env: Mapping[str, str], *, gpu: str = "") -> Failure:
+    """Tell the launcher by what this rank ends: also by an exit that looks well, at which others may need it still."""
     error.with_traceback(strip_own_frames(error.__traceback__))
     record = Failure.of(
         error,
@@ -255,15 +281,31 @@ def _write_record(error: BaseException, env: Mapping[str, str]) -> None:
         host=socket.gethostname(),
         now_s=time.monotonic(),
         log_bytes=_log_bytes(),
-        gpu=_gpu(),
+        gpu=gpu,
         cut_off=LostPeers(env.get(CHANNEL, "")).told(),
     )
-    # First to the launcher itself: a file system that is full, gone or does not answer must not hide the error.
     if (line := open_channel(env.get(CHANNEL, ""))) is not None:
         with contextlib.closing(line), contextlib.suppress(OSError):
             line.send(record.to_message())
-    with contextlib.suppress(OSError):
-        record.write(Path(env[FAILURE]))
+    return record
+
+
+def tell_exit_calls(env: Mapping[str, str]) -> None:
+    """Have a call of `os._exit` in the program tell the launcher its line, since it raises nothing and prints nothing.
+
+    Lockstep's own calls, and those of processes that the program has forked, tell nothing.
+    """
+    plain, process = os._exit, os.getpid()
+
+    def told(status: int) -> NoReturn:
+        # Whatever fails here, the process is to end.
+        with contextlib.suppress(Exception):
+            frame = sys._getframe(1)
+            if os.getpid() == process and find_user_frame(frame)[0].file:
+                _tell(ExitCall.at(frame, status), env)
+        plain(status)
+
+    os._exit = told
 
 
 def _log_bytes() -> int:

@@ -11,7 +11,8 @@ import signal
 import socket
 from typing import NoReturn
 
-from lockstep.launch.child_process import STOP_SIGNALS, die_with_parent, name_process
+from lockstep.launch.child_process import die_with_parent, name_process
+from lockstep.launch_contract import STOP_SIGNALS
 from lockstep.network_interface import own_address
 
 USED, UNUSED = b"1", b"0"

@@ -22,6 +22,7 @@ from lockstep.launch.diagnosis.part_monitor import PartMonitor
 from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
 from lockstep.launch.diagnosis.root_cause import RankExit, how_it_ended
 from lockstep.launch.diagnosis.wait_share import Waiting
+from lockstep.launch.emergency_memory import has_left_state
 from lockstep.launch.rank_channel import RankChannel
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
 from lockstep.launch.request import Executable
@@ -57,6 +58,15 @@ _FORK_SERVER = "the fork server, which starts the ranks,"
 _STORE = "the store where the ranks meet"
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the other nodes are to know of this node's part of a generation."""
+
+    hangs: bool  #: it is to be ended because its ranks hang
+    severed: bool  #: ranks were ended because the network between this node and another one is cut
+    left: bool  #: it has ended, and ranks that survived another one have left their state
+
+
 @dataclass(slots=True, eq=False)
 class _Generation:
     """This node's ranks of one generation: what was asked of them, and what has become of them."""
@@ -80,7 +90,9 @@ class _Generation:
     lost_part_s: float = 0.0
     culprits: frozenset[int] = frozenset()  #: ranks that were killed before the others, such as those that hung
     culprits_s: float = 0.0
+    left: bool = False  #: survivors have left their state
     hangs: bool = False
+    severed: bool = False  #: ranks were ended because the network between their host and another one is cut
     store_unused: bool = False
 
     @property
@@ -104,6 +116,7 @@ class WorkerGroup:
         hang_monitor: hears the ranks.
         files: reads and writes the run directory.
         terminal: of the attached rank; None: there is none.
+        memory: where ranks leave what they hold when another one dies; None: nowhere.
     """
 
     def __init__(
@@ -115,7 +128,9 @@ class WorkerGroup:
         hang_monitor: HangMonitor,
         files: FileThread,
         terminal: AttachedTerminal | None = None,
+        memory: Path | None = None,
     ) -> None:
+        self._left_in = memory
         self._job, self._screen, self._files = job, screen, files
         self._channel, self._hang_monitor = channel, hang_monitor
         self._open_fork_server = open_fork_server
@@ -143,9 +158,9 @@ class WorkerGroup:
         return self._current.endings
 
     @property
-    def hangs(self) -> bool:
-        """Whether the generation is to be ended because its ranks hang."""
-        return self._current.hangs
+    def outcome(self) -> Outcome:
+        """What has become of this generation so far."""
+        return Outcome(self._current.hangs, self._current.severed, self._current.left)
 
     @property
     def running(self) -> bool:
@@ -164,7 +179,7 @@ class WorkerGroup:
     @property
     def causes(self) -> tuple[bool, bool]:
         """Whether a rank says that its connection to another one broke; whether one failed for another reason."""
-        told = {rank: f for rank, f in self._hang_monitor.failures.items() if not f.ends_well}
+        told = self._hang_monitor.errors
         silent = [e for e in self._current.exited.values() if not e.well and not e.ended_by_us and e.rank not in told]
         other = [failure for failure in told.values() if not failure.collateral]
         return len(other) < len(told), bool(other or silent or self._current.lost_part)
@@ -207,12 +222,14 @@ class WorkerGroup:
         specs = []
         for rank in ranks:
             world = world_of_rank(plan, placement, rank, job.run_id)
-            variables = rank_environment(job, world, plan.restart, placement.interface)
+            variables = rank_environment(job, world, plan.restart, placement.interface, plan.save_only)
             if self._terminal is not None and rank == self._terminal.rank:
                 variables[TERMINAL] = self._terminal.begin(job.log(rank))
             specs.append(RankSpec(rank, variables, str(job.log(rank))))
         self._current.start_s = time.monotonic()
-        self._hang_monitor.begin(ranks, plan.ranks)
+        others = [member for number, member in enumerate(plan.members) if number != placement.node_rank]
+        peers = {address: member.host for member in others for address in (member.address, *member.addresses)}
+        self._hang_monitor.begin(ranks, plan.ranks, host=placement.host, peers=peers)
         self._memory.begin()
         self._fork_server.start(specs, placement.listening)
         self.output.begin(generation, leads=first == 0, log_start=self._current.log_starts.get(0, 0))
@@ -290,14 +307,16 @@ class WorkerGroup:
 
     def _end_hang(self, hang: Hang) -> None:
         """Kill the ranks that hang: those that wait for them then see them gone, and leave the state that they hold."""
-        culprits = frozenset(hang.diagnosis.culprits)
-        # Those that have left already, and that the others wait for, cannot be killed.
-        dead = not culprits & self._current.living
-        if self._fork_server is None or dead or not culprits < set(self._current.ranks):
-            self._current.hangs = True
+        current, diagnosis = self._current, hang.diagnosis
+        first = current.living.intersection(diagnosis.to_end)
+        # Where all are alike, and nobody will go on from what the others leave, they may as well end together.
+        in_vain = diagnosis.nobody_differs and self._left_in is None
+        if self._fork_server is None or in_vain or not first or len(first) == current.world_size:
+            current.hangs = True
             return
-        self._current.culprits, self._current.culprits_s = culprits, time.monotonic()
-        self._fork_server.kill_ranks(culprits)
+        current.severed = bool(diagnosis.cut)
+        current.culprits, current.culprits_s = frozenset(first), time.monotonic()
+        self._fork_server.kill_ranks(current.culprits)
 
     def _insist(self, now_s: float) -> None:
         """Do what was asked for and did not happen."""
@@ -348,7 +367,7 @@ class WorkerGroup:
         if not self.running or current.lost_part or current.stop_mode is not StopMode.NONE:
             return
         current.lost_part, current.lost_part_s = what, at_s
-        if ranks_live and self._job.request.max_restarts and current.world_size > 1 and self._fork_server is not None:
+        if ranks_live and self._left_in is not None and current.world_size > 1 and self._fork_server is not None:
             # All of them hold the last step: where one is gone, the others leave what they hold.
             current.culprits, current.culprits_s = frozenset({current.ranks[-1]}), time.monotonic()
             self._fork_server.kill_ranks(current.culprits)
@@ -357,8 +376,12 @@ class WorkerGroup:
         match event:
             case RankExited(rank, status, at_s):
                 self._hang_monitor.rank_exited(rank, status)
-                stopped = self._current.stop_mode is not StopMode.NONE or rank in self._current.culprits
-                self._current.note_exit(rank, status, at_s, ended_by_us=stopped)
+                mode = self._current.stop_mode
+                # Who is asked to save and leave is sent no other signal than SIGTERM.
+                killed = status < 0 and status != -signal.SIGTERM
+                by_us = mode > StopMode.GRACEFUL or (mode is StopMode.GRACEFUL and not killed)
+                culprit = rank in self._current.culprits
+                self._current.note_exit(rank, status, at_s, ended_by_us=by_us or culprit)
             case ForkUnavailable(why):
                 self._screen.say(f"note: ranks start as separate processes, which is slower: {why}")
             case StoreExited(status, at_s):
@@ -400,10 +423,18 @@ class WorkerGroup:
             lost = replace(exited[0], part=current.lost_part, at_s=current.lost_part_s, ended_by_us=False)
             exited[0] = exited[0] if exited[0].part else lost
         hung = self._hang_monitor.hang_failures() if self.failed else {}
-        told = {**hung, **self._hang_monitor.failures}
         current.endings = described_endings(
-            exited, self._job, current.number, current.log_starts, self._files, told, self._memory.reason
+            exited,
+            self._job,
+            current.number,
+            current.log_starts,
+            self._files,
+            self._hang_monitor.failures,
+            hung,
+            self._memory.reason,
         )
+        if (memory := self._left_in) is not None and self.failed:
+            current.left = self._files.ask(lambda: has_left_state(memory, current.number), False, of=memory)
         if current.store_unused and (note := unused_store(current.endings, current.world_size, self._job)):
             self._screen.say(note)
 
