@@ -1,7 +1,8 @@
-"""What is known of the step that came after a checkpoint: a small file in its directory, written after the commit.
+"""What is known of the step that came after a checkpoint: a small file in its directory.
 
-It is not part of what was committed: no manifest names it, it is in no checksum but its own, and it goes where the
-directory goes. A checkpoint without it, or with half of it, is as good as any other.
+A step that is over before the commit has its file there when the checkpoint becomes visible, so that whatever is killed
+then does not lack it. It is not part of what was committed: no manifest names it, it is in no checksum but its own, and
+it goes where the directory goes. A checkpoint without it, or with half of it, is as good as any other.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ class NextStepFile:
         self._committed: Committed | None = None
         self._waiting: tuple[int, Mapping[str, Any]] | None = None
 
+    def before_commit(self, scratch: Path, step: int) -> None:
+        """What is in ``scratch`` is about to become visible, as the checkpoint of ``step``."""
+        with self._lock:
+            if self._waiting is not None and self._waiting[0] == step:
+                self._write_into(scratch, self._waiting[1])
+
     def committed(self, checkpoint: Committed) -> None:
         """``checkpoint`` has become visible."""
         with self._lock:
@@ -51,11 +58,16 @@ class NextStepFile:
     def _write(self) -> None:
         if self._waiting is None or self._committed is None or self._waiting[0] != self._committed.step:
             return
-        text = json.dumps(self._waiting[1], separators=(",", ":"))
+        self._write_into(self._committed.path, self._waiting[1])
         self._waiting = None
-        path = self._committed.path / NEXT_STEP
+
+    def _write_into(self, directory: Path, content: Mapping[str, Any]) -> None:
+        text = json.dumps(content, separators=(",", ":"))
+        path = directory / NEXT_STEP
         with contextlib.suppress(OSError):
-            if NEXT_STEP in self._disk.names(path.parent):
+            if NEXT_STEP in self._disk.names(directory):
+                if read_next_step(directory, self._disk) == json.loads(text):
+                    return
                 self._disk.unlink(path)
             file = self._disk.create(path)
             try:  # not flushed, for the step waits: what a power cut takes of it is not missed
