@@ -1,5 +1,7 @@
 """What is known of the step after a checkpoint is there as soon as the checkpoint is, if that step was over before."""
 
+import pytest
+
 from lockstep.checkpoint.commit import Committed
 from lockstep.checkpoint.filesystem import LOCAL
 from lockstep.checkpoint.next_step import NEXT_STEP, NextStepFile, read_next_step
@@ -14,11 +16,13 @@ def scratch_of(root):
     return scratch, Committed(6, 0, root)
 
 
-def test_a_step_that_is_over_before_the_commit_becomes_visible_with_the_checkpoint(tmp_path):
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_step_that_is_over_before_the_commit_becomes_visible_with_the_checkpoint(tmp_path, is_first):
     scratch, checkpoint = scratch_of(tmp_path / "root")
     file = NextStepFile(LOCAL)
-    file.put(6, CONTENT)
-    file.before_commit(scratch, 6)
+    calls = [lambda: file.put(6, CONTENT), lambda: file.before_commit(scratch, 6)]
+    for call in calls if is_first else calls[::-1]:
+        call()
     scratch.rename(checkpoint.path)
     assert read_next_step(checkpoint.path, LOCAL) == CONTENT
     written = (checkpoint.path / NEXT_STEP).stat().st_ino

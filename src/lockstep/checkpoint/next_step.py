@@ -34,26 +34,33 @@ class NextStepFile:
     def __init__(self, disk: FileSystem) -> None:
         self._disk: Final = disk
         self._lock: Final = threading.Lock()
+        self._scratch: tuple[int, Path] | None = None  # of the one that is being committed
         self._committed: Committed | None = None
         self._waiting: tuple[int, Mapping[str, Any]] | None = None
 
     def before_commit(self, scratch: Path, step: int) -> None:
         """What is in ``scratch`` is about to become visible, as the checkpoint of ``step``."""
         with self._lock:
-            if self._waiting is not None and self._waiting[0] == step:
-                self._write_into(scratch, self._waiting[1])
+            self._scratch = step, scratch
+            self._write_early()
 
     def committed(self, checkpoint: Committed) -> None:
         """``checkpoint`` has become visible."""
         with self._lock:
-            self._committed = checkpoint
+            self._scratch, self._committed = None, checkpoint
             self._write()
 
     def put(self, step: int, content: Mapping[str, Any]) -> None:
         """``content``, plain values, is known of the step after ``step``. Raises nothing: it is no part of the save."""
         with self._lock:
             self._waiting = step, content
+            self._write_early()
             self._write()
+
+    def _write_early(self) -> None:
+        # The directory may have its other name by then: then the file is written when that is known.
+        if self._waiting is not None and self._scratch is not None and self._waiting[0] == self._scratch[0]:
+            self._write_into(self._scratch[1], self._waiting[1])
 
     def _write(self) -> None:
         if self._waiting is None or self._committed is None or self._waiting[0] != self._committed.step:
