@@ -20,6 +20,9 @@ SLICE = {
     "lookahead_list": ("1>2",),  # attributes of an optimizer are saved
     "dropout_schedule": ("1>2",),  # and of modules
     "temperature_by_epoch": ("1>2",),  # the proof of a resume
+    "ema_shadow_dict": ("1>2",),  # and of weights of the script that nothing depends on yet
+    "torch_generator_module": ("1",),  # a draw that shows rarely
+    "closure_list_workers": ("1",),  # what loader processes hold copies of
     "rebound_queue": ("1",),  # variables that hold what is kept
     "adan_global_norm": ("zero@2",),  # what an optimizer mixes
     "gan_conditional": ("1",),  # a loss in some micro-batches

@@ -14,18 +14,31 @@ from lockstep.errors import DataError
 
 
 class Scale:
+    strength = 1  # of all
+
     def __init__(self, factor):
         self.factor = factor
 
     def __call__(self, value):
-        return value * self.factor
+        return value * self.factor * Scale.strength
+
+
+OFFSET = 0
+
+
+def with_offset(value):
+    return value + OFFSET
+
+
+def added(terms):
+    return lambda value: with_offset(value) + sum(terms)
 
 
 class Scaled(Dataset):
-    """Samples that depend on what the script may change: a transform, a number, a tensor, a list."""
+    """Samples that depend on what the script may change: a transform, a number, a tensor, a list, a global variable."""
 
     def __init__(self):
-        self.transforms = [Scale(1)]
+        self.transforms = [Scale(1), added([0])]
         self.shift = 0
         self.noise = torch.zeros(6)
         self.known = list(range(6))
@@ -60,7 +73,22 @@ def change_list(dataset):
     dataset.known = dataset.known[::-1]
 
 
-CHANGES = [change_nothing, change_transform, change_number, change_tensor, change_list]
+def change_class(dataset):
+    Scale.strength += 1
+
+
+def change_global(dataset):
+    globals()["OFFSET"] += 1
+
+
+def change_enclosed(dataset):
+    dataset.transforms[1].__closure__[0].cell_contents[0] += 1
+
+
+CHANGES = [
+    *(change_nothing, change_transform, change_number, change_tensor, change_list),
+    *(change_class, change_global, change_enclosed),
+]
 
 
 def test_loader_processes_see_what_the_script_changes_between_epochs():

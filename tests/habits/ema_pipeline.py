@@ -1,4 +1,4 @@
-"""A kept average of the weights by hand, once a step: [p.clone() for p in parameters]; frozen first layer; OneCycle."""
+"""An average of the weights by hand, once a step: [p.clone() for p in parameters]; not kept; frozen first layer; OneCycle."""
 
 STRATEGIES = ["zero", "fsdp", "zero:stage=2", "hsdp:shard=2@4", "pipeline", "parameter-server@3"]
 

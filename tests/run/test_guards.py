@@ -1,5 +1,7 @@
 """A loop that would train something else than it says is refused, with what, the values and the way out."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -129,6 +131,15 @@ def test_a_step_outside_of_train():
             run.step(model(batch).mean())
         with refused("there is no micro-batch"):
             run.step(model(DATA).mean())
+
+
+def test_a_step_in_another_thread_than_that_of_the_loop():
+    run, model, _, batches = opened()
+    with refused(r"another thread than the one that iterates over run\.train.* reads ahead by itself"), run:
+        iterator = iter(run.train(batches))
+        with ThreadPoolExecutor(1) as pool:
+            batch = pool.submit(next, iterator).result()
+        run.step(model(batch).mean())
 
 
 def test_an_update_without_a_gradient():

@@ -398,6 +398,15 @@ def test_another_class_of_optimizer_is_refused(resumed):
         resumed(make=torch.optim.AdamW)
 
 
+def backwards(parameters, **options):
+    return torch.optim.SGD([*parameters][::-1], **options)
+
+
+def test_another_order_of_the_optimizer_s_parameters_is_refused(resumed):
+    with pytest.raises(CheckpointError, match=r"had weight where this script's has bias among its parameters"):
+        resumed(make=backwards)
+
+
 def test_a_script_that_was_changed_is_said(tmp_path):
     place = tmp_path / "here"
     copied(place)
@@ -422,6 +431,17 @@ def options_by_rank():
     return ""
 
 
+def order_by_rank():
+    with Run() as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer((backwards if run.rank == 2 else torch.optim.SGD)(model.parameters(), lr=0.1))
+        try:
+            next(iter(run.epochs(1)))
+        except MismatchError as error:
+            return str(error)
+    return ""
+
+
 def addresses_by_rank():
     keep = [object() for _ in range(1 + 100 * int(os.environ["RANK"]))]
     with Run() as run:
@@ -431,7 +451,9 @@ def addresses_by_rank():
 
 
 def test_options_of_optimizers_that_differ_by_rank_are_refused():
-    options, addresses = on_world(3, [(options_by_rank,), (addresses_by_rank,)])
+    options, orders, addresses = on_world(3, [(options_by_rank,), (order_by_rank,), (addresses_by_rank,)])
+    for message in orders:
+        assert message.startswith("rank 0 has weight where rank 2 has bias among the parameters of an optimizer")
     for message in options:
         assert message.startswith("the optimizers of the script differ: rank 0 has [['SGD', [{")
         assert "'momentum': '0.9'" in message.partition(", rank 2 ")[0]

@@ -178,6 +178,11 @@ def draws(run, model, batch, own):
     return model(batch + torch.rand(batch.shape, generator=own.generator)).square().mean()
 
 
+def draws_in_vain(run, model, batch, own):
+    is_dropped = float(torch.rand((), generator=own.generator)) > 1 - 1e-6  # once in many bodies
+    return model(batch * 0 if is_dropped else batch).square().mean()
+
+
 def remembers(run, model, batch, own):
     loss = model(batch + own.noise).square().mean()
     own.noise += 0.1
@@ -213,6 +218,7 @@ def carries(run, model, batch, own):
 HIDDEN = {
     counts: ("the loss differed", "own.step"),
     draws: ("the loss differed", "own.generator"),
+    draws_in_vain: ("the state of the random generator own.generator differed", "own.generator"),
     remembers: ("the loss differed", "own.noise"),
     centers: ("the loss differed", "own.loss.center"),
     anneals: ("the loss differed", "model.tau"),
@@ -294,8 +300,10 @@ class Net(nn.Module):
 
 
 def everything(run, model, batch, own):
-    """What a body may do: draw, carry, measure, count, compute without gradients, and append to a list of its own."""
+    """What a body may do: draw, carry, measure, count, compute without gradients, append to a list of its own."""
     noise = torch.randn(batch.shape) + random.random() + float(np.random.rand())
+    own.generator.manual_seed(100 * run.progress.step + run.micro_batch.index)
+    noise += torch.randn(batch.shape, generator=own.generator)
     before = run.carry.get("state", torch.zeros(1))
     with torch.no_grad():
         own.noise = model(batch).mean()

@@ -60,7 +60,8 @@ def trained(directory, how="good", strategy="ddp", until=None, resume=False, sav
                 if run.step(loss):
                     with torch.no_grad():
                         queue.mul_(0.9)
-                        teacher[0].weight.mul_(0.9)
+                        if how in ("teacher", "write", "copy"):
+                            teacher[0].weight.mul_(0.9)
                         average.weight.mul_(1 / next(decays) if how == "decay" else 0.9)
                     if how == "queue":
                         queue = queue + 1
@@ -172,6 +173,19 @@ def test_what_is_in_no_checkpoint_is_found_in_the_first_step(tmp_path, how, diff
 def test_so_is_what_only_the_end_of_the_body_shows(tmp_path, how, differs):
     assert killed(str(tmp_path), how, until=8)
     assert differs in refused(str(tmp_path), how)
+
+
+def test_weights_that_the_script_holds_are_found_before_anything_depends_on_them(tmp_path):
+    assert killed(str(tmp_path), "copy")
+    told = refused(str(tmp_path), "copy")
+    assert "not the one that followed the checkpoint: teacher held other weights when it began" in told
+
+
+def test_numbers_that_have_begun_anew_are_a_note(tmp_path, capsys):
+    assert killed(str(tmp_path))
+    assert trained(str(tmp_path), resume=True)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "have begun anew" in line)
+    assert "temperature (0.8, now 1.0)" in line
 
 
 def test_half_a_file_and_none_are_no_reason_to_refuse(tmp_path):

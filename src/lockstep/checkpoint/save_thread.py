@@ -217,6 +217,7 @@ class SaveWriter:
         whole = replace(save.manifest, tensors=stored, files=files, heads=heads, ranks=self._ranks)
         if taken := _taken_over(self.root):
             return taken, ()
+        self.next_step.before_commit(save.scratch, save.manifest.step)
         self.next_step.committed(commit(save.scratch, whole, self.root, self._disk))
         return "", remarks
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import sys
 import zlib
 from collections.abc import Iterator
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -20,15 +21,19 @@ _SMALL_BYTES: Final = 16 << 20  # of an array that is read as a whole
 _LOOKED_AT: Final = 1024  # elements of larger ones and of long lists, evenly spread
 _NUMBERS: Final = (bool, int, float, complex, type(None))
 _TEXTS: Final = (str, bytes)
-_OPAQUE: Final = (Tensor, ModuleType, FunctionType, BuiltinFunctionType, type)
+_OPAQUE: Final = (Tensor, ModuleType, BuiltinFunctionType)
+#: Packages whose functions and classes have nothing that a script changes, and lead to all of the process.
+_FOREIGN: Final = sys.stdlib_module_names | {"lockstep", "torch", "numpy"}
 
 
 class DatasetMarks:
     """What can be seen of a data set in some microseconds, to be compared with what is seen later.
 
     Seen are attributes, of the data set and of what it holds, and the items of short lists and dicts: another object,
-    number or text, another length, a tensor or an array that was written to. Of large arrays and of long lists some
-    elements are looked at; not seen is what was changed in place between these, and in a file that is mapped.
+    number or text, another length, a tensor or an array that was written to. So are what their classes hold, and what
+    their methods and functions read from outside: global variables, and those of a function around them. Of large
+    arrays and of long lists some elements are looked at; not seen is what was changed in place between these, in a
+    file that is mapped, and in the variables of another module.
     """
 
     def __init__(self, dataset: UserDataset) -> None:
@@ -59,7 +64,7 @@ def _marks_of(dataset: UserDataset) -> Iterator[tuple[object, object]]:
         if id(value) in seen or depth == _DEEPEST or issubclass(kind, _OPAQUE):
             continue
         seen.add(id(value))
-        parts = [*_items_of(value), *_attributes_of(value)]
+        parts = [*_items_of(value), *_attributes_of(value), *_read_from_outside(value)]
         waiting += [(part, depth + 1) for part in parts[: _MOST - len(waiting)]]
 
 
@@ -89,6 +94,8 @@ def _is_mapped(array: Any) -> bool:
 
 
 def _attributes_of(value: Any) -> list[Any]:
+    if issubclass(type(value), type | FunctionType):
+        return []
     try:
         return list(object.__getattribute__(value, "__dict__").values())  # asks no `__getattr__` of the user's
     except AttributeError:
@@ -99,3 +106,48 @@ def _items_of(value: Any) -> list[Any]:
     if type(value) not in (list, tuple, dict) or len(value) > _SHORT:
         return []
     return [part for pair in value.items() for part in pair] if type(value) is dict else list(value)
+
+
+def _read_from_outside(value: Any) -> list[Any]:
+    """What ``value`` has by its class, or as a function; the class or function itself has no copy, but these have."""
+    kind = type(value)
+    if issubclass(kind, FunctionType):
+        return [] if _is_foreign(value) else [*_enclosed_in(value), *(value.__defaults__ or ()), *_globals_of(value)]
+    if issubclass(kind, MethodType):
+        return [value.__self__, value.__func__]
+    if not issubclass(kind, type):
+        return [] if _is_foreign(kind) else [kind]
+    own = [vars(each) for each in value.__mro__ if not _is_foreign(each)]
+    return [_function_of(item) for held in own for name, item in held.items() if _is_own(name, item)]
+
+
+def _enclosed_in(function: FunctionType) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]  # which is not set yet
+
+
+def _globals_of(function: FunctionType) -> list[Any]:
+    return [function.__globals__[name] for name in _names_in(function.__code__) if name in function.__globals__]
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The global names that ``code`` and the functions within it may read, and those of attributes."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _is_own(name: str, item: object) -> bool:
+    """Whether a class has ``item`` from the user, not from Python: its methods, and what is no text about it."""
+    return not name.startswith("__") or issubclass(type(item), FunctionType)
+
+
+def _function_of(item: Any) -> Any:
+    """The function behind a method that is declared in another way."""
+    if isinstance(item, staticmethod | classmethod):
+        return item.__func__
+    return item.fget if isinstance(item, property) else item
+
+
+def _is_foreign(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] in _FOREIGN

@@ -23,7 +23,8 @@ kept                 what the script has named in keep
 carried_state        what the script carries from step to step
 snapshot             what a checkpoint holds
 run_checkpoints      resume, save, stop with a checkpoint
-resume_proof         the first step after a resume is the one that followed the checkpoint
+resume_proof         the first step after a resume is the one that followed the checkpoint; script_state: so is what
+                     variables of the script hold
 resume_point         whether this rank still holds the state of the last finished step
 emergency            what ranks leave when another one dies; emergency_files: where; emergency_choice: which is used
 measures_journal     what one rank alone has measured, for that case

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import nn
 
 from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.collectives import Group
@@ -32,6 +33,11 @@ _OF_CPU_KERNELS: Final = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
     "ONEDNN_DEFAULT_FPMATH_MODE",
+)
+_A_SET: Final = (
+    "it steps them in that order and its state is stored in it, so it must be the same in each process. Do not make it "
+    "from a set, such as set(model.parameters()) - heads, whose order depends on addresses; write "
+    "[p for p in model.parameters() if p not in heads], with heads = set(head.parameters())"
 )
 #: Options of scripts that old launchers give each rank its own of.
 _PER_RANK: Final = ("local_rank", "node_rank", "rank", "master_addr", "master_port")
@@ -64,12 +70,13 @@ class RunIdentity:
         self._device: Final = device
         self.script: StateTree = {}  #: code, arguments and optimizers, as the run began
 
-    def note_script(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def note_script(self, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
         """The run begins: its script is what it is now."""
         self.script = {
             "code": code_of_user(),
             "arguments": arguments_of(sys.argv[1:]),
             "optimizers": optimizers_of(optimizers),
+            "groups": names_in_groups(optimizers, models),
         }
 
     def data(
@@ -184,6 +191,25 @@ def optimizers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]
     ]
 
 
+def names_in_groups(optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> list[list[str]]:
+    """The names of the parameters in each group of each optimizer, in its order; what no model has is called "?"."""
+    names = {
+        parameter: f"{name} of model {number}" if number else name
+        for number, model in enumerate(models)
+        for name, parameter in model.named_parameters()
+    }
+    groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+    return [[names.get(parameter, "?") for parameter in group] for group in groups]
+
+
+def _other_order(one: Sequence[Sequence[str]], other: Sequence[Sequence[str]]) -> tuple[str, str] | None:
+    """The first two names that differ, where groups hold the same parameters in another order."""
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs and sorted(mine) == sorted(theirs):
+            return next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
+    return None
+
+
 def compare_ranks(group: Group, script: SavedTree) -> None:
     """Check that all ranks run the same ``script``: its code, and what else is known of it. Collective.
 
@@ -200,7 +226,11 @@ def compare_ranks(group: Group, script: SavedTree) -> None:
                 f"rank {rank} runs another {', '.join(files[:5])} than rank 0: the files differ in content. Give every "
                 "node the same files"
             )
-        for name in sorted(theirs.keys() - {"code"}):
+        if names := _other_order(first["groups"], theirs["groups"]):
+            raise MismatchError(
+                f"rank 0 has {names[0]} where rank {rank} has {names[1]} among the parameters of an optimizer: {_A_SET}"
+            )
+        for name in sorted(theirs.keys() - {"code", "groups"}):
             if theirs[name] != first[name]:
                 raise MismatchError(
                     f"the {name} of the script differ: rank 0 has {first[name]!r:.300}, rank {rank} "
@@ -305,6 +335,15 @@ def _check_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
     return []
 
 
+def _check_groups(before: Sequence[Sequence[str]], now: Sequence[Sequence[str]]) -> list[str]:
+    if names := _other_order(before, now):
+        raise CheckpointError(
+            f"the checkpoint's optimizer had {names[0]} where this script's has {names[1]} among its parameters: "
+            f"{_A_SET}, and start over with --fresh"
+        )
+    return []
+
+
 #: What is texts of each part of an identity that differs, where it is not just its value.
 _DESCRIBE: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
     "code": _describe_code,
@@ -312,6 +351,7 @@ _DESCRIBE: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
     "lengths": _describe_lengths,
     "contents": _describe_contents,
     "optimizers": _check_optimizers,
+    "groups": _check_groups,
 }
 #: Whether they fit is decided where the position is known.
 _CHECKED_ELSEWHERE: Final = ("sizes", "samples", "orders")

@@ -118,13 +118,20 @@ def look(
     return marks
 
 
-def find(roots: Mapping[str, object], kind: type, *, depth: int = 4, limit: int = 3000) -> dict[str, object]:
+def find(
+    roots: Mapping[str, object],
+    kind: type | tuple[type, ...],
+    *,
+    skip: Collection[int] = (),
+    depth: int = 4,
+    limit: int = 3000,
+) -> dict[str, object]:
     """The objects of a ``kind`` within reach of ``roots``, by the shortest path to each; without what they hold.
 
     See `look`; ``limit`` is of objects that are looked at.
     """
     found: dict[str, object] = {}
-    seen: set[int] = set()
+    seen = set(skip)
     waiting = deque((name, value, depth) for name, value in roots.items())
     while waiting and len(seen) < limit:
         path, value, left = waiting.popleft()

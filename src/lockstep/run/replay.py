@@ -8,6 +8,9 @@ differs depends on something that no checkpoint holds and that other numbers of 
 a counter of the script's own, an attribute that a forward pass changes, a cache of a data set. A replay counts for
 nothing.
 
+So is a random generator of the script that the body has drawn from, if its state differs then: what it draws may show
+once in many bodies only.
+
 On several ranks, each second checked step replays the first micro-batch of the next rank. The ranks compare at the
 step's end. What differs then is something that each rank has for itself, such as a number that it set from its losses:
 
@@ -19,12 +22,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import random
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from lockstep.batch import BatchPlan, MicroBatchPosition, StepCheck
@@ -32,7 +38,7 @@ from lockstep.collectives import Group, local_part
 from lockstep.data import CheckedSteps
 from lockstep.errors import UsageError
 from lockstep.run.divergence import checksum, numbers
-from lockstep.run.reachable import TENSOR_RANK, Mark, changed, look, script_roots
+from lockstep.run.reachable import TENSOR_RANK, Mark, changed, find, look, mark_of, script_roots
 from lockstep.run.state import State
 
 #: Passes of a process whose first steps are checked in any case; in later ones, a replay is made once in so many
@@ -42,6 +48,7 @@ _FIRST_STEPS: Final = 2
 _ONE_IN: Final = 200
 
 _NOTHING: Final = "nothing", "nothing"
+_GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class CheckSchedule:
@@ -141,9 +148,27 @@ Notes = Mapping[str, tuple[object, object]]
 class Play:
     """What one computation of a micro-batch has given, by name, in the order in which it came."""
 
-    def __init__(self) -> None:
+    def __init__(self, generators: Mapping[str, object]) -> None:
         self._notes: Final[dict[str, tuple[Any, Any]]] = {}
         self._losses = 0  # that the body gave to ``run.step`` so far
+        self._generators: Final = generators
+        self._began: Final = {name: mark_of(generator) for name, generator in generators.items()}
+        self._ended: dict[str, Mark | None] = {}
+
+    def end_body(self) -> None:
+        """The body is over, and so is what it draws."""
+        self._ended = {name: mark_of(generator) for name, generator in self._generators.items()}
+
+    def other_generator(self, other: Play) -> str:
+        """A generator that one of two plays has drawn from, and that was left otherwise by the other; "" for none.
+
+        One that the body seeds anew before it draws is left alike.
+        """
+        for name, ended in self._ended.items():
+            is_drawn = self._began[name] != ended or other._began.get(name) != other._ended.get(name)
+            if is_drawn and other._ended.get(name, ended) != ended:
+                return f"the state of the random generator {name} differed after it"
+        return ""
 
     def note(self, name: str, value: object) -> None:
         """Remember the bits of ``value``, a tensor or a plain value; does not wait for a GPU."""
@@ -213,7 +238,7 @@ class Replays:
     def begin(self, position: MicroBatchPosition) -> None:
         """The micro-batch at ``position`` is handed out."""
         is_compared = position.check >= StepCheck.REPLAYED and not position.is_padding
-        self.play = Play() if is_compared else None
+        self.play = Play(_generators(self._state.models)) if is_compared else None
 
     def note_given(self, parts: object) -> None:
         """The body gives what a loss is computed of later: remember its parts."""
@@ -266,6 +291,7 @@ class Replays:
         play, self.play = self.play, None
         if play is not None:
             play.note_all("what run.carry holds,", dict(carried))
+            play.end_body()
             played = _Played(step, position.index, position.of, play)
             if position.is_other_ranks:
                 self._other = played
@@ -273,7 +299,8 @@ class Replays:
                 self._first = played
             else:
                 first, self._first = self._first, None
-                if difference := _first_difference(first.play.notes(), play.notes()):
+                notes = first.play.notes(), play.notes()
+                if difference := _first_difference(*notes) or first.play.other_generator(play):
                     place = _place(position.index, position.of, step)
                     raise ReplayError(difference, place, reads_world_size=self.reads_world_size)
 
@@ -345,6 +372,18 @@ class _Played(NamedTuple):
         gradients = [pair for pair in marks if pair[0].startswith(_GRADIENT)]
         values = [pair for pair in marks if not pair[0].startswith(_GRADIENT)]
         return _Digest(self.place, _hash(values), _hash(gradients) if gradients else "")
+
+
+def _generators(models: Sequence[nn.Module]) -> dict[str, object]:
+    """The random generators within reach of the script and in modules; not those of torch, NumPy and Python."""
+    modules = {
+        f"{module_name}.{name}".lstrip("."): value
+        for model in models
+        for module_name, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, _GENERATORS)
+    }
+    return find(script_roots(sys._getframe()), _GENERATORS) | modules
 
 
 def _hash(marks: Sequence[tuple[str, str]]) -> str:

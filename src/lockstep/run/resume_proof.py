@@ -1,6 +1,7 @@
 """The proof of a resume: its first step has the bits of the step that came after the checkpoint, or the run ends.
 
     a checkpoint is saved      the next step is recorded, which is made anyway:
+      where it begins            what variables of the script hold, see `script_state`
       each micro-batch           a checksum of its samples, and its losses, on the rank that has it
       the update                 options of optimizers; sums of the bits of each parameter and buffer, which ranks
                                  bring together
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -32,6 +34,7 @@ from lockstep.data import Data, checksum
 from lockstep.errors import CheckpointError
 from lockstep.run.divergence import plain_in, schedulers_in, tensors_in
 from lockstep.run.identity import optimizers_of
+from lockstep.run.script_state import lost, script_state
 from lockstep.run.setup import RunContext
 from lockstep.strategies import HasServerRanks, split
 
@@ -40,6 +43,7 @@ _ALIKE: Final = frozenset(("none", "ddp", "zero", "fsdp", "hsdp", "parameter-ser
 _HARMLESS: Final = frozenset(("stage", "shard", "servers", "wrap", "reshard", "prefetch", "offload"))
 #: Relative difference of losses that other kernels may give, where a step need not have the same bits when repeated.
 _NEAR: Final = 1e-3
+_MOST_LISTED: Final = 6  # variables of the script
 
 
 class _Difference(NamedTuple):
@@ -50,6 +54,10 @@ class _Difference(NamedTuple):
     size: float = math.inf  #: of a loss, relative to it; of other values that are computed, 0
 
 
+_OF_SCRIPT: Final = (
+    "weights that the script holds by itself, such as the best ones, those before an epoch, an average, or a list of "
+    "models, in a variable that it makes again"
+)
 _OF_SAMPLES: Final = "what the data set, its sampler or order= depends on, such as labels or a count of epochs"
 _OF_LOSS: Final = (
     "what the loss is computed from: a model beside run.model(...), such as a teacher or an average of the weights; a "
@@ -78,6 +86,7 @@ class ResumeProof:
     def __init__(self, context: RunContext) -> None:
         self._context: Final = context
         self._checkpointer: Final = context.checkpointer
+        self._script: StateTree = {}  # what the leader's script held when the step began
         self._samples: dict[str, int] = {}  # checksums by the index of the micro-batch
         self._expected: StateTree | None = None  # of the first step after a resume
         self._file = Path()  # that says so
@@ -103,8 +112,11 @@ class ResumeProof:
 
     def samples(self, position: MicroBatchPosition, data: Data) -> None:
         """The micro-batch at ``position`` holds ``data``. In other steps than those that are recorded, nothing."""
-        counts = not (position.is_padding or position.is_replay)
-        if counts and self._context.metrics.losses is not None:
+        if self._context.metrics.losses is None:
+            return
+        if not self._script and self._context.group.leads:  # no body of the step has begun, not of a replay either
+            self._script = script_state(sys._getframe(), self._context.state)
+        if not (position.is_padding or position.is_replay):
             self._samples[str(position.index)] = checksum(data)
 
     def step_is_done(self) -> None:
@@ -112,12 +124,13 @@ class ResumeProof:
         losses, self._context.metrics.losses = self._context.metrics.losses, None
         if losses is not None:
             self._own = {
+                "script": self._script,
                 "samples": self._samples,
                 "losses": {str(index): [float(value).hex() for value in each] for index, each in losses.items()},
                 "options": self._options() if self._context.group.leads else {},
                 "state": self._sums() if self._bits else {},
             }
-            self._samples = {}
+            self._samples, self._script = {}, {}
 
     def body_is_over(self) -> None:
         """So is the body in which the step was made: it is recorded or compared, if it is to be. Collective then.
@@ -133,8 +146,9 @@ class ResumeProof:
         own["options after"] = self._after() if self._bits and self._context.group.leads else {}
         own["state after"] = self._sums() if self._bits else {}
         parts = self._context.group.gather_objects(own, "the step after a checkpoint")
-        found = {
+        found: StateTree = {
             "conditions": self._conditions(),
+            "script": parts[0]["script"],
             "samples": _together(part["samples"] for part in parts),
             "losses": _together(part["losses"] for part in parts),
             "options": parts[0]["options"],
@@ -142,20 +156,33 @@ class ResumeProof:
             "after": parts[0]["options after"] | _added(part["state after"] for part in parts),
         }
         if expected is not None:
-            self._refuse(_first_difference(expected, found))
+            of_script = lost(expected.get("script", {}), found["script"])
+            more = len(of_script.plain) - _MOST_LISTED
+            listed = ", ".join(of_script.plain[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+            self._refuse(_first_difference(expected, found, of_script.weights), listed)
         if saved is not None:
             self._checkpointer.note_next_step(saved, found)
 
     def _listen(self) -> None:
-        self._samples = {}
+        self._samples, self._script = {}, {}
         self._context.metrics.losses = {}
 
-    def _refuse(self, difference: _Difference | None) -> None:
-        """End the run where there is a ``difference``, the same on all ranks. Collective then."""
+    def _refuse(self, difference: _Difference | None, begun_anew: str) -> None:
+        """End the run where there is a ``difference``, the same on all ranks. Collective then.
+
+        If there is none, variables of the script that have ``begun_anew`` are said.
+        """
+        context = self._context
+        if difference is None and begun_anew:
+            context.reporter.say(
+                f"variables of the script have begun anew, for they are in no checkpoint: {begun_anew}. The step after "
+                "the resume had the same bits all the same; if something later depends on one of them, such as when "
+                "the training ends, or a schedule, give it to run.keep(...)"
+            )
         if difference is None or self._noted:
             return
         self._noted = True
-        context, text = self._context, difference.text
+        text = difference.text
         first = "the first step after the resume is not the one that followed the checkpoint"
         if context.group.broadcast_object(self._checkpointer.differs, "what has changed since the checkpoint"):
             context.reporter.say(f"{first}: {text}. What has changed since is said above")
@@ -165,11 +192,12 @@ class ResumeProof:
                 f"in no checkpoint: {difference.lost}"
             )
         else:
+            variables = f" (variables that have begun anew: {begun_anew})" if begun_anew else ""
             raise CheckpointError(
-                f"{first}: {text}. Something is in no checkpoint: {difference.lost}. Keep it with run.keep(...), a "
-                "scheduler with run.scheduler(...), and start over with --fresh. If it was changed on purpose, remove "
-                f"{self._file} and resume again; if the script is so by design, as where it steps an environment, "
-                "Run(replay=False) leaves this check out"
+                f"{first}: {text}. Something is in no checkpoint: {difference.lost}{variables}. Keep it with "
+                "run.keep(...), a scheduler with run.scheduler(...), and start over with --fresh. If it was changed on "
+                f"purpose, remove {self._file} and resume again; if the script is so by design, as where it steps an "
+                "environment, Run(replay=False) leaves this check out"
             )
 
     @property
@@ -281,8 +309,8 @@ def _other(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     return next((name for name, value in before.items() if now.get(name, value) != value), None)
 
 
-def _first_difference(before: StateTree, now: StateTree) -> _Difference | None:
-    """What differs first, in the order in which a step is made."""
+def _first_difference(before: StateTree, now: StateTree, weights: Sequence[str]) -> _Difference | None:
+    """What differs first, in the order in which a step is made; then variables with other ``weights`` of the script."""
     if len(before["samples"]) != len(now["samples"]):
         counts = f"had {len(before['samples'])} micro-batches, and has {len(now['samples'])} now"
         return _Difference(f"it {counts}", _OF_SAMPLES)
@@ -308,6 +336,8 @@ def _first_difference(before: StateTree, now: StateTree) -> _Difference | None:
         is_text = isinstance(was, str)
         values = f"was {was} at the end of the body, and is {is_now} now" if is_text else "has other values at its end"
         return _Difference(f"{name} {values}", _OF_BODY, 0)
+    if weights:
+        return _Difference(f"{', '.join(weights)} held other weights when it began", _OF_SCRIPT)
     return None
 
 

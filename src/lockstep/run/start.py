@@ -72,7 +72,7 @@ class TrainingStart:
         self._state.note_attributes(self._context.device)
         self._state.look_for_schedulers(sys._getframe())
         self._context.kernels.begin()
-        self._identity.note_script(self._state.optimizers)
+        self._identity.note_script(self._state.optimizers, self._state.models)
         self._options = ScriptOptions(self._state)
         compare_ranks(self._context.group, self._identity.script)
         if self._context.settings.reduction == "exact":

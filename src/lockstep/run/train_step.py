@@ -18,6 +18,7 @@ number of ranks.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, Final, Literal
@@ -111,11 +112,13 @@ class TrainStep:
         self._widest: Final = torch.empty((), dtype=torch.float64, device=group.device)
         self._step = 0
         self.current: CurrentMicroBatch | None = None
+        self._thread: int | None = None  # in which micro-batches are handed out
         self._closures: Final = ClosureSteps(context)
 
     def begin(self, position: MicroBatchPosition, step: int) -> CurrentMicroBatch:
         """The micro-batch at ``position`` is handed to the user, after ``step`` steps."""
         self.current = current = CurrentMicroBatch(position)
+        self._thread = threading.get_ident()
         self._step = step
         self.say_put_back(self._kernels.pin_threads())
         begin_micro_batch(self._strategy, current.position)
@@ -390,6 +393,13 @@ class TrainStep:
         return weight
 
     def _in_loop(self, what: str) -> CurrentMicroBatch:
+        if self._thread not in (None, threading.get_ident()):
+            raise UsageError(
+                f"{what} in another thread than the one that iterates over run.train(...), as a BackgroundGenerator or "
+                "another prefetcher does: it takes micro-batches before the one that is there has its loss, and their "
+                "random numbers with them. Write the loop over run.train(loader) itself: it reads ahead by itself, in "
+                "run.loader(..., workers=n) processes"
+            )
         if self.current is None:
             raise UsageError(
                 f"{what} outside of `for batch in run.train(loader)`: there is no micro-batch; write the loop over "

@@ -1,0 +1,92 @@
+"""What a script's own variables hold where a step begins: a resume makes them anew, and no checkpoint has them.
+
+    before = copy.deepcopy(model.state_dict())      weights beside the run: they are part of what is trained
+    best, bad = inf, 0                              numbers: of a schedule, or of a log only
+
+The step after a checkpoint begins at the same place of the script in a run that goes on and in one that resumes. What a
+variable has otherwise there was lost, whenever it may show.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from lockstep.checkpoint import StateTree
+from lockstep.collectives import local_part
+from lockstep.run.divergence import checksums
+from lockstep.run.kept import PlainValue
+from lockstep.run.reachable import TENSOR_RANK, find, look, script_roots
+from lockstep.run.state import State
+
+_DEPTH: Final = 6  # such as a trainer, its callbacks, one of them, its list of models, one of these, and its weights
+_PLAIN_DEPTH: Final = 3
+_MOST_PLAIN: Final = 2000
+_SHOWN: Final = 40  # characters of a value
+
+
+class Lost(NamedTuple):
+    """What variables of the script have otherwise than they had when the same step began."""
+
+    weights: list[str]  #: the variables that held other weights
+    plain: list[str]  #: numbers, texts and lengths, each with both values
+
+
+def script_state(frame: FrameType | None, state: State) -> StateTree:
+    """What the variables of the script's functions that are running hold, from ``frame`` outward, as plain values.
+
+    Without what the run has. Waits for the GPU where the script holds copies of weights.
+    """
+    roots = script_roots(frame)
+    kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
+    skip = {id(one) for one in (*state.models, *state.optimizers, *kept, *(s.scheduler for s in state.schedulers))}
+    roots = {name: value for name, value in roots.items() if id(value) not in skip}
+    marks = look(roots, skip=skip, depth=_PLAIN_DEPTH, limit=_MOST_PLAIN)
+    return {
+        "variables": sorted(roots),
+        "weights": {name: sums for name, value in roots.items() if (sums := _weights_in(value, skip, state.models))},
+        "plain": {
+            path: str(mark.seen)[:_SHOWN]
+            for path, mark in marks.items()
+            if mark.rank != TENSOR_RANK and "._" not in path  # such as a module's hooks
+        },
+    }
+
+
+def _weights_in(value: object, skip: set[int], models: list[nn.Module]) -> str:
+    """A text for the bits of copies of a model's weights within reach of ``value``; "" where there are none."""
+    held = (local_part(tensor) for model in models for tensor in (*model.parameters(), *model.buffers()))
+    own = {tensor.untyped_storage().data_ptr() for tensor in held if _is_plain(tensor)}
+    tensors = {
+        path: tensor
+        for path, tensor in find({"": value}, torch.Tensor, skip=skip, depth=_DEPTH).items()
+        if isinstance(tensor, torch.Tensor) and _is_plain(tensor) and tensor.untyped_storage().data_ptr() not in own
+    }
+    there = Counter(tensor.shape for tensor in tensors.values())
+    for model in models:
+        needed = Counter(parameter.shape for parameter in model.parameters())
+        if needed and needed <= there:
+            copies = {path: tensor for path, tensor in tensors.items() if tensor.shape in needed}
+            sums = sorted(zip(copies, checksums(list(copies.values())), strict=True))
+            return hashlib.blake2b(repr(sums).encode(), digest_size=16).hexdigest()
+    return ""
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta or hasattr(tensor, "to_local"))
+
+
+def lost(before: Mapping[str, Any], now: Mapping[str, Any]) -> Lost:
+    """What differs in variables that both have: one that is not there yet, the script sets before it reads it."""
+    there = set(now.get("variables", ()))
+    had, has = (each.get("weights", {}) for each in (before, now))
+    weights = [name for name, held in had.items() if name in there and has.get(name, "") != held]
+    was, is_now = (each.get("plain", {}) for each in (before, now))
+    plain = [f"{path} ({was[path]}, now {value})" for path, value in is_now.items() if was.get(path, value) != value]
+    return Lost(weights, plain)

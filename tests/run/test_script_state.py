@@ -1,0 +1,66 @@
+"""What a script's own variables hold is compared with what they held when the same step began."""
+
+import copy
+import sys
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from lockstep.run.kept import as_stateful
+from lockstep.run.script_state import lost, script_state
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2))
+
+
+class Trainer:
+    def __init__(self, model):
+        self.model, self.best, self.best_state, self.averages = model, 0.5, None, []
+
+
+def script(change):
+    """What is seen of a script's variables before and after a ``change`` of them, which some are free of."""
+    model, kept = net(), net()
+    trainer, average, inputs = Trainer(model), copy.deepcopy(model), torch.zeros(4, 3)
+    state = SimpleNamespace(models=[model], optimizers=[], schedulers=[], kept={"kept": as_stateful("kept", kept)})
+    before = script_state(sys._getframe(), state)
+    change(SimpleNamespace(**locals()))
+    after = script_state(sys._getframe(), state)
+    return before, after
+
+
+def moved(module):
+    with torch.no_grad():
+        module[0].weight.add_(1)
+
+
+def test_weights_beside_the_run_are_seen_wherever_a_script_has_them():
+    assert lost(*script(lambda it: moved(it.average))).weights == ["average"]
+    before, after = script(lambda it: setattr(it.trainer, "best_state", copy.deepcopy(it.model.state_dict())))
+    assert lost(before, after).weights == [], "there were none before, as where a resume is past the first epoch"
+    assert lost(after, before).weights == ["trainer"], "they were not made again"
+    before, after = script(lambda it: it.trainer.averages.append(copy.deepcopy(it.model)))
+    assert lost(after, before).weights == ["trainer"]
+
+
+def test_weights_of_the_run_kept_ones_and_other_tensors_are_not():
+    assert lost(*script(lambda it: moved(it.model))) == ([], [])
+    assert lost(*script(lambda it: moved(it.kept))) == ([], [])
+    assert lost(*script(lambda it: it.inputs.add_(1))) == ([], [])
+    assert lost(*script(lambda it: setattr(it.trainer, "views", it.model.state_dict()))) == ([], [])
+
+
+def test_numbers_texts_and_lengths_are_said_with_both_values():
+    before, after = script(lambda it: setattr(it.trainer, "best", 0.75))
+    assert lost(before, after).plain == ["trainer.best (0.5, now 0.75)"]
+    before, after = script(lambda it: it.trainer.averages.append(1.5))
+    assert "trainer.averages (1, now 0)" in lost(after, before).plain
+
+
+def test_a_variable_that_is_not_there_yet_was_not_lost():
+    before, after = script(lambda it: moved(it.average))
+    after["variables"].remove("average")
+    assert lost(before, after).weights == []
+    assert lost({}, after) == ([], []), "an earlier version has noted nothing"
