@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import SettingError, UsageError
+from lockstep.records import of_kind, value_in
 
 _RESERVED = ("step", "wall_s")
 _BEGINNING = b'{"step": '  # of the first record, and so of the file
@@ -174,10 +175,10 @@ def _rows(content: bytes, path: Path) -> Iterator[tuple[dict[str, float], int]]:
 
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row: dict[str, Any] = of_kind(dict[str, float | bool | None], value_in(line))
     except ValueError:
         return {}
-    return row if isinstance(row, dict) else {}
+    return row if type(row.get("step")) in (int, float) else {}
 
 
 def _names(row: Mapping[str, object]) -> tuple[str, ...]:

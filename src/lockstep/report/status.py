@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
-from lockstep.formatting import count, duration, plural
+from lockstep.formatting import count, duration, harmless, plural
 from lockstep.memory_use import UNKNOWN, MemoryUse
+from lockstep.records import from_known, object_from, read_bytes
 
 T = TypeVar("T")
 State = Literal["training", "evaluating", "saving", "done", "unsaved", "stopped", "failed"]
@@ -71,19 +72,20 @@ class Status:
         return json.dumps({name: plain(value) for name, value in asdict(self).items()}, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, text: str | bytes) -> Self:
         """What `to_json` wrote.
 
         Raises:
             ValueError: if it is something else.
         """
+        values = object_from(text)
         try:
-            values = json.loads(text)
             for name in ("samples_per_s", "loss", "eta_s", "job_left_s"):
                 values[name] = number(values[name])
-            return cls(**{**values, "memory": MemoryUse.from_values(values.get("memory", {}))})
-        except (TypeError, KeyError) as error:
+        except KeyError as error:
             raise ValueError(f"no status of a run: {text[:80]!r}") from error
+        status = from_known(cls, values)
+        return replace(status, late=harmless(status.late))
 
 
 def epoch_number(epoch: int, epochs: int | None) -> int:
@@ -134,6 +136,6 @@ class StatusFile:
     def read(path: Path) -> Status | None:
         """The status at ``path``; None if there is none."""
         try:
-            return Status.from_json(path.read_text(encoding="ascii"))
+            return Status.from_json(read_bytes(path))
         except (OSError, ValueError):
             return None
