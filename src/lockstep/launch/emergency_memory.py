@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,9 +84,10 @@ def _remove_left(root: Path) -> None:
         found += root.glob(f"{_PREFIX}*")
     for memory in found:
         with contextlib.suppress(OSError):
-            owner = os.open(
-                memory / _OWNER, os.O_RDWR | os.O_CLOEXEC
-            )  # a launcher that is just starting has no such file yet
+            if not stat.S_ISDIR((about := memory.lstat()).st_mode) or about.st_uid != os.geteuid():
+                continue  # another user's, who may have put there what he likes, such as links and pipes
+            # A launcher that is just starting has no such file yet.
+            owner = os.open(memory / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(memory, ignore_errors=True)
