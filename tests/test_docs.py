@@ -203,3 +203,10 @@ def test_the_operations_of_gpus_are_those_of_this_torch():
     if f"torch {torch.__version__.partition('+')[0]} refuses" in page:
         assert page_with(tables()) == page
     assert page.count("| `torch.") > 40
+
+
+def test_each_test_that_the_page_on_security_names_is_there():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (HOUSE / "SECURITY.md").read_text())
+    assert len(named) > 15
+    for file, test in named:
+        assert f"def {test}(" in (HOUSE / file).read_text(), f"{file} has no {test}"
