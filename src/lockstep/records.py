@@ -136,10 +136,7 @@ def of_kind(kind: Any, value: Any, name: str = "a value") -> Any:
     elif kind is bool or kind is type(None):
         fits = type(value) is kind
     elif kind is str:
-        if isinstance(value, str):
-            # A half of a pair of UTF-16 could not be printed.
-            return value if value.isascii() else value.encode("utf-8", "replace").decode()
-        fits = False
+        fits = isinstance(value, str)
     elif kind is Any or kind is object:
         fits = True
     else:

@@ -315,7 +315,8 @@ def shellcheck():
 def test_shellcheck_finds_nothing_in_a_job_script(scheduler, name):
     command = replace(COMMAND, stem=name, directory=f"/w/{name}", argv=("python", name), written_by=shlex.quote(name))
     script = write(scheduler, JobRequest(cpus=1, time_s=60), command)
-    checked = subprocess.run([shellcheck(), "-"], input=script, capture_output=True, text=True)
+    # What stands in single quotes is not to be expanded: that is what they are for.
+    checked = subprocess.run([shellcheck(), "--exclude=SC2016", "-"], input=script, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
     assert legible(script).returncode == 0
 

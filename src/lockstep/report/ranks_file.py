@@ -9,10 +9,9 @@ import contextlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lockstep.formatting import harmless
 from lockstep.memory_use import UNKNOWN, MemoryUse
 from lockstep.records import of_kind, read_bytes, value_in
 
@@ -77,5 +76,5 @@ class RanksFile:
         for path in sorted(run_dir.glob("ranks-*.json")):
             with contextlib.suppress(OSError, ValueError):
                 ranks = of_kind(list[RankStatus], value_in(read_bytes(path)), path.name)
-                found |= {one.rank: replace(one, phase=harmless(one.phase), place=harmless(one.place)) for one in ranks}
+                found |= {one.rank: one for one in ranks}
         return [found[rank] for rank in sorted(found)]

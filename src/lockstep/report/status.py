@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
@@ -60,7 +60,7 @@ class Status:
                 spare_s = self.job_left_s - self.eta_s
                 words["job"] += f", {duration(abs(spare_s))} {'spare' if spare_s >= 0 else 'short'}"
         if self.late and not self.ended:
-            words["late"] = self.late
+            words["late"] = harmless(self.late)
         if self.last_saved_step is not None:
             words["saved"] = f"saved at step {count(self.last_saved_step)}"
         if self.generation:
@@ -84,8 +84,7 @@ class Status:
                 values[name] = number(values[name])
         except KeyError as error:
             raise ValueError(f"no status of a run: {text[:80]!r}") from error
-        status = from_known(cls, values)
-        return replace(status, late=harmless(status.late))
+        return from_known(cls, values)
 
 
 def epoch_number(epoch: int, epochs: int | None) -> int:
