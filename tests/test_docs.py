@@ -218,3 +218,10 @@ def test_the_page_of_gpus_says_of_each_test_whether_it_was_tried():
     found = gpu_tried.in_words(["passed", "failed", "passed"], "2026-11-24, a GPU")
     after = gpu_tried.page_with(page, gpu_tried.table(page, {name: found}))
     assert gpu_tried.told(after) == gpu_tried.told(page) | {title: "2 passed, 1 failed: 2026-11-24, a GPU"}
+
+
+def test_each_test_that_the_page_on_security_names_is_there():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (HOUSE / "SECURITY.md").read_text())
+    assert len(named) > 15
+    for file, test in named:
+        assert f"def {test}(" in (HOUSE / file).read_text(), f"{file} has no {test}"

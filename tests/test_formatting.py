@@ -1,8 +1,10 @@
+import shlex
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.formatting import count, duration, size
+from lockstep.formatting import acts, command_line, count, duration, harmless, size
 
 
 @pytest.mark.parametrize(
@@ -66,3 +68,39 @@ def test_words_are_short_and_ascii(number):
     for words in (count(number), duration(number), size(number)):
         assert words.isascii()
         assert len(words) <= 13
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("--token x --lr 1", "--token '***' --lr 1"),
+        ("--api-key=y PASSWORD=z tokens.txt", "'--api-key=***' 'PASSWORD=***' tokens.txt"),
+        ("--auth -v", "--auth -v"),
+        ("--auth-tokens a b -v", "--auth-tokens '***' '***' -v"),
+        ("--pw x --pwd=y", "--pw '***' '--pwd=***'"),
+        ("--set=token=x model.api_key=y", "'--set=token=***' 'model.api_key=***'"),
+        ("""'{"token": "x"}'""", """'{"token": ***'"""),
+        ("--data https://me:x@host/a", "--data 'https://***@host/a'"),
+        (
+            "--tokenizer bert --author me --max-tokens 512 --tokens=9",
+            "--tokenizer bert --author me --max-tokens 512 --tokens=9",
+        ),
+        ("--authorization x --hf-token=x", "--authorization '***' '--hf-token=***'"),
+    ],
+)
+def test_a_command_line_shows_no_secret(given, shown):
+    assert command_line(shlex.split(given)) == shown
+
+
+@given(st.text())
+def test_what_is_shown_acts_on_nothing(text):
+    shown = harmless(text)
+    assert not acts(shown)
+    shown.encode()
+    assert harmless(shown) == shown
+    assert shown == text or acts(text)
+
+
+def test_colours_and_titles_of_a_terminal_become_text():
+    assert harmless("a\x1b]0;owned\x07\n\x9b1m\u202e") == r"a\x1b]0;owned\x07\n\x9b1m\u202e"
+    assert harmless("a\nb\x1b", keep="\n") == "a\nb\\x1b"

@@ -7,19 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.memory_use import ControlGroup, MemoryUse, host_memory
+from lockstep.records import from_known
 
 uses = st.builds(MemoryUse, *[st.none() | st.integers(0, 1 << 50)] * 6)
 
 
 @given(uses)
 def test_values_come_back(use):
-    assert MemoryUse.from_values(use.values()) == use
-    assert MemoryUse.from_values({**use.values(), "of a later version": 1}) == use
+    assert from_known(MemoryUse, use.values()) == use
+    assert from_known(MemoryUse, {**use.values(), "of a later version": 1}) == use
 
 
 def test_what_is_something_else_is_refused():
-    with pytest.raises(TypeError, match="no use of memory"):
-        MemoryUse.from_values([1])
+    with pytest.raises(ValueError, match="no MemoryUse"):
+        from_known(MemoryUse, [1])
 
 
 def written(root: Path, files: dict[str, str]) -> None:

@@ -1,15 +1,30 @@
-"""Numbers, ranks, names and paths as people read them, in ASCII."""
+"""Numbers, ranks, names, paths and command lines as people read them: nothing in them acts, and no secret shows."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import math
-from collections.abc import Iterable
+import re
+import shlex
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+#: Control characters, separators of lines, changes of the direction of writing, and halves of a pair of UTF-16, which
+#: no file can hold: what a terminal, a shell or a scheduler acts on, or a program that reads a picture fails on.
+_ACTS = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+#: Names of secrets; neither a tokenizer, nor an author.
+_SECRET = re.compile(
+    r"token(?!i[sz]|s)|tokens|secret|passw|passphrase|\bpwd?\b|credential|(api|access|private)[-_]?key|"
+    r"auth(?!or(?!i[sz]))",
+    re.IGNORECASE,
+)
+#: A name with its value in one word, such as ``--token=x``, ``--set=token=x`` or ``{"token": "x"}``.
+_NAMED = re.compile(rf"(.*?(?P<name>{_SECRET.pattern})[^=:]*[=:]\s*)(?P<value>.+)", re.IGNORECASE | re.DOTALL)
+#: A user and a password in an address.
+_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def count(number: int | float) -> str:
@@ -82,3 +97,45 @@ def format_ranks(ranks: Iterable[int]) -> str:
             runs.append([rank])
     words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(words)}"
+
+
+def acts(text: str) -> bool:
+    """Whether ``text`` holds a character that a terminal, a shell or a scheduler may act on, such as a line break."""
+    return _ACTS.search(text) is not None
+
+
+def harmless(text: str, keep: str = "") -> str:
+    r"""``text`` with an escape such as ``\x1b`` in place of each character that may act, but for those to ``keep``."""
+    return _ACTS.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+
+
+def command_line(words: Sequence[str]) -> str:
+    """``words`` as one types them in a shell, `without_secrets`."""
+    return shlex.join(without_secrets(words))
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """The words of a command line with ``***`` in place of secrets: what may be printed and written down.
+
+    A secret is what follows an option, or the name of a setting, in whose name there is a word such as token, secret,
+    password, credential or API key; and who an address such as ``https://user:password@host`` speaks for.
+    """
+    shown, hides = [], ""
+    for word in words:
+        is_option = word.startswith("-")
+        if hides and not is_option:
+            shown.append(word if _counts(hides, word) else "***")
+            continue
+        hides = ""
+        if (named := _NAMED.fullmatch(word)) is not None and not _counts(named["name"], named["value"]):
+            shown.append(f"{named[1]}***")
+            continue
+        if named is None and is_option and (found := _SECRET.search(word)) is not None:
+            hides = found[0]
+        shown.append(_IN_ADDRESS.sub("***", word))
+    return shown
+
+
+def _counts(name: str, value: str) -> bool:
+    """Whether ``--max-tokens 512`` is meant."""
+    return name.lower() == "tokens" and value.isdigit()

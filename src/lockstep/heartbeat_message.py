@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from lockstep.memory_use import UNKNOWN, MemoryUse
+from lockstep.records import from_known, object_from
 
 #: What a rank may be doing. ``script`` is all that `Run` does not know about; in a script without `Run`, everything. In
 #: ``input`` it waits for its user, in a debugger or for a line.
@@ -67,17 +68,7 @@ class Heartbeat:
         Raises:
             ValueError: if it is not a heartbeat.
         """
-        try:
-            values = json.loads(text)
-            beat = cls(
-                **{
-                    **values,
-                    "place": SourceLine(**values["place"]),
-                    "memory": MemoryUse.from_values(values.get("memory", {})),
-                }
-            )
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"no heartbeat: {text!r:.80}") from error
+        beat = from_known(cls, object_from(text))
         if beat.phase not in PHASES:
             raise ValueError(f"no phase of a heartbeat: {beat.phase!r:.80}")
         return beat

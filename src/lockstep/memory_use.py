@@ -70,18 +70,6 @@ class MemoryUse:
     device_peak: int | None = None  #: the most that they have taken
     device_free: int | None = None  #: what is free on its device
 
-    @classmethod
-    def from_values(cls, values: object) -> Self:
-        """What `values` gave, also of another version.
-
-        Raises:
-            TypeError: if it is something else.
-        """
-        if not isinstance(values, dict):
-            raise TypeError(f"no use of memory: {values!r:.80}")
-        known = cls.__dataclass_fields__.keys()
-        return cls(**{name: value for name, value in values.items() if name in known})
-
     def values(self) -> dict[str, int | None]:
         """By name, as JSON can hold it."""
         return asdict(self)

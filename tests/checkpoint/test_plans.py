@@ -31,6 +31,10 @@ def files_of(extents, ranks):
     return [lay_out(rank, [numbered for owner, numbered in held if owner == rank]) for rank in range(ranks)]
 
 
+#: By bytes of an element.
+TYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
+
+
 def written(extents, ranks):
     """The manifest of a save, with sums made up."""
     stored = [None] * len(extents)
@@ -40,7 +44,9 @@ def written(extents, ranks):
             count = placed.length // extents[placed.tensor].element
             sums = (1,) * (max(0, placed.length - 1) // BLOCK_BYTES)
             piece = Piece(part.name, placed.offset, placed.length, placed.tensor, (0,), (count,), sums)
-            stored[placed.tensor] = TensorRecord(str(placed.tensor), "uint8", (count,), (piece,) * (count > 0))
+            stored[placed.tensor] = TensorRecord(
+                str(placed.tensor), TYPES[extents[placed.tensor].element], (count,), (piece,) * (count > 0)
+            )
     files = {part.name: part.length for part in parts if part.length}
     return Manifest(7, {"dict": []}, tuple(stored), files, {"note": 0.1})
 

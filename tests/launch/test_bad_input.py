@@ -103,9 +103,9 @@ def test_a_master_address_that_nobody_knows_is_refused_at_once():
 
 
 def test_a_run_directory_that_does_not_answer_is_said_before_the_start_and_ctrl_c_ends_the_waiting(workshop, hit):
-    # A pipe that nobody writes stands for a file system that does not answer.
+    # A pipe that nobody reads stands for a file system that does not answer: to open the lock waits for ever.
     (workshop.here / "r").mkdir()
-    os.mkfifo(workshop.here / "r" / "run.json")
+    os.mkfifo(workshop.here / "r" / ".lock")
     launcher = workshop.start("--run-dir", "r", workshop.script("1"))
     said = launcher.stderr.readline()
     assert said == "waiting for the run directory r, which does not answer: is its file system there?\n"

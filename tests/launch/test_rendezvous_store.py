@@ -264,8 +264,8 @@ def test_the_secret_of_a_run_is_its_users_alone(tmp_path):
     assert made.text_of("k", made.sign("k", "text of any kind\n")) == "text of any kind\n"
     assert "0x" not in repr(made)
     assert str(made.secret) not in repr(made)
-    assert read_signature(tmp_path, {"LOCKSTEP_SECRET": "s"}) == make_signature(
-        tmp_path / "no", {"LOCKSTEP_SECRET": "s"}
+    assert read_signature(tmp_path, {"LOCKSTEP_SECRET": "s" * 16}) == make_signature(
+        tmp_path / "no", {"LOCKSTEP_SECRET": "s" * 16}
     )
     file.chmod(0o640)
     with pytest.raises(SettingError, match="chmod 600"):
@@ -274,6 +274,23 @@ def test_the_secret_of_a_run_is_its_users_alone(tmp_path):
     file.symlink_to("/etc/hostname")
     with pytest.raises(SettingError, match="cannot be read"):
         read_signature(tmp_path, {})
+
+
+@pytest.mark.parametrize("secret", ["", " ", "s" * 15, "\n" * 40])
+def test_a_secret_that_can_be_found_by_trying_is_refused(tmp_path, secret):
+    for read in (read_signature, make_signature):
+        with pytest.raises(SettingError, match=r"LOCKSTEP_SECRET has \d+ bytes; give at least 16"):
+            read(tmp_path, {"LOCKSTEP_SECRET": secret})
+
+
+def test_what_an_earlier_launch_has_signed_is_not_signed(tmp_path):
+    kept = make_signature(tmp_path, {})
+    earlier, later = kept.of_launch("first coordinator"), kept.of_launch("second coordinator")
+    recorded = earlier.sign("plan", Plan(7, phase="over").to_json())
+    assert earlier.text_of("plan", recorded)
+    for other in (later, kept):
+        with pytest.raises(ValueError, match="not signed by a launcher of this run"):
+            other.text_of("plan", recorded)
 
 
 def test_the_files_of_a_program_are_those_that_it_imports(tmp_path, monkeypatch):

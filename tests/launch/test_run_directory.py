@@ -13,7 +13,7 @@ from lockstep.errors import LockstepError, SettingError
 from lockstep.launch import host
 from lockstep.launch.host import Machine, cpus_beside_gpus, visible
 from lockstep.launch.request import Executable, Function, Module, Request, Script
-from lockstep.launch.run_directory import note_generation, note_refused, prepare, settle, without_secrets
+from lockstep.launch.run_directory import note_generation, note_refused, prepare, settle
 from lockstep.launch.workers.rank_environment import common_environment, rank_environment
 from lockstep.settings import ResolvedSettings
 from lockstep.world import World
@@ -299,9 +299,27 @@ def test_a_new_run_directory_is_its_users_alone_and_says_no_secret(here):
     job = ask(run_dir="r")
     settle(job, now=NOW).close()
     assert job.run_dir.stat().st_mode & 0o777 == 0o700
-    assert without_secrets("lockstep run train.py --token x --lr 1 --api-key=y PASSWORD=z tokens.txt --auth -v") == (
-        "lockstep run train.py --token '***' --lr 1 '--api-key=***' 'PASSWORD=***' tokens.txt --auth -v"
-    )
+    program = Script("train.py", ("--token", "hunter2"))
+    secret = ask(program=program, run_dir="r2")
+    settle(secret, now=NOW).close()
+    assert "hunter2" not in (secret.run_dir / "run.json").read_text()
+    assert "hunter2" not in secret.to_resume
+    assert secret.to_resume.endswith("train.py --token '***'")
+    assert "hunter2" not in secret.to_resume_at("n1:29400")
+    with pytest.raises(SettingError, match="holds an earlier run") as raised:
+        ask(program=program, run_dir="r2")
+    assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize("left", ["", "{", '{"starts": [], "generations": {}}', '{"starts": 1, "generations": []}'])
+def test_a_damaged_record_beside_checkpoints_is_called_damaged_and_nothing_is_to_be_emptied(here, left):
+    begin(run_dir="r")
+    (here / "r/checkpoints").mkdir()
+    (here / "r/run.json").write_text(left)
+    for how in ({}, {"resume": True}, {"fresh": True}):
+        with pytest.raises(SettingError, match="is damaged or gone") as raised:
+            ask(run_dir="r", **how)
+        assert "empty" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("given", "meant"), [("PRECISON", "PRECISION"), ("SAVEEVERY", "SAVE_EVERY")])

@@ -210,3 +210,29 @@ def test_room_for_the_last_step_is_found_or_its_lack_is_told_and_leaves_nothing(
 @pytest.mark.parametrize(("given", "threads"), [("", 1), (" ", 1), ("3", 3), ("2,1", 2)])
 def test_the_threads_of_a_rank_are_those_of_the_outermost_level(given, threads):
     assert threads_of_rank({"OMP_NUM_THREADS": given}) == threads
+
+
+@pytest.mark.parametrize("kind", ["link", "link to a directory", "pipe", "another user's"])
+def test_what_others_have_put_into_the_memory_is_not_opened(tmp_path, kind):
+    memory, elsewhere = tmp_path / "shm", tmp_path / "elsewhere"
+    left = memory / "lockstep-emergency-x"
+    elsewhere.mkdir()
+    (elsewhere / "owner").write_text("x")
+    memory.mkdir()
+    if kind == "link to a directory":
+        left.symlink_to(elsewhere)
+    else:
+        left.mkdir()
+        if kind == "link":
+            (left / "owner").symlink_to(elsewhere / "owner")
+        elif kind == "pipe":
+            os.mkfifo(left / "owner")
+        else:
+            (left / "owner").write_text("x")
+            if os.geteuid():
+                pytest.skip("only root can give a directory to another user")
+            os.chown(left, 65534, 65534)
+    with emergency_memory(tmp_path, memory) as own:
+        assert own.parent == memory
+    assert (elsewhere / "owner").read_text() == "x"
+    assert left.exists() == (kind != "pipe")

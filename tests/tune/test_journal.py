@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lockstep.errors import SettingError
 from lockstep.tune.journal import JournalReader, JournalWriter, SearchPlan, journal_file, read_search
 from lockstep.tune.records import AttemptCut, Entry, LossReported, MovePlanned, TrialBegan, TrialEnded, decode, encode
+from lockstep.tune.search import Float, Space
 from lockstep.tune.trial_history import TrialHistory
 
 finite = st.floats(allow_nan=False, width=64)
@@ -178,7 +179,7 @@ def test_the_earlier_of_two_ends_counts():
 def test_read_search(tmp_path):
     with pytest.raises(SettingError, match="holds no search"):
         read_search(tmp_path)
-    plan = SearchPlan({"lr": [0.0, 1.0]}, {"seed": 3})
+    plan = SearchPlan(Space.of({"lr": Float(0, 1)}).to_json(), {"seed": 3})
     assert plan.write(tmp_path)
     assert not SearchPlan({}, {}).write(tmp_path)
     with contextlib.closing(JournalWriter(tmp_path, 0)) as writer:

@@ -1,17 +1,22 @@
 """Objectives, scripts and drivers that do what they should not: what comes out is right, or says what is wrong."""
 
+import csv
+import io
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import psutil
 import pytest
 import torch
+from rich.console import Console
 from searches import started
 from torch import nn
 from torch.nn import functional as F
@@ -19,14 +24,17 @@ from torch.nn import functional as F
 import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import MismatchError, TrialStopped
+from lockstep.formatting import acts
 from lockstep.launch_contract import ENDS_AT
 from lockstep.trial_contract import current_trial
-from lockstep.tune import Choice, Evaluated, Float, load
+from lockstep.tune import Choice, Evaluated, Float, draw_pictures, load
+from lockstep.tune.journal import write_patiently
 from lockstep.tune.outcome import Outcome
 from lockstep.tune.search import Space
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.start_search import _compare_ranks
 from lockstep.tune.summary import show
+from lockstep.tune.terminal_view import picture
 from waiting import DEADLINE_S
 
 LINE = {"x": Float(0, 1)}
@@ -364,3 +372,105 @@ def test_what_a_power_failure_cost_is_neither_counted_twice_nor_taken_for_anothe
     assert evaluated == [False]
     assert second.trials[:4] == first.trials
     assert [trial.number for trial in second.trials] == list(range(5))
+
+
+def test_damaged_claims_are_read_from_the_journal(tmp_path):
+    first = lockstep.tune(lambda params: params["x"], LINE, trials=4, run_dir="a")
+    claims = tmp_path / "a/claims"
+    for damage in (b"\xff" * 8 + claims.read_bytes()[8:], b"x", b"\0" * 800, claims.read_bytes()[:19] + b"zz"):
+        claims.write_bytes(damage)
+        again = lockstep.tune(lambda params: params["x"], LINE, trials=4, run_dir="a", resume=True)
+        assert again.trials == first.trials
+    second = lockstep.tune(lambda params: params["x"], LINE, trials=6, run_dir="a", resume=True)
+    assert second.trials[:4] == first.trials
+    assert [trial.state for trial in second.trials] == ["done"] * 6
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_trial(capfd):
+    written, waited = [], []
+
+    def write():
+        if len(waited) < 3:
+            waited.append(1)
+            with open("/dev/full", "wb", buffering=0) as full:
+                full.write(b"x")  # no space left on device
+        written.append(1)
+        return 1
+
+    assert write_patiently("its journal", write) == 1
+    assert (len(written), len(waited)) == (1, 3)
+    assert capfd.readouterr().err.count("cannot write its journal (No space left on device), and tries again") == 1
+    with pytest.raises(IsADirectoryError):
+        write_patiently("its journal", lambda: os.open(".", os.O_WRONLY))
+
+
+def interrupted(params):
+    if current_trial().number == 1:
+        raise KeyboardInterrupt
+    return params["x"]
+
+
+def search_with_workers(objective):
+    lockstep.tune(objective, LINE, trials=6, workers=2, run_dir="a", retries=0)
+
+
+def test_an_interrupt_in_an_objective_costs_that_trial_and_no_worker():
+    driver = started(search_with_workers, interrupted)
+    driver.join(DEADLINE_S)
+    assert driver.exitcode == 0
+    trials = load("a").trials
+    assert [trial.state for trial in trials] == ["done", "failed", *["done"] * 4]
+    assert trials[1].reason.startswith("KeyboardInterrupt (test_what_goes_wrong.py:")
+
+
+def removes_the_journal(params):
+    number = current_trial().number
+    if number == 2:
+        shutil.rmtree("a/journal")
+    return params["x"]
+
+
+def test_a_journal_that_is_removed_is_written_again_by_those_who_have_it_open():
+    result = lockstep.tune(removes_the_journal, LINE, trials=5, run_dir="a")
+    assert [trial.state for trial in result.trials] == ["done"] * 5
+    assert load("a").trials == result.trials
+    again = lockstep.tune(removes_the_journal, LINE, trials=5, run_dir="a", resume=True)
+    assert again.trials == result.trials
+
+
+def test_a_copy_of_a_journal_counts_no_trial_twice():
+    first = lockstep.tune(lambda params: params["x"], LINE, trials=4, run_dir="a")
+    shutil.copy("a/journal/worker-0000.jsonl", "a/journal/worker-0007.jsonl")
+    shutil.copy("a/journal/worker-0000.jsonl", "a/journal/worker-0000 (copy).jsonl")
+    second = lockstep.tune(lambda params: params["x"], LINE, trials=8, run_dir="a", resume=True)
+    assert [trial.losses for trial in second.trials[:4]] == [trial.losses for trial in first.trials]
+    assert [trial.state for trial in second.trials] == ["done"] * 8
+
+
+def test_hostile_names_and_values_do_nothing_in_what_is_shown():
+    space = {"a\x1b]0;owned\x07": Choice("=1+1", "\x00<script>", "$\\frac{$"), "x": Float(0, 1)}
+
+    def objective(params):
+        if current_trial().number == 2:
+            raise ValueError("\x1b[2J [/bold] gone")
+        return params["x"]
+
+    result = lockstep.tune(objective, space, trials=8, run_dir="a")
+    assert not any(acts(line) for line in show(result.record).splitlines())
+    for path in draw_pictures(result.record, "pictures"):
+        if path.suffix == ".svg":
+            ElementTree.parse(path)
+        if path.suffix == ".csv":
+            with path.open(newline="") as file:
+                cells = [cell for row in csv.reader(file) for cell in row]
+            assert not any(acts(cell) for cell in cells)
+            assert all(_is_number(cell) for cell in cells if cell.startswith(("=", "+", "-", "@")))
+    Console(file=io.StringIO()).print(picture(result.record, 0.0))
+
+
+def _is_number(text):
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

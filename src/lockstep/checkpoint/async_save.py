@@ -36,7 +36,7 @@ from lockstep.checkpoint.filesystem import LOCAL, FileSystem
 from lockstep.checkpoint.json_state import StateTree, Tree, encode
 from lockstep.checkpoint.layout import File, lay_out
 from lockstep.checkpoint.lock import Holder, lock_root
-from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.manifest import PROTECTED, Manifest
 from lockstep.checkpoint.next_step import NEXT_STEP, read_next_step
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.save_thread import Outcome, SaveMessages, SaveRequest, SaveThread, SaveWriter
@@ -45,9 +45,6 @@ from lockstep.collectives import Group
 from lockstep.errors import CheckpointError, DamagedCheckpoint, SettingError, UnreadableCheckpoint
 from lockstep.formatting import format_ranks, plural
 from lockstep.size_balancing import owners_of
-
-#: In a manifest's ``about``: steps whose checkpoints retention leaves alone.
-_PROTECTED = "protected_steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +86,9 @@ class _Verified:
             return cls(None, unreadable=unreadable(one.path, error))
         except CheckpointError as error:
             return cls(None, refused=str(error))
-        about = dict(manifest.about)
-        protected = frozenset(about.pop(_PROTECTED, ()))
-        return cls(Saved(one.path, one.step, about, protected), manifest_sum=zlib.crc32(manifest.dump()))
+        about = {name: value for name, value in manifest.about.items() if name != PROTECTED}
+        saved = Saved(one.path, one.step, about, manifest.protected_steps)
+        return cls(saved, manifest_sum=zlib.crc32(manifest.dump()))
 
 
 class Checkpoints:
@@ -341,7 +338,7 @@ class Checkpoints:
         file = _file_of(self._group.rank, self._group.size, names)
         self._stager.copy(file, tensors)
         self._saves += 1
-        described = {**about, _PROTECTED: sorted(self._protected)} if self._protected else dict(about)
+        described = {**about, PROTECTED: sorted(self._protected)} if self._protected else dict(about)
         manifest = Manifest(step, encoded, (), {}, described, lockstep=__version__, torch=torch.__version__)
         save = SaveRequest(
             manifest=manifest,

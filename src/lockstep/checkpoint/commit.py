@@ -124,18 +124,23 @@ def _holds(there: Committed, manifest: Manifest, disk: FileSystem) -> bool:
 def read_manifest(path: Path, disk: FileSystem = LOCAL) -> Manifest:
     """The manifest of the checkpoint in ``path``, once all its files are there in full size. Reads no tensor.
 
+    Whoever lists, verifies, loads, exports or resumes from a checkpoint asks this first: what it returns can be loaded,
+    but for bytes of tensors that are not those that were committed.
+
     Raises:
         DamagedCheckpoint: naming the file that is missing or not what was committed.
         CheckpointError: if a newer version of Lockstep wrote it.
     """
     try:
-        if disk.size(path / MANIFEST) < 0:
+        length = disk.size(path / MANIFEST)
+        if length < 0:
             raise DamagedCheckpoint(f"{path / MANIFEST} is no regular file")
         with disk.reader(path / MANIFEST) as file:
-            content = file.read()
+            manifest = Manifest.read(file, length, str(path / MANIFEST))
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} has no {MANIFEST}") from None
-    manifest = Manifest.parse(content, str(path / MANIFEST))
+    if (step := _NAME.fullmatch(path.name)) is not None and int(step[1]) != manifest.step:
+        raise DamagedCheckpoint(f"{path} holds the checkpoint of step {manifest.step}: it was copied or linked there")
     for tensor in manifest.tensors:
         boxes = [(piece.file, Box(piece.start, piece.shape)) for piece in tensor.pieces]
         if fault := coverage_error(boxes, tensor.shape):

@@ -15,6 +15,8 @@ from typing import Protocol
 
 from typing_extensions import override
 
+from lockstep.records import open_regular
+
 
 class FileSystem(Protocol):
     """A file system; each operation raises `OSError` as the operating system does."""
@@ -59,7 +61,7 @@ class FileSystem(Protocol):
         """Bytes in a file; -1 for what is no regular file, such as a link or a pipe, which is not to be opened."""
 
     def reader(self, path: Path) -> io.BufferedIOBase:
-        """A file opened for reading; the caller closes it."""
+        """A regular file opened for reading, and no link to one; the caller closes it."""
 
     def free_bytes(self, path: Path) -> int:
         """Bytes that may still be written beneath ``path``."""
@@ -131,7 +133,7 @@ class LocalFileSystem(FileSystem):
 
     @override
     def reader(self, path: Path) -> io.BufferedIOBase:
-        return path.open("rb")
+        return open_regular(path, follow=False)
 
     @override
     def free_bytes(self, path: Path) -> int:

@@ -19,6 +19,11 @@ from dataclasses import dataclass
 
 from lockstep.checkpoint.manifest import Block, Manifest, Piece
 
+#: Pairs of boxes; each takes about 1 us.
+_MOST_COMPARED = 1_000_000
+#: Boxes times dimensions, of which an element is looked for that is not held once.
+_MOST_TO_NAME = 4_000
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:
@@ -121,8 +126,9 @@ def lay_out(rank: int, tensors: Iterable[tuple[int, Extent]]) -> File:
 def coverage_error(boxes: Sequence[tuple[str, Box]], shape: tuple[int, ...]) -> str:
     """How ``boxes``, each with the name of who holds it, fail to cover a tensor of ``shape`` exactly once.
 
-    Empty if they do cover it. Otherwise names an element, and who holds it. Boxes without elements cover nothing. Where
-    all is well, costs about n log n for n boxes that divide one dimension.
+    Empty if they do cover it. Otherwise names an element, and who holds it; but not for very many boxes, which might
+    take for ever. Boxes without elements cover nothing. Where all is well, costs about n log n for n boxes that divide
+    one dimension.
     """
     for who, box in boxes:
         inside = len(box.start) == len(shape) == len(box.shape) and all(
@@ -131,8 +137,13 @@ def coverage_error(boxes: Sequence[tuple[str, Box]], shape: tuple[int, ...]) -> 
         if not inside:
             return f"{who} holds {box.shape} at {box.start}, which is not within {shape}"
     full = [(who, box) for who, box in boxes if box.elements]
-    if sum(box.elements for _, box in full) == math.prod(shape) and _disjoint([box for _, box in full]):
-        return ""
+    try:
+        if sum(box.elements for _, box in full) == math.prod(shape) and _disjoint([box for _, box in full]):
+            return ""
+        if len(full) * len(shape) > _MOST_TO_NAME:
+            return f"its {len(full)} boxes do not cover it exactly once"
+    except TimeoutError as error:
+        return str(error)
     fault = _first_fault(full, shape, 0)
     assert fault is not None
     at, holders = fault
@@ -140,15 +151,23 @@ def coverage_error(boxes: Sequence[tuple[str, Box]], shape: tuple[int, ...]) -> 
 
 
 def _disjoint(boxes: Sequence[Box]) -> bool:
-    """Whether no two boxes, none of them empty, share an element."""
+    """Whether no two boxes, none of them empty, share an element.
+
+    Raises:
+        TimeoutError: if that would take long.
+    """
     dims = len(boxes[0].shape) if boxes else 0
     if not dims:
         return len(boxes) <= 1
     # Along the dimension in which they begin at the most places, few overlap.
     along = max(range(dims), key=lambda d: len({box.start[d] for box in boxes}))
     still_open: list[Box] = []
+    compared = 0
     for box in sorted(boxes, key=lambda b: b.start[along]):
         still_open = [other for other in still_open if other.end[along] > box.start[along]]
+        compared += len(still_open)
+        if compared > _MOST_COMPARED:
+            raise TimeoutError(f"its {len(boxes)} boxes lie beside each other as no strategy divides a tensor")
         if any(_meet(box, other) for other in still_open):
             return False
         still_open.append(box)

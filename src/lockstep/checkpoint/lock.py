@@ -24,6 +24,7 @@ from typing import Self
 from lockstep.checkpoint.commit import make_directories
 from lockstep.checkpoint.filesystem import LOCAL
 from lockstep.errors import SettingError
+from lockstep.records import from_known, object_from, read_bytes
 
 #: Its name in a root. It stays there: removing it would let two runs lock two files of that name.
 LOCK_FILE = ".run-lock"
@@ -55,16 +56,16 @@ class Holder:
     def read(cls, path: Path) -> Self | None:
         """What ``path`` says; None while its holder has not said it, or where that could not be written."""
         try:
-            return cls.parse(path.read_bytes())
-        except OSError:
+            return cls.parse(read_bytes(path))
+        except (OSError, ValueError):
             return None
 
     @classmethod
     def parse(cls, text: bytes) -> Self | None:
         """What ``text`` says; None if it names nobody."""
         try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError):
+            return from_known(cls, object_from(text))
+        except ValueError:
             return None
 
     def __str__(self) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from lockstep.checkpoint.commit import Committed
 from lockstep.checkpoint.filesystem import FileSystem
+from lockstep.records import MOST_BYTES, value_in
 
 NEXT_STEP: Final = "next-step.json"
 
@@ -86,11 +87,11 @@ class NextStepFile:
 def read_next_step(path: Path, disk: FileSystem) -> dict[str, Any] | None:
     """What the checkpoint in ``path`` says of the step after it; None if that is not there, or not in full."""
     try:
-        if disk.size(path / NEXT_STEP) < 0:
+        if not 0 <= disk.size(path / NEXT_STEP) <= MOST_BYTES:
             return None
         with disk.reader(path / NEXT_STEP) as file:
             found, _, text = file.read().decode().partition(" ")
-        content = json.loads(text) if found == f"{zlib.crc32(text.encode()):08x}" else None
+        content = value_in(text) if found == f"{zlib.crc32(text.encode()):08x}" else None
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

@@ -26,14 +26,18 @@ import torch
 
 from lockstep.checkpoint.json_state import Tree, decode, encode
 from lockstep.checkpoint.layout import Box, coverage_error
+from lockstep.checkpoint.manifest import ITEM_BYTES, check_shape
 from lockstep.checkpoint.pinned_memory import copy_to_host, lock_pages
 from lockstep.checkpoint.tensors import TensorEntry
 from lockstep.checkpoint.whole_save import FlatTree
 from lockstep.collectives import TensorShard
 from lockstep.errors import CheckpointError
+from lockstep.records import of_kind, value_in
 
 _HEADER: Final = struct.Struct("<qqqI")  # step, room for the text, its bytes, their CRC-32
 _STEP: Final = struct.Struct("<q")
+#: What the text of a slot holds: what it was written with, the tree, and of each tensor its type, shape and box.
+_TEXT: Final = tuple[Any, Any, list[tuple[str, tuple[int, ...], tuple[int, ...] | None, tuple[int, ...]]]]
 _NONE: Final = -1  # the step of a slot that is not whole
 _ALIGNED: Final = 64
 #: To copy less takes no more time than a thread's start.
@@ -311,18 +315,32 @@ def read_part_head(path: Path) -> PartHead | None:
         text = file.read(length) if is_whole else b""
     if not text or zlib.crc32(text) != crc32:
         return None
-    return PartHead(str(path), step, decode(json.loads(text)[0], ()))
+    try:
+        about, _, _ = of_kind(_TEXT, value_in(text))
+        return PartHead(str(path), step, of_kind(dict[str, Any], decode(about, ())))
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        return None
 
 
 def load_part(content: mmap.mmap | memoryview) -> Tree:
-    """The tree in the bytes of a whole slot; its tensors lie in ``content``, divided ones as `TensorShard`."""
-    _, room, length, _ = _HEADER.unpack_from(content, 0)
-    _, encoded, described = json.loads(bytes(content[_HEADER.size : _HEADER.size + length]))
-    kinds = [(getattr(torch, dtype), here) for dtype, _, _, here in described]
-    offsets, _ = _offsets(_HEADER.size + room, kinds)
-    tensors = [_view(content, offset, *kind) for offset, kind in zip(offsets, kinds, strict=True)]
-    leaves = [_leaf(tensor, one) for tensor, one in zip(tensors, described, strict=True)]
-    return decode(encoded, leaves)
+    """The tree in the bytes of a whole slot; its tensors lie in ``content``, divided ones as `TensorShard`.
+
+    Raises:
+        CheckpointError: if the bytes are not what a `PartWriter` has written.
+    """
+    try:
+        _, room, length, _ = _HEADER.unpack_from(content, 0)
+        _, encoded, described = of_kind(_TEXT, value_in(bytes(content[_HEADER.size : _HEADER.size + length])))
+        for dtype, shape, _, here in described:
+            for one in (shape, here):
+                check_shape("a tensor of the slot", one, ITEM_BYTES[dtype])
+        kinds = [(getattr(torch, dtype), here) for dtype, _, _, here in described]
+        offsets, _ = _offsets(_HEADER.size + room, kinds)
+        tensors = [_view(content, offset, *kind) for offset, kind in zip(offsets, kinds, strict=True)]
+        leaves = [_leaf(tensor, one) for tensor, one in zip(tensors, described, strict=True)]
+        return decode(encoded, leaves)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, struct.error) as error:
+        raise CheckpointError(f"a part of a state that a rank has left is not understood: {error}") from error
 
 
 def _leaf(tensor: torch.Tensor, described: Sequence[Any]) -> torch.Tensor | TensorShard:

@@ -15,6 +15,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from lockstep.checkpoint.manifest import ITEM_BYTES, check_shape
+from lockstep.records import from_known, object_from
+
 _DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -34,7 +37,7 @@ _METADATA = "__metadata__"
 #: The head's length is a multiple of it, so that tensors behind it can be mapped into memory as they are.
 _ALIGNMENT = 16
 #: As the format's own library allows.
-_GREATEST_HEAD = 100_000_000
+GREATEST_HEAD = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +83,46 @@ def head_of(tensors: Iterable[FileTensor], metadata: Mapping[str, str] | None = 
     return len(text).to_bytes(8, "little") + text
 
 
-def read_head(read: Callable[[int], bytes]) -> tuple[int, list[tuple[int, FileTensor]]]:
-    """What a file says of its tensors.
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What the head says of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def read_head(read: Callable[[int], bytes], size: int) -> tuple[int, list[tuple[int, FileTensor]]]:
+    """What a file of ``size`` bytes says of its tensors: each is one that torch can have, and lies within the file.
 
     Args:
         read: reads so many next bytes of the file, from its beginning on.
+        size: of the whole file.
 
     Returns:
         The length of the head in bytes; and of each tensor how many bytes behind that it begins, and what it is.
 
     Raises:
-        ValueError: if it is no safetensors file, or holds a type that PyTorch has not.
+        ValueError: if it is no safetensors file, is cut short, or holds what is no tensor of PyTorch's.
     """
     length = int.from_bytes(read(8), "little")
-    if not 2 <= length <= _GREATEST_HEAD:
-        raise ValueError(f"a head of {length} bytes: this is no safetensors file")
-    entries = json.loads(read(length))
+    if not 2 <= length <= min(GREATEST_HEAD, size - 8):
+        raise ValueError(f"a head of {length} bytes in a file of {size}: this is no safetensors file, or cut short")
+    entries = object_from(read(length))
     types = {word: name for name, word in _DTYPES.items()}
     found = []
-    for name, entry in entries.items():
+    for name, values in entries.items():
         if name == _METADATA:
             continue
-        if entry["dtype"] not in types:
-            raise ValueError(f"{name} has the type {entry['dtype']}, which is none of PyTorch's")
-        first, end = entry["data_offsets"]
-        found.append((first, FileTensor(name, types[entry["dtype"]], tuple(entry["shape"]), end - first)))
+        entry = from_known(_Entry, values)
+        if entry.dtype not in types:
+            raise ValueError(f"{name} has the type {entry.dtype!r:.80}, which is none of PyTorch's")
+        first, end = entry.data_offsets
+        tensor = FileTensor(name, types[entry.dtype], entry.shape, end - first)
+        check_shape(name, tensor.shape, ITEM_BYTES[tensor.dtype])
+        if first < 0 or tensor.length != math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]:
+            raise ValueError(f"{name} has {tensor.length} bytes, which do not fit its shape and type")
+        if 8 + length + end > size:
+            raise ValueError(f"it is cut short: it has {size} bytes, and {name} is beyond its end")
+        found.append((first, tensor))
     return 8 + length, found

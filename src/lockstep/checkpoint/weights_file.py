@@ -7,8 +7,6 @@ directory/                       with one of the two, as transformers writes it
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import zlib
 from collections.abc import Mapping
@@ -17,10 +15,11 @@ from pathlib import Path
 import torch
 
 from lockstep.checkpoint.layout import Box, runs_within
-from lockstep.checkpoint.safetensors_file import FileTensor, read_head
+from lockstep.checkpoint.safetensors_file import GREATEST_HEAD, FileTensor, read_head
 from lockstep.checkpoint.tensors import content_of
 from lockstep.collectives import StoredTensor
 from lockstep.errors import SettingError
+from lockstep.records import of_kind, open_regular, read_object
 
 _NAMES = ("model.safetensors", "model.safetensors.index.json")
 
@@ -35,7 +34,9 @@ def read_weights(path: Path) -> dict[str, StoredTensor]:
         path = next((path / name for name in _NAMES if (path / name).is_file()), path)
     try:
         if path.name.endswith(".json"):
-            names: dict[str, str] = json.loads(path.read_text())["weight_map"]
+            names: dict[str, str] = of_kind(
+                dict[str, str], read_object(path, GREATEST_HEAD)["weight_map"], "weight_map"
+            )
             files = {name: _tensors_of(path.with_name(name)) for name in sorted(set(names.values()))}
             for name, file in names.items():
                 if name not in files[file]:
@@ -43,7 +44,7 @@ def read_weights(path: Path) -> dict[str, StoredTensor]:
             return {name: files[file][name] for name, file in names.items()}
         if path.suffix.lower() == ".safetensors":
             return _tensors_of(path)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError) as error:
         raise SettingError(f"weights={str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
     raise SettingError(
         f"weights={str(path)!r}: give a .safetensors file, a .safetensors.index.json, or a directory with {_NAMES[0]} "
@@ -65,17 +66,11 @@ def checksum_of_first_rows(weights: Mapping[str, StoredTensor]) -> int:
 
 
 def _tensors_of(path: Path) -> dict[str, StoredTensor]:
-    with path.open("rb") as file:
-        length, tensors = read_head(file.read)
-        size = file.seek(0, os.SEEK_END)
-    for offset, tensor in tensors:
-        dtype: torch.dtype = getattr(torch, tensor.dtype)
-        if offset < 0 or tensor.length != math.prod(tensor.shape) * dtype.itemsize:
-            raise ValueError(
-                f"{path.name} gives {tensor.length} bytes to {tensor.name}, which do not fit its shape and type"
-            )
-        if length + offset + tensor.length > size:
-            raise ValueError(f"{path.name} is cut short: it has {size} bytes, and {tensor.name} is beyond its end")
+    with open_regular(path) as file:
+        try:
+            length, tensors = read_head(file.read, os.fstat(file.fileno()).st_size)
+        except ValueError as error:
+            raise ValueError(f"{path.name}: {error}") from error
     return {tensor.name: _stored(path, length + offset, tensor) for offset, tensor in tensors}
 
 

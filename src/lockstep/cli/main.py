@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import shlex
 import sys
 import threading
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from lockstep.cli.setting_options import add_setting_options, settings_of
 from lockstep.cli.top import COMMANDS as TOP_COMMANDS
 from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
 from lockstep.errors import LaunchError, LockstepError, SettingError
-from lockstep.formatting import did_you_mean
+from lockstep.formatting import command_line, did_you_mean, harmless
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from lockstep.report import refuse_unknown_trackers
 from lockstep.script_end import leave
@@ -106,7 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SettingError(_advice(unknown[0], command))
         return command.act(parsed, rest)
     except LockstepError as error:
-        print(f"lockstep{f' {name}' if name in COMMANDS else ''}: {error}", file=sys.stderr)
+        # It may name what a file or another host says.
+        text = harmless(str(error), keep="\n")
+        print(f"lockstep{f' {name}' if name in COMMANDS else ''}: {text}", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, LaunchError) else EXIT_USAGE
 
 
@@ -362,7 +363,7 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
         argv=(*(sys.executable, "-m", "lockstep", "run", *run, *requeue, *kind, parsed.script, *of_script),),
         directory=str(Path.cwd()),
         stem=program.stem,
-        written_by=shlex.join(["lockstep", "job", name, *words]),
+        written_by=command_line(["lockstep", "job", name, *words]),
         version=lockstep.__version__,
     )
     script = job_script.write(scheduler, request, command)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from lockstep.cli.command import Command, Parser
 from lockstep.errors import CheckpointError, SettingError
-from lockstep.formatting import duration, size
+from lockstep.formatting import duration, harmless, size
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
 
 _RUN_HELP = "a run directory, such as runs/NAME; its directory of checkpoints; or one checkpoint"
@@ -49,8 +49,8 @@ def _export(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         return _failed("export", error)
     config = "" if not done.out.is_dir() else ", with its config" if done.with_config else ", without a config"
     print(
-        f"{done.out}: model {done.model} after step {done.step}, {done.tensors} tensors, {size(done.size_bytes)}"
-        f"{config}",
+        f"{done.out}: model {harmless(done.model)} after step {done.step}, {done.tensors} tensors, "
+        f"{size(done.size_bytes)}{config}",
         file=sys.stderr,
     )
     return EXIT_OK
@@ -82,7 +82,7 @@ def _list(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         table.append((step + (" best" if row.best else ""), *cells, metrics))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(harmless("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()))
     return EXIT_OK
 
 
@@ -101,7 +101,7 @@ def _verify(parsed: argparse.Namespace, words: Sequence[str]) -> int:
 
     checked = check(_run_of(parsed, "verify"), parsed.step)
     for one, fault in checked:
-        print(f"{one.path.name}  {f'DAMAGED: {fault}' if fault else 'whole'}")
+        print(harmless(f"{one.path.name}  {f'DAMAGED: {fault}' if fault else 'whole'}"))
     return EXIT_FAILED if any(fault for _, fault in checked) else EXIT_OK
 
 
@@ -151,7 +151,7 @@ def _run_of(parsed: argparse.Namespace, name: str) -> str:
 
 
 def _failed(name: str, error: Exception) -> int:
-    print(f"lockstep {name}: {error}", file=sys.stderr)
+    print(f"lockstep {name}: {harmless(str(error))}", file=sys.stderr)
     return EXIT_FAILED
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -15,6 +14,7 @@ from lockstep.cli.command import Command, Parser, split_at_script
 from lockstep.cli.search_results import add_result_options, show_results, wants_results
 from lockstep.cli.setting_options import add_setting_options, settings_of
 from lockstep.errors import SettingError
+from lockstep.formatting import command_line
 from lockstep.settings import Interval
 from lockstep.world import World
 
@@ -148,7 +148,7 @@ def _tune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         settings=settings,
         hang_after_s=parsed.hang_after,
         grace_s=parsed.grace,
-        again=shlex.join([*again, parsed.script, *of_script]),
+        again=command_line([*again, parsed.script, *of_script]),
     )
     return Driver(request, sys.stdout, sys.stderr).run()
 

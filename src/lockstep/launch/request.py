@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from lockstep.errors import SettingError
+from lockstep.formatting import command_line
 
 #: How ranks are started: as copies of one process that has imported torch, or each as a Python process of its own.
 #: ``copy``: that one process is itself a copy of the launcher's, which has imported torch already.
@@ -281,16 +281,19 @@ class Request:
 
     @property
     def subject(self) -> str:
-        """What is run with which settings, as text; equal for every way to start it."""
+        """What is run with which settings, as text without secrets; equal for every way to start it."""
         args = () if isinstance(self.program, Function) else self.program.args
         settings = [f"{name}={value}" for name, value in sorted(self.settings.items())]
-        return shlex.join([*settings, self.program.name, *args])
+        return command_line([*settings, self.program.name, *args])
 
     def command(self, *more: str) -> str:
-        """This request as a command line, with ``more`` options; messages tell the user with it what to type next."""
+        """This request as a command line, with ``more`` options; messages tell the user with it what to type next.
+
+        Without secrets, for what is printed lands in files that others may read: ``***`` is in their places.
+        """
         if isinstance(self.program, Function):
             return f"lockstep.launch({', '.join([self.program.name, *self._keywords(more)])})"
-        return shlex.join(["lockstep", *self.command_args(*more)])
+        return command_line(["lockstep", *self.command_args(*more)])
 
     def spelt(self, option: str, value: object) -> str:
         """An option as the user has given it: ``--run-dir a``, or ``run_dir='a'`` for `lockstep.launch`."""

@@ -6,9 +6,8 @@ import contextlib
 import fcntl
 import importlib.metadata
 import json
+import os
 import platform
-import re
-import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,13 +25,13 @@ from lockstep.launch.program import check_program
 from lockstep.launch.request import Executable, Request, StartMethod, with_option
 from lockstep.launch.schedulers.requeue import directory, goes_on, noted
 from lockstep.launch.schedulers.scheduler import Allocation
+from lockstep.records import of_kind, read_object
 from lockstep.settings import check_variables
 from lockstep.world import World
 
 #: The file by which a run directory is recognized.
 MARK = "run.json"
 _LOCK = ".lock"
-_SECRET = re.compile(r"token|secret|passw|passphrase|credential|api[-_]?key|auth", re.IGNORECASE)
 _RUNS = Path("runs")
 _NO_SCHEDULER = Allocation()
 
@@ -208,14 +207,14 @@ def settle(job: Job, *, now: datetime) -> TextIO:
     lock = _locked(job.run_dir)
     job.status.unlink(missing_ok=True)
     start = {
-        "command": without_secrets(job.request.command(*begin_options(job))),
+        "command": job.request.command(*begin_options(job)),
         "time": now.astimezone().isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "cwd": str(Path.cwd()),
         "ranks": job.ranks,
         "begins": job.begins,
         "settings": dict(job.request.settings),
-        **noted(job.given, without_secrets(job.request.subject)),
+        **noted(job.given, job.request.subject),
         "versions": versions(),
     }
     about = _about(job.run_dir) or {"format": 1, "starts": [], "generations": []}
@@ -252,17 +251,6 @@ def note_refused(job: Job) -> None:
 
 def _was_refused(about: Mapping[str, Any] | None) -> bool:
     return about is not None and all(start.get("refused") for start in about["starts"])
-
-
-def without_secrets(command: str) -> str:
-    """``command`` with ``***`` for what is given to options and variables that are named after a secret."""
-    words, hides = [], False
-    for word in shlex.split(command):
-        name, equals, _ = word.partition("=")
-        secret = _SECRET.search(name) is not None and (name.startswith("-") or equals)
-        words.append("***" if hides and not word.startswith("-") else f"{name}=***" if secret and equals else word)
-        hides = bool(secret and not equals)
-    return shlex.join(words)
 
 
 def begin_options(job: Job) -> list[str]:
@@ -323,7 +311,7 @@ def _run_dir(
         raise SettingError("--resume and --fresh contradict each other; give one of them")
     again = f"{given} was started again, so its run goes on"
     if request.run_dir is None and given.job and not request.resume:
-        path, on = directory(given, _RUNS.absolute(), request.program.stem, without_secrets(request.subject), _about)
+        path, on = directory(given, _RUNS.absolute(), request.program.stem, request.subject, _about)
         return path, "resume" if on else "fresh" if request.fresh else "new", (again,) if on else ()
     if request.run_dir is None:
         if request.resume and not request.settings.get("checkpoint"):
@@ -341,12 +329,17 @@ def _run_dir(
         return run_dir, "fresh", ()
     if not held:
         return run_dir, "resume" if request.resume else "new", ()
+    if _about(run_dir) is None and trained:
+        raise SettingError(
+            f"{spelt} holds a run whose {MARK} is damaged or gone. What it has saved is still there: go on in a new "
+            f"directory from a copy of {relative_path(run_dir / 'checkpoints')}, with --resume --checkpoint DIR"
+        )
     if _about(run_dir) is None:
-        raise SettingError(f"{spelt} is not empty and holds no run (no {MARK}); give a new directory, or empty it")
+        raise SettingError(f"{spelt} is not empty and holds no run (no {MARK}); give a new directory")
     if request.resume:
         return run_dir, "resume", ()
     # Before --fresh: a job that began with it is not to start over each time the scheduler starts it again.
-    if goes_on(given, without_secrets(request.subject), _about(run_dir)):
+    if goes_on(given, request.subject, _about(run_dir)):
         return run_dir, "resume", (again,)
     if request.fresh:
         return run_dir, "fresh", ()
@@ -375,10 +368,12 @@ def _unused(path: Path) -> Path:
 
 def _about(run_dir: Path) -> dict[str, Any] | None:
     try:
-        about = json.loads((run_dir / MARK).read_text(encoding="utf-8"))
+        about = read_object(run_dir / MARK)
+        for name in ("starts", "generations"):
+            of_kind(list[dict[str, Any]], about.get(name), name)
     except (OSError, ValueError):
         return None
-    return about if isinstance(about, dict) and "starts" in about and "generations" in about else None
+    return about
 
 
 def _generations(run_dir: Path) -> list[Any]:
@@ -387,7 +382,10 @@ def _generations(run_dir: Path) -> list[Any]:
 
 def _write(run_dir: Path, about: dict[str, Any]) -> None:
     scratch = run_dir / f".{MARK}"
-    scratch.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(about, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # else a power cut may leave an empty file under the name
     scratch.replace(run_dir / MARK)
 
 

@@ -8,7 +8,7 @@
 Nothing here needs torch, and rich is imported only for a terminal.
 """
 
-from lockstep.report.figure import new_figure
+from lockstep.report.figure import new_figure, save_svg, write_table
 from lockstep.report.metrics_file import MetricsFile, record_row
 from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
 from lockstep.report.status import State, Status, StatusFile, epoch_number
@@ -51,6 +51,8 @@ __all__ = [
     "open_trackers",
     "record_row",
     "refuse_unknown_trackers",
+    "save_svg",
     "top",
     "view_word",
+    "write_table",
 ]

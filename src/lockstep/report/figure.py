@@ -1,10 +1,21 @@
-"""Figures of matplotlib, which is loaded only when one is drawn."""
+"""Figures of matplotlib, which is loaded only when one is drawn, and tables beside them, as harmless files.
+
+Names and values in them are whatever a script says, or who writes its files.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import SettingError
+from lockstep.formatting import acts, harmless
+
+#: What begins a formula in a spreadsheet.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -18,3 +29,33 @@ def new_figure(width: float, height: float) -> Any:
     except ImportError:
         raise SettingError("pictures need matplotlib: pip install matplotlib") from None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_svg(figure: Any, path: Path, title: str = "") -> None:
+    """Write ``figure`` to ``path`` as SVG that any program can read: no XML holds control characters.
+
+    Equal figures are equal files.
+    """
+    import matplotlib
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # a name with two dollars is no formula
+        if acts(text.get_text()):
+            text.set_text(harmless(text.get_text(), keep="\n"))
+    drawn = io.StringIO()
+    with matplotlib.rc_context({"text.parse_math": False}):
+        figure.savefig(drawn, format="svg", metadata={"Date": None, **({"Title": title} if title else {})})
+    path.write_text(harmless(drawn.getvalue(), keep="\n\t"), encoding="utf-8")
+
+
+def write_table(path: Path, rows: Iterable[Iterable[object]]) -> None:
+    """Write ``rows`` to ``path`` as CSV, of which a spreadsheet computes nothing: what begins a formula is quoted."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([_cell(value) for value in row] for row in rows)
+
+
+def _cell(value: object) -> object:
+    if not isinstance(value, str):
+        return value if isinstance(value, int | float | None) else harmless(str(value))
+    return harmless(f"'{value}" if value.startswith(_FORMULA) else value)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
+from lockstep.records import of_kind, value_in
 
 _RESERVED = ("step", "wall_s")
 _MOST_WAITING = 10_000  # records for which there is no room
@@ -222,10 +223,10 @@ def _rows(content: bytes, path: Path) -> Iterator[tuple[dict[str, float], int]]:
 
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row: dict[str, Any] = of_kind(dict[str, float | bool | None], value_in(line))
     except ValueError:
         return {}
-    return row if isinstance(row, dict) else {}
+    return row if type(row.get("step")) in (int, float) else {}
 
 
 def _names(row: Mapping[str, object]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.memory_use import UNKNOWN, MemoryUse
+from lockstep.records import of_kind, read_bytes, value_in
 
 #: Less waiting than this is not reported: all ranks wait a little for each other.
 _NOTEWORTHY = 0.1
@@ -73,9 +74,7 @@ class RanksFile:
         """What the launchers of all nodes have written, by rank; what cannot be read is left out."""
         found: dict[int, RankStatus] = {}
         for path in sorted(run_dir.glob("ranks-*.json")):
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                found |= {
-                    one["rank"]: RankStatus(**{**one, "memory": MemoryUse.from_values(one.get("memory", {}))})
-                    for one in json.loads(path.read_text(encoding="utf-8"))
-                }
+            with contextlib.suppress(OSError, ValueError):
+                ranks = of_kind(list[RankStatus], value_in(read_bytes(path)), path.name)
+                found |= {one.rank: one for one in ranks}
         return [found[rank] for rank in sorted(found)]

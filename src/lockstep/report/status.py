@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
-from lockstep.formatting import count, duration, plural
+from lockstep.formatting import count, duration, harmless, plural
 from lockstep.memory_use import UNKNOWN, MemoryUse
+from lockstep.records import from_known, object_from, read_bytes
 
 T = TypeVar("T")
 State = Literal["training", "evaluating", "saving", "done", "unsaved", "stopped", "failed"]
@@ -61,9 +62,9 @@ class Status:
                 spare_s = self.job_left_s - self.eta_s
                 words["job"] += f", {duration(abs(spare_s))} {'spare' if spare_s >= 0 else 'short'}"
         if self.late and not self.ended:
-            words["late"] = self.late
+            words["late"] = harmless(self.late)
         if self.unprotected and not self.ended:
-            words["unprotected"] = self.unprotected
+            words["unprotected"] = harmless(self.unprotected)
         if self.last_saved_step is not None:
             words["saved"] = f"saved at step {count(self.last_saved_step)}"
         if self.generation:
@@ -75,19 +76,19 @@ class Status:
         return json.dumps({name: plain(value) for name, value in asdict(self).items()}, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, text: str | bytes) -> Self:
         """What `to_json` wrote.
 
         Raises:
             ValueError: if it is something else.
         """
+        values = object_from(text)
         try:
-            values = json.loads(text)
             for name in ("samples_per_s", "loss", "eta_s", "job_left_s"):
                 values[name] = number(values[name])
-            return cls(**{**values, "memory": MemoryUse.from_values(values.get("memory", {}))})
-        except (TypeError, KeyError) as error:
+        except KeyError as error:
             raise ValueError(f"no status of a run: {text[:80]!r}") from error
+        return from_known(cls, values)
 
 
 def epoch_number(epoch: int, epochs: int | None) -> int:
@@ -139,6 +140,6 @@ class StatusFile:
     def read(path: Path) -> Status | None:
         """The status at ``path``; None if there is none."""
         try:
-            return Status.from_json(path.read_text(encoding="ascii"))
+            return Status.from_json(read_bytes(path))
         except (OSError, ValueError):
             return None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lockstep.errors import SettingError
-from lockstep.formatting import count, duration, plural, size
+from lockstep.formatting import count, duration, harmless, plural, size
 from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
 from lockstep.report.status import Status, StatusFile
 from lockstep.report.views import LinesView, can_draw
@@ -122,11 +122,11 @@ def _row(one: RankStatus, memory: Sequence[str]) -> tuple[str, ...]:
     return (
         str(one.rank),
         count(one.step) if one.step >= 0 else "-",
-        one.phase,
+        harmless(one.phase),
         "-" if one.waits is None else f"{100 * one.waits:.0f} %",
         "now" if one.silent_s < _LATE_S else f"{duration(one.silent_s)} ago",
         *("-" if bytes_held is None else size(bytes_held) for bytes_held in held),
-        one.place,
+        harmless(one.place),
     )
 
 

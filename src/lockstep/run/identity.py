@@ -17,7 +17,7 @@ from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.collectives import Group
 from lockstep.data import SeenSamples
 from lockstep.errors import CheckpointError, MismatchError
-from lockstep.formatting import plural
+from lockstep.formatting import plural, without_secrets
 from lockstep.heartbeat import is_users
 from lockstep.run.kernels import fp32_precision, number_formats
 from lockstep.seeding import drawn_states
@@ -171,7 +171,7 @@ def code_of_user(modules: Mapping[str, ModuleType] | None = None) -> dict[str, s
 
 
 def arguments_of(argv: Sequence[str]) -> list[str]:
-    """The script's arguments, without those that differ between ranks by their nature."""
+    """The script's arguments without secrets, and without those that differ between ranks by their nature."""
     kept, skip = [], False
     for argument in argv:
         name, equals, _ = argument.lstrip("-").partition("=")
@@ -181,7 +181,7 @@ def arguments_of(argv: Sequence[str]) -> list[str]:
             skip = not equals
         else:
             kept.append(argument)
-    return kept
+    return without_secrets(kept)
 
 
 def optimizers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]]:

@@ -25,8 +25,9 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from lockstep.records import of_kind, read_bytes, value_in
 from lockstep.run.metrics import MetricMeans, State, plus
 
 _AREA_BYTES = 64 << 10
@@ -197,8 +198,8 @@ class MeasuresJournal:
 def read_journal(path: Path) -> Journal:
     """What is in the journal at ``path``; nothing, if there is none."""
     try:
-        return journal_in(path.read_bytes())
-    except OSError:
+        return journal_in(read_bytes(path))
+    except (OSError, ValueError):
         return Journal()
 
 
@@ -216,11 +217,14 @@ def _area(content: bytes) -> JournalArea | None:
     text = content[_HEADER.size : _HEADER.size + length]
     if begins == _NEVER or noted < begins or zlib.crc32(text) != crc32:
         return None
-    names, train, recent = json.loads(text)
     found = []
-    for number in range(entries):
-        step, name, *values = _ENTRY.unpack_from(content, _ENTRIES_AT + number * _ENTRY.size)
-        found.append((step, Measured(names[name], *values)))
+    try:
+        names, train, recent = of_kind(tuple[list[str], Any, Any], value_in(text), "a journal")
+        for number in range(entries):
+            step, name, *values = _ENTRY.unpack_from(content, _ENTRIES_AT + number * _ENTRY.size)
+            found.append((step, Measured(names[name], *values)))
+    except (ValueError, IndexError, struct.error):
+        return None
     return JournalArea(begins, noted, late, Sums(train, recent), tuple(found))
 
 

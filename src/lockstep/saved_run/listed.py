@@ -118,10 +118,9 @@ def _superseded(found: Sequence[Committed], keep: int) -> list[Committed]:
     newest = next((one for one in found if is_whole(one)), None)
     if newest is None:
         return []
-    about = CheckpointReader(newest.path).manifest.about
     best = _best_step(found)
-    protected = {*about.get("protected_steps", ()), *(() if best is None else (best,))} - {newest.step}
-    return [*expired(found, is_whole, newest, keep, protected)]
+    protected = CheckpointReader(newest.path).manifest.protected_steps | (set() if best is None else {best})
+    return [*expired(found, is_whole, newest, keep, protected - {newest.step})]
 
 
 def _best_step(found: Sequence[Committed]) -> int | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.report import new_figure
+from lockstep.report import new_figure, save_svg, write_table
 from lockstep.scale.bench_result import PARTS, BenchResult, BenchRow
 from lockstep.scale.rows import most_worthwhile
 
@@ -44,31 +43,33 @@ def draw(result: BenchResult, path: Path) -> None:
         axes[name].set_xticks(sorted({row.variant.ranks for row in rows}))
     crowded = "; hollow: more threads than cores" if any(row.oversubscribed for row in rows) else ""
     drawing.suptitle(f"{Path(result.script).name}, {result.machine.device}, {result.scaling} scaling{crowded}")
-    drawing.savefig(path, format="svg", metadata={"Date": None})
+    save_svg(drawing, path)
 
 
 def write_csv(result: BenchResult, path: Path) -> None:
     """Write each row of ``result``, with what the picture shows, as one line of a CSV file."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        lines = csv.writer(file)
-        named = ("strategy", "ranks", "batch", "bucket_mb", "precision", "workers")
-        of_row = ("samples_per_s", "speed_up", "efficiency", "epoch_s", "gpu_hours", "cost", "mfu", "oversubscribed")
-        parts = [f"{part}_s" for part in PARTS]
-        lines.writerow([*named, "global_batch", "micro_batch", "step_s", "low_s", "high_s", *of_row, *parts, "failed"])
-        for row in result.rows:
-            seen = row.measured
-            step = (
-                ["", "", "", "", ""]
-                if seen is None
-                else [seen.global_batch, seen.micro_batch, seen.step_s.median, seen.step_s.low, seen.step_s.high]
-            )
-            lines.writerow(
-                [getattr(row.variant, name) for name in named]
-                + step
-                + [getattr(row, name) for name in of_row]
-                + (["" for _ in PARTS] if seen is None else [seen.parts_s[part] for part in PARTS])
-                + [row.failed]
-            )
+    named = ("strategy", "ranks", "batch", "bucket_mb", "precision", "workers")
+    of_row = ("samples_per_s", "speed_up", "efficiency", "epoch_s", "gpu_hours", "cost", "mfu", "oversubscribed")
+    parts = [f"{part}_s" for part in PARTS]
+    lines: list[list[object]] = []
+    lines.append([*named, "global_batch", "micro_batch", "step_s", "low_s", "high_s", *of_row, *parts, "failed"])
+    for row in result.rows:
+        seen = row.measured
+        step: list[object] = (
+            ["", "", "", "", ""]
+            if seen is None
+            else [seen.global_batch, seen.micro_batch, seen.step_s.median, seen.step_s.low, seen.step_s.high]
+        )
+        lines.append(
+            [
+                *(getattr(row.variant, name) for name in named),
+                *step,
+                *(getattr(row, name) for name in of_row),
+                *(["" for _ in PARTS] if seen is None else [seen.parts_s[part] for part in PARTS]),
+                row.failed,
+            ]
+        )
+    write_table(path, lines)
 
 
 def curves(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:

@@ -14,9 +14,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import DataError
+from lockstep.records import from_known, read_object
 from lockstep.scale.steady_state import MedianInterval
 from lockstep.scale.sweep import Scaling, Variant
 
@@ -98,17 +98,9 @@ class BenchResult:
             DataError: if ``path`` holds something else, or another version.
         """
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_object(path)
             if content.pop("schema") != SCHEMA or content.pop("version") != VERSION:
                 raise DataError(f"{path} is no benchmark of version {VERSION}; lockstep bench --out DIR writes one")
-            rows = tuple(_row(row) for row in content.pop("rows"))
-            return cls(**{**content, "machine": BenchMachine(**content["machine"]), "rows": rows})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return from_known(cls, content)
+        except (ValueError, KeyError) as error:
             raise DataError(f"{path} is no whole benchmark: {error!r}") from error
-
-
-def _row(values: dict[str, Any]) -> BenchRow:
-    measured = values["measured"]
-    if measured is not None:
-        measured = Measured(**{**measured, "step_s": MedianInterval(**measured["step_s"])})
-    return BenchRow(**{**values, "variant": Variant(**values["variant"]), "measured": measured})

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.report import new_figure
+from lockstep.report import new_figure, save_svg, write_table
 from lockstep.scale.predict import Estimate, waterfall
 from lockstep.scale.predict_report import CAUSES
 from lockstep.scale.table_prediction import TablePrediction
@@ -53,7 +52,7 @@ def draw_estimates(estimates: Sequence[Estimate], path: Path) -> None:
     priced = any(one.cost is not None for one in estimates)
     money.set(xlabel="hours", ylabel="cost" if priced else "GPU-hours", xscale="log", title="cost of the time")
     _fall(fall, estimates[-1])
-    drawing.savefig(path, format="svg", metadata={"Date": None})
+    save_svg(drawing, path)
 
 
 def _fall(axes: Any, estimate: Estimate) -> None:
@@ -103,7 +102,7 @@ def draw_table(found: Sequence[TablePrediction], path: Path) -> None:
     sizes.plot(ranks, [abs(ratio - 1) * 100 for ratio in ratios], ".", color=_COLOURS[0], ms=4)
     sizes.set_xscale("log", base=2)
     sizes.set(title="error over GPUs", xlabel="GPUs", ylabel="error, %")
-    drawing.savefig(path, format="svg", metadata={"Date": None})
+    save_svg(drawing, path)
 
 
 def _flat(one: Estimate) -> dict[str, object]:
@@ -117,7 +116,4 @@ def _flat(one: Estimate) -> dict[str, object]:
 
 def _write(path: Path, rows: Sequence[dict[str, object]]) -> None:
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        lines = csv.DictWriter(file, columns, restval="")
-        lines.writeheader()
-        lines.writerows(rows)
+    write_table(path, [columns, *([row.get(column, "") for column in columns] for row in rows)])

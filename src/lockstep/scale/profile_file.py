@@ -11,14 +11,14 @@ version stays.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lockstep.errors import DataError
+from lockstep.records import from_known, read_object
 from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile, Timing
 
 SCHEMA, VERSION = "lockstep-profile", 1
@@ -47,25 +47,22 @@ def read_profile(path: Path) -> tuple[StepProfile, LinkProfile | None]:
         OSError: if it cannot be read.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        content = read_object(path)
+        if content.get("schema") != SCHEMA:
             raise DataError(f"{path} is no profile of a script; lockstep bench --profile FILE writes one")
         if content["version"] != VERSION:
             raise DataError(
                 f"{path} has version {content['version']} and this is of version {VERSION}: measure the script again"
             )
         step, link = content["step"], content["link"]
-        timings = {name: _known(Timing, step[name]) for name in ("data", "forward", "backward", "optimizer", "other")}
-        gradients = tuple(_known(GradientReady, gradient) for gradient in step["gradients"])
-        profile = _known(StepProfile, {**step, **timings, "gradients": gradients})
+        profile = from_known(StepProfile, step)
         _check_step(profile)
         if link is None:
             return profile, None
-        curve = {name: tuple(link[name]) for name in ("bytes", "seconds")}
-        measured = _known(LinkProfile, {**link, **curve})
+        measured = from_known(LinkProfile, link)
         _check_link(measured)
         return profile, measured
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError) as error:
         raise DataError(f"{path} is no whole profile of a script: {error!r}") from error
 
 
@@ -88,9 +85,3 @@ def _check_link(profile: LinkProfile) -> None:
         raise ValueError("a link must have two ranks or more, and a duration for each of its sizes, which must ascend")
     if not all(0 < s < math.inf for s in (*sizes, *seconds)):
         raise ValueError("sizes and durations of a link must be above 0")
-
-
-def _known(kind: type[T], values: dict[str, Any]) -> T:
-    """A value of ``kind`` from those of its fields that are there."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{name: value for name, value in values.items() if name in names})

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep.report import new_figure
+from lockstep.report import new_figure, save_svg
 from lockstep.scale.bench_picture import PART_COLOURS
 from lockstep.scale.timeline import Span, clock_offsets, laid_out
 from lockstep.step_record import RankRecord
@@ -67,7 +67,7 @@ def draw_timeline(steps: Mapping[str, Lanes], path: Path, title: str) -> None:
         handles=[*handles, _patch(axes, "sends", _SENDS)], loc="outside lower center", ncols=7, fontsize="small"
     )
     drawing.suptitle(title)
-    drawing.savefig(path, format="svg", metadata={"Date": None})
+    save_svg(drawing, path)
 
 
 def _draw_step(axes: Any, lanes: Lanes) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from pathlib import Path
 from typing import Final
 
-from lockstep.tune.journal import lock_error
+from lockstep.records import MOST_BYTES
+from lockstep.tune.journal import lock_error, write_patiently
 
 _FILE = "claims"
+_FORM = re.compile(rb"[0-9]{7}\n")
 _RECORD = 8  # bytes: the worker's number in decimal, and a newline
 
 
@@ -42,30 +45,36 @@ class TrialClaims:
             self._write(number, worker)
             return number
 
-    def take_over(self, number: int, before: int, worker: int) -> bool:
-        """Give the trial ``number`` of worker ``before`` to ``worker``; False if it is no longer that worker's."""
+    def take_over(self, number: int, before: int | None, worker: int) -> bool:
+        """Give the trial ``number`` of worker ``before`` to ``worker``; False if it is no longer that worker's.
+
+        ``before`` is what `owners` says, also where that is None.
+        """
         with _Locked(self._file):
-            record = os.pread(self._file, _RECORD, number * _RECORD)
-            if record != _record(before):
+            if _owner_in(os.pread(self._file, _RECORD, number * _RECORD)) != before:
                 return False
             self._write(number, worker)
             return True
 
-    def owners(self) -> tuple[int, ...]:
-        """The worker of each trial, by number."""
-        data = os.pread(self._file, os.fstat(self._file).st_size, 0)
-        return tuple(int(data[at : at + _RECORD]) for at in range(0, len(data) // _RECORD * _RECORD, _RECORD))
+    def owners(self) -> tuple[int | None, ...]:
+        """The worker of each trial, by number; None where the record is damaged, and the journal has to say."""
+        data = os.pread(self._file, min(os.fstat(self._file).st_size, MOST_BYTES), 0)
+        return tuple(_owner_in(data[at : at + _RECORD]) for at in range(0, len(data) // _RECORD * _RECORD, _RECORD))
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
 
     def _write(self, number: int, worker: int) -> None:
-        os.pwrite(self._file, _record(worker), number * _RECORD)
+        write_patiently("the claims", lambda: os.pwrite(self._file, _record(worker), number * _RECORD))
 
 
 def _record(worker: int) -> bytes:
     return b"%07d\n" % worker
+
+
+def _owner_in(record: bytes) -> int | None:
+    return int(record[:-1]) if _FORM.fullmatch(record) else None
 
 
 class _Locked:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from lockstep.launch import RankExit, failure_line, how_it_ended, next_generation
+from lockstep.records import from_known, read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Death:
     def read(cls, worker_dir: Path, generation: int) -> Self | None:
         """How the generation before ``generation`` died; None if it did not die, or was stopped."""
         try:
-            death = cls(**json.loads((worker_dir / "death.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            death = from_known(cls, read_object(worker_dir / "death.json"))
+        except (OSError, ValueError):
             return None
         return death if death.generation == generation - 1 else None

@@ -43,7 +43,7 @@ from lockstep.launch import (
     name_process,
     watch,
 )
-from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, SEARCH, STOP_FILE
+from lockstep.launch_contract import ENDS_AT, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, SEARCH, STOP_FILE
 from lockstep.tune.death import Death
 from lockstep.tune.followed_search import FollowedSearch
 from lockstep.tune.journal import SearchRecord, is_within_trial, journal_file
@@ -53,6 +53,8 @@ from lockstep.tune.views import choose_search_view, watch_search
 
 #: A worker whose ranks fail this often in a row before they begin a trial is not started again.
 _FAILED_STARTS = 3
+#: Exit codes of a worker whose ranks got a signal.
+_STOPPED = (EXIT_STOPPED, 128 + signal.SIGINT)
 _LOOK_S = 0.2
 _SHOW_EVERY_S = 1.0
 _NO_LIMIT = 10**9
@@ -125,6 +127,7 @@ class Driver:
         self._out, self._err = out, err
         self._processes: dict[WorkerSpec, ForkProcess] = {}
         self._starts: dict[WorkerSpec, list[int]] = {}  # length of the worker's journal at each start
+        self._held: dict[int, contextlib.ExitStack] = {}  # by worker: its lock, while it may be started
         self._codes: dict[WorkerSpec, int] = {}  # of workers that have ended
         self._stops = Stops()
         self._forwarded = 0
@@ -143,7 +146,11 @@ class Driver:
             check_program(request.program)
         gpus = visible_gpus(Machine.detect(os.environ), os.environ)
         with contextlib.ExitStack() as stack:
-            numbers = [stack.enter_context(self._directory.being_worker()) for _ in request.ranks]
+            numbers = []
+            for _ in request.ranks:
+                held = stack.enter_context(contextlib.ExitStack())
+                numbers.append(held.enter_context(self._directory.being_worker()))
+                self._held[numbers[-1]] = held
             specs = plan_workers(numbers, request.ranks, gpus)
             self._view.line(
                 f"{plural(len(specs), 'worker')} of {', '.join(sorted({plural(s.ranks, 'rank') for s in specs}))}; "
@@ -226,12 +233,22 @@ class Driver:
             )
             self._start(spec)
             return
+        if code in _STOPPED and not self._is_to_stop() and not _no_progress(self._starts[spec], written):
+            # Somebody has sent a signal to its ranks alone.
+            self._view.line(f"worker {spec.number} was stopped, and the search was not; starting it again")
+            self._start(spec)
+            return
         self._codes[spec] = code
+        self._held.pop(spec.number).close()  # from now on another worker may take over its trial
         if code == EXIT_USAGE:
             # The other workers have the same settings, and would fail in the same way.
             self._stops.ask(signal.SIGTERM)
         if code not in (EXIT_OK, EXIT_STOPPED) and not self._stops.times:
             self._view.line(f"worker {spec.number} failed and is not started again")
+
+    def _is_to_stop(self) -> bool:
+        """Whether the search was asked to stop, or its job ends."""
+        return bool(self._stops.times) or ENDS_AT in os.environ or (self._directory.path / STOP_FILE).exists()
 
     def _forward_stops(self) -> None:
         if self._stops.times <= self._forwarded:
@@ -267,6 +284,12 @@ class Driver:
                 "".join(f"{text}\n" for text in causes[:1]) or "the script ended without a call of lockstep.tune\n"
             )
             return EXIT_FAILED if failed or not self._stops.times else EXIT_STOPPED
+        if self._starts and not (self._directory.path / "journal").is_dir():
+            self._err.write(
+                f"the journal of the search, {self._directory.path / 'journal'}, was removed while it ran: what was in "
+                "it is lost. Put it back from a copy and go on with --resume, or begin again with --fresh\n"
+            )
+            return EXIT_FAILED
         result = SearchResult(record)
         is_over = len(record.trials) - result.counts["running"] >= int(record.settings["trials"])
         with contextlib.suppress(OSError):

@@ -12,25 +12,38 @@ failure (see `JournalWriter.append`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import re
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from lockstep.errors import SettingError
+from lockstep.records import of_kind, read_object
 from lockstep.tune.records import Entry, LossReported, Record, TrialBegan, TrialEnded, decode, encode
+from lockstep.tune.search.space import Space
 from lockstep.tune.trial import Move, Trial
 from lockstep.tune.trial_history import TrialHistory
+
+T = TypeVar("T")
 
 #: The file by which the directory of a search is recognized.
 SEARCH_FILE = "search.json"
 _JOURNAL = "journal"
+_APPENDED = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _FORMAT = 1
 _FLUSH_EVERY_S = 0.1
+#: For what passes by itself, such as a full disk, a worker waits so long.
+_PATIENCE_S, _TRY_EVERY_S = 600.0, 0.2
+_PASSING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EAGAIN)
+_WORKER = re.compile(r"worker-(\d+)")
 _CLOCK_GRAIN_NS = 2 * 10**9
 
 
@@ -50,10 +63,11 @@ class JournalWriter:
 
     def __init__(self, directory: Path, worker: int) -> None:
         self.worker: Final = worker
-        path = journal_file(directory, worker)
+        self._path: Final = journal_file(directory, worker)
+        path = self._path
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._file = os.open(path, _APPENDED, 0o666)
         try:
             if not try_lock(self._file):
                 raise SettingError(
@@ -78,20 +92,39 @@ class JournalWriter:
         The end of a trial is flushed to the disk when this returns. Where trials end within 0.1 s of each other it is
         flushed with a later record.
         """
+        self._put_back()
         entry = Entry(self.worker, self._serial, record)
         unwritten = memoryview(encode(self._serial, record))
         while unwritten:
-            unwritten = unwritten[os.write(self._file, unwritten) :]
+            unwritten = unwritten[write_patiently("its journal", partial(os.write, self._file, unwritten)) :]
         self._serial += 1
         self._unflushed |= isinstance(record, TrialEnded)
         if self._unflushed and time.monotonic() - self._flushed_s >= _FLUSH_EVERY_S:
-            os.fsync(self._file)
+            write_patiently("its journal", partial(os.fsync, self._file))
             self._unflushed, self._flushed_s = False, time.monotonic()
         return entry
+
+    def _put_back(self) -> None:
+        """Write the file again where it was removed meanwhile: all that it held is still in the open one."""
+        if os.fstat(self._file).st_nlink:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        removed, self._file = self._file, os.open(self._path, _APPENDED, 0o666)
+        try:
+            if not try_lock(self._file):
+                raise SettingError(f"{self._path} was removed, and another process has begun it again")
+            content = memoryview(os.pread(removed, os.fstat(removed).st_size, 0))
+            os.ftruncate(self._file, 0)
+            while content:
+                content = content[write_patiently("its journal", partial(os.write, self._file, content)) :]
+            os.fsync(self._file)
+        finally:
+            os.close(removed)
 
     def close(self) -> None:
         """Flush the file to the disk and let other processes write it."""
         if self._file >= 0:
+            self._put_back()
             os.fsync(self._file)
             os.close(self._file)
             self._file = -1
@@ -113,7 +146,9 @@ class JournalReader:
         """The records since the last call, each once, in the order of each file. About 1 µs a worker if none."""
         self._find_files()
         new: list[Entry] = []
-        for worker, (file, offset, serial) in self._files.items():
+        for worker in list(self._files):
+            self._open_again(worker)
+            file, offset, serial = self._files[worker]
             size = os.fstat(file).st_size
             lines = list(_whole_lines(os.pread(file, size - offset, offset), worker)) if size > offset else []
             if lines:
@@ -128,6 +163,17 @@ class JournalReader:
             os.close(file)
         self._files.clear()
 
+    def _open_again(self, worker: int) -> None:
+        """Follow the file that ``worker`` has put back, where the one that was read until now was removed."""
+        removed, _, serial = self._files[worker]
+        if os.fstat(removed).st_nlink:
+            return
+        with contextlib.suppress(OSError):
+            put_back = os.open(self._folder / f"worker-{worker:04d}.jsonl", os.O_RDONLY | os.O_CLOEXEC)
+            os.close(removed)
+            # Records that were read before have numbers that are not new.
+            self._files[worker] = (put_back, 0, serial)
+
     def _find_files(self) -> None:
         try:
             changed_ns = self._folder.stat().st_mtime_ns
@@ -138,8 +184,8 @@ class JournalReader:
         # Within the resolution of the file system's clock another file may be added at the same time.
         self._seen_ns = changed_ns if time.time_ns() - changed_ns > _CLOCK_GRAIN_NS else -1
         for path in sorted(self._folder.glob("worker-*.jsonl")):
-            worker = int(path.stem.removeprefix("worker-"))
-            if worker not in self._files:
+            name = _WORKER.fullmatch(path.stem)
+            if name is not None and (worker := int(name[1])) not in self._files and path.is_file():
                 self._files[worker] = (os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0, -1)
 
 
@@ -151,6 +197,29 @@ def _whole_lines(data: bytes, worker: int) -> Iterator[tuple[Entry, int]]:
         start = end + 1
         if decoded is not None:
             yield Entry(worker, *decoded), start
+
+
+def write_patiently(what: str, write: Callable[[], T]) -> T:
+    """What ``write`` returns, once it can be done: a disk that is full for a while costs no trial, and no worker.
+
+    Says so once in the log of this worker, whose trial waits meanwhile; others may go on.
+
+    Raises:
+        OSError: if it could not be done for ten minutes, or for another reason than the disk.
+    """
+    until_s, told = time.monotonic() + _PATIENCE_S, False
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in _PASSING or time.monotonic() > until_s:
+                raise
+            if not told:
+                told = True
+                with contextlib.suppress(OSError):
+                    sys.stderr.write(f"this worker cannot write {what} ({error.strerror}), and tries again\n")
+                    sys.stderr.flush()
+        time.sleep(_TRY_EVERY_S)
 
 
 def journal_file(directory: Path, worker: int) -> Path:
@@ -263,17 +332,27 @@ class SearchPlan:
             SettingError: if it cannot be read.
         """
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            text = (directory / SEARCH_FILE).read_text(encoding="utf-8")
             try:
-                content = json.loads(text)
-                if content["format"] > _FORMAT:
+                content = read_object(directory / SEARCH_FILE)
+                if of_kind(int, content["format"]) > _FORMAT:
                     raise SettingError(
                         f"{directory / SEARCH_FILE} has format {content['format']}, and this Lockstep knows {_FORMAT}; "
                         "use a newer one"
                     )
-                return cls(content["space"], content["settings"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise SettingError(f"{directory / SEARCH_FILE} cannot be read: {error}") from error
+                settings = of_kind(dict[str, Any], content["settings"], "settings")
+                of_kind(int, settings.get("trials", 0), "trials")
+                of_kind(dict[str, Any], settings.get("options", {}), "options")
+                space = of_kind(dict[str, Any], content["space"], "space")
+                if space:
+                    Space.from_json(space)
+                return cls(space, settings)
+            except SettingError:
+                raise
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                raise SettingError(
+                    f"{directory / SEARCH_FILE} cannot be read: {type(error).__name__}: {error}; it is damaged. Put it "
+                    "back from a copy, or begin again with --fresh, which moves what is there aside"
+                ) from error
         return None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from lockstep.records import from_known, object_from, of_kind
 from lockstep.tune.search.individual import Point
 from lockstep.tune.trial import State
 
@@ -119,9 +120,8 @@ def decode(line: bytes) -> tuple[int, Record] | None:
             return None
     except ValueError:
         return None
-    content = json.loads(line[9:])
-    serial, kind = content.pop("serial"), content.pop("kind")
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
-    }
-    return serial, _KINDS[kind](**values)
+    try:
+        content = object_from(line[9:])
+        return of_kind(int, content["serial"]), from_known(_KINDS[content["kind"]], content)
+    except (ValueError, KeyError, TypeError):
+        return None

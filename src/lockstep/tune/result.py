@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from lockstep.errors import UsageError
-from lockstep.tune.journal import SearchRecord, read_search
+from lockstep.errors import SettingError, UsageError
+from lockstep.tune.journal import SEARCH_FILE, SearchRecord, read_search
 from lockstep.tune.pareto_front import pareto_front
 from lockstep.tune.search import Space
 from lockstep.tune.trial import State, Trial
@@ -147,6 +147,8 @@ def load(run_dir: str | os.PathLike[str]) -> SearchResult:
     record = read_search(run_dir)
     space = Space.from_json(record.space)
     # From the points, since values that the script gave as tuples are lists in JSON.
+    if strange := [trial.number for trial in record.trials if len(trial.point) != len(space)]:
+        raise SettingError(f"trial {strange[0]} of {os.fspath(run_dir)} is none of the space in its {SEARCH_FILE}")
     trials = tuple(replace(trial, params=space.params(trial.point)) for trial in record.trials)
     return SearchResult(replace(record, trials=trials))
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import SettingError
+from lockstep.records import of_kind, read_object
 from lockstep.tune.journal import SEARCH_FILE, SearchPlan, journal_file, read_search, try_lock
 from lockstep.tune.search import Space
 from lockstep.tune.search_settings import FIXED, SearchSettings
@@ -144,10 +145,10 @@ class SearchDirectory:
     def finished(self) -> dict[str, int] | None:
         """What `finish` has recorded; None before that."""
         try:
-            told: dict[str, int] = json.loads((self.path / _FINISHED).read_text(encoding="ascii"))
+            told: dict[str, int] = of_kind(dict[str, int], read_object(self.path / _FINISHED), _FINISHED)
         except (OSError, ValueError):
             return None
-        return told
+        return told if told.keys() >= {"worker", "log_bytes"} else None
 
     def unfinish(self) -> None:
         """Remove the record of `finish`: the search continues, perhaps with more trials."""

@@ -125,6 +125,10 @@ class SearchWorker:
         while (number := self._claims.claim(self._worker, self._settings.trials)) is not None:
             # A power failure may have cost claims of trials that are in the journal.
             self._learn()
+            trial = self._history.trial(number)
+            if trial is not None and trial.worker != self._worker and not self._directory.is_gone(trial.worker):
+                self._claims.take_over(number, self._worker, trial.worker)  # who goes on with it, or has ended it
+                continue
             if (order := self._go_on_with(number)) is not None:
                 return order
         self._learn()
@@ -272,17 +276,24 @@ class SearchWorker:
     def _claimed_before(self, worker: int) -> list[int]:
         """The trials of ``worker`` that have not ended."""
         owners = enumerate(self._claims.owners())
-        return [n for n, owner in owners if owner == worker and not self._history.has_ended(n)]
+        return [n for n, owner in owners if self._owner(n, owner) == worker and not self._history.has_ended(n)]
+
+    def _owner(self, number: int, claimed: int | None) -> int | None:
+        """Whose the trial ``number`` is: as the claims say, else the journal; None if neither does."""
+        if claimed is None and (trial := self._history.trial(number)) is not None:
+            return trial.worker
+        return claimed
 
     def _take_over(self) -> int | None:
         """Claim a trial of a worker that does not run any more and return its number; None if there is none."""
-        gone: dict[int, bool] = {self._worker: False}
-        for number, owner in enumerate(self._claims.owners()):
+        gone: dict[int | None, bool] = {self._worker: False, None: True}
+        for number, claimed in enumerate(self._claims.owners()[: self._settings.trials]):
             if self._history.has_ended(number):
                 continue
-            if owner not in gone:
+            owner = self._owner(number, claimed)
+            if owner is not None and owner not in gone:
                 gone[owner] = self._directory.is_gone(owner)
-            if gone[owner] and self._claims.take_over(number, owner, self._worker):
+            if gone[owner] and self._claims.take_over(number, claimed, self._worker):
                 # The trial may have ended after the last read and before its worker did.
                 self._learn()
                 return number

@@ -171,7 +171,7 @@ def _as_worker(
     # Late, for it imports torch.
     from lockstep.tune.trial_ranks import open_channel
 
-    with open_channel(world) as (channel, stops):
+    with open_channel(world, by_driver=True) as (channel, stops):
         began_s = float(told["began_s"])
         options = told["options"]
         is_over = _evaluate(
@@ -197,7 +197,7 @@ def _alone(
     # Late, for it imports torch.
     from lockstep.tune.trial_ranks import open_channel
 
-    with open_channel(world) as (channel, stops), contextlib.ExitStack() as stack:
+    with open_channel(world, by_driver=False) as (channel, stops), contextlib.ExitStack() as stack:
         path, worker = "", 0
         if world.leads:
             if run_dir is None and world.run_dir is not None:

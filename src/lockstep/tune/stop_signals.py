@@ -19,11 +19,23 @@ class Interrupted(BaseException):
 
 
 class StopSignals:
-    """Handles signals that ask a worker to stop while no `Run` is open, which handles them itself."""
+    """Handles signals that ask a worker to stop while no `Run` is open, which handles them itself.
 
-    def __init__(self) -> None:
+    Args:
+        by_driver: a driver has started this worker, and would ask it to stop before it interrupts it; else it is its
+            user who presses Ctrl-C.
+    """
+
+    def __init__(self, *, by_driver: bool) -> None:
         self.asked = False
+        self._by_driver: Final = by_driver
         self._interrupts = False
+
+    def means_stop(self, error: BaseException) -> bool:
+        """Whether ``error``, which the objective has raised, asks the worker to stop, and not this trial to fail."""
+        if isinstance(error, KeyboardInterrupt):
+            return self.asked or not self._by_driver
+        return isinstance(error, Interrupted)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

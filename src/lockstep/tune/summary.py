@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lockstep.formatting import duration, plural
+from lockstep.formatting import duration, harmless, plural
 from lockstep.tune.journal import SearchRecord
 from lockstep.tune.result import SearchResult
 from lockstep.tune.trial import Trial
@@ -39,7 +39,8 @@ def show(record: SearchRecord, width: int = 80, top: int = 5) -> str:
             lines.append(f"  {failure.reason or 'no reason known'} ({noun} {some})")
         if len(failures) > _FAILURES:
             lines.append(f"  ... and {plural(len(failures) - _FAILURES, 'other reason')}")
-    return "\n".join(line if len(line) <= width else f"{line[: width - 3]}..." for line in lines)
+    shown = map(harmless, lines)  # reasons and values are whatever a script, or who writes its journal, says
+    return "\n".join(line if len(line) <= width else f"{line[: width - 3]}..." for line in shown)
 
 
 def counts_of(record: SearchRecord) -> str:
@@ -72,8 +73,8 @@ def _table(trials: Sequence[Trial]) -> list[str]:
 
 
 def parameters(trial: Trial) -> str:
-    """Such as ``lr=0.0123 layers=4``."""
-    return " ".join(f"{name}={_value(value)}" for name, value in trial.params.items())
+    """Such as ``lr=0.0123 layers=4``; nothing in it acts on a terminal."""
+    return harmless(" ".join(f"{name}={_value(value)}" for name, value in trial.params.items()))
 
 
 def _losses(trial: Trial) -> str:

@@ -118,7 +118,7 @@ def _workers(record: SearchRecord, now_s: float) -> Table:
         if trial.state == "running":
             loss = f"{trial.reports[-1].loss:.6g}" if trial.reports else "-"
             lasts = duration(now_s - trial.began_at_s)
-            table.add_row(*place, str(trial.number), str(len(trial.reports)), loss, lasts, parameters(trial))
+            table.add_row(*place, str(trial.number), str(len(trial.reports)), loss, lasts, Text(parameters(trial)))
         else:
             table.add_row(*place, "-", "-", "-", "-", "", style="dim")
     if len(newest) > _WORKERS:

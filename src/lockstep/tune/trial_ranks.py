@@ -24,7 +24,7 @@ from lockstep.tune.search import Space
 from lockstep.tune.search_directory import SearchDirectory
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.search_worker import SearchWorker, TrialOrder
-from lockstep.tune.stop_signals import Interrupted, StopSignals
+from lockstep.tune.stop_signals import StopSignals
 from lockstep.world import World
 
 #: How often a run that the worker opens for an objective saves, unless a setting says otherwise.
@@ -154,13 +154,13 @@ class TrialRank:
                 value = self._objective.evaluate(self._space.params(order.point), self._settings.seed)
         except TrialStopped as stop:
             return Outcome("stopped", reason=self._stopped or str(stop)), None
-        except (Interrupted, KeyboardInterrupt) as error:
-            return Outcome("interrupted"), error
         except SystemExit as error:
             if error.code == EXIT_STOPPED:
                 return Outcome("interrupted"), error
             return Outcome("failed", reason=f"the objective called sys.exit({error.code!r})", place="exit"), error
         except BaseException as error:  # noqa: BLE001 - whatever it is, the search goes on
+            if self._stops.means_stop(error):
+                return Outcome("interrupted"), error
             sys.stderr.write(f"trial {order.number} failed:\n")
             sys.excepthook(type(error), error, error.__traceback__)
             return Outcome.of_error(error), error
@@ -177,9 +177,9 @@ class TrialRank:
 
 
 @contextlib.contextmanager
-def open_channel(world: World) -> Iterator[tuple[RankChannel, StopSignals]]:
+def open_channel(world: World, *, by_driver: bool) -> Iterator[tuple[RankChannel, StopSignals]]:
     """The channel to the other ranks of this worker; within, signals that ask to stop are handled. Collective."""
-    stops = StopSignals()
+    stops = StopSignals(by_driver=by_driver)
     with stops.listening():
         if world.size == 1:
             yield SingleRankChannel(), stops

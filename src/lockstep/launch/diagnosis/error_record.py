@@ -7,17 +7,16 @@ import json
 import linecache
 import re
 import traceback
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self
 
 from lockstep.errors import LockstepError
 from lockstep.heartbeat import own_lines
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED
 from lockstep.peer_failure import is_peer_failure
+from lockstep.records import from_known, object_from, read_object
 
 #: The kind of a failure that the launcher found and not the rank itself: it makes no progress.
 HANG = "hang"
@@ -113,18 +112,9 @@ class Failure:
     def from_message(cls, text: bytes) -> Self | None:
         """What `to_message` made ``text`` of; None if it is another message."""
         try:
-            return cls.from_fields(json.loads(text)["failure"])
-        except (ValueError, TypeError, KeyError):
+            return from_known(cls, object_from(text).get("failure"))
+        except ValueError:
             return None
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """The record with these ``fields``; those that this version does not know are left out.
-
-        Raises:
-            TypeError: if one is missing.
-        """
-        return cls(**{field.name: fields[field.name] for field in dataclass_fields(cls) if field.name in fields})
 
     def write(self, path: Path) -> None:
         """Write the record to ``path``, completely or not at all."""
@@ -137,8 +127,8 @@ class Failure:
     def read(cls, path: Path) -> Self | None:
         """The record at ``path``; None if there is none that can be read."""
         try:
-            return cls.from_fields(json.loads(path.read_text(encoding="ascii")))
-        except (OSError, ValueError, TypeError):
+            return from_known(cls, read_object(path))
+        except (OSError, ValueError):
             return None
 
 

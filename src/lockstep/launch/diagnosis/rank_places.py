@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.heartbeat_message import Heartbeat
 from lockstep.launch.diagnosis.hang_analysis import Link, RankState
+from lockstep.records import object_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,12 @@ class RankPlaces:
     def from_text(cls, text: str, host: str) -> RankPlaces:
         """The places that a node on ``host`` has told as ``text``; nothing if that cannot be read."""
         try:
-            values = json.loads(text)
+            values = object_from(text)
             states = tuple(map(_state, values["states"]))
             processes = {int(each["rank"]): str(each["process"]) for each in values["states"]}
             exited = {int(rank): int(status) for rank, status in values["exited"].items()}
             cut = tuple(Link(host, str(to)) for to in values.get("cut", ()))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError):
             return cls()
         return cls(states, processes, exited, dict.fromkeys([*processes, *exited], host), cut)
 

@@ -11,7 +11,6 @@ import contextlib
 import os
 import platform
 import re
-import shlex
 import socket
 import time
 import uuid
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.errors import SettingError
+from lockstep.formatting import command_line
 from lockstep.launch.deadline_thread import FileThread, TaskThread, call_in_time
 from lockstep.launch.program_sources import source_hashes
 from lockstep.launch.rendezvous.endpoint import Endpoint, listen
@@ -118,7 +118,7 @@ def host_job(
     leases, claimed_s, made = LeaseFiles(job.run_dir), time.monotonic(), lease
 
     def begin() -> tuple[Signature, Lease | None]:
-        signature = make_signature(job.run_dir, os.environ)
+        signature = make_signature(job.run_dir, os.environ).of_launch(report.node_id)
         new = leases.claim(report.node_id, report.host, str(endpoint)) if nodes.takeover and made is None else made
         (job.run_dir / _COORDINATOR_FILE).write_text(report.node_id, encoding="ascii")
         return signature, new
@@ -177,7 +177,7 @@ def _join(
 
         def look() -> Signature:
             _wait_for_run_dir(run_dir, contract, host)
-            return read_signature(run_dir, os.environ)
+            return read_signature(run_dir, os.environ).of_launch(contract.coordinator)
 
         return call_in_time(look, f"the run directory {run_dir}", say, stopped)
 
@@ -277,8 +277,9 @@ def _must_match(request: Request, nodes: Nodes) -> Mapping[str, str]:
     return {
         "the run's id": nodes.run_id or "not given",
         "--rdzv-takeover": "given" if nodes.takeover else "not given",
-        "the program": shlex.join([program.name, *program.args]),
-        "the settings": " ".join(f"{name}={value}" for name, value in sorted(request.settings.items())) or "none",
+        # Without secrets: whoever reaches the store reads this.
+        "the program": command_line([program.name, *program.args]),
+        "the settings": command_line([f"{name}={value}" for name, value in sorted(request.settings.items())]) or "none",
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{name: versions()[name] or "none" for name in ("lockstep", "torch")},
         **{f"the file {name} (SHA-256)": digest for name, digest in source_hashes(program).items()},

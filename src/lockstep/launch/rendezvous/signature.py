@@ -4,7 +4,8 @@
     LOCKSTEP_SECRET, where that is set      ─┘
 
 A value that is not signed by a launcher of this run is no value. A signature covers the key, so that one value cannot
-stand for another, and what reads them takes no number that is smaller than one it has seen.
+stand for another, and the launch, named after its coordinator, so that none of an earlier launch, which has had the
+same secret, stands for one of this. What reads them takes no number that is smaller than one it has seen.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.errors import SettingError
@@ -23,6 +24,8 @@ SECRET = "LOCKSTEP_SECRET"
 #: Its file in the run directory.
 SECRET_FILE = ".secret"
 _BYTES = 32
+#: In the environment; fewer could be found by trying.
+FEWEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +33,14 @@ class Signature:
     """What only launchers of one run can write under a value."""
 
     secret: bytes
+    launch: str = ""  #: the id of the coordinator whose launch it is; "": of none yet, and no value is signed with it
 
     def __repr__(self) -> str:
         return "Signature(...)"
+
+    def of_launch(self, coordinator: str) -> Signature:
+        """The same for the launch of that ``coordinator`` alone: what others have signed is not signed."""
+        return replace(self, launch=coordinator)
 
     def sign(self, key: str, text: str) -> str:
         """``text`` as it is written to the store under ``key``."""
@@ -55,14 +63,14 @@ class Signature:
     def _mark(self, key: str, text: str) -> str:
         import hmac
 
-        return hmac.new(self.secret, f"{key}\n{text}".encode(), "sha256").hexdigest()
+        return hmac.new(self.secret, f"{self.launch}\n{key}\n{text}".encode(errors="replace"), "sha256").hexdigest()
 
 
 def make_signature(run_dir: Path, env: Mapping[str, str]) -> Signature:
     """The signature of the run in ``run_dir``, for its coordinator; its secret is made where there is none.
 
     Raises:
-        SettingError: if somebody else may read the secret that is there.
+        SettingError: if somebody else may read the secret that is there, or it is too short.
         OSError: if the secret cannot be written.
     """
     if SECRET not in env:
@@ -77,12 +85,18 @@ def read_signature(run_dir: Path, env: Mapping[str, str]) -> Signature:
     """The signature of the run in ``run_dir``.
 
     Raises:
-        SettingError: if there is none, or somebody else may read or write its secret.
+        SettingError: if there is none, it is too short, or somebody else may read or write it.
     """
     if SECRET in env:
         import hashlib
 
-        return Signature(hashlib.sha256(env[SECRET].encode()).digest())
+        given = env[SECRET].encode(errors="surrogateescape")
+        if len(given.strip()) < FEWEST_BYTES:
+            raise SettingError(
+                f"{SECRET} has {len(given.strip())} bytes; give at least {FEWEST_BYTES} that nobody can guess, such as "
+                "those of: openssl rand -hex 32"
+            )
+        return Signature(hashlib.sha256(given).digest())
     path = run_dir / SECRET_FILE
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:

@@ -48,6 +48,7 @@ from lockstep.launch.schedulers.script_text import (
     clock,
     from_site,
     given,
+    job_name,
     script_text,
     warning_s,
 )
@@ -141,13 +142,13 @@ class GridEngine(WritesJobScripts):
             raise SettingError(
                 f"--gpus {request.gpus}: Grid Engine takes a number; name the kind with extra in {SITE_FILE}"
             )
-        name, time_s, slots = request.name or command.stem, request.time_s or 0, _slots(request)
+        name, time_s, slots = job_name(request, command), request.time_s or 0, _slots(request)
         directives = given(
             Directive("-S /bin/bash"),
             # Grid Engine takes no name that begins with a digit.
             Directive(f"-N {name if not name[:1].isdigit() else f'j{name}'}"),
             Directive(f"-wd {_quoted(command.directory)}"),
-            Directive(f"-o {_quoted(name)}-$JOB_ID.out"),
+            Directive(f"-o {name}-$JOB_ID.out"),
             Directive("-j y", "errors in the same file"),
             slots > 1 and Directive(f"-pe {request.pe} {slots}", f"CPUs, {request.nodes or 1} x {request.cpus or 1}"),
             request.gpus
@@ -186,5 +187,14 @@ def _slots(request: JobRequest) -> int:
 
 
 def _quoted(text: str) -> str:
-    """Quoted for a directive, in which quotes work as in a shell."""
-    return text if re.fullmatch(r"[\w./+@:,-]+", text) else f'"{text}"'
+    """Quoted for a directive, in which quotes hold what they hold, with no way to write their own sign in them.
+
+    Raises:
+        SettingError: if ``text`` has both kinds of quotes.
+    """
+    if re.fullmatch(r"[\w./+@:,-]+", text):
+        return text
+    quote = next((sign for sign in "\"'" if sign not in text), None)
+    if quote is None:
+        raise SettingError(f"{text!r} cannot be in a job script of Grid Engine, for it has both kinds of quotes")
+    return f"{quote}{text}{quote}"

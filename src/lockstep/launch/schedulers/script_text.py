@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from lockstep.errors import SettingError
+from lockstep.formatting import acts, harmless
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
 
 SITE_FILE: Final = "lockstep.toml"  #: where a site's or a project's defaults are found: in the working directory
@@ -17,10 +20,17 @@ _WARNING_S = 120
 
 @dataclass(frozen=True, slots=True)
 class Directive:
-    """An option for the scheduler, as a line of the script."""
+    """An option for the scheduler, as a line of the script.
+
+    Raises:
+        SettingError: if it would be more than that line.
+    """
 
     option: str
     why: str = ""  #: a comment, if it needs one
+
+    def __post_init__(self) -> None:
+        refuse_control_characters(self.option)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +52,34 @@ def from_site(request: JobRequest) -> list[Directive]:
     return [Directive(option, f"from {SITE_FILE}") for option in request.extra]
 
 
+def refuse_control_characters(text: str) -> str:
+    """``text``, which becomes a part of a line of a job script: what is behind the line's end would be obeyed.
+
+    Raises:
+        SettingError: if it holds a line break, or another character that is no sign.
+    """
+    if acts(text):
+        raise SettingError(
+            f"'{harmless(text)}' cannot be in a job script, for it holds a line break or another control character: "
+            "rename the file or the directory, or give another value"
+        )
+    return text
+
+
+def job_name(request: JobRequest, command: JobCommand) -> str:
+    """The name of the job: what is asked for, else the program's with a hyphen for what schedulers take for more."""
+    return request.name or re.sub(r"[^\w.+-]+", "-", refuse_control_characters(command.stem)).lstrip("-") or "job"
+
+
 def script_text(directives: Sequence[str], request: JobRequest, command: JobCommand, usage: Usage) -> str:
-    """The whole script around lines of ``directives``."""
+    """The whole script around lines of ``directives``.
+
+    Raises:
+        SettingError: if a word of the command holds a control character. The lines of ``request.setup`` are the user's
+            own, and may be anything that a shell carries out.
+    """
+    for word in (*command.argv, command.written_by):
+        refuse_control_characters(word)
     setup = ["", "# What this site or project needs first.", *request.setup] if request.setup else []
     return "\n".join(
         [

@@ -34,7 +34,16 @@ from lockstep.launch.schedulers.scheduler import (
     timestamp,
     whole_number,
 )
-from lockstep.launch.schedulers.script_text import Directive, Usage, clock, from_site, given, script_text, warning_s
+from lockstep.launch.schedulers.script_text import (
+    Directive,
+    Usage,
+    clock,
+    from_site,
+    given,
+    job_name,
+    script_text,
+    warning_s,
+)
 from lockstep.slurm_syntax import FIRST_SPECIAL_STEP, expand_counts, expand_hosts
 
 _USAGE = Usage(submit="sbatch", watch="squeue --me", stop="scancel JOB")
@@ -127,11 +136,11 @@ class Slurm(WritesJobScripts):
 
     def job_script(self, request: JobRequest, command: JobCommand) -> str:
         """With a comment beside each directive that needs one."""
-        name, nodes = request.name or command.stem, request.nodes or 1
+        name, nodes = job_name(request, command), request.nodes or 1
         several = "one launcher on each node; it starts" if nodes > 1 else "one launcher, which starts"
         directives = given(
             Directive(f"--job-name={name}"),
-            Directive(f"--chdir={command.directory}"),
+            Directive(f"--chdir={_quoted(command.directory)}"),
             Directive(f"--output={name}-%j.out"),
             Directive("--open-mode=append", "when it starts again it goes on in the same file"),
             Directive(f"--nodes={nodes}"),
@@ -176,6 +185,12 @@ def _gpus(env: Mapping[str, str]) -> int | None:
     # Such as 4, a100:4 or a100:2,v100:2.
     counts = [whole_number(each.rpartition(":")[2]) for each in env.get("SLURM_GPUS_PER_NODE", "").split(",")]
     return sum(filter(None, counts)) or None
+
+
+def _quoted(text: str) -> str:
+    """Quoted for a directive: sbatch knows both quotes, and a backslash anywhere."""
+    escaped = re.sub(r'(["\\])', r"\\\1", text)
+    return text if re.fullmatch(r"[\w./+@:,=-]+", text) else f'"{escaped}"'
 
 
 def _time_limit(total_s: int) -> str:

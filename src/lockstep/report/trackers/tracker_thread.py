@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from lockstep.records import read_object
 from lockstep.report.trackers.names import opener, refuse_unknown
 from lockstep.report.trackers.tracker import LogsValues, OwnTracker, Row, Tracker, TrackerContext
 
@@ -184,7 +185,7 @@ class TrackerThread:
         if not self._context.step:
             return nothing
         try:
-            return {**nothing, **json.loads(self._note.read_text())}
+            return {**nothing, **read_object(self._note)}
         except (OSError, ValueError):
             return nothing
 

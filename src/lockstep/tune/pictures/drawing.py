@@ -6,7 +6,6 @@ too.
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from lockstep.report import save_svg, write_table
 from lockstep.tune.journal import SearchRecord
 
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -68,12 +68,9 @@ class Picture:
         rows = self.rows(record)
         paths = tuple(directory / f"{self.name}.{kind}" for kind in ("svg", "csv", "json"))
         with styled():
-            self.draw(rows).savefig(paths[0], format="svg", metadata={"Date": None, "Title": self.title})
+            save_svg(self.draw(rows), paths[0], self.title)
         names = list(dict.fromkeys(name for row in rows for name in row))
-        with paths[1].open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(rows)
+        write_table(paths[1], [names, *([row.get(name, "") for name in names] for row in rows)])
         content = {"title": self.title, "method": self.method, "rows": [_plain(row) for row in rows]}
         paths[2].write_text(json.dumps(content, indent=1, default=repr) + "\n", encoding="utf-8")
         return paths

@@ -1,0 +1,459 @@
+"""Every file and message that is parsed, changed at random: a clear error, a fall-back or nothing, at once.
+
+What is changed is both the bytes, as a disk or a stranger does, and what they say, with sums that fit again, as
+somebody does who knows the format. `make test` takes a slice, the same one each time; `make campaign` 10,000 of each.
+"""
+
+import contextlib
+import json
+import random
+import re
+import struct
+import time
+import tracemalloc
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import lockstep
+from lockstep.checkpoint import CheckpointReader, Checkpoints, load_tree, read_weights, verify
+from lockstep.checkpoint.filesystem import LOCAL
+from lockstep.checkpoint.lock import Holder
+from lockstep.checkpoint.manifest import MANIFEST
+from lockstep.checkpoint.next_step import NEXT_STEP, read_next_step
+from lockstep.checkpoint.part_file import PartWriter, load_part, read_part_head
+from lockstep.checkpoint.whole_save import FlatTree
+from lockstep.collectives import single_rank_group
+from lockstep.errors import LockstepError
+from lockstep.heartbeat_message import Heartbeat, SourceLine
+from lockstep.launch.diagnosis.error_record import Failure
+from lockstep.launch.diagnosis.rank_places import RankPlaces
+from lockstep.launch.diagnosis.root_cause import RankExit
+from lockstep.launch.rendezvous.job_contract import JobContract, version_in
+from lockstep.launch.rendezvous.lease import Lease, LeaseFiles
+from lockstep.launch.rendezvous.node_record import UNKNOWN, beat_in, record_text
+from lockstep.launch.rendezvous.notices import (
+    GenerationFailed,
+    Message,
+    endings_from_json,
+    endings_to_json,
+    notice_from_json,
+    notice_to_json,
+)
+from lockstep.launch.rendezvous.plan import Member, NodeReport, Plan
+from lockstep.launch.rendezvous.signature import Signature
+from lockstep.launch.run_directory import next_generation
+from lockstep.records import object_from
+from lockstep.report import RanksFile, RankStatus, Status, StatusFile
+from lockstep.report.metrics_file import MetricsFile
+from lockstep.report.top import table
+from lockstep.run.measures_journal import journal_in
+from lockstep.saved_run.listed import check, rows
+from lockstep.tune import Choice, Float, load
+from lockstep.tune.claims import TrialClaims
+from lockstep.tune.death import Death
+from lockstep.tune.journal import JournalWriter, SearchPlan, journal_file
+from lockstep.tune.records import LossReported, TrialBegan, TrialEnded
+from lockstep.tune.search import Space
+from lockstep.tune.summary import show
+
+SLICE, ALL = 60, 10_000
+MOST_S, MOST_BYTES = 1.0, 100 << 20
+STRANGE = (
+    None, True, -1, 0, 1 << 33, 1 << 70, 10**400, 1e308, float("nan"), "", "x", "\x1b]0;owned\x07", "\ud800",
+    "../../etc", [], {}, [[]], ["a"], {"a": 1}, [-2, -2], [1] * 5000,
+)  # fmt: skip
+DEEP = b"[" * 100_000
+
+
+def of_bytes(content, chance):
+    """``content`` as a disk, a power cut or a stranger leaves it."""
+    at, end = sorted(chance.randrange(len(content) + 1) for _ in range(2))
+    noise = chance.randbytes(chance.randrange(1, 9))
+    flipped = bytearray(content)
+    if flipped:
+        flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
+    return chance.choice(
+        [
+            bytes(flipped),
+            bytes(flipped),
+            content[:at],
+            content[:at] + content[end:],
+            content[:at] + noise + content[at:],
+            content[:at] + bytes(end - at) + content[end:],
+            content[:at] + content[at:end] * 2 + content[end:],
+            content[:at] + DEEP + content[at:],
+            b"",
+        ]
+    )
+
+
+def of_values(value, chance):
+    """``value``, as JSON has it, with another one somewhere in it, or without one, or with one more."""
+    if isinstance(value, dict | list) and value and chance.random() < 0.85:
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        key = chance.choice(keys)
+        changed = dict(value) if isinstance(value, dict) else list(value)
+        what = chance.random()
+        if what < 0.1:
+            del changed[key]
+        elif what < 0.15 and isinstance(changed, dict):
+            changed[str(chance.choice(STRANGE))] = changed[key]
+        elif what < 0.2 and isinstance(changed, list):
+            changed.append(changed[key])
+        else:
+            changed[key] = of_values(value[key], chance)
+        return changed
+    return chance.choice(STRANGE)
+
+
+def of_json(text, chance):
+    return json.dumps(of_values(json.loads(text), chance)).encode()
+
+
+def of_line(content, chance):
+    """A line of a journal of a search, or a note beside a checkpoint: its sum, and JSON."""
+    lines = content.splitlines()
+    number = chance.randrange(len(lines))
+    text = of_json(lines[number][9:], chance)
+    lines[number] = b"%08x %b" % (zlib.crc32(text), text)
+    return b"\n".join(lines) + (b"\n" if content.endswith(b"\n") else b"")
+
+
+def of_manifest(content, chance):
+    body = of_json(json.dumps(json.loads(content)["manifest"]), chance)
+    return b'{"crc32":"' + b"%08x" % zlib.crc32(body) + b'","manifest":' + body + b"}\n"
+
+
+def of_safetensors(content, chance):
+    length = int.from_bytes(content[:8], "little")
+    head = of_json(content[8 : 8 + length], chance)
+    return len(head).to_bytes(8, "little") + head + content[8 + length :]
+
+
+def of_slot(content, chance):
+    step, room, length, _ = struct.unpack_from("<qqqI", content)
+    start = struct.calcsize("<qqqI")
+    text = of_json(content[start : start + length], chance)[:room]
+    head = struct.pack("<qqqI", step, room, len(text), zlib.crc32(text))
+    return head + text.ljust(room, b"\0") + content[start + room :]
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """Something that is parsed: where it is, how it is changed so that its sums still fit, and who reads it."""
+
+    path: object
+    by_meaning: object
+    read: object
+
+
+def message(tmp_path, text, read, by_meaning=of_json):
+    """A message, which lies in a file only for this test."""
+    path = tmp_path / "message"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return Parsed(path, by_meaning, lambda: read(path.read_bytes()))
+
+
+def checkpoint(tmp_path):
+    root = tmp_path / "checkpoints"
+    saves = Checkpoints(root, single_rank_group(), keep=3, say=print)
+    tree = {"models": [{"w": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)}], "progress": {"epoch": 1}}
+    for step in (1, 2):
+        saves.save({**tree, "metrics": {"loss": 0.5}, "strategy": ("ddp", 1)}, step, {"protected": [1]})
+        saves.protect_newest()
+    saves.close()
+    newest = root / "step-00000002"
+
+    def read():
+        outcomes = []
+        for one in (verify, CheckpointReader, lambda path: load_tree(path, LOCAL)):
+            try:
+                one(newest)
+                outcomes.append("")
+            except LockstepError as error:
+                outcomes.append(str(error))
+        # What the cheap look calls damaged, all others do, and what is verified can be loaded.
+        assert outcomes[1] in ("", outcomes[0])
+        assert bool(outcomes[2]) == bool(outcomes[0])
+        listed = rows(root)
+        assert [row.step for row in listed] == [2, 1]
+        assert listed[0].damaged == outcomes[1]
+        assert [fault for _, fault in check(root)] == [outcomes[0], ""]
+        told = []
+        found = Checkpoints(root, single_rank_group(), keep=3, say=told.append).newest()
+        assert found.step == (1 if outcomes[0] else 2)
+
+    return newest, read
+
+
+def a_manifest(tmp_path):
+    newest, read = checkpoint(tmp_path)
+    return Parsed(newest / MANIFEST, of_manifest, read)
+
+
+def a_part(tmp_path):
+    newest, read = checkpoint(tmp_path)
+    return Parsed(newest / "part-00000.safetensors", of_safetensors, read)
+
+
+def a_next_step(tmp_path):
+    path = tmp_path / NEXT_STEP
+    text = json.dumps({"loss": 0.5, "sums": [1, 2]})
+    path.write_bytes(b"%08x %b" % (zlib.crc32(text.encode()), text.encode()))
+    return Parsed(path, of_line, lambda: read_next_step(tmp_path, LOCAL))
+
+
+def weights(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3).bfloat16()}, path)
+    return Parsed(path, of_safetensors, lambda: [one.whole() for one in read_weights(path).values()])
+
+
+def an_index(tmp_path):
+    weights(tmp_path)
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}))
+    return Parsed(path, of_json, lambda: [one.whole() for one in read_weights(path).values()])
+
+
+def a_slot(tmp_path):
+    writer = PartWriter(tmp_path)
+    writer.begin(3, {"x": 1}, FlatTree.of({"w": torch.arange(6.0), "n": (1, "a")}))
+    writer.close()
+    path = next(one for one in sorted(tmp_path.glob("slot-*")) if one.stat().st_size)
+
+    def read():
+        if read_part_head(path) is not None:
+            with contextlib.suppress(LockstepError):
+                load_part(memoryview(bytearray(path.read_bytes())))
+
+    return Parsed(path, of_slot, read)
+
+
+def a_holder(tmp_path):
+    return message(tmp_path, json.dumps(asdict(Holder("n1", 7, "job", 2))), Holder.parse)
+
+
+def a_search(tmp_path):
+    space = Space.of({"x": Float(0, 1), "act": Choice("relu", "tanh")})
+    SearchPlan(space.to_json(), {"trials": 3, "options": {}, "seed": 1}).write(tmp_path)
+    with contextlib.closing(JournalWriter(tmp_path, 0)) as writer:
+        for number in range(2):
+            point = (0.25, 1.0)
+            began = TrialBegan(number, 1, 1, 10.0, params=space.params(point), point=point, operator="random")
+            writer.append(began)
+            writer.append(LossReported(number, 1, 0, 0.5, 11.0))
+            writer.append(TrialEnded(number, 1, "done", 12.0, 2.0, losses=(0.5,), violation=0.0, reason="why"))
+    (tmp_path / "claims").write_bytes(b"0000000\n0000000\n")
+
+    def read():
+        result = load(tmp_path)
+        show(result.record)
+        json.dumps(result.to_json(), allow_nan=False)
+
+    return read
+
+
+def a_journal(tmp_path):
+    read = a_search(tmp_path)
+    return Parsed(journal_file(tmp_path, 0), of_line, read)
+
+
+def a_search_file(tmp_path):
+    read = a_search(tmp_path)
+    return Parsed(tmp_path / "search.json", of_json, read)
+
+
+def claims(tmp_path):
+    a_search(tmp_path)
+
+    def read():
+        with contextlib.closing(TrialClaims(tmp_path)) as found:
+            assert all(owner is None or owner >= 0 for owner in found.owners())
+
+    return Parsed(tmp_path / "claims", of_bytes, read)
+
+
+def a_death(tmp_path):
+    Death(2, 1.0, "why", is_of_objective=False).write(tmp_path)
+    return Parsed(tmp_path / "death.json", of_json, lambda: Death.read(tmp_path, 3))
+
+
+def a_status(tmp_path):
+    path = tmp_path / "status.json"
+    StatusFile(path).write(Status(3, 10, samples_per_s=2.0, loss=0.5, eta_s=3.0, late="rank 1"))
+
+    def read():
+        if (status := StatusFile.read(path)) is not None:
+            " ".join(status.words().values()).encode()
+
+    return Parsed(path, of_json, read)
+
+
+def ranks(tmp_path):
+    file = RanksFile(tmp_path, 0)
+    file.write([RankStatus(0, 3, "data", "train.py:3", 0.5), RankStatus(1, 3, "data", "train.py:3", 0.2)])
+    return Parsed(file.path, of_json, lambda: table(RanksFile.read_all(tmp_path)))
+
+
+def a_run(tmp_path):
+    path = tmp_path / "run.json"
+    start = {"command": "lockstep run train.py", "subject": "train.py", "job": "", "settings": {"seed": "1"}}
+    path.write_text(json.dumps({"format": 1, "starts": [start], "generations": [{"number": 0, "ranks": 2}]}))
+    return Parsed(path, of_json, lambda: next_generation(tmp_path))
+
+
+def metrics(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "epoch": 0, "wall_s": 1.0, "loss": 0.5}\n{"step": 2, "epoch": 0, "loss": null}\n')
+
+    def read():
+        file = MetricsFile(path, step=2, say=print)
+        file.close()
+
+    return Parsed(
+        path, lambda content, chance: b"\n".join(of_json(line, chance) for line in content.split(b"\n") if line), read
+    )
+
+
+def a_heartbeat(tmp_path):
+    beat = Heartbeat(0, 7, 3, 1, "data", SourceLine("train.py", 3, "main"), "", False, 1, 0.5, 1.0)
+    return message(tmp_path, beat.to_text(), Heartbeat.from_text)
+
+
+FAILURE = Failure(0, "n1", "ValueError", "no", "train.py", 3, "x", "trace", False, 1.0, 10)
+
+
+def a_failure(tmp_path):
+    return message(tmp_path, FAILURE.to_message(), Failure.from_message)
+
+
+def places(tmp_path):
+    beat = Heartbeat(0, 7, 3, 1, "data", SourceLine("train.py", 3, "main"), "", False, 1, 0.5, 1.0)
+    state = {"rank": 0, "beat": beat.to_text(), "seconds": [1.0, 2.0, 3.0], "idle": False, "process": "S"}
+    text = json.dumps({"states": [state], "exited": {"1": -9}})
+    return message(tmp_path, text, lambda told: RankPlaces.from_text(told.decode(errors="replace"), "n1"))
+
+
+def a_lease(tmp_path):
+    files = LeaseFiles(tmp_path)
+    files.claim("node", "n1", "n1:29400")
+    return Parsed(files.path / "term-000001", of_json, lambda: isinstance(files.newest(), Lease | None))
+
+
+def rendezvous(text, *readers):
+    """What launchers tell each other: read when it is signed, and refused when it is not."""
+
+    def made(tmp_path):
+        signature = Signature(b"of this run").of_launch("coordinator")
+
+        def read(content):
+            with pytest.raises(ValueError, match="not signed"):
+                signature.text_of("key", content)
+            signed = signature.sign("key", content.decode(errors="replace"))
+            for reader in readers:
+                with contextlib.suppress(ValueError):
+                    reader(signature.text_of("key", signed))
+
+        return message(tmp_path, text, read)
+
+    return made
+
+
+EXIT = RankExit(0, 1, 2.0, failure=FAILURE, log_tail="end", host="n1")
+RECORD = record_text(NodeReport("n", "n1", 2, addresses=("10.0.0.1",)), 3, [1])
+
+PLAN = Plan(3, members=(Member("c", "n1", 2, "10.0.0.1", ("10.0.0.1",)),), lost=("b",))
+CONTRACT = JobContract("c", "n1", {"lockstep": "1"}, "/r", "new", 0)
+
+PARSED = {
+    "manifest": a_manifest,
+    "part of a checkpoint": a_part,
+    "next step": a_next_step,
+    "weights": weights,
+    "index of weights": an_index,
+    "slot of a mirror": a_slot,
+    "holder of a lock": a_holder,
+    "journal of a search": a_journal,
+    "search.json": a_search_file,
+    "claims": claims,
+    "death of a worker": a_death,
+    "status.json": a_status,
+    "places of ranks": ranks,
+    "run.json": a_run,
+    "metrics.jsonl": metrics,
+    "heartbeat": a_heartbeat,
+    "error record": a_failure,
+    "hang report": places,
+    "lease": a_lease,
+    "plan": rendezvous(
+        Plan(3, members=(Member("c", "n1", 2, "10.0.0.1", ("10.0.0.1",)),), lost=("b",)).to_json(), Plan.from_json
+    ),
+    "contract": rendezvous(
+        JobContract("c", "n1", {"lockstep": "1"}, "/r", "new", 0).to_json(), JobContract.from_json, version_in
+    ),
+    "node record": rendezvous(RECORD, beat_in, lambda text: UNKNOWN.update(object_from(text), 1.0).view()),
+    "notice": rendezvous(notice_to_json(Message("text")), notice_from_json),
+    "failure notice": rendezvous(notice_to_json(GenerationFailed.of(2, [EXIT])), notice_from_json),
+    "endings": rendezvous(endings_to_json([EXIT]), endings_from_json),
+    "measures": lambda tmp_path: message(tmp_path, bytes(1 << 16), journal_in, of_bytes),
+}
+
+
+def change(parsed, times, seed):
+    whole = parsed.path.read_bytes()
+    parsed.read()
+    chance = random.Random(seed)
+    tracemalloc.start()
+    try:
+        for number in range(times):
+            content = (parsed.by_meaning if number % 2 else of_bytes)(whole, chance)
+            parsed.path.write_bytes(content)
+            tracemalloc.reset_peak()
+            before, began = tracemalloc.get_traced_memory()[0], time.process_time()
+            try:
+                # A clear error, of Lockstep's or that it is no such message; anything else fails the test.
+                with contextlib.suppress(LockstepError, ValueError):
+                    parsed.read()
+            except BaseException as error:
+                error.add_note(f"mutation {number}: {content[:2000]!r}")
+                raise
+            lasted = time.process_time() - began
+            assert lasted < MOST_S, f"mutation {number} took {lasted:.1f} s: {content[:2000]!r}"
+            taken = tracemalloc.get_traced_memory()[1] - before
+            assert taken < MOST_BYTES, f"mutation {number} took {taken} bytes: {content[:2000]!r}"
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", PARSED)
+def test_what_is_changed_at_random_is_a_clear_error_or_nothing(kind, tmp_path):
+    change(PARSED[kind](tmp_path), SLICE, zlib.crc32(kind.encode()))
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", PARSED)
+def test_ten_thousand_changes(kind, tmp_path):
+    change(PARSED[kind](tmp_path), ALL, random.randrange(1 << 32))
+
+
+def test_all_that_reads_json_is_here():
+    """Who reads JSON without `lockstep.records` reads what its own process, or its child, has just written."""
+    own = {
+        "tune/start_search.py", "tune/search_worker.py", "tune/outcome.py", "tune/search_directory.py",
+        "tune/optuna_study.py", "scale/trace_run.py", "scale/scaling_loss.py", "settings.py", "step_record.py",
+        "checkpoint/model_files.py", "checkpoint/save_thread.py", "records.py",
+        "launch/workers/fork_server.py", "launch/workers/fork_messages.py", "launch/workers/rank_environment.py",
+    }  # fmt: skip
+    house = Path(lockstep.__file__).parent
+    found = {
+        path.relative_to(house).as_posix()
+        for path in house.rglob("*.py")
+        if re.search(r"json\.loads?\b", path.read_text())
+    }
+    assert found == own
