@@ -238,7 +238,7 @@ def _joined(job: Job, nodes: Nodes, endpoint: Endpoint, store: TcpStoreClient, r
         store,
         report,
         limits_of(job.request, nodes),
-        place=lambda plan, listening: _placement(plan, endpoint, store.address, report, listening),
+        place=lambda plan, listening: _placement(plan, endpoint, store.reached.address, report, listening),
         probe=lambda hosts: probe_all(hosts, nodes.endpoint),
         listen=_not_here,
         look_after=lambda: None,

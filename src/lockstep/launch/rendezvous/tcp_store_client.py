@@ -80,7 +80,7 @@ class TcpStoreClient(RendezvousStore):
         self._is_coordinator = report.node_id == contract.coordinator
         self._contract = contract
         self._endpoint, self._suspect_after_s = endpoint, suspect_after_s
-        self._reached: Final = ReachedHost()
+        self.reached: Final = ReachedHost()
         self._lock: Final = threading.Lock()
         self._wake: Final = threading.Event()
         self._report: NodeReport = report
@@ -105,11 +105,6 @@ class TcpStoreClient(RendezvousStore):
     def coordinator(self) -> str:
         """The id of the node that decides for all."""
         return self._contract.coordinator
-
-    @property
-    def address(self) -> str:
-        """By which address the store was reached last; "" before that."""
-        return self._reached.address
 
     @property
     def term(self) -> int:
@@ -207,7 +202,7 @@ class TcpStoreClient(RendezvousStore):
                 self._busy_since_s = time.monotonic()
             try:
                 if store is None:
-                    store = open_store(self._endpoint, self._reached)
+                    store = open_store(self._endpoint, self.reached)
                     self._join(store)
                 self._write(store, number)
                 self._read(store, number)
