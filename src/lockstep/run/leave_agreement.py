@@ -44,10 +44,12 @@ class LeaveAgreement:
 
     Args:
         group: all ranks.
+        agrees: whether its ranks make the same calls; servers leave by themselves.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, *, agrees: bool) -> None:
         self._group: Final = group
+        self._agrees: Final = agrees and group.size > 1
         # Agreements before, and the step whose reduction the main thread has entered: read together by the thread.
         self._at = 0, 0
         self._left: Leave | None = None
@@ -60,7 +62,7 @@ class LeaveAgreement:
 
     def open(self) -> None:
         """The training begins, in this thread."""
-        if self._group.size > 1:
+        if self._agrees:
             self._main = threading.get_ident()
             # Connected here and not by the thread: a loader process that is forked while another thread connects
             # inherits locks of the C library that nobody opens again.
@@ -86,7 +88,7 @@ class LeaveAgreement:
         The ranks agree on it at the run's next call, where that may fail: the rank may also be on its way out with an
         error of its own, and then it must not wait for others.
         """
-        if self._group.size > 1:
+        if self._agrees:
             self._left = Leave(did, step, _user_line(error))
 
     def agree(self) -> None:
@@ -123,7 +125,7 @@ class LeaveAgreement:
         if self._joins and self._thread is not None:
             self._thread.join(_CLOSE_S)
         told = self._parted
-        if isinstance(error, MismatchError) and self._group.size > 1:
+        if isinstance(error, MismatchError) and self._agrees:
             with contextlib.suppress(LockstepError, RuntimeError):  # the store may be gone by now
                 store, number = self._group.store("leaves"), str(self._at[0])
                 told = store.get(number, _READ_S).partition(" ")[2] if store.is_set(number) else told

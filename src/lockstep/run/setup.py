@@ -39,7 +39,7 @@ from lockstep.run.state import State
 from lockstep.run.stop_requests import JobDeadline, StopRequests
 from lockstep.settings import ResolvedSettings, Settings
 from lockstep.step_record import MeasureRequest
-from lockstep.strategies import ReplicaAssignment, Strategy, StrategyContext, open_strategy, state_part
+from lockstep.strategies import HasServerRanks, ReplicaAssignment, Strategy, StrategyContext, open_strategy, state_part
 from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial, directory_of_run
 from lockstep.world import World
 
@@ -185,7 +185,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         save_stop=SaveStopController(
             group, settings.save_every, stop_requests.reason, deadline, peer_timeout_s=settings.peer_timeout_s
         ),
-        leaves=LeaveAgreement(group),
+        leaves=LeaveAgreement(group, agrees=not isinstance(strategy, HasServerRanks)),
         identity=RunIdentity(settings, threads, device),
         state=State(),
         position=RunPosition(settings.seed, settings.best),

@@ -18,7 +18,6 @@ from lockstep.run.run_log import RunLog
 from lockstep.run.script_options import ScriptOptions
 from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot
-from lockstep.strategies import HasServerRanks
 from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial, directory_of_run
 
 
@@ -82,8 +81,7 @@ class TrainingStart:
         if left is not None:
             self._log_what_may_be_missing(left)
         self._context.reporter.unprotected = self._context.emergency.protect()
-        if not isinstance(self._context.strategy, HasServerRanks):  # servers leave by themselves
-            self._context.leaves.open()
+        self._context.leaves.open()
         if self._context.directory and (why := os.environ.get(SAVE_ONLY)):
             self._leave_saved(left, why)
         if self._context.directory:
