@@ -203,9 +203,10 @@ class Job:
         """What a rank has written; None before its first step is done."""
         with contextlib.suppress(FileNotFoundError):
             lines = (self.here / f"life-{life}-rank-{rank}").read_text().splitlines(keepends=True)
-            first, *steps = [line for line in lines if line.endswith("\n")] or [""]
-            if steps:
-                return Book(*map(int, first.split()), [int(step) for step in steps])
+            first, *others = [line for line in lines if line.endswith("\n")] or [""]
+            # A generation that only saves what survivors have left begins the script once more.
+            if steps := [int(line) for line in others if " " not in line]:
+                return Book(*map(int, first.split()), steps)
         return None
 
     def steps(self, life: int) -> int:

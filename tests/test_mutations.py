@@ -32,12 +32,11 @@ from lockstep.errors import LockstepError
 from lockstep.heartbeat_message import Heartbeat, SourceLine
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.rank_places import RankPlaces
-from lockstep.launch.diagnosis.root_cause import RankExit
+from lockstep.launch.diagnosis.root_cause import RankExit, diagnose
 from lockstep.launch.rendezvous.job_contract import JobContract, version_in
 from lockstep.launch.rendezvous.lease import Lease, LeaseFiles
 from lockstep.launch.rendezvous.node_record import UNKNOWN, beat_in, record_text
 from lockstep.launch.rendezvous.notices import (
-    GenerationFailed,
     Message,
     endings_from_json,
     endings_to_json,
@@ -399,7 +398,7 @@ PARSED = {
     ),
     "node record": rendezvous(RECORD, beat_in, lambda text: UNKNOWN.update(object_from(text), 1.0).view()),
     "notice": rendezvous(notice_to_json(Message("text")), notice_from_json),
-    "failure notice": rendezvous(notice_to_json(GenerationFailed.of(2, [EXIT])), notice_from_json),
+    "failure notice": rendezvous(notice_to_json(diagnose([EXIT], ranks=2)), notice_from_json),
     "endings": rendezvous(endings_to_json([EXIT]), endings_from_json),
     "measures": lambda tmp_path: message(tmp_path, bytes(1 << 16), journal_in, of_bytes),
 }
@@ -447,7 +446,7 @@ def test_all_that_reads_json_is_here():
     own = {
         "tune/start_search.py", "tune/search_worker.py", "tune/outcome.py", "tune/search_directory.py",
         "tune/optuna_study.py", "scale/trace_run.py", "scale/scaling_loss.py", "settings.py", "step_record.py",
-        "checkpoint/model_files.py", "checkpoint/save_thread.py", "records.py",
+        "checkpoint/model_files.py", "checkpoint/save_thread.py", "checkpoint/next_step.py", "records.py",
         "launch/workers/fork_server.py", "launch/workers/fork_messages.py", "launch/workers/rank_environment.py",
     }  # fmt: skip
     house = Path(lockstep.__file__).parent

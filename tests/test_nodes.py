@@ -280,7 +280,8 @@ def test_a_host_whose_cpu_has_other_kernels_is_named_as_that(cluster):
     assert (cluster.end_of("n1"), cluster.end_of("n2")) == (1, 1), cluster.everything()
     assert "note: ATEN_CPU_CAPABILITY is default on n2, avx2 on n1" in cluster.said("n2")
     told = cluster.said("n1").rpartition("run failed: ")[2]
-    assert "rank 0 computes on a CPU with the kernels of AVX2, rank 1 on a CPU with the kernels of " in told
+    assert "rank 0 computes on a CPU by AVX2 kernels (ATEN_CPU_CAPABILITY=avx2), " in told
+    assert "rank 1 on a CPU by " in told
 
 
 def test_memory_that_refuses_to_protect_is_told_once_and_tried_again(tmp_path, expected):

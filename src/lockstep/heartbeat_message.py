@@ -25,8 +25,7 @@ def note_to_text(note: str) -> str:
 def note_from_text(text: bytes) -> str:
     """The note in ``text``; "" if it is none."""
     with contextlib.suppress(ValueError):
-        values = json.loads(text)
-        if isinstance(values, dict) and isinstance(note := values.get("note"), str):
+        if isinstance(note := object_from(text).get("note"), str):
             return note
     return ""
 

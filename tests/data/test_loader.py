@@ -419,12 +419,15 @@ def test_ranks_agree_on_twice_as_many_steps_each_time_and_end_together(kind, len
 
 
 def test_ranks_agree_on_no_more_steps_than_fit_into_memory_and_read_those_one_by_one():
-    read = []  # not an attribute, as a data set that counts is read once more, to see whether it gives the same
+    read = []
+    note = (
+        read.append
+    )  # not the list itself: a data set that counts is read once more, to see whether it gives the same
 
     class Large(Stream):
         def __iter__(self):
             for number in range(self.length):
-                read.append(number)
+                note(number)
                 yield torch.zeros(2**20)  # 4 MiB
 
     meeting, ahead = Meeting(1), []

@@ -77,11 +77,6 @@ def test_each_part_that_dies_is_named_and_costs_one_generation_and_the_cause_is_
     os.kill(store, signal.SIGSTOP)
     wait_until(lambda: "the store where the ranks meet was stopped" in screen(), screen)
     wait_until(lambda: procfs.state(store) not in "Tt", "the store to go on")
-    # A pipe that nobody writes stands for a file system that does not answer.
-    status = workshop.here / "r" / "status.json"
-    status.unlink(missing_ok=True)
-    os.mkfifo(status)
-    wait_until(lambda: "r/status.json does not answer" in screen(), screen)
     (workshop.here / "go").touch()
     assert launcher.wait(60) == 1
     blocks = screen().split("✗ ")[1:]

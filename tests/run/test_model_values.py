@@ -304,7 +304,7 @@ def test_weights_that_would_be_cut_off_or_lost_are_refused_and_so_are_files_that
             (WithoutExtra(), "fractions.safetensors", UsageError, "seen is torch.float32 there, and torch.int64"),
             (Shares(), "fine.safetensors", UsageError, "such as _extra_state"),
             (Shares(), "extra.safetensors", UsageError, "_extra_state of Shares is neither a parameter nor a buffer"),
-            (Shares(), "short.safetensors", SettingError, "short.safetensors is cut short: it has"),
+            (Shares(), "short.safetensors", SettingError, "short.safetensors: it is cut short: it has"),
             (Shares(), "odd.safetensors", SettingError, "to first.weight, which do not fit"),
             (Shares(), "index.json", SettingError, "fine.safetensors has no tensor third.weight"),
         ):

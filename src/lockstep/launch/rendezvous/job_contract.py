@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal, Self
+from pathlib import Path
+from typing import Final, Literal, Self
 
 from lockstep.launch.rendezvous.known_fields import from_known, object_from
+
+#: In the run directory: the node id of the coordinator of the newest launch.
+COORDINATOR_FILE: Final = ".coordinator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +63,11 @@ def differences(ours: Mapping[str, str], host: str, theirs: Mapping[str, str], t
         for name in sorted({*ours, *theirs})
         if ours.get(name) != theirs.get(name)
     ]
+
+
+def is_newest_coordinator(run_dir: Path, node_id: str) -> bool:
+    """Whether the newest launch in ``run_dir`` is that of the coordinator ``node_id``, as far as this node sees."""
+    try:
+        return (run_dir / COORDINATOR_FILE).read_text(encoding="ascii") == node_id
+    except (OSError, UnicodeDecodeError):
+        return False

@@ -25,7 +25,7 @@ from lockstep.formatting import command_line
 from lockstep.launch.deadline_thread import FileThread, TaskThread, call_in_time
 from lockstep.launch.program_sources import source_hashes
 from lockstep.launch.rendezvous.endpoint import Endpoint, listen
-from lockstep.launch.rendezvous.job_contract import JobContract, differences
+from lockstep.launch.rendezvous.job_contract import COORDINATOR_FILE, JobContract, differences, is_newest_coordinator
 from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes
 from lockstep.launch.rendezvous.plan import ElasticLimits, NodePlacement, NodeReport, Plan
 from lockstep.launch.rendezvous.signature import Signature, make_signature, read_signature
@@ -40,7 +40,6 @@ from lockstep.network_interface import INTERFACES, address_towards, interface_of
 
 #: How long a shared file system may take to show one node what another one wrote.
 _VISIBLE_S = 20.0
-_COORDINATOR_FILE = ".coordinator"
 _PROBE_S = 2.0
 #: Changes of nodes that a job bears, unless the user says otherwise.
 _MAX_CHANGES = 10
@@ -120,7 +119,7 @@ def host_job(
     def begin() -> tuple[Signature, Lease | None]:
         signature = make_signature(job.run_dir, os.environ).of_launch(report.node_id)
         new = leases.claim(report.node_id, report.host, str(endpoint)) if nodes.takeover and made is None else made
-        (job.run_dir / _COORDINATOR_FILE).write_text(report.node_id, encoding="ascii")
+        (job.run_dir / COORDINATOR_FILE).write_text(report.node_id, encoding="ascii")
         return signature, new
 
     signature, lease = call_in_time(begin, f"the run directory {job.run_dir}", say, stopped)
@@ -299,9 +298,8 @@ def _variables(env: Mapping[str, str]) -> Mapping[str, str]:
 def _wait_for_run_dir(run_dir: Path, contract: JobContract, host: str) -> None:
     end_s = time.monotonic() + _VISIBLE_S
     while True:
-        with contextlib.suppress(OSError):
-            if (run_dir / _COORDINATOR_FILE).read_text(encoding="ascii") == contract.coordinator:
-                return
+        if is_newest_coordinator(run_dir, contract.coordinator):
+            return
         if time.monotonic() > end_s:
             raise SettingError(
                 f"{host} does not see the run directory of {contract.host}, {run_dir}: all nodes need the same one, "

@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import Diagnosis, RankExit
 from lockstep.launch.rendezvous.known_fields import from_known, object_from
 
@@ -27,6 +26,11 @@ Notice = Message | Diagnosis
 names paths as its own user would write them."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Endings:
+    endings: tuple[RankExit, ...]
+
+
 def notice_to_json(notice: Notice) -> str:
     """The notice as text for the store."""
     return json.dumps(asdict(notice))
@@ -41,14 +45,12 @@ def notice_from_json(text: str) -> Notice:
     fields = object_from(text)
     if "text" in fields:
         return from_known(Message, fields)
-    lists = {name: tuple(fields.get(name) or ()) for name in ("alike", "collateral", "hosts", "memory")}
-    (cause,), others = _endings([fields.get("cause")]), _endings(fields.get("others"))
-    return from_known(Diagnosis, fields, cause=cause, others=others, **lists)
+    return from_known(Diagnosis, fields)
 
 
 def endings_to_json(endings: Sequence[RankExit]) -> str:
     """Endings as text for the store."""
-    return json.dumps({"endings": [asdict(ending) for ending in endings]})
+    return json.dumps(asdict(_Endings(tuple(endings))))
 
 
 def endings_from_json(text: str) -> tuple[RankExit, ...]:
@@ -57,14 +59,4 @@ def endings_from_json(text: str) -> tuple[RankExit, ...]:
     Raises:
         ValueError: if it is something else.
     """
-    return _endings(object_from(text).get("endings"))
-
-
-def _endings(values: object) -> tuple[RankExit, ...]:
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise ValueError(f"no endings of ranks: {values!r:.80}")
-    failures = [value.get("failure") for value in values]
-    return tuple(
-        from_known(RankExit, value, failure=failure and from_known(Failure, failure))
-        for value, failure in zip(values, failures, strict=True)
-    )
+    return from_known(_Endings, object_from(text)).endings

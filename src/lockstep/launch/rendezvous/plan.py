@@ -170,10 +170,4 @@ class Plan:
         Raises:
             ValueError: if it is something else.
         """
-        fields = object_from(text)
-        if not isinstance(fields.get("members"), list) or not isinstance(fields.get("stop_mode"), int):
-            raise ValueError(f"no plan: {text:.80}")
-        members = tuple(from_known(Member, member) for member in fields["members"])
-        members = tuple(replace(member, addresses=tuple(map(str, member.addresses))) for member in members)
-        lists = {name: tuple(map(str, fields.get(name) or ())) for name in ("lost", "released")}
-        return from_known(cls, fields, stop_mode=StopMode(fields["stop_mode"]), members=members, **lists)
+        return from_known(cls, object_from(text))

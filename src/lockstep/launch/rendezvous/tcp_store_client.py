@@ -24,12 +24,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from lockstep.errors import LaunchError
 from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.rendezvous.endpoint import Endpoint
-from lockstep.launch.rendezvous.job_contract import JobContract
+from lockstep.launch.rendezvous.job_contract import JobContract, is_newest_coordinator
 from lockstep.launch.rendezvous.known_fields import object_from
 from lockstep.launch.rendezvous.node_record import UNKNOWN, NodeRecord, beat_in, record_text
 from lockstep.launch.rendezvous.notices import (
@@ -76,7 +77,7 @@ class TcpStoreClient(RendezvousStore):
         *,
         suspect_after_s: float,
     ) -> None:
-        self._signature: Final = signature
+        self._signature = signature
         self._is_coordinator = report.node_id == contract.coordinator
         self._contract = contract
         self._endpoint, self._suspect_after_s = endpoint, suspect_after_s
@@ -217,14 +218,14 @@ class TcpStoreClient(RendezvousStore):
         if self.is_coordinator and not store.check(["contract"]):
             # The store's process has died, and a new one is empty.
             self._fill(store)
-        contract = JobContract.from_json(self._get(store, "contract"))
+        contract, signature = _contract_in(store.get("contract"), self._contract, self._signature)
         if contract.coordinator != self.coordinator:
             # The coordinator's agent died and another one took over. The plans of the old one mean nothing any more.
             ours, theirs = self._contract, contract
             if self.is_coordinator or (theirs.must_match, theirs.run_dir) != (ours.must_match, ours.run_dir):
                 raise OSError("another job uses the store now")
             with self._lock:
-                self._contract, self._coordinator_beat = contract, -1
+                self._contract, self._signature, self._coordinator_beat = contract, signature, -1
                 self._plan, self._notices = Plan(generation=contract.generation), ()
                 self._endings.clear()
         if node_id not in store.get("nodes").decode().split():
@@ -329,6 +330,21 @@ class TcpStoreClient(RendezvousStore):
                 self._nodes = records
                 if self.is_coordinator:
                     self._heard_s = now_s
+
+
+def _contract_in(value: bytes, known: JobContract, signature: Signature) -> tuple[JobContract, Signature]:
+    """The contract that the store holds as ``value``, and the signature of its launch, which may be a newer one.
+
+    Raises:
+        ValueError: if nobody who knows the secret has signed it.
+        OSError: if it is of a launch that is not the newest one.
+    """
+    text = value.decode(errors="replace")
+    coordinator = JobContract.from_json(text.partition(" ")[2]).coordinator
+    if coordinator != known.coordinator and not is_newest_coordinator(Path(known.run_dir), coordinator):
+        raise OSError("the store holds the contract of another launch")
+    signature = signature.of_launch(coordinator)
+    return JobContract.from_json(signature.text_of("contract", text)), signature
 
 
 def create_store(
