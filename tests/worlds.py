@@ -1,5 +1,6 @@
 """Many short runs in one launch of real ranks."""
 
+import pickle
 import traceback
 
 import pytest
@@ -13,15 +14,15 @@ PEER_TIMEOUT_S = "30"
 
 def in_turn(calls):
     """On a rank: the result of each ``function(*args)``, or the traceback of what it raised, in their order."""
-    results = []
+    results = []  # as bytes: weights that a running function holds would be those of the next call's script
     for function, *args in calls:
         try:
-            results.append(function(*args))
+            results.append(pickle.dumps(function(*args)))
         except Exception:  # noqa: BLE001 - the test that called will read it
-            results.append(traceback.format_exc())
+            results.append(pickle.dumps(traceback.format_exc()))
             if dist.is_initialized():
                 dist.destroy_process_group()
-    return results
+    return [pickle.loads(result) for result in results]
 
 
 def on_world(size, calls, timeout_s=200, env=None):
