@@ -15,7 +15,7 @@ from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit, diagnose
 from lockstep.launch.program_sources import source_hashes
 from lockstep.launch.rendezvous.endpoint import Endpoint
-from lockstep.launch.rendezvous.job_contract import JobContract, differences
+from lockstep.launch.rendezvous.job_contract import COORDINATOR_FILE, JobContract, differences
 from lockstep.launch.rendezvous.join import limits_of, probe
 from lockstep.launch.rendezvous.notices import Message
 from lockstep.launch.rendezvous.plan import Member, NodeReport, Plan
@@ -23,13 +23,13 @@ from lockstep.launch.rendezvous.signature import SECRET_FILE, Signature, make_si
 from lockstep.launch.rendezvous.store import LocalStore
 from lockstep.launch.rendezvous.store_connection import open_store, read_contract, tell_refused
 from lockstep.launch.rendezvous.store_process import StoreProcess
-from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
+from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, _contract_in, create_store
 from lockstep.launch.request import Module, Nodes, Request, Script
 from lockstep.network_interface import interface_of
 from waiting import wait_until
 
 DEADLINE_S = 60
-SIGNED = Signature(b"of this run")
+SIGNED = Signature(b"of this run").of_launch("c")
 RAISED = Failure(3, "n2", "ValueError", "bad label", "train.py", 5, "x", "Traceback...", False, 10.0, 7)
 
 
@@ -56,14 +56,14 @@ def serving():
         yield endpoint, process
 
 
-def contract(coordinator="c", generation=4):
-    return JobContract(coordinator, "n1", {"torch": "2", "lockstep": "1"}, "/r", "new", generation)
+def contract(coordinator="c", generation=4, run_dir="/r"):
+    return JobContract(coordinator, "n1", {"torch": "2", "lockstep": "1"}, str(run_dir), "new", generation)
 
 
 @contextlib.contextmanager
-def clients(endpoint, *ids, suspect_after_s=30.0):
+def clients(endpoint, *ids, suspect_after_s=30.0, run_dir="/r"):
     """The coordinator's client and those of others."""
-    job = contract(ids[0])
+    job = contract(ids[0], run_dir=run_dir)
     made = [create_store(endpoint, job, NodeReport(ids[0], "n1", 2), SIGNED, suspect_after_s=suspect_after_s)]
     made += [
         TcpStoreClient(endpoint, job, NodeReport(n, n, 2), SIGNED, suspect_after_s=suspect_after_s) for n in ids[1:]
@@ -184,14 +184,18 @@ def test_a_store_that_does_not_answer_is_noticed_and_asked_again(store):
         wait_until(lambda: other.silent_s() < 0.4)
 
 
-def test_a_new_agent_may_become_the_coordinator_and_the_others_follow_it(store):
+def test_a_new_agent_may_become_the_coordinator_and_the_others_follow_it_as_the_run_directory_says(store, tmp_path):
     endpoint, _ = store
-    with clients(endpoint, "c", "other", suspect_after_s=0.5) as (old, other):
+    with clients(endpoint, "c", "other", suspect_after_s=0.5, run_dir=tmp_path) as (old, other):
         wait_until(lambda: len(old.nodes()) == 2)
         old.publish(Plan(1, notices=1), [Message("the old one's")])
         wait_until(lambda: other.notices() == (Message("the old one's"),))
         old.close()
-        new = create_store(endpoint, contract("new", 9), NodeReport("new", "n1", 2), SIGNED, suspect_after_s=0.5)
+        job, signed = contract("new", 9, tmp_path), SIGNED.of_launch("new")
+        new = create_store(endpoint, job, NodeReport("new", "n1", 2), signed, suspect_after_s=0.5)
+        with pytest.raises(OSError, match="another launch"):  # perhaps an earlier one's, written again
+            _contract_in(signed.sign("contract", job.to_json()).encode(), contract(run_dir=tmp_path), SIGNED)
+        (tmp_path / COORDINATOR_FILE).write_text("new")
         # A store that was restarted would have closed the connections.
         other._start_thread()
         wait_until(lambda: other.coordinator == "new" and len(new.nodes()) == 2)
