@@ -170,4 +170,7 @@ class Plan:
         Raises:
             ValueError: if it is something else.
         """
-        return from_known(cls, object_from(text))
+        fields = object_from(text)
+        if not {"members", "stop_mode"} <= fields.keys():
+            raise ValueError(f"no plan: {text:.80}")
+        return from_known(cls, fields)
