@@ -305,7 +305,7 @@ def test_weights_that_would_be_cut_off_or_lost_are_refused_and_so_are_files_that
             (Shares(), "fine.safetensors", UsageError, "such as _extra_state"),
             (Shares(), "extra.safetensors", UsageError, "_extra_state of Shares is neither a parameter nor a buffer"),
             (Shares(), "short.safetensors", SettingError, "short.safetensors: it is cut short: it has"),
-            (Shares(), "odd.safetensors", SettingError, "to first.weight, which do not fit"),
+            (Shares(), "odd.safetensors", SettingError, "first.weight has 36 bytes, which do not fit"),
             (Shares(), "index.json", SettingError, "fine.safetensors has no tensor third.weight"),
         ):
             with pytest.raises(error, match=words):

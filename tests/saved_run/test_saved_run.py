@@ -41,6 +41,7 @@ def saved(root, *steps, models=(), best=None, **kept):
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         nn.init.constant_(model[0].weight, step)
         saves.save(tree_of(step, models or [model], best, **kept), step, {})
+        saves.wait()  # else a slow disk is told of
     saves.close()
     saves.release()
     return Path(root)
