@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final, Literal, Self
 
-from lockstep.launch.rendezvous.known_fields import from_known, object_from
+from lockstep.records import from_known, object_from
 
 #: In the run directory: the node id of the coordinator of the newest launch.
 COORDINATOR_FILE: Final = ".coordinator"

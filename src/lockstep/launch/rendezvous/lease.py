@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from lockstep.launch.rendezvous.known_fields import from_known, object_from
+from lockstep.records import from_known, object_from
 
 _DIRECTORY = "leases"
 _NAME = re.compile(r"term-(\d{6,})")

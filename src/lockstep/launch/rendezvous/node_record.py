@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from lockstep.launch.diagnosis.root_cause import RankExit
-from lockstep.launch.rendezvous.known_fields import from_known, object_from
 from lockstep.launch.rendezvous.plan import NodeReport, NodeView
+from lockstep.records import from_known, object_from
 
 
 def record_text(report: NodeReport, beat: int, written: Sequence[int]) -> str:

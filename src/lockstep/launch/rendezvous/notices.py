@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from lockstep.launch.diagnosis.root_cause import Diagnosis, RankExit
-from lockstep.launch.rendezvous.known_fields import from_known, object_from
+from lockstep.records import from_known, object_from
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Literal, Self
 
 from lockstep.launch.diagnosis.root_cause import RankExit
-from lockstep.launch.rendezvous.known_fields import from_known, object_from
+from lockstep.records import from_known, object_from
 
 Phase = Literal["gather", "generation", "over"]
 

@@ -31,7 +31,6 @@ from lockstep.errors import LaunchError
 from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract, is_newest_coordinator
-from lockstep.launch.rendezvous.known_fields import object_from
 from lockstep.launch.rendezvous.node_record import UNKNOWN, NodeRecord, beat_in, record_text
 from lockstep.launch.rendezvous.notices import (
     Notice,
@@ -50,6 +49,7 @@ from lockstep.launch.rendezvous.store_connection import (
     open_store,
     refusals,
 )
+from lockstep.records import object_from
 
 _EVERY_S = 0.2  #: how often the thread writes and reads, at least
 _CREATE_S = 60.0  #: how long the store's own process may take to answer first
