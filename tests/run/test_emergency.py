@@ -438,15 +438,13 @@ def test_files_of_earlier_generations_are_found_wherever_there_was_room(tmp_path
         pass
 
 
-@pytest.mark.parametrize("leaves", [True, False])
-def test_the_reason_for_which_no_state_was_left_is_said_by_the_next_generation(tmp_path, leaves):
-    """A script's own object raises where it is asked for its state; another one refuses to be described."""
+def two_generations(tmp_path):
+    """The emergencies of a rank alone in two generations, the first of which notes its state; and what they say."""
     said, whole = [], SimpleNamespace(state_part=StatePart(0, 1, None))
-    env = {EMERGENCY: str(tmp_path)}
     made = [
         open_emergency(
             Settings(),
-            env,
+            {EMERGENCY: str(tmp_path)},
             single_rank_group(),
             World(0, 1, 0, 1, 0, 1, generation=generation, run_dir=str(tmp_path)),
             whole,
@@ -456,6 +454,13 @@ def test_the_reason_for_which_no_state_was_left_is_said_by_the_next_generation(t
         for generation in range(2)
     ]
     made[0].notes = True
+    return made, said
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_reason_for_which_no_state_was_left_is_said_by_the_next_generation(tmp_path, leaves):
+    """A script's own object raises where it is asked for its state; another one refuses to be described."""
+    made, said = two_generations(tmp_path)
 
     def state():
         if not leaves:
@@ -476,20 +481,7 @@ def test_the_reason_for_which_no_state_was_left_is_said_by_the_next_generation(t
 
 def test_survivors_that_hold_other_bits_are_told(tmp_path):
     """One of them is wrong, and nobody knows which: the checkpoint is used, and a broken machine is not hidden."""
-    said, whole = [], SimpleNamespace(state_part=StatePart(0, 1, None))
-    made = [
-        open_emergency(
-            Settings(),
-            {EMERGENCY: str(tmp_path)},
-            single_rank_group(),
-            World(0, 1, 0, 1, 0, 1, generation=generation, run_dir=str(tmp_path)),
-            whole,
-            PassMetrics(counts=True),
-            said.append,
-        )
-        for generation in range(2)
-    ]
-    made[0].notes = True
+    made, said = two_generations(tmp_path)
     about = {"step": 7, "turn": False, "rank": 0, "ranks": 0, "identity": {}, "rows": []}
     for value in (1.0, 1.0000001):
         point = ResumePoint(lambda value=value: {"w": torch.tensor([value])})
