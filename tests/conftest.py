@@ -41,10 +41,14 @@ for launcher in LAUNCHERS:
     for variable in (*launcher.rank, *launcher.size):
         os.environ.pop(variable, None)
 
+# `make campaign` runs what `make test` leaves out, and properties once more, with other examples each time.
+IN_CAMPAIGN = "LOCKSTEP_CAMPAIGN" in os.environ
+
 # Examples take as long as the machine is busy; the deadline of the whole test is the one that counts.
 hypothesis.settings.register_profile(
     "lockstep",
     deadline=None,
+    derandomize=not IN_CAMPAIGN,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("lockstep")
@@ -113,13 +117,14 @@ CAMPAIGN = re.compile(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The suite without `CAMPAIGN`, or those tests alone; in the random order that they have, but for `LONG`."""
-    alone = "LOCKSTEP_CAMPAIGN" in os.environ
-    suite: list[pytest.Item] = []
-    campaign: list[pytest.Item] = []
+    """The suite without `CAMPAIGN`, or those tests and properties; in their random order, but for `LONG`."""
+    chosen: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
     for item in items:
-        (campaign if CAMPAIGN.search(item.nodeid) else suite).append(item)
-    chosen, left_out = (campaign, suite) if alone else (suite, campaign)
+        is_campaigns = CAMPAIGN.search(item.nodeid) is not None
+        is_property = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
+        runs = is_campaigns or is_property if IN_CAMPAIGN else not is_campaigns
+        (chosen if runs else left_out).append(item)
     items[:] = sorted(chosen, key=lambda item: LONG.search(item.nodeid) is None)
     config.hook.pytest_deselected(items=left_out)
 

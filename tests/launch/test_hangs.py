@@ -169,9 +169,8 @@ def test_a_hang_is_restarted_while_the_budget_lasts(workshop):
 
 def test_abort_leaves_no_restart(workshop):
     script = workshop.script("import time\ntime.sleep(1000)\n")
-    ended = workshop.run(
-        "--start", "plain", "--nproc-per-node", 1, "--hang-after", 1, "--on-hang", "abort", "--max-restarts", 1, script
-    )
+    words = ("--nproc-per-node", 1, "--hang-after", 1, "--on-hang", "abort", "--max-restarts", 1)
+    ended = workshop.run(*words, script)
     assert ended.code == 1, ended.err
     assert ended.err.count("hang: no progress") == 1
     assert "rank 0 makes no progress, and nobody waits for another rank" in ended.err
@@ -189,7 +188,7 @@ def test_whoever_waits_is_told_once_and_of_the_recovery(workshop):
                 break
             time.sleep(0.05)
     """)
-    words = ("--start", "plain", "--nproc-per-node", 1, "--hang-after", 1, "--on-hang", "wait")
+    words = ("--nproc-per-node", 1, "--hang-after", 1, "--on-hang", "wait")
     launcher = workshop.start(*words, script)
     seen = ""
     while "the run waits; --on-hang abort" not in seen:
@@ -222,7 +221,7 @@ def test_a_script_that_waits_for_nobody_is_left_alone(workshop):
         while time.monotonic() < end:
             sum(range(1000))
     """)
-    ended = workshop.run("--start", "plain", "--nproc-per-node", 2, "--hang-after", 3, script)
+    ended = workshop.run("--nproc-per-node", 2, "--hang-after", 3, script)
     assert ended.code == 0, ended.err
     assert "hang" not in ended.err
 
@@ -241,7 +240,7 @@ def test_a_launcher_that_is_killed_leaves_no_socket_behind(workshop, hit):
         Path("told").rename("up")
         time.sleep(1000)
     """)
-    launcher = workshop.start("--start", "plain", "--nproc-per-node", 1, script)
+    launcher = workshop.start("--nproc-per-node", 1, script)
     channel = Path(workshop.wait_for_file("up"))
     assert channel.is_socket()
     hit(launcher, "SIGKILL")

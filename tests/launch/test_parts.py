@@ -91,7 +91,7 @@ def test_each_part_that_dies_is_named_and_costs_one_generation_and_the_cause_is_
 
 def test_a_fork_server_that_cannot_serve_says_why(workshop):
     workshop.script("raise ImportError('libcudart.so.13 is not there')", "torch.py")
-    ended = workshop.run(workshop.script("pass"), PYTHONPATH=f"{workshop.here}:{SOURCE}")
+    ended = workshop.run(workshop.script("import torch"), PYTHONPATH=f"{workshop.here}:{SOURCE}")
     assert ended.code == 1
     _, failure = ended.err.split("✗ ")
     assert "left with exit code 1: ImportError: libcudart.so.13 is not there\n" in failure
@@ -133,7 +133,7 @@ def test_a_fork_server_that_imports_torch_does_not_outlive_its_launcher(workshop
     begun = workshop.here / "begun"
     workshop.script(f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(600)", "torch/__init__.py")
     path = os.pathsep.join([str(workshop.here), str(Path(lockstep.__file__).parents[1])])
-    launcher = workshop.start("--run-dir", "r", workshop.script("1"), PYTHONPATH=path)
+    launcher = workshop.start("--run-dir", "r", workshop.script("import torch"), PYTHONPATH=path)
     workshop.wait_for_file("begun")
     variables = Path(f"/proc/{fork_server_of(launcher)}/environ").read_text().split("\0")
     channel = next(Path(each.partition("=")[2]) for each in variables if each.startswith(f"{CHANNEL}="))

@@ -83,15 +83,16 @@ WAITS = """
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU cannot be shared out")
 @pytest.mark.parametrize("way", ["fork", "plain"])
 def test_ranks_keep_to_cpus_of_their_own(workshop, way):
-    text = "import os; print('cpus', os.environ['RANK'], sorted(os.sched_getaffinity(0)))"
+    text = "import os, sys; print('torch' in sys.modules, 'cpus', os.environ['RANK'], sorted(os.sched_getaffinity(0)))"
     ended = workshop.run("--nproc-per-node", 2, "--bind", "--start", way, "--run-dir", "r", workshop.script(text))
     assert ended.code == 0, ended.err
     logs = [(workshop.here / "r" / "logs" / f"rank-000{rank}.log").read_text() for rank in range(2)]
+    assert all(log.startswith("False ") for log in logs), "what needs no torch need not wait for it"
     first, second = (set(json.loads(log.partition(f"cpus {rank} ")[2])) for rank, log in enumerate(logs))
     assert first
     assert not first & second
     assert first | second == os.sched_getaffinity(0)
-    if way == "fork":  # else the store, which imports torch, may not be there yet
+    if way == "fork":  # else the store, a Python of its own, may not be there yet
         assert "note: the 2 ranks never joined a process group: each has run the whole script by itself" in ended.err
 
 
@@ -181,7 +182,7 @@ def test_a_killed_rank_is_restarted_with_all_others_and_the_run_can_be_gone_on_w
         "  lockstep run --resume --run-dir r --nproc-per-node 2 --max-restarts 1 train.py",
         "  lockstep run --fresh --run-dir r --nproc-per-node 2 --max-restarts 1 train.py",
     ]
-    light = ("--start", "plain", "--run-dir", "r", *args[:-1], workshop.script(DIES_AT_FIRST, "light.py"))
+    light = ("--run-dir", "r", *args[:-1], workshop.script(DIES_AT_FIRST, "light.py"))
     resumed = workshop.run("--resume", *light)
     assert resumed.out.splitlines() == ["generation 2 resume 1 fresh None"]
     fresh = workshop.run("--fresh", *light)
@@ -211,14 +212,14 @@ def test_no_rank_outlives_a_launcher_that_is_killed(workshop, hit):
     [
         ("die", "SIGINT", 130, "stopped by Ctrl-C"),
         ("die", "SIGTERM", 143, "stopped by SIGTERM"),
-        ("leave", "SIGINT", 75, "lockstep run --resume --run-dir r --start plain --nproc-per-node 2 train.py leave"),
+        ("leave", "SIGINT", 75, "lockstep run --resume --run-dir r --nproc-per-node 2 train.py leave"),
         ("leave", "SIGUSR1", 75, "stopped with a complete checkpoint"),
         ("stay", "SIGINT", 130, "stopping now"),
         ("deaf", "SIGINT", 130, "killing all ranks"),
     ],
 )  # fmt: skip
 def test_a_stop_is_handed_to_the_ranks_and_only_ctrl_c_insists(workshop, hit, how, first, code, says):
-    launcher = workshop.start("--run-dir", "r", "--start", "plain", "--nproc-per-node", 2, workshop.script(WAITS), how)
+    launcher = workshop.start("--run-dir", "r", "--nproc-per-node", 2, workshop.script(WAITS), how)
     for rank in range(2):
         workshop.wait_for_file(f"up-{rank}")
     hit(launcher, first)
@@ -246,7 +247,7 @@ def test_a_rank_that_does_not_end_is_killed_after_the_grace(workshop):
             time.sleep(0.01)
         raise KeyError("label")
     """)
-    ended = workshop.run("--start", "plain", "--grace", 0.1, "--nproc-per-node", 2, script)
+    ended = workshop.run("--grace", 0.1, "--nproc-per-node", 2, script)
     assert ended.code == 1
     assert (workshop.here / "asked").exists(), "it must be asked before it is killed"
     assert "✗ run failed: rank 1 of 2 (host" in ended.err
@@ -278,7 +279,7 @@ def test_how_ranks_end_is_what_the_launcher_says(workshop, does, code, says):
             time.sleep(0.01)
         """
     script = workshop.script(textwrap.dedent(begin) + does)
-    ended = workshop.run("--start", "plain", "--nproc-per-node", 2, script)
+    ended = workshop.run("--nproc-per-node", 2, script)
     assert ended.code == code, ended.err
     assert ended.out.startswith("begins\n")
     assert says.format(host=socket.gethostname()) in ended.err
@@ -387,10 +388,10 @@ def test_a_module_and_a_directory_run_as_python_would(workshop):
     (workshop.here / "pack").mkdir()
     for name in ("__init__", "inner", "__main__"):
         workshop.script(f"import sys\nprint({name!r}, __name__, sys.argv[1:])\n", f"pack/{name}.py")
-    assert workshop.run("--start", "plain", "-m", "pack.inner", "-m").out == (
+    assert workshop.run("-m", "pack.inner", "-m").out == (
         "__init__ pack []\ninner __main__ ['-m']\n".replace("[]", "['-m']")
     )
-    assert workshop.run("--start", "plain", "pack", "x").out == "__main__ __main__ ['x']\n"
+    assert workshop.run("pack", "x").out == "__main__ __main__ ['x']\n"
 
 
 @pytest.mark.parametrize("code", [0, 74, 75])
@@ -402,7 +403,7 @@ def test_what_a_script_leaves_to_its_end_is_done(workshop, code):
         threading.Thread(target=lambda: (time.sleep(0.2), sys.stdout.write(" thread"))).start()
         sys.exit(int(sys.argv[1]))
     """)
-    ended = workshop.run("--start", "plain", script, code)
+    ended = workshop.run(script, code)
     assert (ended.code, ended.out) == (code, "unfinished thread at exit train.py\n")
 
 
@@ -416,7 +417,7 @@ def test_a_closed_pipe_does_not_end_the_run(workshop):
         print("more\\n" * 1000, flush=True)
         Path("done").write_text("")
     """)
-    launcher = workshop.start("--start", "plain", script)
+    launcher = workshop.start(script)
     assert launcher.stdout.readline() == "first\n"
     launcher.stdout.close()
     (workshop.here / "closed").write_text("")
@@ -492,9 +493,9 @@ def test_a_function_runs_on_ranks_that_are_copies_and_gives_back_its_values(work
 
 def test_two_launchers_do_not_share_a_run_directory(workshop, hit):
     script = workshop.script(WAITS)
-    first = workshop.start("--start", "plain", "--run-dir", "r", script)
+    first = workshop.start("--run-dir", "r", script)
     workshop.wait_for_file("up-0")
-    second = workshop.run("--start", "plain", "--run-dir", "r", "--resume", script)
+    second = workshop.run("--run-dir", "r", "--resume", script)
     assert second.code == 2
     assert "another lockstep run works in r" in second.err
     hit(first, "SIGTERM")
@@ -553,7 +554,7 @@ def test_a_guides_command_line_of_two_machines_runs_as_it_is_printed(workshop):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     line = f"--nproc_per_node=1 --nnodes=2 --master_addr=127.0.0.1 --master_port={port} --use_env --pass-local-rank"
-    words = [*line.split(), "--start", "plain", "--run_dir", "r"]
+    words = [*line.split(), "--run_dir", "r"]
     second = workshop.start(*words, "--node_rank=1", script, "--lr", 2)  # the numbers hold, in whatever order they come
     first = workshop.start(*words, "--node_rank=0", script, "--lr", 2)
     for process in (first, second):

@@ -15,7 +15,7 @@ from lockstep.launch.host import threads_of_rank
 from waiting import wait_until
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
-PLAIN = ("--start", "plain", "--nproc-per-node", 2, "--run-dir", "r")
+TWO = ("--nproc-per-node", 2, "--run-dir", "r")
 WAITS = """
     import os, signal, time
     from pathlib import Path
@@ -37,7 +37,7 @@ os.execv(sys.executable, [sys.executable, "-m", "lockstep", "run", *sys.argv[1:]
 def test_under_nohup_a_run_outlives_its_terminal_and_signals_that_were_blocked_are_handled(workshop, hit):
     script = workshop.script(WAITS)
     for ends, code in (("go", 0), ("SIGTERM", 143)):
-        launcher = workshop.start(*PLAIN, "--fresh", script, command=("-c", INHERITS))
+        launcher = workshop.start(*TWO, "--fresh", script, command=("-c", INHERITS))
         for rank in range(2):
             workshop.wait_for_file(f"up-{rank}")
         hit(launcher, "SIGHUP")
@@ -57,7 +57,7 @@ def test_a_run_needs_no_standard_streams_and_no_short_path_for_temporary_files(w
     temporary = workshop.here / ("long" * 30)
     temporary.mkdir()
     script = workshop.script("import os; print('begun'); open('done-' + os.environ['RANK'], 'w').close()")
-    command = [sys.executable, "-m", "lockstep", "run", *map(str, PLAIN), script]
+    command = [sys.executable, "-m", "lockstep", "run", *map(str, TWO), script]
     closed = subprocess.run(
         ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command],
         cwd=workshop.here,
@@ -82,7 +82,7 @@ def test_a_working_directory_and_logs_that_go_away_hide_no_cause_and_a_start_wit
                 os.mkdir(log)
             raise ValueError("the true cause")
     """)
-    run = [sys.executable, "-m", "lockstep", "run", *map(str, PLAIN[:-1]), str(workshop.here / "r")]
+    run = [sys.executable, "-m", "lockstep", "run", *map(str, TWO[:-1]), str(workshop.here / "r")]
     command = ["sh", "-c", 'cd w; $WHERE; exec "$@"', "sh", *run, "--max-restarts", "1", "--fresh"]
     for where, code, says in (("true", 1, "the true cause"), ("rmdir ../w", 2, "working directory has been removed")):
         (workshop.here / "w").mkdir(exist_ok=True)
@@ -144,7 +144,7 @@ ODD = """
 def test_what_a_script_does_to_its_streams_hooks_and_copies_changes_neither_its_end_nor_the_cause(
     workshop, does, code, says
 ):
-    ended = workshop.run(*PLAIN, "--grace", 1, workshop.script(ODD), does)
+    ended = workshop.run(*TWO, "--grace", 1, workshop.script(ODD), does)
     assert ended.code == code, ended.err
     assert (workshop.here / "copied").exists()
     block = ended.err.partition("✗ ")[2]
@@ -164,7 +164,7 @@ def test_a_file_receives_each_byte_of_the_leader_also_of_a_line_that_is_long_and
     """)
     with (workshop.here / "out").open("wb") as out:
         streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.DEVNULL}
-        launcher = workshop.start(*PLAIN, script, streams=streams, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+        launcher = workshop.start(*TWO, script, streams=streams, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
         assert launcher.wait(90) == 0
     assert (workshop.here / "out").read_bytes() == written[:800] + b"long " * 600_000
 
@@ -180,7 +180,7 @@ def test_who_reads_the_leaders_output_late_gets_all_of_it(workshop):
     """)
     reading, writing = os.pipe()
     streams = {"stdin": subprocess.DEVNULL, "stdout": writing, "stderr": subprocess.DEVNULL}
-    launcher = workshop.start(*PLAIN, script, streams=streams)
+    launcher = workshop.start(*TWO, script, streams=streams)
     os.close(writing)
     workshop.wait_for_file("written-0")
     # Now the ranks end, and the pipe has held none of it for long.

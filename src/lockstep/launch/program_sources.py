@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -41,6 +42,25 @@ def mentions_lockstep(program: Program) -> bool:
     return any(b"lockstep" in content for _, content in _own_files(program, _MOST_SEARCHED))
 
 
+def needs_only_python(program: Program) -> bool:
+    """Whether ranks of ``program`` need no torch: its own files import each other and Python's modules, nothing else.
+
+    False where that is not certain. Ranks that import torch all the same, by a computed name, only start later.
+    """
+    file = source_file(program)
+    if file is None or not isinstance(program, Script | Module):
+        return False
+    sources = [content for _, content in _own_files(program, _MOST_SEARCHED)]
+    if not 0 < len(sources) < _MOST_SEARCHED or re.search(rb"torch|lockstep", b"\n".join(sources)):
+        return False
+    root = _root_of(program, file)
+    try:
+        named = {name for content in sources for name in _named_modules(ast.parse(content))}
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    return all(name in sys.stdlib_module_names or any(_files_of(root, [name])) for name in named)
+
+
 def unread_options(program: Program, known: Collection[str]) -> list[str]:
     """Those of the ``known`` options among the program's arguments that its source does not mention.
 
@@ -59,7 +79,7 @@ def _own_files(program: Program, most: int) -> Iterator[tuple[str, bytes]]:
     file = source_file(program)
     if file is None or not isinstance(program, Script | Module):
         return
-    root = file.resolve().parent if isinstance(program, Script) else Path.cwd()
+    root = _root_of(program, file)
     waiting, seen = [file.resolve()], set[Path]()
     while waiting and len(seen) < most:
         path = waiting.pop(0)
@@ -72,6 +92,19 @@ def _own_files(program: Program, most: int) -> Iterator[tuple[str, bytes]]:
             waiting += _imported(ast.parse(content), path, root)
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue
+
+
+def _root_of(program: Script | Module, file: Path) -> Path:
+    return file.resolve().parent if isinstance(program, Script) else Path.cwd()
+
+
+def _named_modules(tree: ast.Module) -> Iterator[str]:
+    """The outermost modules that a source names in its imports, but for its own package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
 
 
 def _imported(tree: ast.Module, path: Path, root: Path) -> Iterator[Path]:

@@ -43,7 +43,7 @@ from lockstep.formatting import plural
 from lockstep.launch.child_process import kill_group, own_python, signal_when_parent_dies
 from lockstep.launch.host import threads_of_rank
 from lockstep.launch.owned_directory import remove_owned_directory
-from lockstep.launch.program_sources import mentions_lockstep
+from lockstep.launch.program_sources import mentions_lockstep, needs_only_python
 from lockstep.launch.request import Function, Program, StartMethod
 from lockstep.launch.workers.fork_messages import RankSpec, message
 from lockstep.launch.workers.rank_process import become_rank, program_from, program_to_args, run_program
@@ -76,7 +76,10 @@ class ForkServer:
         self._connection, self._program = connection, program
         with _ending_when_closed(connection):
             self._uses_run = mentions_lockstep(program)
-            self._method = _import_once(connection, program, self._uses_run) if method == "fork" else method
+            self._only_python = needs_only_python(program)
+            self._method = method
+            if method == "fork":
+                self._method = _import_once(connection, program, self._uses_run, self._only_python)
         self._ranks: dict[int, int] = {}  # process id: rank
         self._store = 0  # process id; 0: none
         self._questions: socket.socket | None = None  # for the store
@@ -224,7 +227,7 @@ class ForkServer:
             passed = (listening, theirs.fileno())
             for descriptor in passed:
                 os.set_inheritable(descriptor, True)
-            args = [str(listening), str(port), str(own_pid), str(theirs.fileno())]
+            args = [str(listening), str(port), str(own_pid), str(theirs.fileno()), str(int(self._only_python))]
             store = _spawn(own_python("tcp-store", args), {})
             os.set_inheritable(listening, False)
         else:
@@ -232,7 +235,7 @@ class ForkServer:
             if store == 0:
                 with _exit_always():
                     self._close_connections()
-                    serve_store(listening, port, own_pid, theirs)
+                    serve_store(listening, port, own_pid, theirs, when_used=self._only_python)
         theirs.close()
         return store
 
@@ -312,12 +315,13 @@ def _import_for_runs(env: Mapping[str, str]) -> None:
         importlib.import_module(_STRATEGIES).import_strategy(strategy)
 
 
-def _import_once(connection: socket.socket, program: Program, uses_run: bool) -> StartMethod:
+def _import_once(connection: socket.socket, program: Program, uses_run: bool, only_python: bool) -> StartMethod:
     """Import what all ranks of ``program`` need; returns how they can be started afterwards."""
     # To look for garbage meanwhile and afterwards takes a third of the time, and finds next to none.
     gc.disable()
     try:
-        import_torch()
+        if not only_python:
+            import_torch()
         if uses_run:
             _import_for_runs(os.environ)
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from multiprocessing.connection import wait
 from typing import NoReturn
 
 from lockstep.launch.child_process import die_with_parent, name_process
@@ -18,11 +19,13 @@ from lockstep.network_interface import own_address
 USED, UNUSED = b"1", b"0"
 
 
-def serve_store(listening: int, port: int, parent: int, questions: socket.socket | None) -> NoReturn:
+def serve_store(
+    listening: int, port: int, parent: int, questions: socket.socket | None, *, when_used: bool = False
+) -> NoReturn:
     """Serve the store on the socket ``listening``, already bound to ``port``, until killed; never returns.
 
     Each byte that comes by ``questions`` asks whether a rank has written to it: the answer is `USED` or `UNUSED`. None:
-    nobody asks.
+    nobody asks. With ``when_used``, torch is imported when the first rank connects, which then waits for that.
     """
     die_with_parent(parent)
     name_process("lockstep store")
@@ -30,6 +33,8 @@ def serve_store(listening: int, port: int, parent: int, questions: socket.socket
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if when_used:
+        _wait_until_used(listening, questions)
     # Imported late: the launcher's own process imports this module too, and must stay free of torch.
     from torch._C._distributed_c10d import TCPStore  # as torch.distributed hands it on, with types
 
@@ -41,11 +46,22 @@ def serve_store(listening: int, port: int, parent: int, questions: socket.socket
         master_listen_fd=listening,
         wait_for_workers=False,
     )
-    keys = store.num_keys()  # its own
     while questions is not None and questions.recv(1):
-        questions.sendall(USED if store.num_keys() > keys else UNUSED)
+        questions.sendall(USED if store.num_keys() else UNUSED)  # a store has no key of its own
     while True:
         signal.pause()
+
+
+def _wait_until_used(listening: int, questions: socket.socket | None) -> None:
+    """Return when somebody connects; until then every question is answered."""
+    asked = [] if questions is None else [questions]
+    while listening not in (ready := wait([listening, *asked])):
+        for each in ready:
+            assert isinstance(each, socket.socket)
+            if each.recv(1):
+                each.sendall(UNUSED)
+            else:
+                asked.clear()
 
 
 def _own_address(listening: int) -> str:
@@ -57,7 +73,8 @@ def _own_address(listening: int) -> str:
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Serve a store: ``LISTENING PORT PARENT [QUESTIONS]``, the first and the last being descriptors of sockets."""
-    listening, port, parent, *questions = map(int, argv)
+    """Serve a store: ``LISTENING PORT PARENT [QUESTIONS [WHEN_USED]]``, sockets given by their descriptors."""
+    listening, port, parent, *more = map(int, argv)
     os.chdir("/")  # the script's may go away, and without one MKL ends a process that loads torch
-    serve_store(listening, port, parent, socket.socket(fileno=questions[0]) if questions else None)
+    questions = socket.socket(fileno=more[0]) if more else None
+    serve_store(listening, port, parent, questions, when_used=any(more[1:]))
