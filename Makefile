@@ -1,8 +1,9 @@
 # make train   train the handwritten digits on this machine, with a progress view and checkpoints; again: continue
 # make test    check the style and run the whole test suite
 # make test-clusters   real jobs in a Slurm and a Grid Engine of our own, where these are installed (docs/clusters.md)
-# make campaign   a thousand random training scripts on every world, beside plain torch, and the tests that `make test`
-#                 leaves out since their like is in it (about half an hour); then 500 faults (an hour, as root)
+# make campaign   a thousand random training scripts on every world, beside plain torch; the tests that `make test`
+#                 leaves out since their like is in it, and properties with other examples each time (about half an
+#                 hour); then 500 faults (an hour, as root)
 # make mutants    plant errors in the code and see which test notices each (about an hour)
 # make test-gpu   what only GPUs can show, on a machine that has some (docs/gpu.md, which it writes)
 # make lint    only the style: ruff and mypy
@@ -26,11 +27,11 @@ train: .venv/.ready
 	@$(BIN)/lockstep run --nproc-per-node $(RANKS) --run-dir $(RUN_DIR) $(if $(wildcard $(RUN_DIR)/run.json),--resume) examples/digits.py
 	@echo "kept in $(RUN_DIR); as a file: $(BIN)/lockstep export $(RUN_DIR) model.safetensors; your own script: docs/from-single-gpu.md"
 
-# Most tests wait for ranks more than they compute: five at a time suit two cores. The tests start hundreds of
+# `auto`: two workers more than there are cores, for tests also wait (tests/conftest.py). The tests start hundreds of
 # processes: each reads the bytecode of this package where it may be written, else it compiles all modules anew.
 test: lint
 	@echo "pytest"
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 5
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n auto
 
 # On a machine with GPUs, which all tests share; docs/gpu.md says then what was tried.
 test-gpu: .venv/.ready
@@ -42,7 +43,7 @@ test-clusters: .venv/.ready
 # Its tests are the long ones: five times the time of the suite's for each.
 campaign: .venv/.ready
 	@LOCKSTEP_RANDOM_SCRIPTS=1000 $(BIN)/python -m pytest -q -p no:randomly --timeout 7200 tests/test_random_scripts.py
-	@PYTHONDONTWRITEBYTECODE= LOCKSTEP_CAMPAIGN=1 $(BIN)/python -m pytest -q -n 4 --timeout 600 -o faulthandler_timeout=900
+	@PYTHONDONTWRITEBYTECODE= LOCKSTEP_CAMPAIGN=1 $(BIN)/python -m pytest -q -n auto --timeout 600 -o faulthandler_timeout=900
 	@$(BIN)/python benchmarks/campaign.py --faults 500
 
 mutants: .venv/.ready

@@ -130,6 +130,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For `-n auto`: as many as keep the cores busy while some wait. Each begins with 15 s of imports."""
+    return len(os.sched_getaffinity(0)) + 2
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Tests go to whichever worker is free, those of `TOGETHER` as one."""
     from xdist.scheduler import LoadScopeScheduling
