@@ -1,5 +1,7 @@
 """Many short runs in one launch of real ranks."""
 
+import importlib
+import os
 import pickle
 import traceback
 
@@ -30,6 +32,12 @@ def on_world(size, calls, timeout_s=200, env=None):
     env = {"LOCKSTEP_PEER_TIMEOUT_S": PEER_TIMEOUT_S, **(env or {})}
     by_rank = run_ranks(in_turn, size, calls, timeout_s=timeout_s, env=env)
     return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def under_own(variables, module, function):
+    """On a rank: the ``function`` of ``module``, which is imported under the rank's own ``variables[rank]``."""
+    os.environ.update(variables[int(os.environ["RANK"])])
+    return getattr(importlib.import_module(module), function)()
 
 
 def error_of(kind, call, *args, **options):

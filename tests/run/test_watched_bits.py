@@ -2,20 +2,16 @@
 
 import contextlib
 import io
-import os
-import socket
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, MismatchError
 from lockstep.run import Run
-from lockstep.testing import state_hash
-from worlds import on_world
+from lockstep.testing import run_each, run_ranks, state_hash
+from worlds import on_world, under_own
 
 X = torch.sin(torch.arange(64.0)).view(32, 2)
 SIZES = {"global_batch": 8, "micro_batch": 2}  # 4 steps an epoch
@@ -207,48 +203,24 @@ def test_modules_that_are_set_otherwise_on_one_rank_are_found(change, name):
         assert name in words, words
 
 
-KERNELS = """
-import torch, lockstep
-with lockstep.Run() as run:
-    model = run.model(torch.nn.Linear(2, 1))
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    batches = run.loader(torch.rand(8, 2, generator=torch.Generator().manual_seed(0)), global_batch=4, micro_batch=2)
-    for _ in run.epochs(1):
-        for batch in run.train(batches):
+def trained_with():
+    """The kernels with which a rank has trained."""
+    with Run() as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        rows = torch.rand(8, 2, generator=torch.Generator().manual_seed(0))
+        for batch in run.train(run.loader(rows, global_batch=4, micro_batch=2)):
             run.step(model(batch).square().mean())
-print("trained", torch.backends.cpu.get_cpu_capability())
-"""
-
-
-def started(variables):
-    """Two ranks, each a process of its own with its own ``variables``; exit codes, and what they wrote."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", KERNELS],
-            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), **own},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, own in enumerate(variables)
-    ]
-    wrote = [rank.communicate()[0] for rank in ranks]
-    return [rank.returncode for rank in ranks], wrote
+    return torch.backends.cpu.get_cpu_capability()
 
 
 def test_a_rank_with_other_kernels_of_its_cpu_is_named_with_the_variable():
     same = {"ATEN_CPU_CAPABILITY": "default"}
-    codes, wrote = started([{}, same])
-    assert codes == [1, 1]
-    for said in wrote:
-        assert "MismatchError: rank 0 computes on a CPU by " in said
+    # Torch reads the variable at its first operation, which this module makes when it is imported.
+    for outcome in run_each(under_own, 2, [{}, same], __name__, "trained_with"):
+        assert isinstance(outcome.error, MismatchError), "the data is not accused"
+        said = str(outcome.error)
+        assert "rank 0 computes on a CPU by " in said
         assert "rank 1 on a CPU by DEFAULT kernels (ATEN_CPU_CAPABILITY=default)" in said
         assert "with equal variables" in said
-        assert "trained" not in said
-        assert "samples" not in said.splitlines()[-1], "the data is not accused"
-    codes, wrote = started([same, same])
-    assert codes == [0, 0]
-    assert all("trained DEFAULT" in said for said in wrote)
+    assert run_ranks(under_own, 2, [same, same], __name__, "trained_with") == ["DEFAULT"] * 2
