@@ -92,6 +92,8 @@ CAMPAIGN = re.compile(
     r"test_a_habit_ends_everywhere_as_the_table_says|test_ten_thousand_changes|"
     r"test_each_ends_as_the_page_says\[\(1, 2, 3\)\]|test_figures_are_those_of_plain_torch_|"
     r"test_recipes_huggingface\.py|test_contrastive_loss_is_that_of_the_whole_batch|test_a_cadence_in_seconds|"
+    r"test_zero\.py::test_(the_bits_are|each_rank_has)_.*\b2\]|test_buffers\.py::test_on_any_world_.*\[2\]|"
+    r"test_on_any_world_what_learns_.*\[(2-ddp|3-zero)\]|"
     r"test_layouts\.py::test_gradients_are_.*\[3\]|test_fsdp\.py::test_on_three_ranks|"
     r"test_loops\.py::test_a_loop_is_the_same_on_any_world|"
     r"test_law_with_options\[(ddp:compress=bf16|fsdp:wrap.*|hybrid.*|pipeline.*bubble)-equals_the_reference\]|"

@@ -49,30 +49,34 @@ TRAINS = """
 """
 
 
-@pytest.mark.parametrize("first", ["stop", "death"])
-def test_a_stop_and_the_death_of_a_rank_together_lose_no_step(workshop, hit, first):
+def test_a_stop_and_the_death_of_a_rank_together_lose_no_step(workshop, hit):
     """As where a node is pre-empted and its memory runs out: the survivor's step is in a checkpoint."""
     script = workshop.script(TRAINS)
-    words = ("--nproc-per-node", 2, "--max-restarts", 1, "--run-dir", "r")
-    launcher = workshop.start(*words, script, NAME="a")
-    wait_until(lambda: (workshop.here / "step").exists() and int(workshop.wait_for_file("step")) >= 13, "step 13")
-    victim = next(pid for pid, name in workshop.processes().items() if name == "rank 1")
-    for deed in ("stop", "death") if first == "stop" else ("death", "stop"):
-        if deed == "stop":
-            hit(launcher, "SIGTERM")
-        else:
-            hit(victim, "SIGKILL")
-    done = int(workshop.wait_for_file("step"))
-    ended = workshop.end_of(launcher)
-    assert ended.code == 75, ended.err
-    saved = max(int(path.name.removeprefix("step-")) for path in (workshop.here / "r/checkpoints").glob("step-*"))
-    assert saved >= done, ended.err
-    (workshop.here / "go").write_text("")
-    assert workshop.run(*words, "--resume", script, NAME="a").code == 0
-    assert workshop.run("--nproc-per-node", 2, script, NAME="b").code == 0
-    assert workshop.wait_for_file("final-a") == workshop.wait_for_file("final-b")
-    if first == "death" or "rank 1" in ended.err:
-        assert "rank 1 of 2 was killed by SIGKILL; saving the last finished step before the job ends" in ended.err
+    for first in ("stop", "death"):
+        words = ("--nproc-per-node", 2, "--max-restarts", 1, "--run-dir", first)
+        launcher = workshop.start(*words, script, NAME=first)
+        wait_until(lambda: (workshop.here / "step").exists() and int(workshop.wait_for_file("step")) >= 13, "step 13")
+        victim = next(pid for pid, name in workshop.processes().items() if name == "rank 1")
+        for deed in ("stop", "death") if first == "stop" else ("death", "stop"):
+            if deed == "stop":
+                hit(launcher, "SIGTERM")
+            else:
+                hit(victim, "SIGKILL")
+        done = int(workshop.wait_for_file("step"))
+        ended = workshop.end_of(launcher)
+        assert ended.code == 75, ended.err
+        checkpoints = (workshop.here / first / "checkpoints").glob("step-*")
+        assert max(int(path.name.removeprefix("step-")) for path in checkpoints) >= done, ended.err
+        if first == "death" or "rank 1" in ended.err:
+            assert "rank 1 of 2 was killed by SIGKILL; saving the last finished step before the job ends" in ended.err
+        (workshop.here / "go").touch()
+        assert workshop.run(*words, "--resume", script, NAME=first).code == 0
+        for name in ("go", "step"):
+            (workshop.here / name).unlink()
+    (workshop.here / "go").touch()
+    assert workshop.run("--nproc-per-node", 2, script, NAME="calm").code == 0
+    finals = [workshop.wait_for_file(f"final-{name}") for name in ("stop", "death", "calm")]
+    assert finals == finals[:1] * 3
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT"])
