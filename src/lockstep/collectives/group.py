@@ -8,10 +8,10 @@ import itertools
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -108,6 +108,11 @@ class Group:
         self._connections: Final = connections or Connections()
 
     @property
+    def backend(self) -> Literal["gloo", "nccl"]:
+        """Torch's name of what carries tensors of the device."""
+        return "gloo" if self.over_cpu else "nccl"
+
+    @property
     def leads(self) -> bool:
         """Whether this is rank 0, which writes for all."""
         return self.rank == 0
@@ -153,12 +158,26 @@ class Group:
 
     def sum_int(self, value: int, what: str) -> int:
         """The sum of every rank's integer, in about 0.3 ms. Collective."""
+        return self.begin_sum([value], what)()[0]
+
+    def begin_sum(self, values: Sequence[int], what: str) -> Callable[[], list[int]]:
+        """Begin the sums of every rank's integers, as many on each; what it returns waits for them. Collective.
+
+        They go over the CPU in about 0.3 ms, in which this rank may do other things, and no GPU is waited for.
+        """
         if self._control is None:
-            return value
-        total = torch.tensor([value], device="cpu")
+            return lambda: list(values)
+        totals = torch.tensor(values, dtype=torch.int64, device="cpu")
         with translating_peer_errors(what):
-            dist.all_reduce(total, group=self._control)
-        return int(total)
+            work = dist.all_reduce(totals, group=self._control, async_op=True)
+
+        def finish() -> list[int]:
+            with translating_peer_errors(what):
+                work.wait()
+            sums: list[int] = totals.tolist()
+            return sums
+
+        return finish
 
     def sum_tensor(self, value: torch.Tensor, what: str) -> torch.Tensor:
         """The sum of each rank's tensor, with the same bits on every rank. Collective."""
@@ -229,7 +248,9 @@ class Group:
         )
         if len(members) == 1:
             return Group(world, self.device, HashStore(), None, self.timeout_s, over_cpu=self.over_cpu)
-        process_group, control = self.new_process_group(members), self.new_process_group(members, backend="gloo")
+        process_group = self.new_process_group(members)
+        # Over NCCL it has connections over the CPU as well. Over gloo other threads would mix what they sum with words.
+        control = self.new_process_group(members, "gloo") if self.over_cpu else process_group
         store = PrefixStore(f"part/{'-'.join(map(str, members))}/{next(_subgroup_numbers)}", self._store)
         nodes = [self.nodes[rank] for rank in members]
         return Group(
@@ -246,6 +267,9 @@ class Group:
 
     def new_process_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
         """A new process group of torch for ``ranks`` of this group (None: all); every one of them must call it.
+
+        With ``backend`` "gloo" or "nccl" it carries tensors of the CPU or of GPUs only, and opens connections for these
+        only; with None also those of the CPU beside those of the device.
 
         Raises:
             PeerLost: if one of them is gone.

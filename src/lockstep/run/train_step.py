@@ -168,6 +168,8 @@ class TrainStep:
         self._marker.set_phase("reduction" if position.last and self._group.size > 1 else "backward")
         if count is not None and counts:
             self._losses.add_count(target, count)
+        if position.last:
+            self._losses.begin_total(target)
         # The loss is a mean over the micro-batch's items, the gradient one over the step's: each weighs what it holds.
         share = (items.double() if isinstance(items, torch.Tensor) else items) / position.step_samples
         weighs = count is not None or position.of > 1

@@ -51,16 +51,17 @@ from lockstep.strategies.abilities import (
     PreparesEvaluation,
     PreparesForward,
     PreparesOptimizerStep,
+    SumsCounts,
 )
 from lockstep.strategies.absent_parameters import refuse_changes
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.divided_update import StepsSome
 from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
+    begin_total,
     divide_by_counts,
     parameters_of,
     steps_across_elements,
-    total_count,
 )
 from lockstep.strategies.parameter_server.embedding_tables import (
     EmbeddingTable,
@@ -124,6 +125,7 @@ class Hybrid(
     Strategy,
     HasServerRanks,
     PreparesForward,
+    SumsCounts,
     PreparesOptimizerStep,
     PreparesEvaluation,
     DividesConstruction,
@@ -295,11 +297,14 @@ class Hybrid(
         self._in_loop = False
         return self._round.end_loop(complete=complete)
 
+    def begin_count(self, counted: int) -> Callable[[], int]:
+        """Begin to add up the items of all workers. Collective."""
+        return begin_total(self._role_group, counted)
+
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Divide by the number of items; servers divide once they learn it. All workers must call it."""
-        total = total_count(self._role_group, counted)
-        divide_by_counts(target, samples, total)
-        self._round.unsent = {rank: replace(done, counted=total) for rank, done in self._round.unsent.items()}
+        """Divide by the number of items; servers divide once they learn it."""
+        divide_by_counts(target, samples, counted)
+        self._round.unsent = {rank: replace(done, counted=counted) for rank, done in self._round.unsent.items()}
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
         """Send servers the message that gradients are in place, if it was not sent yet."""

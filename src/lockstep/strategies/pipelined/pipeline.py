@@ -45,6 +45,7 @@ from lockstep.strategies.abilities import (
     DividesConstruction,
     ExplainsErrors,
     MakesStages,
+    SumsCounts,
 )
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.buffers import Buffers
@@ -53,8 +54,8 @@ from lockstep.strategies.divided_update import StepsSome
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
     ParameterSet,
+    begin_total,
     divide_by_counts,
-    total_count,
 )
 from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.partial_models import of_absent_parameters
@@ -104,7 +105,14 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
 
 
 class Pipeline(
-    Strategy, ComputesLoss, CommunicatesInForward, DividesConstruction, StepsSome, ExplainsErrors, MakesStages
+    Strategy,
+    ComputesLoss,
+    SumsCounts,
+    CommunicatesInForward,
+    DividesConstruction,
+    StepsSome,
+    ExplainsErrors,
+    MakesStages,
 ):
     """The strategy ``pipeline``."""
 
@@ -365,9 +373,13 @@ class Pipeline(
                     self._channel.send((output, interface, after), target)
         return output if self._stages[-1].is_last else None
 
+    def begin_count(self, counted: int) -> Callable[[], int]:
+        """Begin to add up the items of all replicas. Collective."""
+        return begin_total(self._stage_group, counted)
+
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Divide by the number of items of the step. Collective."""
-        divide_by_counts(target, samples, total_count(self._stage_group, counted))
+        """Divide by the number of items of the step."""
+        divide_by_counts(target, samples, counted)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """After the last micro-batch, move the stages' buffers by the mean over the step. Collective then."""
