@@ -1,5 +1,6 @@
 """Ranks agree, differ, part ways and are lost."""
 
+import contextlib
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,16 @@ from torch.distributed import HashStore
 
 from device_costs import DEVICE
 from lockstep.batch import BatchPlan
-from lockstep.collectives import Connections, Group, ObjectChannel, open_all_reduce, open_group, single_rank_group
+from lockstep.collectives import (
+    Connections,
+    Group,
+    ObjectChannel,
+    gloo_threads,
+    keeping_connections,
+    open_all_reduce,
+    open_group,
+    single_rank_group,
+)
 from lockstep.collectives.group import refuse_shared_gpus
 from lockstep.collectives.owner_broadcast import BroadcastFromOwner
 from lockstep.errors import MismatchError, PeerLost, WorldError
@@ -234,6 +244,33 @@ def without_a_split():
 
 def test_a_group_of_some_ranks_is_made_by_its_members_alone():
     assert run_ranks(without_a_split, 3) == [[True], [None, None, 2, True], [None, None, 2, True]]
+
+
+def ends_of_connections():
+    """How a search that goes well ends its connections, one whose trial fails in a sum, and a failed trial itself."""
+    ends = []
+    for name, at in (("destroy_process_group", dist), ("_abort_process_group", gloo_threads)):
+        made = getattr(at, name)
+        setattr(at, name, lambda name=name, made=made: ends.append(name) or made())
+    with keeping_connections():
+        meet().barrier("well")
+    with contextlib.suppress(ArithmeticError), keeping_connections():
+        group = meet()
+        if group.rank == 0:
+            dist.all_reduce(torch.ones(1), async_op=True)  # which the other rank never makes
+        raise ArithmeticError
+    with keeping_connections() as connections:
+        meet()
+        connections.close(abort=True)
+        meet().barrier("the next trial")
+    return ends
+
+
+def test_what_is_under_way_after_an_error_is_broken_off():
+    assert (
+        run_ranks(ends_of_connections, 2)
+        == [["destroy_process_group", "_abort_process_group", "_abort_process_group", "destroy_process_group"]] * 2
+    )
 
 
 class Asked(Connections):

@@ -323,13 +323,13 @@ class Connections:
         """The next run may take what was taken."""
         self._taken.clear()
 
-    def close(self) -> None:
-        """Close them all."""
+    def close(self, *, abort: bool = False) -> None:
+        """Close them all. With ``abort``, such as after an error, without waiting for what is under way on GPUs."""
         self._made.clear()
         self.give_back()
         if self.world is not None:
             self.world, self.of = None, ()
-            destroy_process_groups()
+            destroy_process_groups(abort=abort)
 
 
 @contextlib.contextmanager
@@ -363,11 +363,13 @@ def keeping_connections() -> Iterator[Connections]:
     """
     connections = Connections()
     _kept.append(connections)
+    failed = True
     try:
         yield connections
+        failed = False
     finally:
         _kept.remove(connections)
-        connections.close()
+        connections.close(abort=failed)
 
 
 def open_group(world: World, device: torch.device, timeout_s: float, *, shares_gpu: bool = False) -> Group:
