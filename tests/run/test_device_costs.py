@@ -28,7 +28,7 @@ from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.ddp_buckets import align_gradients
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.single_process import SingleProcess
-from lockstep.strategies.state_layout import ReplicatedLayout
+from lockstep.strategies.state_layout import OwnerLayout, ReplicatedLayout
 from worlds import on_world
 
 MANY = 200
@@ -146,6 +146,25 @@ def test_the_norm_takes_launches_by_widths_and_not_by_parameters():
     whole = math.ceil(math.log2(12 * (768 + 3072 + 768 + 768 + 3072)))
     assert launches[1] <= 2 * rows + whole + 10
     assert launches[1] - launches[0] <= rows + 5  # of larger gradients, one more table of 32 Mi elements
+
+
+def test_the_norm_of_gradients_on_several_ranks_waits_for_none_of_them():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 2)).to(DEVICE)
+    told = []
+
+    def begin_sum(values, what):
+        told.extend(values)
+        return lambda: [1, 1, 1, 1, 0, 0]  # the other rank has gradients of the second layer
+
+    group = SimpleNamespace(rank=0, size=2, device=DEVICE, sum_tensor=lambda own, _: own, begin_sum=begin_sum)
+    layout = OwnerLayout(group)
+    layout.setup_model(model, lambda name: (int(name.startswith("1.")),))
+    for parameter in model[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with Costs() as costs:
+        layout.norm(tuple(model.parameters()))
+    assert costs.waits == 0
+    assert told == [1, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 5, 8, 13, 64])

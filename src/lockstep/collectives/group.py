@@ -189,15 +189,26 @@ class Group:
 
     def send(self, tensor: torch.Tensor, to: int, what: str) -> None:
         """Send ``tensor``, of any type, contiguous and on the CPU, to the rank ``to``, which must call `receive`."""
-        assert self._control is not None
-        with translating_peer_errors(what):
-            dist.send(tensor.view(-1).view(torch.uint8), group=self._control, group_dst=to)
+        self.begin_send(tensor, to, what)()
 
-    def receive(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        """Fill ``tensor``, of any type, contiguous and on the CPU, with what the rank ``source`` sends."""
+    def begin_send(self, tensor: torch.Tensor, to: int, what: str, tag: int = 0) -> Callable[[], None]:
+        """Begin to `send`; what it returns waits until the other rank has it. What has another ``tag`` may pass it."""
         assert self._control is not None
         with translating_peer_errors(what):
-            dist.recv(tensor.view(-1).view(torch.uint8), group=self._control, group_src=source)
+            work = dist.isend(tensor.view(-1).view(torch.uint8), group=self._control, group_dst=to, tag=tag)
+
+        def finish() -> None:
+            with translating_peer_errors(what):
+                if work is not None:  # as it is for a rank that is none of the group
+                    work.wait()
+
+        return finish
+
+    def receive(self, tensor: torch.Tensor, source: int, what: str, tag: int = 0) -> None:
+        """Fill ``tensor``, of any type, contiguous and on the CPU, with what the rank ``source`` sends by ``tag``."""
+        assert self._control is not None
+        with translating_peer_errors(what):
+            dist.recv(tensor.view(-1).view(torch.uint8), group=self._control, group_src=source, tag=tag)
 
     def broadcast_bytes(self, data: torch.Tensor, source: int, what: str) -> None:
         """Fill ``data``, contiguous bytes on the CPU, with what it holds on the rank ``source``. Collective."""
