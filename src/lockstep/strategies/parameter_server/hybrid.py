@@ -187,7 +187,7 @@ class Hybrid(
             self._say(f"{type(model).__name__} has no embedding to serve; ddp would use the servers better")
         restore_unserved(model, modules, self._group)
         place_rest(model, self._group.device)
-        tables = {name: self._table(module) for name, module in modules.items()}
+        tables = {name: _served(module, self._division, self._group.rank) for name, module in modules.items()}
         numbers = {name: self._tables.add(table) for name, table in tables.items()}
         self._store.setup_model(model, lambda _: 0, [module.weight for module in modules.values()])
         for name, table in tables.items():
@@ -215,13 +215,6 @@ class Hybrid(
         if tables:
             refuse_copies(model, "hybrid")
         return model
-
-    def _table(self, module: EmbeddingTable) -> ServedTable:
-        weight = module.weight
-        if isinstance(weight, TablePart):
-            return ServedTable(module, weight.held.of, self._group.rank)
-        rows_of = self._division.place(module.num_embeddings, module.embedding_dim * weight.element_size())
-        return ServedTable(module, rows_of, self._group.rank)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ``optimizer`` steps each row of a divided table by itself.
@@ -437,6 +430,16 @@ class Hybrid(
     def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         self._round.send()
         return self._owner_layout.norm(parameters)
+
+
+def _served(module: EmbeddingTable, division: RowDivision, rank: int) -> ServedTable:
+    """``module`` as ``rank`` sees it; its rows are where they lie already, or where ``division`` puts them."""
+    weight = module.weight
+    if isinstance(weight, TablePart):
+        return ServedTable(module, weight.held.of, rank)
+    return ServedTable(
+        module, division.place(module.num_embeddings, module.embedding_dim * weight.element_size()), rank
+    )
 
 
 def _words(rows_of: Mapping[int, range]) -> str:
